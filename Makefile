@@ -1,0 +1,46 @@
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# A busy two-core machine loses up to 3.5x to spinning OpenMP threads.
+export OMP_WAIT_POLICY := passive
+export GOMP_SPINCOUNT := 0
+export TOKENIZERS_PARALLELISM := false
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
+
+setup: $(STAMP)  ## the environment in .venv (torch for CPU first, then draftlab and its tools)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "draftlab needs Python 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+quickstart: setup  ## train, measure and export an EAGLE3 head for the embedded target (minutes)
+	$(BIN)/draftlab run recipes/quickstart.yaml
+
+test: setup  ## the CPU tests
+	$(BIN)/python -m pytest -n 2 tests
+
+lint: setup  ## style and the import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+parity-vllm: setup  ## tokens and counters equal to a real vLLM (own environment, 3.4 GB)
+	bash eval/parity/setup_vllm.sh
+	$(BIN)/python eval/parity/parity_vllm.py
+
+parity-speculators: setup  ## logits equal to the speculators library (own environment)
+	bash eval/parity/setup_speculators.sh
+	$(BIN)/python eval/parity/parity_speculators.py
+
+clean:  ## build products and caches (runs/ and the environments stay)
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+.PHONY: help setup quickstart test lint parity-vllm parity-speculators clean

@@ -1,0 +1,281 @@
+"""The corpus of the embedded target: pinned wheels -> source files -> splits -> functions.
+
+The text is Python source from permissively licensed packages of the Python package index, each
+pinned by version and sha256 in `corpus.json`. The standard library is left out: no requirement
+can pin it, it would be whatever interpreter happens to run.
+
+Everything here is a function of the wheels and of the interpreter's grammar: a file that `ast`
+cannot parse (syntax newer than the interpreter) stays in the corpus but yields no functions.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from email.parser import Parser
+from pathlib import Path
+
+PINS = Path(__file__).with_name("corpus.json")
+PLATFORMS = ("2_28", "2_27", "2_24", "2_17")  # manylinux tags of the compiled wheels among the pins
+SPLITS = ("target", "head", "heldout")
+SHARES = (0.70, 0.27, 0.03)
+PERMISSIVE = {"MIT", "MIT-0", "0BSD", "BSD-2-Clause", "BSD-3-Clause", "Apache-2.0", "ISC", "Zlib",
+              "PSF-2.0", "CC0-1.0", "Unlicense", "BSL-1.0"}
+# Free-text licences and classifiers, most telling first; matched against the start of the text.
+KNOWN = ((r"apache", "Apache-2.0"), (r"python software foundation|matplotlib", "PSF-2.0"),
+         (r"mit\b", "MIT"), (r"bsd|new bsd", "BSD-3-Clause"), (r"isc\b", "ISC"))
+SKIPPED_PARTS = re.compile(
+    r"(^|/)(tests?|testing|_?vendor(ed)?|third_party|extern(als?)?|_extern|enterprise|locale|"
+    r"migrations|_pb2|generated|gen_.*)(/|\.py$)|/test_[^/]*\.py$|_tests?\.py$|_pb2(_grpc)?\.py$")
+GENERATED = re.compile(r"(auto[- ]?(matically )?generated|@generated|do not edit)", re.I)
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One wheel: what to fetch and under which licence (SPDX expression) it may be used."""
+
+    package: str
+    version: str
+    licence: str
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Function:
+    """A documented function. `prompt` and `answer` are message contents; keys find duplicates."""
+
+    source: str  # "package/path.py:Class.function"
+    prompt: str
+    short_prompt: str  # the same with only the docstring's first paragraph
+    answer: str
+    body_key: str
+    doc_key: str
+
+
+# --- wheels -------------------------------------------------------------------------------------
+
+
+def licence_of(wheel: Path) -> str:
+    """SPDX expression from a wheel's METADATA; ValueError unless every part is permissive."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(n for n in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", n))
+        meta = Parser().parsestr(archive.read(name).decode("utf-8", "replace"))
+    expression = meta.get("License-Expression")
+    if expression:
+        parts = re.split(r"\s+(?:AND|OR)\s+|[()]", expression)
+        refused = {part for part in parts if part.strip()} - PERMISSIVE
+        if refused:
+            raise ValueError(f"{wheel.name}: licence {expression!r} has non-permissive {refused}")
+        return str(expression)
+    classifiers = [c.split("::")[-1].strip() for c in meta.get_all("Classifier", [])
+                   if c.startswith("License ::") and c.count("::") > 1]
+    # A free-text field may be a whole licence file; then only the classifiers can be trusted.
+    for text in [*classifiers, (meta.get("License") or "").strip()[:60]]:
+        if re.search(r"gpl|general public", text, re.I):
+            raise ValueError(f"{wheel.name}: licence {text!r} is not permissive")
+        for pattern, spdx in KNOWN:
+            if re.match(rf"(license agreement for )?({pattern})", text.strip(), re.I):
+                return spdx
+    raise ValueError(f"{wheel.name}: no permissive licence found in {classifiers} / License field")
+
+
+def pin_wheels(folder: Path) -> list[Pin]:
+    """Pins for every wheel in `folder` (how `corpus.json` is renewed: download, then pin)."""
+    pins = []
+    for wheel in sorted(folder.glob("*.whl")):
+        package, version = wheel.name.split("-")[:2]
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        pins.append(Pin(package.replace("_", "-"), version, licence_of(wheel), wheel.name, digest))
+    return pins
+
+
+def read_pins(path: Path = PINS) -> list[Pin]:
+    """The pinned wheels."""
+    return [Pin(**row) for row in json.loads(path.read_text())]
+
+
+def write_pins(pins: Iterable[Pin], path: Path = PINS) -> None:
+    """Write `corpus.json`, one pin a line."""
+    path.write_text("[\n" + ",\n".join(json.dumps(asdict(pin)) for pin in pins) + "\n]\n")
+
+
+def fetch(pins: list[Pin], folder: Path) -> None:
+    """Download the pins missing from `folder` with pip, then verify every hash and licence."""
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = [pin for pin in pins if not (folder / pin.file).exists()]
+    if missing:
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as requirements:
+            for pin in missing:
+                print(f"{pin.package}=={pin.version} --hash=sha256:{pin.sha256}", file=requirements)
+            requirements.flush()
+            tags = [f"--platform=manylinux_{tag}_x86_64" for tag in PLATFORMS]
+            subprocess.run(
+                [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes",
+                 "--only-binary=:all:", "--implementation=cp", "--python-version=3.12", *tags,
+                 "--platform=manylinux2014_x86_64", "-d", str(folder), "-r", requirements.name],
+                check=True)
+    for pin in pins:
+        found = hashlib.sha256((folder / pin.file).read_bytes()).hexdigest()
+        if found != pin.sha256:
+            raise ValueError(f"{folder / pin.file}: sha256 {found}, expected {pin.sha256}")
+        if licence_of(folder / pin.file) != pin.licence:
+            raise ValueError(f"{pin.file}: the licence differs from corpus.json")
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def refusal(path: str, raw: bytes) -> str | None:
+    """Why a file is left out of the corpus, or None if it is good source text."""
+    if SKIPPED_PARTS.search(path):
+        return "test, vendored or generated path"
+    if not 300 <= len(raw) <= 200_000:
+        return "size"
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "not UTF-8"
+    lines = text.splitlines()
+    if max(map(len, lines)) > 400 or len(text) / len(lines) > 90:
+        return "long lines"
+    if sum(c.isdigit() for c in text) > 0.12 * len(text) or not text.isascii() and (
+            sum(not c.isascii() for c in text) > 0.02 * len(text)):
+        return "data table"
+    if GENERATED.search(text[:3000]):
+        return "generated"
+    if "GNU General Public" in text or "GNU Lesser" in text:
+        return "names another licence"
+    return None
+
+
+def documents(pins: list[Pin], folder: Path) -> tuple[list[tuple[str, str]], Counter[str]]:
+    """All kept (path, text) in pin order, and a count of why the others were refused.
+
+    A file is a near-copy when 60 % of its longer lines stand in files kept before it: that drops
+    vendored and copied modules, whichever split they would fall in.
+    """
+    kept, why = [], Counter[str]()
+    seen_files: set[bytes] = set()
+    seen_lines: set[int] = set()
+    for pin in pins:
+        with zipfile.ZipFile(folder / pin.file) as archive:
+            for name in sorted(n for n in archive.namelist() if n.endswith(".py")):
+                if ".data/" in name or ".dist-info/" in name:
+                    continue
+                raw = archive.read(name)
+                digest = hashlib.sha256(raw).digest()
+                reason = "copy" if digest in seen_files else refusal(name, raw)
+                if reason is None:
+                    seen_files.add(digest)
+                    text = raw.decode("utf-8").replace("\r\n", "\n")
+                    lines = {hash(s) for line in text.split("\n") if len(s := line.strip()) >= 12}
+                    if len(lines & seen_lines) >= 0.6 * len(lines):
+                        reason = "near-copy"
+                    else:
+                        seen_lines |= lines
+                        kept.append((name, text))
+                why[reason or "kept"] += 1
+    return kept, why
+
+
+def split_of(text: str) -> str:
+    """The split of a file, by the hash of its content: stable when other files come or go."""
+    x = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+    return SPLITS[0] if x < SHARES[0] else SPLITS[1] if x < SHARES[0] + SHARES[1] else SPLITS[2]
+
+
+# --- functions ----------------------------------------------------------------------------------
+
+
+def _key(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _defs(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from _defs(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield prefix + node.name, node  # type: ignore[misc]
+        elif isinstance(node, ast.If | ast.Try):
+            yield from _defs(node, prefix)
+
+
+def _prompt(signature: str, docstring: str) -> str:
+    indented = textwrap.indent(docstring, "    ").lstrip()
+    return f'Write this Python function:\n\n```python\n{signature}\n    """{indented}"""\n```'
+
+
+def functions(item: tuple[str, str]) -> list[Function]:
+    """Functions of one (path, text). Those unfit as a prompt come with an empty `prompt`.
+
+    Unfit ones keep their keys, so that their bodies still count when splits are compared.
+    """
+    path, text = item
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return []
+    lines, found = text.split("\n"), []
+    for name, node in _defs(tree):
+        docstring = ast.get_docstring(node)
+        first = node.body[0]
+        start = first.end_lineno if docstring else first.lineno - 1
+        body = "\n".join(lines[start:node.end_lineno])
+        plain = re.sub(r"#.*|\s+", "", body)
+        short_name = name.rsplit(".", 1)[-1]
+        doc_key = _key(short_name + " " + " ".join((docstring or "").lower().split()))
+        prompt = short_prompt = answer = ""
+        if (docstring and len(docstring) >= 20 and docstring.isascii() and "\\" not in docstring
+                and '"""' not in docstring and first.lineno > node.lineno and plain
+                and not short_name.startswith("__")
+                and not re.match(r"(pass|\.\.\.|raiseNotImplementedError.*)$", plain)):
+            signature = "\n".join(lines[node.lineno - 1:first.lineno - 1])
+            dedented = textwrap.dedent(signature + "\n" + body.rstrip())
+            head = "\n".join(dedented.split("\n")[:signature.count("\n") + 1]).rstrip()
+            docstring = inspect.cleandoc(docstring)
+            prompt = _prompt(head, docstring)
+            short_prompt = _prompt(head, docstring.split("\n\n")[0].strip())
+            answer = f"```python\n{dedented}\n```"
+        found.append(Function(f"{path}:{name}", prompt, short_prompt, answer, _key(plain), doc_key))
+    return found
+
+
+def disjoint(by_split: dict[str, list[Function]]) -> dict[str, list[Function]]:
+    """Usable functions of each split, with nothing held back standing in a split trained on.
+
+    A held-out function goes when its body, or its name with docstring, occurs in any function of
+    the other splits; a head one when it occurs in the target's; then repeats within a split go.
+    """
+    bodies = {s: {f.body_key for f in fs} for s, fs in by_split.items()}
+    docs = {s: {f.doc_key for f in fs} for s, fs in by_split.items()}
+    against = {"target": (), "head": ("target",), "heldout": ("target", "head")}
+    result: dict[str, list[Function]] = {}
+    for split, found in by_split.items():
+        own_bodies: set[str] = set()
+        own_docs: set[str] = set()
+        result[split] = []
+        for function in found:
+            if not function.prompt or any(function.body_key in bodies[o] or function.doc_key in docs[o]
+                                          for o in against[split]):
+                continue
+            if function.body_key not in own_bodies and function.doc_key not in own_docs:
+                own_bodies.add(function.body_key)
+                own_docs.add(function.doc_key)
+                result[split].append(function)
+    return result

@@ -1,0 +1,276 @@
+"""Rebuild the embedded target: the small language model and the prompts that the package ships.
+
+    python data_prep/embedded_target.py            # every stage, in order
+    python data_prep/embedded_target.py corpus tokenizer prompts      # no GPU needed
+    python data_prep/embedded_target.py train --pack FOLDER --out FOLDER --minutes 8   # no network
+
+Stages (each reads what the one before left in --work):
+  corpus     fetch the wheels pinned in corpus.json, filter, split, extract functions
+  tokenizer  learn the BPE; write tokenizer, config.json, generation_config.json into the package
+  prompts    write the held-out and head prompts, and the pack: token arrays for the training run
+  train      train, evaluate, save model parts and metrics.json to --out (CUDA; see train_target.py)
+  card       join the model parts into the package and write its README.md
+
+corpus, tokenizer and prompts are deterministic for a given interpreter version and given versions
+of tokenizers; training is not (it runs for a time, on bf16 kernels), so the shipped weights are
+one outcome of this recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import lzma
+import multiprocessing
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+EMBEDDED = ROOT / "draftlab" / "embedded"
+STAGES = ("corpus", "tokenizer", "prompts", "train", "card")
+CONTEXT = 2048
+ANSWER_TOKENS = (20, 220)
+PROMPT_TOKENS = 250
+HELDOUT_PROMPTS = 256
+HEAD_BYTES = 1_500_000
+HEAD_PROMPTS = 3_000
+MODEL_CONFIG = {
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+    "tie_word_embeddings": True, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def stage_corpus(work: Path) -> None:
+    """Write `work`/docs.{split}.jsonl (one text a line) and functions.{split}.jsonl."""
+    import corpus
+
+    pins = corpus.read_pins()
+    corpus.fetch(pins, work / "wheels")
+    docs, why = corpus.documents(pins, work / "wheels")
+    print("files:", dict(why.most_common()))
+    with multiprocessing.Pool() as pool:
+        found = pool.map(corpus.functions, docs, chunksize=64)
+    by_split: dict[str, list[corpus.Function]] = {split: [] for split in corpus.SPLITS}
+    texts: dict[str, list[str]] = {split: [] for split in corpus.SPLITS}
+    for (_, text), functions in zip(docs, found, strict=True):
+        split = corpus.split_of(text)
+        texts[split].append(text)
+        by_split[split] += functions
+    kept = corpus.disjoint(by_split)
+    report = {"packages": len(pins), "files_refused": dict(why)}
+    for split in corpus.SPLITS:
+        _write_jsonl(work / f"docs.{split}.jsonl", texts[split])
+        _write_jsonl(work / f"functions.{split}.jsonl", map(asdict, kept[split]))
+        report[split] = {"files": len(texts[split]), "mb": sum(map(len, texts[split])) / 1e6,
+                         "functions_found": len(by_split[split]), "functions": len(kept[split])}
+    (work / "corpus_report.json").write_text(json.dumps(report, indent=1))
+    print(json.dumps(report, indent=1))
+
+
+def stage_tokenizer(work: Path) -> None:
+    """Learn the tokenizer from a sample of the target split; write the model's small files."""
+    from bpe import EOS, EOT, VOCAB_SIZE, train_tokenizer
+    from transformers import GenerationConfig, LlamaConfig
+
+    rng = random.Random(0)  # 22 %: merges hardly change with more, and learning them takes memory
+    texts = [text for text in _read_jsonl(work / "docs.target.jsonl") if rng.random() < 0.22]
+    for row in _read_jsonl(work / "functions.target.jsonl"):
+        if rng.random() < 0.22:
+            texts += [row["prompt"], row["answer"]]
+    folder = EMBEDDED / "target"
+    tokenizer = train_tokenizer(texts, folder)
+    print(f"tokenizer from {sum(map(len, texts)) / 1e6:.0f} MB")
+    bos, eot, end = (tokenizer.convert_tokens_to_ids(t) for t in (tokenizer.bos_token, EOT, EOS))
+    config = LlamaConfig(vocab_size=VOCAB_SIZE, bos_token_id=bos, eos_token_id=[eot, end],
+                         pad_token_id=end, dtype="bfloat16", **MODEL_CONFIG)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    GenerationConfig(bos_token_id=bos, eos_token_id=[eot, end], pad_token_id=end).save_pretrained(
+        folder)
+
+
+def stage_prompts(work: Path, pack: Path) -> None:
+    """Write the prompt files and the pack (token arrays, prompts, tokenizer, for `train`)."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "target")
+    pack.mkdir(parents=True, exist_ok=True)
+    rows = {}
+    for split in ("target", "head", "heldout"):
+        rows[split] = _sized(list(_read_jsonl(work / f"functions.{split}.jsonl")), tokenizer)
+        print(f"{split}: {len(rows[split])} functions of fitting length")
+        if split != "head":
+            _pack_chat(rows[split], pack / f"chat.{split}", tokenizer)
+            _pack_docs(_read_jsonl(work / f"docs.{split}.jsonl"), pack / f"docs.{split}", tokenizer)
+    heldout = _round_robin([r for r in rows["heldout"] if len(r["answer_ids"]) >= 30])
+    head = sorted(rows["head"], key=_order)
+    heldout_lines = _prompt_lines(heldout[:HELDOUT_PROMPTS], "heldout")
+    head_lines = _prompt_lines(head, "head")
+    shipped, size = 0, 0
+    while shipped < min(HEAD_PROMPTS, len(head)) and size + len(head_lines[shipped]) < HEAD_BYTES:
+        size += len(head_lines[shipped])
+        shipped += 1
+    folder = EMBEDDED / "prompts"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "heldout.jsonl").write_text("".join(heldout_lines))
+    (folder / "head.jsonl").write_text("".join(head_lines[:shipped]))
+    with lzma.open(work / "head_all.jsonl.xz", "wt") as file:
+        file.writelines(head_lines)
+    # What the training run evaluates on: prompt ids and the reference answers beside them.
+    evaluation = [{"prompt": r["prompt_ids"], "answer": r["answer_ids"], "source": r["source"]}
+                  for r in heldout[:HELDOUT_PROMPTS]]
+    (pack / "evaluation.json").write_text(json.dumps(evaluation))
+    print(f"prompts: {len(heldout_lines)} held-out from "
+          f"{len({r['source'].split('/')[0] for r in heldout[:HELDOUT_PROMPTS]})} packages; "
+          f"head {shipped} shipped of {len(head_lines)}")
+
+
+def stage_card(work: Path, out: Path) -> None:
+    """Join the model parts of `out` into the package and write the model card."""
+    from card import model_card
+
+    folder = EMBEDDED / "target"
+    parts = sorted(out.glob("model.safetensors.part*"))
+    (folder / "model.safetensors").write_bytes(b"".join(p.read_bytes() for p in parts))
+    metrics = json.loads((out / "metrics.json").read_text())
+    report = json.loads((work / "corpus_report.json").read_text())
+    answers = json.loads((out / "answers.json").read_text())
+    (folder / "README.md").write_text(model_card(metrics, report, answers))
+
+
+def _sized(rows: list[dict], tokenizer) -> list[dict]:
+    """Rows whose answer and prompt fit, with `prompt_ids` (chat-formatted) and `answer_ids`.
+
+    Functions that repeat themselves (tables, long runs of assignments) are left out: a small
+    model learns loops from them.
+    """
+    from train_target import repetition
+
+    kept = []
+    for row in rows:
+        answer = tokenizer(row["answer"], add_special_tokens=False)["input_ids"]
+        if not ANSWER_TOKENS[0] <= len(answer) <= ANSWER_TOKENS[1] or repetition(answer) > 0.35:
+            continue
+        for prompt in (row["prompt"], row["short_prompt"]):
+            text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}],
+                                                 tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(ids) <= PROMPT_TOKENS:
+                kept.append({"source": row["source"], "prompt": prompt, "prompt_ids": ids,
+                             "answer_ids": answer})
+                break
+    return kept
+
+
+def _order(row: dict) -> str:
+    return hashlib.sha256(("draftlab" + row["prompt"]).encode()).hexdigest()
+
+
+def _round_robin(rows: list[dict]) -> list[dict]:
+    """Rows in a fixed shuffled order, one package after the other, so a prefix is diverse."""
+    by_package = defaultdict(list)
+    for row in sorted(rows, key=_order):
+        by_package[row["source"].split("/")[0]].append(row)
+    ranked = [(rank, package, row) for package, group in by_package.items()
+              for rank, row in enumerate(group)]
+    return [row for _, _, row in sorted(ranked, key=lambda item: item[:2])]
+
+
+def _prompt_lines(rows: list[dict], name: str) -> list[str]:
+    return [json.dumps({"id": f"{name}-{i:05d}",
+                        "messages": [{"role": "user", "content": row["prompt"]}],
+                        "source": row["source"]}) + "\n" for i, row in enumerate(rows)]
+
+
+def _pack_docs(texts: Iterator[str], stem: Path, tokenizer) -> None:
+    """Raw source as one uint16 stream of <bos> + text + <eos>, and each document's length."""
+    bos, end = tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids("<|end_of_text|>")
+    pieces, lengths, batch = [], [], []
+
+    def flush() -> None:
+        for encoding in tokenizer.backend_tokenizer.encode_batch_fast(
+                batch, add_special_tokens=False):
+            pieces.append(np.array([bos, *encoding.ids, end], np.uint16))
+            lengths.append(len(pieces[-1]))
+        batch.clear()
+
+    for text in texts:
+        batch.append(text)
+        if len(batch) == 512:
+            flush()
+    flush()
+    save_array(stem.with_name(stem.name + ".ids.xz"), np.concatenate(pieces))
+    save_array(stem.with_name(stem.name + ".len.xz"), np.array(lengths, np.int32))
+    print(f"{stem.name}: {sum(lengths):,} tokens in {len(lengths):,} documents")
+
+
+def _pack_chat(rows: list[dict], stem: Path, tokenizer) -> None:
+    """Conversations as a stream; `len` is [n, 2] = (prompt tokens, answer tokens with <eot>)."""
+    eot = tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    ids = [np.array([*r["prompt_ids"], *r["answer_ids"], eot], np.uint16) for r in rows]
+    lengths = np.array([(len(r["prompt_ids"]), len(r["answer_ids"]) + 1) for r in rows], np.int32)
+    save_array(stem.with_name(stem.name + ".ids.xz"), np.concatenate(ids))
+    save_array(stem.with_name(stem.name + ".len.xz"), lengths)
+    print(f"{stem.name}: {lengths.sum():,} tokens ({lengths[:, 1].sum():,} of answers)")
+
+
+def save_array(path: Path, array: np.ndarray) -> None:
+    """Write an xz-compressed .npy (no pickled objects)."""
+    with lzma.open(path, "wb", preset=6) as file:
+        np.save(file, array, allow_pickle=False)
+
+
+def _write_jsonl(path: Path, rows) -> None:
+    with path.open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _read_jsonl(path: Path) -> Iterator:
+    with path.open() as file:
+        yield from map(json.loads, file)
+
+
+def main() -> None:
+    """Run the stages named on the command line, or all of them."""
+    from train_target import Schedule, train
+
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("stages", nargs="*", metavar="STAGE",
+                        help=f"of {', '.join(STAGES)} (default: all, in this order)")
+    parser.add_argument("--work", type=Path, default=Path.home() / ".cache/draftlab/embedded-target")
+    parser.add_argument("--pack", type=Path, help="token arrays (default: WORK/pack)")
+    parser.add_argument("--out", type=Path, help="training output (default: WORK/out)")
+    parser.add_argument("--minutes", type=float, default=9, help="of training, compiling included")
+    parser.add_argument("--rate", type=float, default=Schedule.rate, help="peak learning rate")
+    parser.add_argument("--optimizer", default=Schedule.optimizer, choices=["muon", "adamw"])
+    parser.add_argument("--init", type=Path, help="model folder to go on from")
+    args = parser.parse_args()
+    if unknown := set(args.stages) - set(STAGES):
+        parser.error(f"unknown stages {sorted(unknown)}; there are {', '.join(STAGES)}")
+    pack, out = args.pack or args.work / "pack", args.out or args.work / "out"
+    for stage in args.stages or STAGES:
+        print(f"== {stage}", flush=True)
+        if stage == "corpus":
+            args.work.mkdir(parents=True, exist_ok=True)
+            stage_corpus(args.work)
+        elif stage == "tokenizer":
+            stage_tokenizer(args.work)
+        elif stage == "prompts":
+            stage_prompts(args.work, pack)
+        elif stage == "train":
+            schedule = Schedule(args.minutes, rate=args.rate, optimizer=args.optimizer)
+            train(EMBEDDED / "target", pack, out, schedule, init=args.init)
+        else:
+            stage_card(args.work, out)
+
+
+if __name__ == "__main__":
+    main()

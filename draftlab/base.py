@@ -1,0 +1,106 @@
+"""What every room stands on: the user's error, strict knobs, and files that outlive crashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class UserError(Exception):
+    """A mistake the user can mend. The CLI prints it as one block and exits with code 2.
+
+    Args:
+        what: what was expected and what was found.
+        where: the file, key or sample it was found at.
+        do: what to do about it.
+    """
+
+    def __init__(self, what: str, *, where: str | Path = "", do: str = "") -> None:
+        self.what, self.where, self.do = what, str(where), do
+        super().__init__(
+            "\n".join(part for part in (what, f"at: {where}" if where else "", do) if part)
+        )
+
+
+class Knobs(BaseModel):
+    """Base of every room's knobs: frozen, no unknown keys, documented by attribute docstrings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal values give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def sha256_text(text: str) -> str:
+    """Hex SHA-256 of a text's UTF-8 bytes."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes, read in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yields a temporary sibling of `path`; on success it is fsynced and renamed onto `path`.
+
+    A crash at any point leaves either the old file or the new one, never a part.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes indented JSON atomically."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path, *, kind: str = "JSON file") -> Any:
+    """Reads JSON; a missing or broken file is a `UserError` that names it as a `kind`."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"expected a {kind}, found nothing", where=path) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"expected a {kind}, found text that is not JSON: {error}", where=path
+        ) from None
+
+
+class Monitor:
+    """Where a room's lines and progress go. This one swallows them; the CLI's prints them."""
+
+    def say(self, line: str) -> None:
+        """A finished line: a count, a default that was chosen, something dropped."""
+
+    def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
+        """How far a stage is; `detail` is a short text such as "1,024 tokens/s"."""

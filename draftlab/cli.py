@@ -1,0 +1,324 @@
+"""The command line: a function a verb; it parses, calls, prints. `draftlab VERB --help` is enough.
+
+Heavy imports (torch, transformers) happen inside the verbs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from draftlab.console import ConsoleMonitor, user_errors
+
+if TYPE_CHECKING:
+    from draftlab.pipeline import Pipeline
+    from draftlab.results import Report
+
+app = typer.Typer(
+    name="draftlab",
+    help="Train, evaluate and export draft heads for speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+recipe_app = typer.Typer(help="Look at recipes.", no_args_is_help=True)
+app.add_typer(recipe_app, name="recipe")
+
+errors = Console(stderr=True)
+output = Console()
+
+RecipeArg = Annotated[Path, typer.Argument(help="Recipe, a YAML file.", metavar="RECIPE")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Knobs to change, such as train.steps=200 target=org/name."),
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Make stages again whose knobs changed, and what follows.")
+]
+Plan = Annotated[
+    bool, typer.Option("--plan", help="Print the resolved recipe and what would run; do nothing.")
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print report.json on stdout, and nothing else there.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def _guard(debug: bool) -> AbstractContextManager[None]:
+    return user_errors(errors, debug=debug)
+
+
+def _pipeline(recipe: Path, overrides: list[str] | None) -> Pipeline:
+    from draftlab.pipeline import Pipeline
+    from draftlab.recipe import load_recipe
+
+    return Pipeline(load_recipe(recipe, overrides or []), ConsoleMonitor(errors))
+
+
+def _make(
+    stages: tuple[str, ...], recipe: Path, overrides: list[str] | None, force: bool, plan: bool
+) -> Pipeline | None:
+    """Makes stages, or prints the plan and returns None."""
+    pipeline = _pipeline(recipe, overrides)
+    if plan:
+        from draftlab.recipe import to_yaml
+
+        output.print(to_yaml(pipeline.recipe), markup=False, highlight=False, end="")
+        output.print(f"\nrun folder: {pipeline.run.folder}", highlight=False)
+        seen = set()
+        for stage in stages:
+            for status in pipeline.plan(stage):
+                if status.stage.name in seen:
+                    continue
+                seen.add(status.stage.name)
+                says = {
+                    "done": "there, nothing to do",
+                    "missing": "would run",
+                    "unfinished": "would go on where it stopped",
+                    "changed": "knobs changed: "
+                    + ", ".join(f"{k} {a!r} → {b!r}" for k, (a, b) in status.changes.items()),
+                }[status.state]
+                output.print(f"  {status.stage.name:8} {says}", markup=False, highlight=False)
+        return None
+    for stage in stages:
+        pipeline.make(stage, force=force)
+    return pipeline
+
+
+def _show(report: Report, as_json: bool, path: Path) -> None:
+    if as_json:
+        typer.echo(path.read_text(encoding="utf-8"), nl=False)
+    else:
+        from draftlab.report import print_report
+
+        print_report(report, output)
+
+
+@app.command()
+def run(
+    recipe: RecipeArg,
+    overrides: Overrides = None,
+    force: Force = False,
+    plan: Plan = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """From nothing to a measured, exported head: every stage of RECIPE, then the table."""
+    with _guard(debug):
+        pipeline = _make(("head", "eval", "export"), recipe, overrides, force, plan)
+        if pipeline:
+            from draftlab.results import Report
+
+            path = pipeline.run.folder / "eval" / "report.json"
+            _show(Report.read(path), as_json, path)
+            errors.print(f"exports: {pipeline.run.folder / 'export'}", highlight=False)
+
+
+@app.command()
+def prepare(
+    recipe: RecipeArg,
+    overrides: Overrides = None,
+    force: Force = False,
+    plan: Plan = False,
+    debug: Debug = False,
+) -> None:
+    """Have the target answer RECIPE's prompts (answers.jsonl)."""
+    with _guard(debug):
+        _make(("answers",), recipe, overrides, force, plan)
+
+
+@app.command()
+def record(
+    recipe: RecipeArg,
+    overrides: Overrides = None,
+    force: Force = False,
+    plan: Plan = False,
+    debug: Debug = False,
+) -> None:
+    """Record the target's hidden states over the answers (store/)."""
+    with _guard(debug):
+        _make(("store",), recipe, overrides, force, plan)
+
+
+@app.command()
+def train(
+    recipe: RecipeArg,
+    overrides: Overrides = None,
+    force: Force = False,
+    plan: Plan = False,
+    debug: Debug = False,
+) -> None:
+    """Train a head, making first what it needs (head/). Run again, it does what is missing."""
+    with _guard(debug):
+        pipeline = _make(("head",), recipe, overrides, force, plan)
+        if pipeline:
+            errors.print(
+                f"head: {pipeline.run.folder / 'head'} · next: draftlab eval, draftlab export",
+                highlight=False,
+            )
+
+
+@app.command("eval")
+def eval_(
+    run_name: Annotated[
+        str | None, typer.Option("--run", help="Run to evaluate, by name or path.", metavar="RUN")
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(help='A head folder instead of a run\'s head; "reference" ships in draftlab.'),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target of --head: folder, Hub id or embedded.")
+    ] = None,
+    temps: Annotated[
+        str | None, typer.Option(help="Temperatures, such as 0,0.7,1.5.", metavar="T,T,…")
+    ] = None,
+    k: Annotated[int | None, typer.Option("--k", help="Drafts a step.")] = None,
+    draft_probs: Annotated[
+        str | None, typer.Option(help="on, off (vLLM's default) or both.", metavar="MODE")
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="JSONL of conversations, or embedded:heldout.")
+    ] = None,
+    max_prompts: Annotated[int | None, typer.Option(help="Prompts taken from the start.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens of an answer.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Prompts decoded at once.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling noise.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Decode a prompt suite speculatively and report AL, TPOT and counters.
+
+    Without arguments it takes the head of the latest run and that run's eval knobs.
+    """
+    with _guard(debug):
+        from draftlab.base import UserError
+        from draftlab.pipeline import eval_subject, evaluate
+        from draftlab.recipe import changed
+
+        subject = eval_subject(run_name, head, target)
+        temperatures = None
+        if temps is not None:
+            try:
+                temperatures = tuple(float(t) for t in temps.split(","))
+            except ValueError:
+                raise UserError(
+                    f"expected temperatures such as 0,0.7,1.5, found {temps!r}", where="--temps"
+                ) from None
+        asked: dict[str, Any] = {
+            "temperatures": temperatures,
+            "k": k,
+            "draft_probs": draft_probs,
+            "suite": prompts,
+            "max_prompts": max_prompts,
+            "max_new_tokens": max_new_tokens,
+            "batch": batch,
+            "seed": seed,
+        }
+        knobs = changed(subject.knobs, asked, where="command line")
+        target_knobs = changed(subject.target, {"dtype": dtype}, where="command line")
+        folder = out or subject.out
+        report = evaluate(
+            target_knobs,
+            subject.head,
+            knobs,
+            folder,
+            monitor=ConsoleMonitor(errors),
+            head_name=subject.name,
+        )
+        _show(report, as_json, folder / "report.json")
+
+
+@app.command()
+def export(
+    run_name: Annotated[
+        str | None, typer.Option("--run", help="Run whose head is exported.", metavar="RUN")
+    ] = None,
+    head: Annotated[str | None, typer.Option(help='A head folder, or "reference".')] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target of --head: folder, Hub id or embedded.")
+    ] = None,
+    to: Annotated[str, typer.Option("--to", help="Layout.", metavar="LAYOUT")] = "speculators",
+    k: Annotated[int | None, typer.Option("--k", help="Speculative tokens in its config.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a head for other programs; it is read back and compared before success is said."""
+    with _guard(debug):
+        from draftlab.pipeline import eval_subject
+        from draftlab.pipeline import export as export_head
+
+        subject = eval_subject(run_name, head, target)
+        folder = out or subject.out.parent / "export" / to
+        export_head(
+            subject.head,
+            subject.target,
+            folder,
+            to,
+            k=k,
+            dtype=dtype,
+            monitor=ConsoleMonitor(errors),
+        )
+
+
+@app.command()
+def inspect(
+    what: Annotated[
+        str | None, typer.Argument(help="A run, store, head or report; default: the latest run.")
+    ] = None,
+    sample: Annotated[
+        int, typer.Option(help="Conversation of a run or store to print, coloured by its mask.")
+    ] = 0,
+    debug: Debug = False,
+) -> None:
+    """Look into a run, a store or a head: counts, hashes, one conversation with its mask."""
+    with _guard(debug):
+        from draftlab.inspect import inspect_path
+
+        inspect_path(what, sample, output)
+
+
+@recipe_app.command("schema")
+def recipe_schema(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """Print every knob with meaning, unit, type and default."""
+    from draftlab.recipe import Recipe, schema_lines
+
+    if as_json:
+        typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
+    else:
+        for line in schema_lines():
+            typer.echo(line)
+
+
+@recipe_app.command("show")
+def recipe_show(recipe: RecipeArg, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Print a recipe with every default filled in."""
+    with _guard(debug):
+        from draftlab.recipe import load_recipe, to_yaml
+
+        typer.echo(to_yaml(load_recipe(recipe, overrides or [])), nl=False)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib import metadata
+
+    typer.echo(metadata.version("draftlab"))
+
+
+def main() -> None:
+    """Entry point of the `draftlab` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

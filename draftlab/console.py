@@ -1,0 +1,98 @@
+"""The command line's monitor and error block: everything for people goes to stderr."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from draftlab.base import Monitor, UserError
+
+QUIET_S = 15.0  # seconds between progress lines where there is no terminal
+
+
+class ConsoleMonitor(Monitor):
+    """Lines and progress bars on a terminal; plain lines now and then elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[detail]}"),
+            console=console,
+            transient=True,
+        )
+        self._task: tuple[str, TaskID] | None = None
+        self._last = 0.0
+
+    def say(self, line: str) -> None:
+        self.console.print(Text(line))
+
+    def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
+        if not self.console.is_terminal:
+            now = time.monotonic()
+            if done >= total or now - self._last > QUIET_S:
+                self._last = now
+                self.say(f"{stage}: {done:,.0f}/{total:,.0f} {detail}")
+            return
+        if self._task is None or self._task[0] != stage:
+            self.close()
+            self._bars.start()
+            self._task = (stage, self._bars.add_task(stage, total=total, detail=detail))
+        self._bars.update(self._task[1], completed=done, total=total, detail=detail)
+        if done >= total:
+            self.close()
+            self.say(f"{stage}: {done:,.0f}/{total:,.0f} {detail}")
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        if self._task is not None:
+            self._bars.remove_task(self._task[1])
+            self._bars.stop()
+            self._task = None
+
+
+@contextmanager
+def user_errors(console: Console, *, debug: bool) -> Iterator[None]:
+    """Turns a `UserError` into one block and exit code 2; others into a line and exit code 1."""
+    try:
+        yield
+    except UserError as error:
+        if debug:
+            raise
+        text = Text(error.what)
+        if error.where:
+            text.append(f"\nwhere: {error.where}", style="dim")
+        if error.do:
+            text.append(f"\ndo: {error.do}", style="bold")
+        console.print(Panel(text, title="error", title_align="left", border_style="red"))
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command goes on where it stopped")
+        raise typer.Exit(130) from None
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if debug:
+            raise
+        console.print(
+            Panel(
+                Text(
+                    f"{type(error).__name__}: {error}\nThis is a fault of draftlab, not yours. "
+                    "The same command with --debug prints the traceback for a report."
+                ),
+                title="internal error",
+                title_align="left",
+                border_style="red",
+            )
+        )
+        raise typer.Exit(1) from None

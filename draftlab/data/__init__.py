@@ -1,0 +1,1 @@
+"""From prompts to a store of hidden states: conversations, answers, records, draft vocabulary."""

@@ -1,0 +1,204 @@
+"""Which predictions carry loss, and how conversations share rows of a batch (METHODS §1, §2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftlab.base import UserError
+from draftlab.data.store import Record
+
+
+def loss_reach(spans: Tensor) -> Tensor:
+    """How many steps of an unroll at each position carry loss: w_k(t) = 1 iff k < reach(t).
+
+    Step k at t predicts x_{t+2+k} having read x_{t+1+k}; a server can make that prediction iff
+    x_{t+1} … x_{t+2+k} lie in one span. So reach(t) = max(0, e − t − 1), e being the last position
+    of the span that holds x_{t+1}.
+
+    Args:
+        spans: int64 [T], 0 outside answers, else the answer's number.
+
+    Returns:
+        int64 [T].
+    """
+    length = len(spans)
+    reach = torch.zeros(length, dtype=torch.int64)
+    end = 0
+    values = spans.tolist()
+    for t in range(length - 2, -1, -1):
+        span = values[t + 1]
+        if span == 0:
+            continue
+        if t + 2 == length or values[t + 2] != span:
+            end = t + 1
+        reach[t] = max(0, end - t - 1)
+    return reach
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows that step k of the unroll still runs (compaction), padded to the longest row.
+
+    Attributes:
+        select: int64 [B, R], which of the previous step's rows they are (step 0: which positions).
+        index: int64 [B, R], their position t in the batch row.
+        loss: int64 [n], flat indices b·R + r of the real ones, in order.
+        teacher: int64 [n], flat indices b·S + t + 1 + k of their teachers p_{t+1+k}.
+    """
+
+    select: Tensor
+    index: Tensor
+    loss: Tensor
+    teacher: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Conversations packed into B rows of S positions; `documents` keeps them apart.
+
+    Attributes:
+        tokens, documents, positions: int64 [B, S]; document −1 is padding; positions restart with
+            each conversation.
+        features: [B, S, F]. last: [B, S, Ht]. logsumexp: float32 [B, S]. argmax: int64 [B, S].
+        steps: the rows of each unrolled step.
+        records: how many conversations. num_tokens: how many real positions.
+    """
+
+    tokens: Tensor
+    documents: Tensor
+    positions: Tensor
+    features: Tensor
+    last: Tensor
+    logsumexp: Tensor
+    argmax: Tensor
+    steps: tuple[StepRows, ...]
+    records: int
+    num_tokens: int
+
+    @property
+    def num_anchors(self) -> int:
+        """Number of w_0 positions, what the loss is normalised by."""
+        return len(self.steps[0].loss)
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on another device."""
+        move = lambda t: t.to(device, non_blocking=True)  # noqa: E731
+        steps = tuple(
+            StepRows(move(s.select), move(s.index), move(s.loss), move(s.teacher))
+            for s in self.steps
+        )
+        return Batch(
+            move(self.tokens),
+            move(self.documents),
+            move(self.positions),
+            move(self.features),
+            move(self.last),
+            move(self.logsumexp),
+            move(self.argmax),
+            steps,
+            self.records,
+            self.num_tokens,
+        )
+
+
+def step_rows(reach: Tensor, num_steps: int) -> tuple[StepRows, ...]:
+    """Rows of each step for reach [B, S]; steps that nothing reaches are empty."""
+    num_rows, width = reach.shape
+    index = torch.arange(width).expand(num_rows, width)
+    alive = torch.ones_like(index, dtype=torch.bool)
+    steps = []
+    for k in range(num_steps):
+        wanted = alive & (reach.gather(1, index) > k)
+        count = int(wanted.sum(1).max()) if wanted.numel() else 0
+        select = wanted.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count]
+        index, alive = index.gather(1, select), wanted.gather(1, select)
+        flat = alive.flatten().nonzero()[:, 0]
+        row = torch.arange(num_rows)[:, None] * width
+        steps.append(StepRows(select, index, flat, (row + index + 1 + k).flatten()[flat]))
+    return tuple(steps)
+
+
+def pack(records: Sequence[Sequence[Record]], row_tokens: int, num_steps: int) -> Batch:
+    """Builds a batch from the records of each row; rows are trimmed to the longest one."""
+    num_rows = len(records)
+    width = max(sum(len(r.tokens) for r in row) for row in records)
+    sample = records[0][0]
+    tokens = torch.zeros(num_rows, width, dtype=torch.int64)
+    documents = torch.full_like(tokens, -1)
+    positions, reach, argmax = (torch.zeros_like(tokens) for _ in range(3))
+    features = sample.features.new_zeros(num_rows, width, sample.features.shape[-1])
+    last = sample.last.new_zeros(num_rows, width, sample.last.shape[-1])
+    logsumexp = torch.zeros(num_rows, width)
+    if width > row_tokens:
+        raise ValueError(f"a row of {width} tokens exceeds row_tokens {row_tokens}")
+    for b, row in enumerate(records):
+        start = 0
+        for number, record in enumerate(row):
+            at = slice(start, start + len(record.tokens))
+            tokens[b, at], documents[b, at] = record.tokens, number
+            positions[b, at] = torch.arange(len(record.tokens))
+            reach[b, at], argmax[b, at] = loss_reach(record.spans), record.argmax
+            features[b, at], last[b, at] = record.features, record.last
+            logsumexp[b, at] = record.logsumexp
+            start = at.stop
+    return Batch(
+        tokens,
+        documents,
+        positions,
+        features,
+        last,
+        logsumexp,
+        argmax,
+        step_rows(reach, num_steps),
+        sum(len(row) for row in records),
+        int((documents >= 0).sum()),
+    )
+
+
+def plan_rows(
+    lengths: Sequence[int], row_tokens: int, *, seed: int, epoch: int, open_rows: int = 64
+) -> list[list[int]]:
+    """Assigns every record to a row of at most `row_tokens`, in an order fixed by seed and epoch.
+
+    Records come in random order and go into the fullest of the last `open_rows` rows that has room;
+    the rows are then shuffled, so that late, emptier rows do not end up together.
+    """
+    longest = max(lengths)
+    if longest > row_tokens:
+        raise UserError(
+            f"expected records of at most train.row_tokens = {row_tokens} tokens, found one of "
+            f"{longest}",
+            do="raise train.row_tokens or lower record.max_length",
+        )
+    generator = np.random.default_rng([seed, epoch])
+    rows: list[list[int]] = []
+    room: dict[int, int] = {}
+    for record in generator.permutation(len(lengths)).tolist():
+        fitting = [r for r, left in room.items() if left >= lengths[record]]
+        if fitting:
+            row = min(fitting, key=lambda r: (room[r], r))
+        else:
+            row = len(rows)
+            rows.append([])
+            room[row] = row_tokens
+            if len(room) > open_rows:
+                del room[min(room, key=lambda r: (room[r], r))]
+        rows[row].append(record)
+        room[row] -= lengths[record]
+    return [rows[i] for i in generator.permutation(len(rows))]
+
+
+def batches(
+    lengths: Sequence[int], row_tokens: int, batch_rows: int, *, seed: int
+) -> Iterator[list[list[int]]]:
+    """Endless optimizer steps, each a list of rows of record indices; no record is left out."""
+    epoch = 0
+    while True:
+        rows = plan_rows(lengths, row_tokens, seed=seed, epoch=epoch)
+        yield from (rows[i : i + batch_rows] for i in range(0, len(rows), batch_rows))
+        epoch += 1

@@ -1,0 +1,301 @@
+"""The target answers the prompts itself: on-policy conversations, resumable to the same bytes.
+
+Prompts are answered in pieces of fixed size and order, each decoded on its own, so what a piece
+contains does not depend on whether the process was interrupted between two of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+from transformers import PreTrainedTokenizerBase
+
+from draftlab.base import Knobs, Monitor, UserError, sha256_text
+from draftlab.chat.render import (
+    RenderError,
+    prompt_ids,
+    stop_ids,
+    template_sha256,
+    tokenizer_sha256,
+)
+from draftlab.data.answer_file import AnswerFile
+from draftlab.data.conversations import Answer, Conversation, with_answers, write_conversations
+from draftlab.decode.engine import Engine
+from draftlab.decode.sampling import Generation, Request, Sampling
+from draftlab.target.model import Target
+
+Decode = Callable[[Sequence[Request], int], Iterator[Generation]]
+"""Decodes requests whose prompt and answer take at most so many positions, in any order."""
+
+
+class RegenerateKnobs(Knobs):
+    """How the target answers the prompts."""
+
+    enabled: bool = True
+    """Whether the target writes the answers; False keeps the given ones (off-policy)."""
+    temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)] = (
+        0.0,
+        0.8,
+    )
+    """Prompt i is answered at temperatures[i modulo their number]; 0 is greedy."""
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    """How many of the most probable tokens are sampled from; None: all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Probability mass that is sampled from; None: all."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 128
+    """Longest answer, in tokens."""
+    batch: Annotated[int, Field(ge=1)] = 64
+    """Prompts decoded at once."""
+    piece: Annotated[int, Field(ge=1)] = 256
+    """Conversations written at a time; a restart repeats less than one piece."""
+
+
+def regenerate(
+    target: Target | None,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Conversation],
+    knobs: RegenerateKnobs,
+    path: Path,
+    *,
+    seed: int,
+    monitor: Monitor,
+    decode: Decode | None = None,
+) -> list[Conversation]:
+    """Answers the prompts and writes them to `path` (JSONL), in prompt order.
+
+    Every assistant turn is written anew, in rounds: later ones answer to the target's own earlier
+    ones. Called again, it continues where it stopped, or reads what is complete.
+
+    Args:
+        target: may be None with `enabled: false`.
+        seed: of the sampling noise.
+        decode: instead of the target's engine.
+
+    Returns:
+        The answered conversations. Prompts the template refuses or that leave no room for an
+        answer are dropped and counted.
+
+    Raises:
+        UserError: answers there were made otherwise, or no prompt can be answered.
+    """
+    if not knobs.enabled:
+        given = with_answers(prompts, monitor)
+        write_conversations(path, given)
+        monitor.say(f"answers: {len(given):,} given conversations, not the target's own")
+        return given
+    if target is None:
+        raise UserError("expected a target to answer the prompts, found none")
+    stops = stop_ids(tokenizer, target.folder)
+    identity = {
+        "target": target.fingerprint,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "tokenizer": tokenizer_sha256(tokenizer),
+        "template": template_sha256(tokenizer),
+        "stop_ids": sorted(stops),
+        "prompts": sha256_text("\n".join(prompt.to_json() for prompt in prompts)),
+        "seed": seed,
+        **knobs.model_dump(mode="json", exclude={"enabled"}),
+    }
+    answers = AnswerFile(path, identity, monitor)
+    finished = answers.finished()
+    if finished is not None:
+        return finished
+    drafts, dropped = _start(tokenizer, prompts, knobs, target.max_length, monitor)
+    asked = sum(draft.rounds for draft in drafts)
+    with answers.progress([draft.prompt.id for draft in drafts], knobs.piece) as (done, file):
+        writer = _Writer(
+            tokenizer,
+            knobs,
+            seed,
+            stops,
+            target.max_length,
+            decode or _engine(target, knobs.batch),
+            _Clock(monitor, asked, sum(draft.rounds for draft in drafts[: len(done)])),
+        )
+        for start in range(len(done), len(drafts), knobs.piece):
+            piece = drafts[start : start + knobs.piece]
+            writer.answer(piece)
+            done += [draft.conversation() for draft in piece]
+            answers.append(file, done[start:])
+        counts = _counts(done) | {"dropped": dropped}
+        answers.finish(done, counts)
+    if counts["answers"] < asked:
+        monitor.say(
+            f"answers: {asked - counts['answers']:,} later turns were left out: no room, or the "
+            "template refuses them"
+        )
+    monitor.say(
+        f"answers: {counts['answers']:,} with {counts['tokens']:,} tokens in "
+        f"{counts['conversations']:,} conversations; {counts['unfinished']:,} reached their "
+        "length limit unfinished"
+    )
+    return done
+
+
+def _counts(conversations: list[Conversation]) -> dict[str, int]:
+    answers = [answer for conversation in conversations for answer in conversation.answers]
+    return {
+        "conversations": len(conversations),
+        "answers": len(answers),
+        "tokens": sum(len(answer.token_ids) for answer in answers),
+        "unfinished": sum(answer.finish == "length" for answer in answers),
+    }
+
+
+def _engine(target: Target, batch: int) -> Decode:
+    def decode(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
+        engine = Engine(target, batch=min(batch, len(requests)), max_length=max_length)
+        return engine.generate(requests)
+
+    return decode
+
+
+@dataclass
+class _Draft:
+    """A conversation being answered; `said` is what the next answer will answer to."""
+
+    prompt: Conversation
+    temperature: float
+    groups: list[list[dict[str, str]]]
+    said: list[dict[str, str]] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> int:
+        """Answers asked for."""
+        return len(self.groups)
+
+    def conversation(self) -> Conversation:
+        """The answered conversation; turns after the last answer are left out."""
+        count = max((i for i, m in enumerate(self.said) if m["role"] == "assistant"), default=-1)
+        return Conversation(
+            self.prompt.id,
+            self.said[: count + 1],
+            self.prompt.source,
+            self.temperature,
+            tuple(self.answers),
+        )
+
+
+def _groups(messages: list[dict[str, str]]) -> list[list[dict[str, str]]]:
+    """The turns before each answer; given answers are left out, adjacent ones count once."""
+    groups: list[list[dict[str, str]]] = [[]]
+    for message in messages:
+        if message["role"] != "assistant":
+            groups[-1].append(message)
+        elif groups[-1]:
+            groups.append([])
+    return groups if groups[-1] else groups[:-1]
+
+
+def _start(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[Conversation],
+    knobs: RegenerateKnobs,
+    max_length: int,
+    monitor: Monitor,
+) -> tuple[list[_Draft], int]:
+    """The prompts that can be answered, and how many were dropped (reasons are printed)."""
+    drafts: list[_Draft] = []
+    dropped: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for i, prompt in enumerate(prompts):
+        temperature = knobs.temperatures[i % len(knobs.temperatures)]
+        draft = _Draft(prompt, temperature, _groups(prompt.messages))
+        try:
+            length = len(prompt_ids(tokenizer, draft.groups[0]))
+        except RenderError as error:
+            reason = error.what
+        else:
+            reason = f"no room for an answer in the target's {max_length:,} positions"
+            if length < max_length:
+                drafts.append(draft)
+                continue
+        dropped[reason] += 1
+        first.setdefault(reason, prompt.id)
+    for reason, count in dropped.items():
+        monitor.say(f"answers: dropped {count:,} prompts (first: {first[reason]}): {reason}")
+    if not drafts:
+        raise UserError("expected prompts the target can answer, found none: " + "; ".join(dropped))
+    return drafts, dropped.total()
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """What answers are written with."""
+
+    tokenizer: PreTrainedTokenizerBase
+    knobs: RegenerateKnobs
+    seed: int
+    stops: frozenset[int]
+    max_length: int
+    decode: Decode
+    clock: _Clock
+
+    def answer(self, piece: list[_Draft]) -> None:
+        """Writes a piece's answers, round by round."""
+        for number in range(max(draft.rounds for draft in piece)):
+            asked: dict[str, tuple[_Draft, Request]] = {}
+            for draft in piece:
+                request = self._request(draft, number)
+                if request:
+                    asked[request.id] = draft, request
+            if not asked:
+                return
+            requests = [request for _, request in asked.values()]
+            longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
+            for generation in self.decode(requests, longest):
+                self._take(*asked[generation.id], generation)
+                self.clock.tick(len(generation.token_ids))
+
+    def _request(self, draft: _Draft, number: int) -> Request | None:
+        # A turn that could not be answered ends its conversation.
+        if not len(draft.answers) == number < draft.rounds:
+            return None
+        draft.said += draft.groups[number]
+        try:
+            ids = prompt_ids(self.tokenizer, draft.said)
+        except RenderError:
+            return None
+        room = self.max_length - len(ids)
+        if room < 1:
+            return None
+        return Request(
+            # The noise's name: another one in each round.
+            f"{draft.prompt.id}/{number}" if number else draft.prompt.id,
+            ids,
+            min(self.knobs.max_new_tokens, room),
+            Sampling(draft.temperature, self.knobs.top_k, self.knobs.top_p, self.seed),
+            self.stops,
+        )
+
+    def _take(self, draft: _Draft, request: Request, generation: Generation) -> None:
+        ids = generation.token_ids
+        said = ids[:-1] if generation.finish == "stop" else ids
+        text = self.tokenizer.decode(
+            list(said), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        draft.said.append({"role": "assistant", "content": text})
+        finish = "stop" if generation.finish == "stop" else "length"
+        draft.answers.append(Answer(request.prompt_ids, ids, finish))
+
+
+class _Clock:
+    """Answers done and tokens per second of this process."""
+
+    def __init__(self, monitor: Monitor, total: int, done: int) -> None:
+        self.monitor, self.total, self.done = monitor, total, done
+        self.tokens, self.started = 0, time.perf_counter()
+
+    def tick(self, tokens: int) -> None:
+        """Counts an answer."""
+        self.done += 1
+        self.tokens += tokens
+        rate = self.tokens / max(time.perf_counter() - self.started, 1e-9)
+        self.monitor.progress("answers", self.done, self.total, f"{rate:,.0f} tokens/s")

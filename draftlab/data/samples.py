@@ -1,0 +1,76 @@
+"""From answered conversations to samples: token ids and answer spans, ready to be recorded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from draftlab.base import Monitor, UserError
+from draftlab.chat.render import REGENERATE, RenderError, render
+from draftlab.data.conversations import Conversation
+from draftlab.data.store import Sample
+
+
+def samples(
+    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, monitor: Monitor
+) -> list[Sample]:
+    """Samples of conversations, in order; those without trusted spans are dropped and counted.
+
+    The target's own answers keep the very tokens it read and wrote. Where a later prompt does not
+    begin with them (the template trims or strips earlier answers, or they tokenise differently),
+    the later answers are samples of their own, `<id>#2`, `<id>#3` …, each with what the target saw.
+
+    Raises:
+        UserError: nothing is left.
+    """
+    taken: list[Sample] = []
+    dropped: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for conversation in conversations:
+        try:
+            if conversation.answers:
+                taken += _own(conversation)
+                continue
+            rendered = render(tokenizer, conversation.messages, where=conversation.id)
+            if any(rendered.spans):
+                ids, spans = rendered.token_ids, rendered.spans
+                taken.append(Sample(conversation.id, ids, spans, conversation.temperature))
+                continue
+            reason = "no assistant turn"
+        except RenderError as error:
+            reason = error.what
+        dropped[reason] += 1
+        first.setdefault(reason, conversation.id)
+    # Reasons quote texts, so there may be many; the frequent ones tell.
+    for reason, count in dropped.most_common(5):
+        monitor.say(f"samples: dropped {count:,} (first: {first[reason]}): {reason}")
+    if len(dropped) > 5:
+        monitor.say(f"samples: dropped {dropped.total():,} in all")
+    if not taken:
+        reason = dropped.most_common(1)[0][0] if dropped else "there are no conversations"
+        raise UserError(
+            f"expected conversations with answers, found none to learn from: {reason}",
+            where=first.get(reason, ""),
+            do=REGENERATE,
+        )
+    twice = [i for i, count in Counter(sample.id for sample in taken).items() if count > 1]
+    if twice:
+        raise UserError(f"expected unique ids of samples, found {twice[0]!r} twice")
+    return taken
+
+
+def _own(conversation: Conversation) -> Iterator[Sample]:
+    """Samples of the target's own answers: as few as exactness allows."""
+    tokens: tuple[int, ...] = ()
+    spans: list[int] = []
+    answers, name = 0, conversation.id
+    for number, answer in enumerate(conversation.answers, 1):
+        if tokens and answer.prompt_ids[: len(tokens)] != tokens:
+            yield Sample(name, tokens, tuple(spans), conversation.temperature)
+            tokens, spans, answers, name = (), [], 0, f"{conversation.id}#{number}"
+        answers += 1
+        spans += [0] * (len(answer.prompt_ids) - len(tokens)) + [answers] * len(answer.token_ids)
+        tokens = answer.prompt_ids + answer.token_ids
+    yield Sample(name, tokens, tuple(spans), conversation.temperature)

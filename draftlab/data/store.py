@@ -1,0 +1,206 @@
+"""The hidden-state store: what is in a shard, what the manifest promises, and reading a record.
+
+A store is a folder with manifest.json and shards of ragged records (docs/formats.md). It is written
+by `draftlab.data.record`; reading maps a shard into memory and touches only the record asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from draftlab.base import UserError, sha256_file
+from draftlab.data.manifest import MANIFEST, Manifest, StoreIdentity
+
+__all__ = ["Record", "Sample", "Store", "StoreIdentity", "predicted"]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+RERECORD = "record again into this folder: only what is missing is made"
+REMOVE = "remove this shard and record again into this folder: only what is missing is made"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A rendered conversation, to be recorded.
+
+    Attributes:
+        id: unique in its data set.
+        token_ids: [T] of the target's vocabulary.
+        spans: [T], 0 outside answers; 1, 2, … in the first, second … answer, closing tag included.
+        temperature: that the answers were sampled at; None: not the target's own, or unknown.
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    spans: tuple[int, ...]
+    temperature: float | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A recorded conversation. Tensors are copies, free to be changed.
+
+    Attributes:
+        id: the sample's.
+        tokens: int64 [T].
+        spans: int64 [T].
+        features: [T, F] in the store's dtype, the boundaries' states side by side, ascending.
+        last: [T, Ht] in the store's dtype, before the final norm.
+        logsumexp: float32 [T], of the target's logits at T = 1 over the whole vocabulary, from the
+            state before it was rounded to the store's dtype.
+        argmax: int64 [T], of the same logits; ties are the lowest id.
+        temperature: the sample's.
+    """
+
+    id: str
+    tokens: Tensor
+    spans: Tensor
+    features: Tensor
+    last: Tensor
+    logsumexp: Tensor
+    argmax: Tensor
+    temperature: float | None
+
+
+def predicted(spans: Tensor) -> Tensor:
+    """Positions whose tokens a head is asked for: bool [T].
+
+    w_k(t) = 1 asks for x_{t+2+k} with x_{t+1} … x_{t+2+k} in one span (METHODS §1), so x_j is asked
+    for iff j ≥ 2 and x_{j−1}, x_j lie in one span. The target itself writes a span's first token.
+    """
+    asked = torch.zeros(len(spans), dtype=torch.bool)
+    asked[2:] = (spans[1:-1] == spans[2:]) & (spans[2:] > 0)
+    return asked
+
+
+class Store:
+    """Random access to a complete store. Build it with `Store.open`."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.identity = manifest.identity
+        self.ids: list[str] = [i for shard in manifest.shards for i in shard.ids]
+        self.lengths: list[int] = [n for shard in manifest.shards for n in shard.lengths]
+        # Of shard s: number of its first record, and where its records begin.
+        self._first = [0, *itertools.accumulate(len(shard.ids) for shard in manifest.shards)]
+        self._offsets = [np.cumsum([0, *shard.lengths]) for shard in manifest.shards]
+        self._opened: dict[int, Any] = {}
+
+    @classmethod
+    def open(cls, folder: Path, expect: StoreIdentity | None = None) -> Store:
+        """Opens a store; checks its manifest and its shards' sizes, reads none of them.
+
+        Args:
+            folder: where manifest.json is.
+            expect: what the store must have been made for; None: whatever it is.
+
+        Raises:
+            UserError: no store, another identity, an interrupted recording, a shard that is missing
+                or has another size than the manifest says.
+        """
+        folder = Path(folder)
+        manifest = Manifest.read(folder / MANIFEST)
+        if expect is not None:
+            manifest.identity.check(expect, folder)
+        if not manifest.complete:
+            raise UserError(
+                "the recording of this store was interrupted",
+                where=folder,
+                do="run the same command again: recording resumes after the last whole shard",
+            )
+        for shard in manifest.shards:
+            problem = shard.problem(folder)
+            if problem:
+                raise UserError(problem, where=folder / shard.file, do=RERECORD)
+        return cls(folder, manifest)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[Record]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: int) -> Record:
+        number, row, window = self._place(index)
+        tokens, spans, features, last, logsumexp, argmax = (
+            self._read(number, name, window)
+            for name in ("tokens", "spans", "features", "last", "logsumexp", "argmax")
+        )
+        shard = self.manifest.shards[number]
+        return Record(
+            shard.ids[row],
+            tokens.long(),
+            spans.long(),
+            features,
+            last,
+            logsumexp,
+            argmax.long(),
+            shard.temperatures[row],
+        )
+
+    def tokens_and_spans(self, index: int) -> tuple[Tensor, Tensor]:
+        """int64 [T] tokens and spans of a record; its states are not touched."""
+        number, _, window = self._place(index)
+        tokens, spans = (self._read(number, name, window) for name in ("tokens", "spans"))
+        return tokens.long(), spans.long()
+
+    def verify(self) -> None:
+        """Hashes every shard again.
+
+        Raises:
+            UserError: the first shard whose bytes are not those that were written.
+        """
+        for shard in self.manifest.shards:
+            path = self.folder / shard.file
+            found = sha256_file(path) if path.is_file() else "no file"
+            if found != shard.sha256:
+                raise UserError(
+                    f"expected a shard with SHA-256 {shard.sha256}, found {found}",
+                    where=path,
+                    do=REMOVE,
+                )
+
+    def _place(self, index: int) -> tuple[int, int, slice]:
+        """Shard, number in it, and positions of a record."""
+        index = index + len(self) if index < 0 else index
+        if not 0 <= index < len(self):
+            raise IndexError(f"a store of {len(self)} records has no record {index}")
+        number = int(np.searchsorted(self._first, index, side="right")) - 1
+        row = index - self._first[number]
+        start, end = self._offsets[number][row : row + 2]
+        return number, row, slice(int(start), int(end))
+
+    def _read(self, number: int, name: str, window: slice) -> Tensor:
+        # A slice shares memory with the mapping, where a change would be seen by later reads.
+        return self._shard(number).get_slice(name)[window].clone()
+
+    def _shard(self, number: int) -> Any:
+        """The mapped shard, opened and checked on first use and then kept."""
+        if number not in self._opened:
+            path = self.folder / self.manifest.shards[number].file
+            try:
+                opened = safe_open(path, "pt")
+                shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+                offsets = opened.get_tensor("offsets").numpy()
+            except (SafetensorError, OSError) as error:
+                raise UserError(
+                    f"the shard is truncated or corrupt: {error}", where=path, do=REMOVE
+                ) from None
+            expected = self.identity.shapes(self.manifest.shards[number])
+            if shapes != expected or not np.array_equal(offsets, self._offsets[number]):
+                raise UserError(
+                    "the shard does not hold the manifest's records: it belongs to another store "
+                    f"or is corrupt (expected {expected}, found {shapes})",
+                    where=path,
+                    do=REMOVE,
+                )
+            self._opened[number] = opened
+        return self._opened[number]

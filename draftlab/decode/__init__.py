@@ -1,0 +1,1 @@
+"""The decoding engine: propose, verify, count."""

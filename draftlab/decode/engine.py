@@ -1,0 +1,237 @@
+"""The eager reference engine: prefill, propose, verify, count; prompts join and leave.
+
+Every row of the cache serves one request. A step feeds each active row its newest token and its
+drafts, lets the target judge them, emits what survives, and shows the drafter the true features of
+what was accepted. It is written to be read: the host decides, and every decision can be printed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from draftlab.base import UserError
+from draftlab.decode.drafter import Drafter, Observed
+from draftlab.decode.sampling import Generation, Request, row_keys
+from draftlab.kernels.verify import sample_first, verify
+from draftlab.results import Counters
+from draftlab.target.model import Target
+
+
+@dataclass
+class _Row:
+    """A request being decoded. `tokens` are prompt and answer; the last has no key cached yet."""
+
+    index: int
+    request: Request
+    tokens: list[int]
+    counters: Counters
+    expected: list[float]
+    started: float
+    first_token_s: float = 0.0
+    finish: str | None = None
+    drafts: list[int] = field(default_factory=list)
+    draft_probs: Tensor | None = None
+    steps: list[tuple[int, int]] = field(default_factory=list)
+
+    def emit(self, tokens: Sequence[int], max_length: int) -> None:
+        """Appends tokens until a stop token or a limit; what is cut off is counted."""
+        for i, token in enumerate(tokens):
+            self.tokens.append(token)
+            produced = len(self.tokens) - len(self.request.prompt_ids)
+            if token in self.request.stop_ids:
+                self.finish = "stop"
+            elif produced >= self.request.max_new_tokens or len(self.tokens) >= max_length:
+                self.finish = "length"
+            if self.finish:
+                self.counters.truncated_tokens += len(tokens) - i - 1
+                return
+
+    def result(self) -> Generation:
+        """The finished request."""
+        return Generation(
+            self.request.id,
+            tuple(self.tokens[len(self.request.prompt_ids) :]),
+            self.finish or "length",
+            self.counters,
+            tuple(self.expected),
+            tuple(self.steps),
+            self.first_token_s,
+            time.perf_counter() - self.started,
+        )
+
+
+class Engine:
+    """Decodes requests with a target and, when given, a drafter.
+
+    Args:
+        target: the model whose distribution is kept.
+        drafter: what proposes; None decodes plainly.
+        batch: rows decoded at once.
+        max_length: positions a row may take (prompt and answer); drafts are capped near it.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None = None, *, batch: int, max_length: int
+    ) -> None:
+        self.target, self.drafter = target, drafter
+        self.batch, self.max_length = batch, max_length
+        self.k = drafter.k if drafter else 0
+        self.boundaries = drafter.boundaries if drafter else ()
+        self.cache = target.new_cache(batch, max_length)
+        if drafter:
+            drafter.start(batch, max_length)
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[Request]) -> Iterator[Generation]:
+        """Yields each request's result as it finishes.
+
+        Raises:
+            UserError: for an empty prompt, or one that leaves no room for an answer.
+        """
+        for request in requests:
+            if not 0 < len(request.prompt_ids) < self.max_length:
+                raise UserError(
+                    f"expected a prompt of 1 to {self.max_length - 1} tokens, found "
+                    f"{len(request.prompt_ids)}",
+                    where=f"prompt {request.id}",
+                    do="raise the length limit or shorten the prompt",
+                )
+        waiting = deque(requests)
+        free = list(range(self.batch - 1, -1, -1))
+        active: list[_Row] = []
+        while waiting or active:
+            joined = []
+            while waiting and free:
+                request = waiting.popleft()
+                joined.append(
+                    _Row(
+                        free.pop(),
+                        request,
+                        list(request.prompt_ids),
+                        Counters(self.k),
+                        [0.0] * self.k,
+                        time.perf_counter(),
+                    )
+                )
+            if joined:
+                self._prefill(joined)
+                active += joined
+            running = [row for row in active if not row.finish]
+            if running:
+                self._step(running)
+            for row in active:
+                if row.finish:
+                    free.append(row.index)
+                    yield row.result()
+            active = [row for row in active if not row.finish]
+
+    def _tensor(self, rows: Sequence[Sequence[int]], fill: int) -> Tensor:
+        """int64 [B, longest], right-padded with `fill`."""
+        width = max(len(row) for row in rows)
+        padded = [[*row, *([fill] * (width - len(row)))] for row in rows]
+        return torch.tensor(padded, dtype=torch.int64, device=self.target.device)
+
+    def _prefill(self, rows: list[_Row]) -> None:
+        """Runs the prompts, emits each answer's first token, shows the drafter the prompts."""
+        lengths = self._tensor([[len(row.tokens)] for row in rows], 0)[:, 0]
+        positions = self._tensor([range(len(row.tokens)) for row in rows], -1)
+        index = self._tensor([[row.index] for row in rows], 0)[:, 0]
+        states = self.target.states(
+            self._tensor([row.tokens for row in rows], 0),
+            self.boundaries,
+            positions=positions,
+            cache=self.cache.at(index, positions, positions.shape[1]),
+        )
+        newest = states.last.gather(
+            1, (lengths - 1)[:, None, None].expand(-1, 1, states.last.shape[-1])
+        )[:, 0]
+        keys = row_keys([row.request for row in rows], self.target.device)
+        tokens = sample_first(self.target.logits(newest), lengths, keys).tolist()
+        for row, token in zip(rows, tokens, strict=True):
+            row.emit([token], self.max_length)
+            row.first_token_s = time.perf_counter() - row.started
+        self._draft(rows, states.features, [row.tokens[1:] for row in rows], positions)
+
+    def _step(self, rows: list[_Row]) -> None:
+        """Verifies each row's drafts, emits, counts, and drafts anew."""
+        fed = [[row.tokens[-1], *row.drafts] for row in rows]
+        starts = [len(row.tokens) - 1 for row in rows]
+        positions = self._tensor(
+            [range(s, s + len(f)) for s, f in zip(starts, fed, strict=True)], -1
+        )
+        index = self._tensor([[row.index] for row in rows], 0)[:, 0]
+        visible = max(s + len(f) for s, f in zip(starts, fed, strict=True))
+        states = self.target.states(
+            self._tensor(fed, 0),
+            self.boundaries,
+            positions=positions,
+            cache=self.cache.at(index, positions, visible),
+        )
+        width = positions.shape[1] - 1
+        sampled = [row.draft_probs for row in rows]
+        probs = None
+        known = next((q for q in sampled if q is not None), None)
+        if width and known is not None:
+            # Greedy rows may come without q; the verifier does not look at theirs.
+            blank = torch.zeros_like(known)
+            probs = torch.stack([(blank if q is None else q)[:width] for q in sampled])
+        drafts = self._tensor([f[1:] for f in fed], 0) if width else positions[:, :0]
+        verdict = verify(
+            self.target.logits(states.last),
+            drafts,
+            self._tensor([[len(row.drafts)] for row in rows], 0)[:, 0],
+            probs,
+            self.drafter.draft_ids if self.drafter else None,
+            self._tensor([[s + 1] for s in starts], 0)[:, 0],
+            row_keys([row.request for row in rows], self.target.device),
+        )
+        accepted, emitted = verdict.accepted.tolist(), verdict.emitted.tolist()
+        probability = verdict.probability.tolist()
+        tokens = []
+        for row, count, token, chance in zip(rows, accepted, emitted, probability, strict=True):
+            row.counters.add_step(len(row.drafts), count)
+            row.steps.append((len(row.drafts), count))
+            for i in range(min(count + 1, len(row.drafts))):
+                row.expected[i] += chance[i]
+            tokens.append([*row.drafts[:count], token])
+            row.emit(tokens[-1], self.max_length)
+        kept = self._tensor([range(s, s + len(t)) for s, t in zip(starts, tokens, strict=True)], -1)
+        self._draft(rows, states.features[:, : kept.shape[1]], tokens, kept)
+
+    def _draft(
+        self,
+        rows: list[_Row],
+        features: Tensor,
+        tokens: Sequence[Sequence[int]],
+        positions: Tensor,
+    ) -> None:
+        """Drafts for the rows that go on: pairs (x_{p+1}, g_p) at `positions` p, padded by −1."""
+        on = [i for i, row in enumerate(rows) if not row.finish]
+        if self.drafter is None or not on:
+            return
+        going = [rows[i] for i in on]
+        counts = [len(tokens[i]) for i in on]
+        select = torch.tensor(on, device=positions.device)
+        width = max(counts)
+        proposal = self.drafter.propose(
+            Observed(
+                self._tensor([[row.index] for row in going], 0)[:, 0],
+                self._tensor([tokens[i] for i in on], 0),
+                features[select, :width],
+                positions[select, :width],
+                self._tensor([[count] for count in counts], 0)[:, 0],
+                max(len(row.tokens) - 1 for row in going),
+                row_keys([row.request for row in going], positions.device),
+            )
+        )
+        for i, (row, drafts) in enumerate(zip(going, proposal.tokens.tolist(), strict=True)):
+            # Draft d is fed at position len(tokens) + d, which must lie inside the row.
+            room = max(min(self.k, self.max_length - len(row.tokens)), 0)
+            row.drafts = drafts[:room]
+            row.draft_probs = proposal.probs[i] if proposal.probs is not None else None

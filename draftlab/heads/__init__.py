@@ -1,0 +1,1 @@
+"""Draft heads: their mathematics, and the folder a head lives in."""

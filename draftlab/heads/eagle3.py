@@ -1,0 +1,125 @@
+"""The EAGLE3 head (METHODS §2; CONTRACTS §1.3).
+
+Parameter names are those that vLLM and speculators read.
+
+The head at position t is fed (x_{t+1}, g_t) at RoPE position t and predicts x_{t+2}. The pre-norm
+output is fed back as the hidden state of the next draft.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.layers import Attention, RMSNorm, Rope, SwiGLU
+
+
+class Eagle3Layer(nn.Module):
+    """One decoder layer; its attention reads cat[norm(embedding), norm(hidden)], in that order."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
+        self.self_attn = Attention(
+            2 * size, size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        )
+        self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
+        self.mlp = SwiGLU(size, config.intermediate_size)
+
+    def inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads [..., 2H], and the residual [..., H]."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        return torch.cat([self.input_layernorm(embedding), normed], dim=-1), residual
+
+    def output(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Pre-norm output [..., H] from attended values [..., heads, head_dim]."""
+        hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Head(nn.Module):
+    """fc, one layer, norm and lm_head over the draft vocabulary; embeddings are frozen.
+
+    Buffers: `d2t` int64 [D], offsets (target id = draft id + d2t); `t2d` bool [V], membership.
+    """
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        self.embed_tokens.weight.requires_grad_(False)
+        self.fc = nn.Linear(config.feature_size, size, bias=False)
+        self.layers = nn.ModuleList([Eagle3Layer(config)])
+        self.norm = RMSNorm(size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.rope = Rope(config.head_dim, config.rope_parameters)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+
+    @property
+    def layer(self) -> Eagle3Layer:
+        """The head's single layer."""
+        return self.layers[0]
+
+    def set_draft_vocabulary(self, target_ids: Tensor) -> None:
+        """Sets d2t and t2d from ascending unique target ids, int64 [D]."""
+        size = self.config.draft_vocab_size
+        if target_ids.shape != (size,) or not bool((target_ids.diff() > 0).all()):
+            raise ValueError(f"expected {size} ascending unique target ids")
+        self.d2t.copy_(target_ids - torch.arange(size, device=target_ids.device))
+        self.t2d.zero_()
+        self.t2d[target_ids] = True
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Target token ids of draft-vocabulary ids, same shape."""
+        return draft_ids + self.d2t[draft_ids]
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Hidden state [..., H] of the first draft from the target's features [..., F]."""
+        return self.fc(features)
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Draft-vocabulary logits [..., D] of pre-norm outputs [..., H]."""
+        return F.linear(self.norm(output), self.lm_head.weight.to(output.dtype))
+
+
+def initialise_head(
+    head: Eagle3Head,
+    *,
+    embeddings: Tensor,
+    final_norm: Tensor,
+    lm_head: Tensor,
+    target_ids: Tensor,
+    seed: int,
+) -> None:
+    """Initial values before training (METHODS §2).
+
+    Embeddings [V, H], final norm [H] and the draft vocabulary's lm_head rows come from the target
+    (so logits of a perfect imitation would be the target's); projections are normal with standard
+    deviation 1/√fan_in, scaled down where they write into the residual stream.
+
+    Args:
+        lm_head: the target's projection, [V, H].
+        target_ids: ascending draft vocabulary, int64 [D].
+        seed: of a generator local to this call.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if parameter.ndim == 2 and not name.startswith(("embed_tokens", "lm_head")):
+                scale = parameter.shape[1] ** -0.5
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    scale *= 0.5**0.5
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(noise * scale)
+        head.embed_tokens.weight.copy_(embeddings)
+        head.norm.weight.copy_(final_norm)
+        head.lm_head.weight.copy_(lm_head[target_ids])
+        head.set_draft_vocabulary(target_ids)

@@ -1,0 +1,118 @@
+"""Building blocks of a Llama-style head. Leading dimensions are free; torch only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, weight cast to the input's dtype.
+
+    Mixed dtypes would leave torch's fused path, so the weight follows the activations.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+
+
+class SwiGLU(nn.Module):
+    """Llama's gated feed-forward: down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, size: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, intermediate, bias=False)
+        self.up_proj = nn.Linear(size, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rope_frequencies(head_dim: int, parameters: dict[str, Any]) -> Tensor:
+    """Inverse frequencies [head_dim / 2], float32, of transformers' `rope_parameters`.
+
+    Types "default", "linear" and "llama3" are computed here.
+
+    Raises:
+        ValueError: for another type, which would otherwise be silently wrong.
+    """
+    theta = float(parameters["rope_theta"])
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (theta**exponents)
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        return frequencies
+    if kind == "linear":
+        return frequencies / float(parameters["factor"])
+    if kind == "llama3":
+        factor, old = float(parameters["factor"]), parameters["original_max_position_embeddings"]
+        low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
+        wavelength = 2 * math.pi / frequencies
+        # Between the two borders the scaled and the unscaled frequency are mixed linearly.
+        smooth = ((old / wavelength - low) / (high - low)).clamp(0, 1)
+        return (1 - smooth) * frequencies / factor + smooth * frequencies
+    raise ValueError(
+        f"rope_type {kind!r} is not supported in a head; use default, linear or llama3"
+    )
+
+
+class Rope(nn.Module):
+    """Rotary embedding, half-split layout (CONTRACTS §5: converters expect it)."""
+
+    def __init__(self, head_dim: int, parameters: dict[str, Any]) -> None:
+        super().__init__()
+        self._exact = rope_frequencies(head_dim, parameters)
+        self.register_buffer("frequencies", self._exact, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rope:
+        # Moves with the module, but stays float32: bfloat16 frequencies turn far positions wrong.
+        super()._apply(fn, recurse)
+        self.frequencies = self._exact.to(self.frequencies.device)
+        return self
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [..., 1, head_dim / 2], float32, for positions [...]."""
+        angle = positions[..., None, None].float() * self.frequencies
+        return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates x [..., heads, head_dim] by `angles` of its positions, in float32."""
+    cos, sin = angles
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections of grouped-query attention; who attends to what is the caller's business."""
+
+    def __init__(
+        self, size_in: int, size: int, num_heads: int, num_kv_heads: int, head_dim: int
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.q_proj = nn.Linear(size_in, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(size_in, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(size_in, num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, size, bias=False)
+
+    def query(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotated queries [..., heads, head_dim]."""
+        return rotate(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)), angles)
+
+    def key_value(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values, each [..., kv heads, head_dim]."""
+        shape = (self.num_kv_heads, self.head_dim)
+        key = rotate(self.k_proj(x).unflatten(-1, shape), angles)
+        return key, self.v_proj(x).unflatten(-1, shape)

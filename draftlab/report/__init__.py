@@ -1,0 +1,6 @@
+"""Result rows for readers: the console's closing tables, an offline HTML page, plots."""
+
+from draftlab.report.html import write_html
+from draftlab.report.table import print_report
+
+__all__ = ["print_report", "write_html"]

@@ -1,0 +1,120 @@
+"""The closing tables in the console: figures, then times and raw counters, then conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from draftlab.report import wording
+from draftlab.report.wording import NONE
+from draftlab.results import Report, Row
+
+Column = tuple[str, Callable[[Row], str]]
+
+
+def _acceptance(row: Row) -> str:
+    return " ".join(f"{a:.2f}" for a in row.counters.acceptance_at or []) or NONE
+
+
+def _figures(rows: list[Row]) -> list[Column]:
+    columns: list[Column] = [
+        ("drafter", lambda row: row.drafter),
+        ("K", lambda row: str(row.k) if wording.drafted(row) else NONE),
+        ("T", lambda row: wording.temperature(row.temperature)),
+        ("draft\nprobs", wording.draft_probs),
+        ("AL", lambda row: wording.with_interval(row.acceptance_length, row.acceptance_length_ci)),
+        ("expected\nAL", lambda row: wording.number(wording.expected_length(row), 2)),
+        ("acceptance\nat 1…K", _acceptance),
+        ("speed-up", lambda row: wording.times(row.speedup)),
+    ]
+    return [c for c in columns if c[0] != "expected\nAL" or _expects(rows)]
+
+
+def _expects(rows: list[Row]) -> bool:
+    return any(row.expected_acceptance is not None for row in rows)
+
+
+def _counter(name: str) -> Callable[[Row], str]:
+    return lambda row: wording.count(getattr(row, name)) if wording.drafted(row) else NONE
+
+
+def _times_and_counters() -> list[Column]:
+    return [
+        ("TPOT ms", lambda row: wording.milliseconds(row.tpot_ms, row.tpot_ms_ci)),
+        ("TTFT\nms", lambda row: wording.milliseconds(row.ttft_ms)),
+        ("repe-\ntition", lambda row: wording.number(row.repetition_rate, 2)),
+        ("prompts", lambda row: wording.count(row.prompts)),
+        ("output\ntokens", lambda row: wording.count(row.output_tokens)),
+        ("drafts", _counter("drafts")),
+        ("draft\ntokens", _counter("draft_tokens")),
+        ("accepted", _counter("accepted")),
+    ]
+
+
+def _mark(i: int, row: Row) -> str:
+    return f"{i}{wording.DEFAULT_MARK if wording.is_vllm_default(row) else ' '}"
+
+
+def _table(rows: list[Row], columns: list[Column]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+    table.add_column("# ", justify="right", no_wrap=True)
+    for name, _ in columns:
+        left = name in ("drafter", "acceptance\nat 1…K")
+        table.add_column(name, justify="left" if left else "right")
+    for i, row in enumerate(rows, 1):
+        # Text, not str: a name in square brackets must not be read as markup
+        cells = [Text(_mark(i, row)), *(Text(get(row)) for _, get in columns)]
+        table.add_row(*cells, style="" if wording.drafted(row) else "dim")
+    return table
+
+
+def _varying_table(rows: list[Row], varying: dict[str, list[str]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+    table.add_column("# ", justify="right", no_wrap=True)
+    for name in varying:
+        table.add_column(name, overflow="fold")
+    for i, row in enumerate(rows):
+        table.add_row(Text(_mark(i + 1, row)), *(Text(values[i]) for values in varying.values()))
+    return table
+
+
+def _items(items: Iterable[tuple[str, str]], style: str = "") -> Table:
+    """Names, and their texts wrapped beside them."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style=style)
+    grid.add_column(overflow="fold", style=style)
+    for name, text in items:
+        grid.add_row(Text(name), Text(text))
+    return grid
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Prints a report: two tables, conditions, a legend, warnings last.
+
+    Readable from 100 columns on. Rows without a drafter show times and token counts only.
+    """
+    if not report.rows:
+        console.print("The report has no rows: nothing was evaluated.")
+        return
+    rows, conditions = report.rows, wording.report_conditions(report)
+    console.print()
+    console.print(Text(f"Target {wording.target_name(report)}", style="bold"))
+    console.print(_table(rows, _figures(rows)))
+    console.print(_table(rows, _times_and_counters()))
+    if conditions.varying:
+        console.print(_varying_table(rows, conditions.varying))
+    console.print(_items([("conditions", "\n".join(conditions.lines(console.width - 12)))]))
+    console.print()
+    legend = {name: short for name, (short, _) in wording.LEGEND.items()}
+    if not _expects(rows):
+        del legend["expected AL"]
+    if any(map(wording.is_vllm_default, rows)):
+        legend[wording.DEFAULT_MARK] = wording.DEFAULT_NOTE
+    console.print(_items(legend.items(), style="dim"))
+    if found := wording.warnings(report):
+        console.print()
+        console.print(_items([(f"warning, {where}:", text) for where, text in found], "yellow"))

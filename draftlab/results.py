@@ -1,0 +1,260 @@
+"""How speculative decoding is counted: counters, rows of a report, and the identities they obey.
+
+The definitions are vLLM's (METHODS §6, CONTRACTS §3). For every verify step with n > 0 drafts of
+which a are accepted: drafts += 1, draft_tokens += n, accepted += a, accepted_at[i] += 1 for i < a;
+a is counted before truncation by a stop token or the token limit. Acceptance length (AL) is
+1 + accepted / drafts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from draftlab.base import UserError, read_json, write_json
+
+SCHEMA_VERSION = 1
+
+
+@dataclass
+class Counters:
+    """Raw counters of verify steps for drafts of length at most k."""
+
+    k: int
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    undrafted_steps: int = 0
+    truncated_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.accepted_at = self.accepted_at or [0] * self.k
+
+    def add_step(self, drafted: int, accepted: int) -> None:
+        """Counts one verify step; `drafted` = 0 counts as undrafted."""
+        if not 0 <= accepted <= drafted <= self.k:
+            raise ValueError(
+                f"expected 0 <= accepted <= drafted <= {self.k}, found {accepted}, {drafted}"
+            )
+        if drafted == 0:
+            self.undrafted_steps += 1
+            return
+        self.drafts += 1
+        self.draft_tokens += drafted
+        self.accepted += accepted
+        for i in range(accepted):
+            self.accepted_at[i] += 1
+
+    def __add__(self, other: Counters) -> Counters:
+        if self.k != other.k:
+            raise ValueError(f"counters of different K cannot be added: {self.k} and {other.k}")
+        return Counters(
+            self.k,
+            self.drafts + other.drafts,
+            self.draft_tokens + other.draft_tokens,
+            self.accepted + other.accepted,
+            [a + b for a, b in zip(self.accepted_at, other.accepted_at, strict=True)],
+            self.undrafted_steps + other.undrafted_steps,
+            self.truncated_tokens + other.truncated_tokens,
+        )
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """1 + accepted / drafts; None when nothing was drafted."""
+        return 1 + self.accepted / self.drafts if self.drafts else None
+
+    @property
+    def acceptance_at(self) -> list[float] | None:
+        """Unconditional acceptance at each draft position."""
+        return [a / self.drafts for a in self.accepted_at] if self.drafts else None
+
+    @property
+    def conditional_acceptance_at(self) -> list[float | None]:
+        """Acceptance at i given acceptance at i − 1; None where nothing reached i."""
+        reached = [self.drafts, *self.accepted_at[:-1]]
+        return [a / n if n else None for a, n in zip(self.accepted_at, reached, strict=True)]
+
+    def check_tokens(self, output_tokens: int, prompts: int) -> None:
+        """The accounting identity of METHODS §6; a decoder that drops a bonus token fails it.
+
+        Raises:
+            AssertionError: with both sides, when the identity does not hold.
+        """
+        expected = (
+            prompts + self.drafts + self.accepted + self.undrafted_steps - self.truncated_tokens
+        )
+        if output_tokens != expected:
+            raise AssertionError(
+                f"token accounting: {output_tokens} output tokens, but {prompts} first tokens + "
+                f"{self.drafts} drafts + {self.accepted} accepted + {self.undrafted_steps} "
+                f"undrafted − {self.truncated_tokens} truncated = {expected}"
+            )
+
+
+def repetition_rate(answers: Iterable[Sequence[int]], n: int = 4) -> float:
+    """Mean over answers of the share of n-grams that repeat an earlier one of the same answer.
+
+    Answers shorter than n tokens have no n-gram and do not count.
+    """
+    shares = []
+    for answer in answers:
+        grams = Counter(tuple(answer[i : i + n]) for i in range(len(answer) - n + 1))
+        if grams:
+            shares.append(1 - len(grams) / grams.total())
+    return float(np.mean(shares)) if shares else 0.0
+
+
+def bootstrap_interval(
+    statistic: Callable[[np.ndarray], float],
+    count: int,
+    *,
+    samples: int = 2000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Percentile bootstrap over prompts.
+
+    Args:
+        statistic: from an index array [count] of resampled prompts to the figure.
+        count: number of prompts.
+        samples: number of resamples.
+        level: confidence.
+        seed: of numpy's generator, local to this call.
+
+    Returns:
+        Lower and upper end.
+    """
+    generator = np.random.default_rng(seed)
+    values = [statistic(generator.integers(0, count, count)) for _ in range(samples)]
+    low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def acceptance_interval(
+    per_prompt: Sequence[Counters], **options: Any
+) -> tuple[float, float] | None:
+    """Bootstrap interval of AL over prompts (a ratio of sums); None when nothing was drafted."""
+    drafts = np.array([c.drafts for c in per_prompt], dtype=float)
+    accepted = np.array([c.accepted for c in per_prompt], dtype=float)
+    if drafts.sum() == 0:
+        return None
+
+    def al(index: np.ndarray) -> float:
+        total = drafts[index].sum()
+        return 1 + accepted[index].sum() / total if total else float("nan")
+
+    return bootstrap_interval(al, len(per_prompt), **options)
+
+
+class Lossless(BaseModel):
+    """What is known about equality with the target alone (METHODS §6: L1, L2, L3)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    level: Literal["L1", "L2", "L3"]
+    test: str
+    p_value: float | None = None
+    n: int
+
+
+class Row(BaseModel):
+    """One result that stands alone: conditions, raw counters, and the figures made from them.
+
+    Times are milliseconds. For drafter "none" the acceptance fields are None. Fields that a run
+    did not measure are None, never a guess.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    head: str | None
+    engine: str
+    engine_version: str
+    device: str
+    dtype: str
+    batch: int
+    suite: str
+    suite_sha256: str
+    template: str
+    max_new_tokens: int
+    seed: int
+    drafter: Literal["chain", "parallel", "none"]
+    k: int
+    k_trained: int | None
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    draft_temperature: float | None
+    draft_probs: bool
+    prompts: int
+    output_tokens: int
+    undrafted_steps: int
+    truncated_tokens: int
+    drafts: int
+    draft_tokens: int
+    accepted: int
+    accepted_at: list[int]
+    expected_acceptance: list[float] | None = None
+    acceptance_length: float | None
+    acceptance_length_ci: tuple[float, float] | None
+    tpot_ms: float | None = None
+    tpot_ms_ci: tuple[float, float] | None = None
+    ttft_ms: float | None = None
+    step_ms: float | None = None
+    floor_ms: float | None = None
+    throughput_tok_s: float | None = None
+    baseline_tpot_ms: float | None = None
+    speedup: float | None = None
+    prompts_equal: float | None = None
+    repetition_rate: float
+    lossless: Lossless | None = None
+    warnings: list[str] = []
+
+    @property
+    def counters(self) -> Counters:
+        """The row's raw counters."""
+        return Counters(
+            self.k,
+            self.drafts,
+            self.draft_tokens,
+            self.accepted,
+            list(self.accepted_at),
+            self.undrafted_steps,
+            self.truncated_tokens,
+        )
+
+
+class Report(BaseModel):
+    """report.json: a public, versioned schema."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    schema_version: int = SCHEMA_VERSION
+    target: dict[str, Any]
+    environment: dict[str, Any]
+    adviser: dict[str, Any] | None = None
+    rows: list[Row]
+
+    def write(self, path: Path) -> None:
+        """Writes the report with the key `schema` first, atomically."""
+        fields = self.model_dump(mode="json")
+        write_json(path, {"schema": fields.pop("schema_version"), **fields})
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """Reads a report of this schema version."""
+        fields = read_json(path, kind="report.json of draftlab")
+        version = fields.pop("schema", None)
+        if version != SCHEMA_VERSION:
+            raise UserError(
+                f"expected report schema {SCHEMA_VERSION}, found {version}",
+                where=path,
+                do="evaluate again with this version of draftlab",
+            )
+        return cls.model_validate(fields | {"schema_version": version})

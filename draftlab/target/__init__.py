@@ -1,0 +1,1 @@
+"""The frozen model whose decoding a head speeds up."""

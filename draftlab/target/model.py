@@ -1,0 +1,283 @@
+"""Loading a target, tapping its boundary states, and knowing it again by its content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from draftlab.base import Knobs, UserError, canonical_json, read_json
+from draftlab.target.attention import ATTENTION, step_positions
+from draftlab.target.cache import RowCache
+from draftlab.target.parts import TargetParts, parts_of, shard_files, text_decoder
+
+EMBEDDED = "embedded"
+
+
+class TargetKnobs(Knobs):
+    """Which model, and how it is loaded."""
+
+    path: str = EMBEDDED
+    """Folder or Hub id of a causal LM; "embedded" is the small code model in draftlab itself."""
+    revision: str | None = None
+    """Commit, tag or branch on the Hub; None: the default branch. Local folders ignore it."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Compute dtype; "auto": the checkpoint's on a GPU, float32 on a CPU."""
+    device: str = "auto"
+    """"cpu", "cuda", "cuda:1" …; "auto": a GPU when there is one."""
+    trust_remote_code: bool = False
+    """Whether code shipped with a checkpoint may run. Off unless you have read it."""
+
+
+@dataclass(frozen=True)
+class States:
+    """What a forward pass leaves behind: features [B, M, F] and last states [B, M, Ht]."""
+
+    features: Tensor
+    last: Tensor
+
+
+def resolve_target(knobs: TargetKnobs) -> Path:
+    """A local folder for the target: the embedded one, a folder, or a download from the Hub."""
+    if knobs.path == EMBEDDED:
+        return Path(str(resources.files("draftlab") / "embedded" / "target"))
+    path = Path(knobs.path).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    if path.exists() or knobs.path.startswith((".", "/", "~")) or knobs.path.count("/") != 1:
+        raise UserError(
+            "expected a checkpoint folder with config.json, found none",
+            where=path,
+            do='give a folder, a Hub id such as "org/name", or "embedded"',
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+        return Path(snapshot_download(knobs.path, revision=knobs.revision, allow_patterns=patterns))
+    except Exception as error:  # the Hub client has many: offline, gated, unknown, interrupted
+        raise UserError(
+            f"the Hub did not give {knobs.path}: {error}",
+            where=knobs.path,
+            do="check the id, your network and your login, or give a local folder",
+        ) from None
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device a knob names."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(
+            f"expected a device such as cpu or cuda:0, found {name!r}: {error}"
+        ) from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"device {name!r} was asked for, and there is no GPU", do="use device: auto"
+        )
+    return device
+
+
+def fingerprint(folder: Path) -> str:
+    """Hex SHA-256 of a checkpoint: its architecture and a sample of every tensor.
+
+    The sample is each tensor's name, dtype, shape and first 4 KiB, so a fine-tuned copy differs and
+    a 400 GB target costs seconds. Sharding and file names do not enter.
+    """
+    config = read_json(folder / "config.json", kind="target's config.json")
+    volatile = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+    digest = hashlib.sha256(
+        canonical_json({k: v for k, v in config.items() if k not in volatile}).encode()
+    )
+    samples = []
+    for file in shard_files(folder):
+        with open(file, "rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            try:
+                header: dict[str, Any] = json.loads(opened.read(size))
+            except (json.JSONDecodeError, UnicodeDecodeError):
+                raise UserError("a safetensors file is truncated or corrupt", where=file) from None
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    continue
+                start, end = entry["data_offsets"]
+                opened.seek(8 + size + start)
+                sample = hashlib.sha256(opened.read(min(end - start, 4096))).hexdigest()
+                samples.append([name, entry["dtype"], entry["shape"], sample])
+    digest.update(canonical_json(sorted(samples)).encode())
+    return digest.hexdigest()
+
+
+def default_boundaries(num_layers: int) -> tuple[int, ...]:
+    """(2, N // 2, N − 3), the choice of vLLM and speculators; mended where shallow ones collide."""
+    wanted = sorted({2, num_layers // 2, max(num_layers - 3, 0)})
+    spare = [b for b in range(1, num_layers + 1) if b not in wanted]
+    while len(wanted) < 3 and spare:
+        wanted.append(spare.pop())
+    return tuple(sorted(min(b, num_layers) for b in set(wanted)))
+
+
+def check_boundaries(boundaries: tuple[int, ...], num_layers: int) -> None:
+    """Refuses boundaries that are unsorted, repeated or outside 0..num_layers."""
+    if not boundaries or list(boundaries) != sorted(set(boundaries)):
+        raise UserError(f"expected sorted unique boundaries, found {list(boundaries)}")
+    if boundaries[0] < 0 or boundaries[-1] > num_layers:
+        raise UserError(
+            f"expected boundaries in 0..{num_layers} (the target has {num_layers} layers; "
+            f"{num_layers} is the state before the final norm), found {list(boundaries)}"
+        )
+
+
+def load_tokenizer(knobs: TargetKnobs) -> PreTrainedTokenizerBase:
+    """The target's tokenizer, chat template included."""
+    folder = resolve_target(knobs)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=knobs.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the target's tokenizer does not load: {error}", where=folder) from None
+
+
+class Target:
+    """A loaded target: states at boundaries, logits of last states; `load_target` builds it."""
+
+    def __init__(self, model: Any, folder: Path, name: str) -> None:
+        self.model, self.folder, self.name = model, folder, name
+        self.config = model.config.get_text_config()
+        self.decoder, self.layers, self.norm = text_decoder(model)
+        self.parts: TargetParts = parts_of(model)
+        self.num_layers = len(self.layers)
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size = self.parts.lm_head.shape[0]
+        self.fingerprint = fingerprint(folder)
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in."""
+        return self.parts.embeddings.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype."""
+        return self.parts.embeddings.dtype
+
+    @property
+    def max_length(self) -> int:
+        """Positions the target was built for."""
+        return int(self.config.max_position_embeddings)
+
+    def new_cache(self, num_rows: int, max_length: int) -> RowCache:
+        """An empty cache for `num_rows` sequences of at most `max_length` positions."""
+        return RowCache(self.num_layers, num_rows, max_length)
+
+    @torch.inference_mode()
+    def states(
+        self,
+        token_ids: Tensor,
+        boundaries: tuple[int, ...] = (),
+        *,
+        positions: Tensor | None = None,
+        cache: RowCache | None = None,
+    ) -> States:
+        """One forward pass of the decoder.
+
+        Args:
+            token_ids: int64 [B, M]. Without a cache rows are right-padded sequences from position 0
+                (causality keeps padding from mattering).
+            boundaries: whose states become the features, ascending.
+            positions: int64 [B, M] of each token, with a cache aimed by `cache.at`.
+            cache: where earlier keys are and new ones go.
+
+        Returns:
+            Features [B, M, len(boundaries) · Ht] in boundary order, and the last state [B, M, Ht]
+            before the final norm.
+        """
+        taken: dict[int, Tensor] = {}
+
+        def tap(boundary: int) -> Any:
+            def hook(_module: Any, args: tuple, kwargs: dict) -> None:
+                taken[boundary] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        with ExitStack() as stack:
+            for boundary in {*boundaries, self.num_layers}:
+                module = self.norm if boundary == self.num_layers else self.layers[boundary]
+                handle = module.register_forward_pre_hook(tap(boundary), with_kwargs=True)
+                stack.callback(handle.remove)
+            if cache is None:
+                self.decoder(input_ids=token_ids, use_cache=False)
+            else:
+                # Padding (slot −1) may take any valid position; its output is never read.
+                at = positions.clamp(min=0)
+                stack.enter_context(step_positions(at))
+                self.decoder(
+                    input_ids=token_ids, position_ids=at, past_key_values=cache, use_cache=True
+                )
+        last = taken[self.num_layers]
+        features = [taken[b] for b in boundaries]
+        return States(torch.cat(features, -1) if features else last[..., :0], last)
+
+    @torch.inference_mode()
+    def logits(self, last: Tensor) -> Tensor:
+        """float32 logits [..., V] of last states [..., Ht]."""
+        return self.parts.logits(last)
+
+    @torch.inference_mode()
+    def check_parts(self) -> None:
+        """Compares our reading of norm and lm_head with the model's own logits on a few tokens.
+
+        Raises:
+            UserError: when a logit transformation of this architecture is unknown to us.
+        """
+        ids = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
+        expected = self.model(input_ids=ids, use_cache=False).logits.float()
+        found = self.logits(self.states(ids).last)
+        error = (expected - found).abs().max() / expected.abs().max().clamp(min=1e-6)
+        tolerance = 1e-4 if self.dtype == torch.float32 else 3e-2
+        if not bool(error <= tolerance):
+            raise UserError(
+                f"logits made from the target's norm and lm_head differ from its own by "
+                f"{float(error):.3g} (relative): {type(self.model).__name__} transforms them in a "
+                "way draftlab does not know",
+                where=self.folder,
+                do="add the transformation to draftlab/target/parts.py",
+            )
+
+
+def load_target(knobs: TargetKnobs) -> Target:
+    """Loads a target for inference and checks our reading of it.
+
+    Raises:
+        UserError: missing, corrupt or unsupported checkpoints.
+    """
+    folder, device = resolve_target(knobs), resolve_device(knobs.device)
+    dtype: Any = knobs.dtype
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else "auto"
+    shard_files(folder)
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=knobs.trust_remote_code,
+        )
+    except Exception as error:  # transformers and safetensors raise many types for a bad checkpoint
+        raise UserError(
+            f"the target does not load: {type(error).__name__}: {error}", where=folder
+        ) from None
+    target = Target(model.to(device).eval().requires_grad_(False), folder, knobs.path)
+    target.check_parts()
+    return target

@@ -1,0 +1,158 @@
+"""The parts of a target that training needs, read from its shards: embeddings, norm, lm_head."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from draftlab.base import UserError
+
+_NORMS = ("norm", "final_layernorm", "ln_f")
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """From token to embedding, and from the last state to logits.
+
+    Attributes:
+        embeddings: [V, Ht].
+        norm: the target's own final norm module, so that no variant of it is re-invented here.
+        lm_head: [V, Ht].
+        scale: factor on the logits.
+        softcap: logits become softcap · tanh(logits / softcap) when given.
+    """
+
+    embeddings: Tensor
+    norm: nn.Module
+    lm_head: Tensor
+    scale: float
+    softcap: float | None
+
+    def logits(self, last: Tensor, rows: Tensor | None = None) -> Tensor:
+        """float32 logits [..., V or len(rows)] of last states [..., Ht] before the final norm."""
+        weight = self.lm_head if rows is None else self.lm_head[rows]
+        logits = F.linear(self.norm(last.to(weight.dtype)), weight).float() * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetParts:
+        """The same parts on another device, in another dtype."""
+        return TargetParts(
+            self.embeddings.to(device, dtype),
+            self.norm.to(device, dtype),
+            self.lm_head.to(device, dtype),
+            self.scale,
+            self.softcap,
+        )
+
+
+def text_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.Module]:
+    """The text tower of a causal LM: decoder, its layers, its final norm.
+
+    Raises:
+        UserError: when the model is not built from `layers` and a final norm.
+    """
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", None)
+    norm = next((getattr(decoder, n) for n in _NORMS if hasattr(decoder, n)), None)
+    if not isinstance(layers, nn.ModuleList) or norm is None:
+        raise UserError(
+            f"expected a decoder with `layers` and a final norm, found {type(decoder).__name__} "
+            f"with {[name for name, _ in decoder.named_children()]}",
+            do="this architecture needs an entry in draftlab/target/parts.py",
+        )
+    return decoder, layers, norm
+
+
+def parts_of(model: PreTrainedModel) -> TargetParts:
+    """The parts of a loaded model (shared tensors, nothing copied)."""
+    lm_head = model.get_output_embeddings()
+    if getattr(lm_head, "bias", None) is not None:
+        raise UserError("targets whose lm_head has a bias are not supported")
+    config = model.config.get_text_config()
+    return TargetParts(
+        model.get_input_embeddings().weight.detach(),
+        text_decoder(model)[2],
+        lm_head.weight.detach(),
+        _logit_scale(config),
+        getattr(config, "final_logit_softcapping", None),
+    )
+
+
+def _logit_scale(config: Any) -> float:
+    """Cohere multiplies by logit_scale, Granite divides by logits_scaling."""
+    return float(getattr(config, "logit_scale", None) or 1.0) / float(
+        getattr(config, "logits_scaling", None) or 1.0
+    )
+
+
+def load_parts(folder: Path, *, trust_remote_code: bool = False) -> TargetParts:
+    """Reads only the parts' tensors from a checkpoint folder; layers are never touched.
+
+    Args:
+        folder: local checkpoint with safetensors files, single or sharded.
+
+    Returns:
+        The parts in the checkpoint's dtype, on the CPU.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    norm = text_decoder(skeleton)[2]
+    names = {id(parameter): name for name, parameter in skeleton.named_parameters()}
+    embed_name = names[id(skeleton.get_input_embeddings().weight)]
+    embeddings = read_tensor(folder, embed_name)
+    tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+    head_name = names[id(skeleton.get_output_embeddings().weight)]
+    lm_head = embeddings if tied or head_name == embed_name else read_tensor(folder, head_name)
+    weights = {
+        name: read_tensor(folder, names[id(parameter)])
+        for name, parameter in norm.named_parameters()
+    }
+    norm = norm.to_empty(device="cpu")
+    norm.load_state_dict(weights, assign=True)
+    text = config.get_text_config()
+    return TargetParts(
+        embeddings,
+        norm.requires_grad_(False),
+        lm_head,
+        _logit_scale(text),
+        getattr(text, "final_logit_softcapping", None),
+    )
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, sorted."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(
+            "expected safetensors weights, found none",
+            where=folder,
+            do="convert the checkpoint with transformers' save_pretrained",
+        )
+    return files
+
+
+def read_tensor(folder: Path, name: str) -> Tensor:
+    """One tensor by name; a checkpoint may prefix or shorten it (text towers do)."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    else:
+        where = {}
+        for file in shard_files(folder):
+            with safe_open(file, "pt") as opened:
+                where |= dict.fromkeys(opened.keys(), file.name)
+    found = [key for key in where if key == name]
+    found = found or [k for k in where if k.endswith("." + name) or name.endswith("." + k)]
+    if len(found) != 1:
+        raise UserError(f"expected one tensor named {name}, found {found or 'none'}", where=folder)
+    with safe_open(folder / where[found[0]], "pt") as opened:
+        return opened.get_tensor(found[0])

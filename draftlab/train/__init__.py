@@ -1,0 +1,1 @@
+"""Fitting a head to a store."""

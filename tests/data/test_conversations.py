@@ -1,0 +1,142 @@
+"""Strict JSONL: what is read, what is refused and where, what is dropped and counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftlab.base import Monitor, UserError
+from draftlab.data.conversations import (
+    Answer,
+    Conversation,
+    PromptKnobs,
+    load_prompts,
+    read_conversations,
+    with_answers,
+    write_conversations,
+)
+
+
+class Lines(Monitor):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def line(**changes) -> dict:
+    """A good line with changes; a value of None leaves the key out."""
+    good = {"id": "a", "messages": [{"role": "user", "content": "hi"}], "source": "s"}
+    return {key: value for key, value in {**good, **changes}.items() if value is not None}
+
+
+def write(path: Path, *lines: dict | str | bytes) -> Path:
+    encoded = [
+        part
+        if isinstance(part, bytes)
+        else part.encode()
+        if isinstance(part, str)
+        else json.dumps(part).encode()
+        for part in lines
+    ]
+    path.write_bytes(b"".join(part + b"\n" for part in encoded))
+    return path
+
+
+def test_what_is_written_is_read_back(tmp_path: Path):
+    chat = [{"role": "user", "content": "a\u2028b\n日本"}, {"role": "assistant", "content": ""}]
+    conversations = [
+        Conversation("x", chat, "s", 0.8, (Answer((1, 2), (3,), "stop"),)),
+        Conversation("y", chat[:1], "s"),
+    ]
+    write_conversations(tmp_path / "c.jsonl", conversations)
+    assert read_conversations(tmp_path / "c.jsonl") == conversations
+
+
+def test_ids_and_sources_may_be_left_out_of_all_lines(tmp_path: Path):
+    path = write(tmp_path / "mine.jsonl", *[line(id=None, source=None)] * 2)
+    found = [(c.id, c.source) for c in read_conversations(path)]
+    assert found == [("mine:1", "mine.jsonl"), ("mine:2", "mine.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ("{not json", "JSON object"),
+        ("", "JSON object"),
+        (b'{"id": "\xff"}', "UTF-8"),
+        ("[1, 2]", "the line"),
+        (line(id="b", messages=[{"role": "human", "content": "x"}]), "messages.0.role"),
+        (line(id="b", messages=[{"role": "user"}]), "messages.0.content"),
+        (line(id="b", messages=[{"role": "user", "content": ["x"]}]), "messages.0.content"),
+        (line(id="b", messages=[{"role": "user", "content": "\ud800"}]), "surrogate"),
+        (line(id="b", messages=[]), "messages"),
+        (line(id="b", messages=None, conversations=[]), "messages"),
+        (line(id="b", sorce="x"), "sorce"),
+        (line(id=3), "id"),
+        (line(id=None), "keys of line 1"),
+        (line(id="b", temperature=0.5), "keys of line 1"),
+        (line(), "here and on line 1"),
+    ],
+)
+def test_one_bad_line_is_an_error_with_file_and_line(tmp_path: Path, bad, says):
+    path = write(tmp_path / "c.jsonl", line(), bad, line(id="z"))
+    with pytest.raises(UserError) as caught:
+        read_conversations(path)
+    assert says in caught.value.what
+    assert caught.value.where == f"{path}:2"
+
+
+def test_empty_and_missing_files_are_errors(tmp_path: Path):
+    (tmp_path / "empty.jsonl").touch()
+    for name in ("empty.jsonl", "missing.jsonl", "."):
+        with pytest.raises(UserError) as caught:
+            load_prompts(PromptKnobs(source=str(tmp_path / name)), Monitor())
+        assert str(tmp_path) in caught.value.where
+
+
+def test_conversations_nobody_asked_in_are_dropped_and_counted(tmp_path: Path):
+    answer = {"role": "assistant", "content": "x"}
+    path = write(
+        tmp_path / "c.jsonl",
+        line(id="1", messages=[{"role": "system", "content": "x"}]),
+        line(id="2", messages=[answer, {"role": "user", "content": "x"}]),
+        line(id="3"),
+        line(id="4"),
+        line(id="5"),
+    )
+    lines = Lines()
+    taken = load_prompts(PromptKnobs(source=str(path), max_prompts=2), lines)
+    assert [c.id for c in taken] == ["3", "4"]
+    assert sum("dropped 1 conversations" in said for said in lines.lines) == 2
+    write(path, line(messages=[answer]))
+    with pytest.raises(UserError, match="user turn"):
+        load_prompts(PromptKnobs(source=str(path)), lines)
+
+
+@pytest.mark.parametrize("source", ["embedded", "embedded:heldout"])
+def test_embedded_prompts_load_and_are_disjoint(source: str):
+    lines = Lines()
+    taken = load_prompts(PromptKnobs(source=source), lines)
+    assert len(taken) >= 128
+    assert f"{len(taken):,}" in lines.lines[-1]
+    other = load_prompts(
+        PromptKnobs(source="embedded" if source != "embedded" else "embedded:heldout"), lines
+    )
+    texts = {c.messages[-1]["content"] for c in taken}
+    assert not texts & {c.messages[-1]["content"] for c in other}
+
+
+def test_without_regeneration_answers_are_needed():
+    asked = Conversation("a", [{"role": "user", "content": "x"}], "s")
+    told = Conversation("b", [*asked.messages, {"role": "assistant", "content": "y"}], "s")
+    lines = Lines()
+    assert with_answers([asked, told], lines) == [told]
+    assert "dropped 1 " in lines.lines[0]
+    with pytest.raises(UserError, match="assistant turn"):
+        with_answers([asked], lines)

@@ -1,0 +1,38 @@
+"""A tiny target on disk for the export's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftlab.export.speculators import export_speculators
+
+HIDDEN, VOCAB, LAYERS, MAX_LENGTH = 32, 96, 5, 512
+BOUNDARIES = (1, 2, 4, 5)
+
+
+def make_target(folder: Path, *, seed: int = 0, layers: int = LAYERS) -> Path:
+    """A random Llama, bfloat16, embeddings not tied to its lm_head."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def export(head: Path, target: Path, out: Path, **options: object) -> Path:
+    """`export_speculators` for a target called org/target, unless `options` say otherwise."""
+    return export_speculators(head, target, out, **({"target_name": "org/target"} | options))

@@ -1,0 +1,317 @@
+"""draftlab/export/speculators.py: what is written, and that it is the head."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+
+from draftlab.base import Monitor, UserError
+from draftlab.export import LAYOUTS, ExportKnobs, find_layout
+from draftlab.export.speculators import export_speculators
+from draftlab.heads.folder import load_head
+from draftlab.target.parts import load_parts
+from tests.export.export_toys import BOUNDARIES, HIDDEN, MAX_LENGTH, VOCAB
+
+MakeHead = Callable[..., Path]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+H, A, KV, D, INNER, DRAFT = HIDDEN, 4, 2, 8, 40, 40
+# CONTRACTS §9.2, by hand.
+SHAPES = {
+    "embed_tokens.weight": [VOCAB, H],
+    "fc.weight": [H, len(BOUNDARIES) * H],
+    "layers.0.self_attn.q_proj.weight": [A * D, 2 * H],
+    "layers.0.self_attn.k_proj.weight": [KV * D, 2 * H],
+    "layers.0.self_attn.v_proj.weight": [KV * D, 2 * H],
+    "layers.0.self_attn.o_proj.weight": [H, A * D],
+    "layers.0.input_layernorm.weight": [H],
+    "layers.0.hidden_norm.weight": [H],
+    "layers.0.post_attention_layernorm.weight": [H],
+    "layers.0.mlp.gate_proj.weight": [INNER, H],
+    "layers.0.mlp.up_proj.weight": [INNER, H],
+    "layers.0.mlp.down_proj.weight": [H, INNER],
+    "norm.weight": [H],
+    "lm_head.weight": [DRAFT, H],
+    "d2t": [DRAFT],
+    "t2d": [VOCAB],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_have_the_layouts_names_shapes_and_types(
+    make_head: MakeHead, target: Path, tmp_path: Path, dtype: str
+) -> None:
+    head = make_head(dtype=torch.float32)
+    out = export(head, target, tmp_path / "out", dtype=dtype)
+    tensors = load_file(out / "model.safetensors")
+    assert {name: list(t.shape) for name, t in tensors.items()} == SHAPES
+    types = {"d2t": torch.int64, "t2d": torch.bool}
+    for name, tensor in tensors.items():
+        assert tensor.dtype == types.get(name, getattr(torch, dtype)), name
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    drafts = torch.arange(DRAFT) + tensors["d2t"]
+    assert torch.equal(tensors["t2d"].nonzero().flatten(), drafts)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+    embeddings = model.get_input_embeddings().weight.to(getattr(torch, dtype))
+    assert torch.equal(tensors["embed_tokens.weight"], embeddings)
+    assert {p.name for p in out.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "launch.md",
+        "README.md",
+    }
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_config_is_written_in_full(
+    make_head: MakeHead, target: Path, tmp_path: Path, before: bool
+) -> None:
+    head = make_head(norm_before_residual=before, rope_parameters={"rope_theta": 20000.0})
+    out = export(head, target, tmp_path / "out", k=3)
+    rope = {"rope_type": "default", "rope_theta": 20000.0}
+    assert json.loads((out / "config.json").read_text()) == {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "dtype": "bfloat16",
+        "tie_word_embeddings": False,
+        "draft_vocab_size": DRAFT,
+        "target_hidden_size": H,
+        "eagle_aux_hidden_state_layer_ids": list(BOUNDARIES),
+        "norm_before_residual": before,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "embed_requires_grad": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 3,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": {
+            "model_type": "llama",
+            "vocab_size": VOCAB,
+            "hidden_size": H,
+            "intermediate_size": INNER,
+            "num_hidden_layers": 1,
+            "num_attention_heads": A,
+            "num_key_value_heads": KV,
+            "head_dim": D,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "mlp_bias": False,
+            "initializer_range": 0.02,
+            "use_cache": True,
+            "pretraining_tp": 1,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention"],
+            "max_position_embeddings": MAX_LENGTH,
+            "rope_theta": 20000.0,
+            "rope_parameters": rope,
+            "num_aux_hidden_states": len(BOUNDARIES),
+        },
+    }
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, {"rope_type": "default", "rope_theta": 20000.0}])
+def test_rope_survives_readers_that_assign_keys_in_file_order(
+    make_head: MakeHead, target: Path, tmp_path: Path, rope: dict
+) -> None:
+    """vLLM sets attributes of a bare config; there rope_scaling is rope_parameters' other name."""
+    out = export(make_head(rope_parameters=rope), target, tmp_path / "out")
+    layer = json.loads((out / "config.json").read_text())["transformer_layer_config"]
+    bare = PretrainedConfig()
+    for key, value in json.loads(json.dumps(layer)).items():  # a copy: transformers writes into it
+        if key != "model_type":
+            setattr(bare, key, value)
+    assert bare.rope_parameters == rope
+    llama = LlamaConfig(**json.loads(json.dumps(layer)))
+    assert llama.rope_parameters == rope
+    assert layer["rope_theta"] == rope["rope_theta"]  # transformers 4 reads this and rope_scaling
+    assert layer.get("rope_scaling") == (rope if rope["rope_type"] == "llama3" else None)
+    for key in ("head_dim", "hidden_size", "vocab_size", "max_position_embeddings"):
+        assert getattr(llama, key) == layer[key]
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("draft", [DRAFT, VOCAB])
+def test_a_plain_reader_of_the_folder_gets_the_heads_logits(
+    make_head: MakeHead, target: Path, tmp_path: Path, before: bool, draft: int
+) -> None:
+    folder = make_head(
+        dtype=torch.float32,
+        norm_before_residual=before,
+        draft_vocab_size=draft,
+        rope_parameters=dict(LLAMA3),
+    )
+    out = export(folder, target, tmp_path / "out")
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (12,), generator=generator)
+    features = torch.randn(12, len(BOUNDARIES) * H, generator=generator)
+
+    head = load_head(
+        folder, embeddings=load_parts(target).embeddings, dtype=torch.float32, device="cpu"
+    )
+    layer = head.layer
+    x, residual = layer.inputs(head.embed_tokens(tokens), head.fuse(features))
+    angles = head.rope.angles(torch.arange(12))
+    query, (key, value) = layer.self_attn.query(x, angles), layer.self_attn.key_value(x, angles)
+    q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    expected = head.logits(layer.output(attended[0].transpose(0, 1), residual))
+    found, ids = read_and_run(out, tokens, features)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(ids, head.target_ids(torch.arange(draft)))
+    assert expected.std() > 1  # a head that hardly reacts would agree with anything
+
+
+def read_and_run(
+    folder: Path, tokens: torch.Tensor, features: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draft logits [S, D] and target ids [D], from the exported files and CONTRACTS §1.3 alone."""
+    top, w = (
+        json.loads((folder / "config.json").read_text()),
+        load_file(folder / "model.safetensors"),
+    )
+    c = top["transformer_layer_config"]
+    rope, size, d = c["rope_parameters"], len(tokens), c["head_dim"]
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + c["rms_norm_eps"]).rsqrt() * w[name]
+
+    frequency = rope["rope_theta"] ** -(torch.arange(0, d, 2) / d)
+    wave, old = 2 * torch.pi / frequency, rope["original_max_position_embeddings"]
+    slow, fast = rope["low_freq_factor"], rope["high_freq_factor"]
+    mix = (old / wave - slow) / (fast - slow)
+    between = (1 - mix) * frequency / rope["factor"] + mix * frequency
+    frequency = torch.where(wave > old / slow, frequency / rope["factor"], frequency).where(
+        (wave > old / slow) | (wave < old / fast), between
+    )
+    turn = torch.polar(torch.ones(size, d // 2), torch.arange(size)[:, None] * frequency)
+
+    def heads(x: torch.Tensor, name: str, turned: bool) -> torch.Tensor:
+        y = (x @ w[f"layers.0.self_attn.{name}_proj.weight"].T).view(size, -1, d)
+        if not turned:
+            return y
+        y = torch.complex(y[..., : d // 2], y[..., d // 2 :]) * turn[:, None]
+        return torch.cat([y.real, y.imag], -1)
+
+    hidden = features @ w["fc.weight"].T
+    normed = norm(hidden, "layers.0.hidden_norm.weight")
+    x = torch.cat(
+        [norm(w["embed_tokens.weight"][tokens], "layers.0.input_layernorm.weight"), normed], -1
+    )
+    group = c["num_attention_heads"] // c["num_key_value_heads"]
+    query, key, value = heads(x, "q", True), heads(x, "k", True), heads(x, "v", False)
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(group, 1)) / d**0.5
+    scores += torch.full((size, size), -torch.inf).triu(1)
+    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value.repeat_interleave(group, 1))
+    hidden = (normed if top["norm_before_residual"] else hidden) + mixed.reshape(size, -1) @ w[
+        "layers.0.self_attn.o_proj.weight"
+    ].T
+    y = norm(hidden, "layers.0.post_attention_layernorm.weight")
+    up, gate = (y @ w[f"layers.0.mlp.{n}_proj.weight"].T for n in ("up", "gate"))
+    hidden = hidden + (F.silu(gate) * up) @ w["layers.0.mlp.down_proj.weight"].T
+    ids = torch.arange(top["draft_vocab_size"]) + w.get("d2t", torch.zeros(1, dtype=torch.int64))
+    return norm(hidden, "norm.weight") @ w["lm_head.weight"].T, ids
+
+
+def test_a_whole_vocabulary_has_no_maps(make_head: MakeHead, target: Path, tmp_path: Path) -> None:
+    out = export(make_head(draft_vocab_size=VOCAB), target, tmp_path / "out")
+    tensors = load_file(out / "model.safetensors")
+    assert tensors.keys() == SHAPES.keys() - {"d2t", "t2d"}
+    assert list(tensors["lm_head.weight"].shape) == [VOCAB, H]
+
+
+def test_own_embeddings_are_the_heads(make_head: MakeHead, target: Path, tmp_path: Path) -> None:
+    folder = make_head(embeddings="own")
+    out = export(folder, target, tmp_path / "out")
+    own = load_file(folder / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(load_file(out / "model.safetensors")["embed_tokens.weight"], own)
+    assert not torch.equal(own, load_parts(target).embeddings)
+
+
+def test_launch_lines_for_hub_and_local_targets(
+    make_head: MakeHead, target: Path, tmp_path: Path
+) -> None:
+    head, out = make_head(), tmp_path / "out of here"
+    export(head, target, out, k=4)
+
+    def commands() -> list[list[str]]:
+        lines = (out / "launch.md").read_text().splitlines()
+        return [shlex.split(line) for line in lines if line.startswith("vllm")]
+
+    spoken = {"model": str(out.resolve()), "method": "eagle3", "num_speculative_tokens": 4}
+    alone, explicit = commands()
+    assert alone == ["vllm", "serve", str(out.resolve())]
+    assert explicit[:4] == ["vllm", "serve", "org/target", "--speculative-config"]
+    assert json.loads(explicit[4]) == spoken
+
+    export(head, target, out, k=4, target_name="embedded")
+    ((*local, options),) = commands()  # a local verifier cannot be served alone
+    assert local == ["vllm", "serve", str(target.resolve()), "--speculative-config"]
+    assert json.loads(options) == spoken
+    config = json.loads((out / "config.json").read_text())
+    verifier = config["speculators_config"]["verifier"]["name_or_path"]
+    assert verifier == str(target.resolve())
+    assert "speculators layout 0.9.0" in (out / "README.md").read_text()
+
+
+def test_chosen_defaults_are_said(make_head: MakeHead, target: Path, tmp_path: Path) -> None:
+    class Ears(Monitor):
+        def __init__(self) -> None:
+            self.lines: list[str] = []
+
+        def say(self, line: str) -> None:
+            self.lines.append(line)
+
+    head, ears = make_head(), Ears()
+    export(head, target, tmp_path / "out", monitor=ears)
+    assert "7 speculative tokens" in ears.lines[0]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
+    export(head, target, tmp_path / "out", k=9, monitor=ears)
+    assert "9 speculative tokens, though the head was trained for 7" in ears.lines[1]
+    with pytest.raises(UserError, match="at least 1"):
+        export(head, target, tmp_path / "out", k=0)
+    with pytest.raises(UserError, match="int8"):
+        export(head, target, tmp_path / "out", dtype="int8")
+
+
+def test_layouts_and_knobs() -> None:
+    assert LAYOUTS["speculators"] is find_layout("speculators") is export_speculators
+    with pytest.raises(UserError, match="did you mean 'speculators'"):
+        find_layout("speculator")
+    with pytest.raises(UserError, match="expected a layout out of speculators"):
+        find_layout("gguf")
+    assert ExportKnobs() == ExportKnobs(formats=("speculators",), dtype=None, k=None)
+    with pytest.raises(ValueError, match="did you mean 'speculators'"):
+        ExportKnobs(formats=("Speculators",))
+    with pytest.raises(ValueError, match="at least 1"):
+        ExportKnobs(k=0)

@@ -1,0 +1,58 @@
+"""Small heads with loud weights."""
+
+from __future__ import annotations
+
+import torch
+
+from draftlab.heads.config import HeadConfig, TargetIdentity
+from draftlab.heads.eagle3 import Eagle3Head
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def make_config(**changed: object) -> HeadConfig:
+    fields = {
+        "boundaries": (0, 2, 3, 5),
+        "target_num_layers": 5,
+        "target_hidden_size": 20,
+        "hidden_size": 24,
+        "intermediate_size": 36,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-2,  # large enough to be seen when it is left out
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "max_position_embeddings": 128,
+        "vocab_size": 50,
+        "draft_vocab_size": 21,
+        "k_trained": 4,
+        "target": TargetIdentity(
+            name="toy",
+            fingerprint="f",
+            architecture="Toy",
+            tokenizer_sha256="t",
+            template_sha256="c",
+        ),
+    }
+    return HeadConfig(**(fields | changed))
+
+
+def make_head(seed: int = 0, **changed: object) -> Eagle3Head:
+    """A head in float64 whose weights are loud: quiet ones hide RoPE and norm mistakes."""
+    head = Eagle3Head(make_config(**changed)).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(1 + 0.5 * noise if parameter.ndim == 1 else 0.4 * noise)
+    config = head.config
+    chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
+    head.set_draft_vocabulary(chosen.sort().values)
+    return head.requires_grad_(False)

@@ -1,0 +1,243 @@
+"""draftlab/heads/eagle3.py and layers.py against a few lines written from METHODS §2."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from draftlab.heads.eagle3 import Eagle3Head, initialise_head
+from draftlab.heads.layers import rope_frequencies
+from tests.heads.head_toys import LLAMA3, make_config, make_head
+
+
+class Reference:
+    """One position at a time, from METHODS §2: no batch, no fused function, complex rotations."""
+
+    def __init__(self, head: Eagle3Head) -> None:
+        self.w = {name: t.double() for name, t in head.state_dict().items()}
+        self.c = head.config
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return self.w[name] * x / torch.sqrt((x * x).mean() + self.c.rms_norm_eps)
+
+    def heads(self, x: Tensor, name: str, position: int | None) -> Tensor:
+        d = self.c.head_dim
+        y = (self.w[f"layers.0.self_attn.{name}_proj.weight"] @ x).view(-1, d)
+        if position is None:
+            return y
+        theta = self.c.rope_parameters["rope_theta"]
+        angle = [position * theta ** (-2 * i / d) for i in range(d // 2)]
+        turn = torch.tensor([complex(math.cos(a), math.sin(a)) for a in angle])
+        y = torch.complex(y[:, : d // 2], y[:, d // 2 :]) * turn.to(torch.complex128)
+        return torch.cat([y.real, y.imag], -1)
+
+    def step(self, token: int, hidden: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """Pre-norm output [H] and draft logits [D]; leaves its key and value behind."""
+        w, c = self.w, self.c
+        embedding = self.norm(w["embed_tokens.weight"][token], "layers.0.input_layernorm.weight")
+        normed = self.norm(hidden, "layers.0.hidden_norm.weight")
+        x = torch.cat([embedding, normed])
+        self.keys.append(self.heads(x, "k", position))
+        self.values.append(self.heads(x, "v", None))
+        group = c.num_attention_heads // c.num_key_value_heads
+        mixed = []
+        for n, query in enumerate(self.heads(x, "q", position)):
+            scores = torch.stack([k[n // group] @ query for k in self.keys]) / math.sqrt(c.head_dim)
+            share = scores.exp() / scores.exp().sum()
+            mixed.append(sum(s * v[n // group] for s, v in zip(share, self.values, strict=True)))
+        residual = normed if c.norm_before_residual else hidden
+        out = residual + w["layers.0.self_attn.o_proj.weight"] @ torch.cat(mixed)
+        y = self.norm(out, "layers.0.post_attention_layernorm.weight")
+        gate, up = (w[f"layers.0.mlp.{name}_proj.weight"] @ y for name in ("gate", "up"))
+        out = out + w["layers.0.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+        return out, w["lm_head.weight"] @ self.norm(out, "norm.weight")
+
+
+def run(head: Eagle3Head, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+    """Pre-norm outputs [S, H] of the head under causal attention over the given positions."""
+    layer = head.layer
+    x, residual = layer.inputs(head.embed_tokens(tokens), hidden)
+    angles = head.rope.angles(positions)
+    query = layer.self_attn.query(x, angles)
+    key, value = layer.self_attn.key_value(x, angles)
+    q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return layer.output(attended[0].transpose(0, 1), residual)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_forward_and_fed_back_steps_equal_the_reference(before: bool) -> None:
+    head, size, drafts = make_head(norm_before_residual=before), 9, 3
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(50, (size + drafts,), generator=generator)
+    features = torch.randn(size, 80, generator=generator, dtype=torch.float64)
+    reference = Reference(head)
+    wanted, logits = [], []
+    for t in range(size + drafts):
+        # After the target's features end, the head's own pre-norm output is fed back.
+        hidden = reference.w["fc.weight"] @ features[t] if t < size else wanted[-1]
+        out, row = reference.step(int(tokens[t]), hidden, t)
+        wanted.append(out)
+        logits.append(row)
+    hidden = head.fuse(features)
+    for t in range(size, size + drafts + 1):
+        out = run(head, tokens[:t], hidden, torch.arange(t))
+        # float32 angles are the only rounding: everything else runs in float64 here.
+        torch.testing.assert_close(out, torch.stack(wanted[:t]), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(head.logits(out), torch.stack(logits[:t]), rtol=1e-4, atol=1e-4)
+        hidden = torch.cat([hidden, out[-1:]])
+    assert torch.stack(logits).std() > 1
+
+
+def test_leading_dimensions_are_free() -> None:
+    head = make_head()
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(50, (2, 3), generator=generator)
+    hidden = torch.randn(2, 3, 24, generator=generator, dtype=torch.float64)
+    positions = torch.tensor([[0, 1, 2], [7, 4, 0]])
+    x, residual = head.layer.inputs(head.embed_tokens(tokens), hidden)
+    q = head.layer.self_attn.query(x, head.rope.angles(positions))
+    k, v = head.layer.self_attn.key_value(x, head.rope.angles(positions))
+    assert (q.shape, k.shape, v.shape) == ((2, 3, 6, 8), (2, 3, 2, 8), (2, 3, 2, 8))
+    for b in range(2):
+        for s in range(3):
+            angles = head.rope.angles(positions[b, s])
+            one, _ = head.layer.inputs(head.embed_tokens(tokens[b, s]), hidden[b, s])
+            torch.testing.assert_close(head.layer.self_attn.query(one, angles), q[b, s])
+            torch.testing.assert_close(head.layer.self_attn.key_value(one, angles)[0], k[b, s])
+    assert head.logits(head.layer.output(q, residual)).shape == (2, 3, 21)
+
+
+def transformers_frequencies(head_dim: int, parameters: dict) -> Tensor:
+    config = LlamaConfig(
+        hidden_size=head_dim * 4,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=131072,
+        rope_parameters=dict(parameters),
+    )
+    if parameters.get("rope_type", "default") == "default":
+        return LlamaRotaryEmbedding(config).inv_freq
+    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu")[0]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    head_dim=st.sampled_from([8, 32, 64, 96, 128]),
+    theta=st.sampled_from([1e4, 5e5, 1e6, 150000.0]),
+    kind=st.sampled_from(["default", "linear", "llama3", None]),
+    factor=st.floats(1.0, 64.0),
+    low=st.floats(0.5, 2.0),
+    width=st.floats(0.5, 6.0),
+    old=st.sampled_from([512, 4096, 8192]),
+)
+def test_rope_frequencies_are_those_of_transformers(
+    head_dim: int, theta: float, kind: str | None, factor: float, low: float, width: float, old: int
+) -> None:
+    parameters: dict = {"rope_theta": theta} | ({"rope_type": kind} if kind else {})
+    if kind in ("linear", "llama3"):
+        parameters["factor"] = factor
+    if kind == "llama3":
+        parameters |= {
+            "low_freq_factor": low,
+            "high_freq_factor": low + width,
+            "original_max_position_embeddings": old,
+        }
+    found = rope_frequencies(head_dim, parameters)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(
+        found, transformers_frequencies(head_dim, parameters), rtol=1e-5, atol=0
+    )
+
+
+def test_llama3_frequencies_have_all_three_bands() -> None:
+    """Guards the comparison above: kept, mixed and divided frequencies all occur."""
+    plain = rope_frequencies(128, {"rope_theta": 5e5})
+    ratio = plain / rope_frequencies(128, LLAMA3)
+    assert ratio[0] == 1
+    assert ratio[-1] == pytest.approx(8)
+    assert ((ratio > 1.01) & (ratio < 7.9)).any()
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "nonsense"])
+def test_other_ropes_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match=kind):
+        rope_frequencies(8, {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_frequencies_stay_float32_in_every_cast(dtype: torch.dtype) -> None:
+    head = Eagle3Head(make_config(rope_parameters=LLAMA3, head_dim=64))
+    exact = rope_frequencies(64, LLAMA3)
+    for moved in (head.to(dtype), copy.deepcopy(head).to(dtype), head.to(dtype=dtype).float()):
+        assert moved.rope.frequencies.dtype == torch.float32
+        assert torch.equal(moved.rope.frequencies, exact)
+    head.to(dtype)
+    assert head.fc.weight.dtype == dtype
+    cos, sin = head.rope.angles(torch.tensor([100_000]))
+    assert cos.dtype == sin.dtype == torch.float32
+    torch.testing.assert_close(cos[0, 0], torch.cos(100_000 * exact))
+    assert (head.d2t.dtype, head.t2d.dtype) == (torch.int64, torch.bool)
+
+
+def test_draft_ids_become_target_ids() -> None:
+    head = Eagle3Head(make_config(draft_vocab_size=4))
+    chosen = torch.tensor([0, 7, 8, 49])
+    head.set_draft_vocabulary(torch.tensor([1, 2, 3, 4]))
+    head.set_draft_vocabulary(chosen)  # nothing of the first is left
+    assert head.d2t.tolist() == [0, 6, 6, 46]
+    assert head.t2d.nonzero().flatten().tolist() == chosen.tolist()
+    assert head.target_ids(torch.tensor([[3, 0], [1, 2]])).tolist() == [[49, 0], [7, 8]]
+    for wrong in ([0, 7, 8], [0, 8, 7, 49], [0, 7, 7, 49]):
+        with pytest.raises(ValueError, match="4 ascending unique"):
+            head.set_draft_vocabulary(torch.tensor(wrong))
+
+
+def test_initial_values_come_from_the_target_and_the_seed_alone() -> None:
+    chosen = torch.arange(1, 42, 2)
+    generator = torch.Generator().manual_seed(5)
+    embeddings, lm_head = (torch.randn(50, 24, generator=generator) for _ in range(2))
+    norm = torch.randn(24, generator=generator)
+
+    def initialised(seed: int) -> Eagle3Head:
+        head = Eagle3Head(make_config())
+        initialise_head(
+            head,
+            embeddings=embeddings,
+            final_norm=norm,
+            lm_head=lm_head,
+            target_ids=chosen,
+            seed=seed,
+        )
+        return head
+
+    state = torch.get_rng_state()
+    first = initialised(0)
+    torch.manual_seed(123)
+    again, other = initialised(0).state_dict(), initialised(1).state_dict()
+    torch.set_rng_state(state)
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, again[name]), name
+    assert not torch.equal(first.fc.weight, other["fc.weight"])
+    assert torch.equal(first.embed_tokens.weight, embeddings)
+    assert not first.embed_tokens.weight.requires_grad
+    assert first.lm_head.weight.requires_grad
+    assert torch.equal(first.norm.weight, norm)
+    assert torch.equal(first.lm_head.weight, lm_head[chosen])
+    assert torch.equal(first.target_ids(torch.arange(21)), chosen)
+    # A head whose output is the target's last state has the target's logits.
+    output = torch.randn(3, 24, generator=generator)
+    scaled = output * (output.square().mean(-1, keepdim=True) + 1e-2).rsqrt() * norm
+    torch.testing.assert_close(first.logits(output), (scaled @ lm_head.T)[:, chosen])

@@ -1,0 +1,194 @@
+"""The HTML page: complete, escaped, and without any need of a network."""
+
+from __future__ import annotations
+
+import base64
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from draftlab.report import write_html
+from draftlab.report.html import flatten, render_html
+from draftlab.results import Lossless, Report
+from tests.report import sample
+
+VOID = {"meta", "img", "br", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Collects what the tests ask about, and checks that tags are balanced."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.words: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self.open:
+            return
+        self.words.append(data)
+        if "td" in self.open or "th" in self.open:
+            self.tables[-1][-1][-1] += f" {data} "
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def rows(self, heading: str) -> list[list[str]]:
+        """The body rows of the table that has a column of this heading."""
+        for table in self.tables:
+            cells = [[" ".join(cell.split()) for cell in row] for row in table]
+            if cells and heading in cells[0]:
+                return cells[1:]
+        raise AssertionError(f"no table has the column {heading}")
+
+
+def page(report: Report) -> Page:
+    return Page(render_html(report, {}))
+
+
+def test_ratios_stand_beside_their_counters() -> None:
+    report = sample.report()
+    row = report.rows[4]
+    low, high = row.acceptance_length_ci
+    figures = page(report).rows("expected AL")[4]
+    assert figures[:5] == ["5", "chain", "4", "0.8", "on"]
+    assert figures[5] == (
+        f"{row.acceptance_length:.3f} [{low:.3f}, {high:.3f}] 1 + {row.accepted:,} / {row.drafts:,}"
+    )
+    assert figures[8] == f"{row.speedup:.2f}× 9.84 / {row.tpot_ms:.2f}"
+
+
+def test_acceptance_by_position_has_both_kinds_and_the_expected() -> None:
+    report = sample.report()
+    row = report.rows[3]
+    unconditional, conditional, expected = page(report).rows("share")[3:6]
+    a = row.accepted_at
+    assert unconditional[0] == "4* T = 0.8, draft probs off"
+    assert unconditional[3] == f"{a[1] / row.drafts:.3f} {a[1]:,} / {row.drafts:,}"
+    assert conditional[2] == f"{a[1] / a[0]:.3f} {a[1]:,} / {a[0]:,}"
+    assert expected[1:] == [f"{e:.3f}" for e in row.expected_acceptance]
+
+
+def test_rows_of_different_k_fill_one_table() -> None:
+    rows = page(sample.report([sample.row(k=2), sample.row(k=5)])).rows("share")
+    # the first column spans the lines of a row, so only the first line has it
+    assert [len(row) for row in rows] == [7, 6, 7, 6]
+    assert rows[0][4:] == ["", "", ""]
+
+
+def test_counters_conditions_warnings_environment_are_there() -> None:
+    report = sample.report()
+    report.rows[1].lossless = Lossless(level="L2", test="tokens equal", p_value=None, n=64)
+    report.rows[4].lossless = Lossless(level="L1", test="G-test", p_value=0.314159, n=200_000)
+    found, row = page(report), report.rows[1]
+    assert found.rows("undrafted steps")[1][1:] == [
+        "64", "8,192", f"{row.drafts:,}", f"{row.draft_tokens:,}", f"{row.accepted:,}", "0",
+        str(row.truncated_tokens),
+    ]  # fmt: skip
+    assert found.rows("losslessness")[1][-1] == "L2: tokens equal, n = 64"
+    assert found.rows("losslessness")[4][-1] == "L1: G-test, p = 0.314, n = 200,000"
+    for text in (
+        "row 4: the answers repeat <themselves> [often]",
+        "suite embedded/held-out (sha256 9f2c1e6a9f2c)",
+        "cpu.model Xeon",
+        "transformers 5.23.0",
+        "fingerprint " + "c0ffee12" * 8,
+        "acceptance length = 1 + accepted / drafts",
+        "timed at batch 1, prompts 6",
+    ):
+        assert text in found.text, text
+
+
+def test_conditions_that_differ_are_listed_by_row() -> None:
+    rows = page(sample.report([sample.baseline(batch=8), sample.row(batch=1)])).rows("batch")
+    assert rows == [["1", "8"], ["2*", "1"]]
+
+
+def test_other_peoples_text_is_escaped() -> None:
+    evil = '<script>alert(1)</script>"><img src=x onerror=y>'
+    report = sample.report([sample.row(head=evil, warnings=[evil]), sample.row(head="b")])
+    report.target["name"] = evil
+    report.environment[evil] = {evil: evil}
+    text = render_html(report, {})
+    assert "<script" not in text
+    assert "<img" not in text
+    found = Page(text)
+    assert not [name for _, name, _ in found.attributes if name.startswith("on")]
+    assert found.text.count("<script>alert(1)</script>") >= 5  # shown as text wherever it belongs
+
+
+def test_the_page_opens_offline(tmp_path: Path) -> None:
+    path = write_html(sample.report(), tmp_path / "eval")
+    assert path == tmp_path / "eval" / "report.html"
+    text = path.read_text(encoding="utf-8")
+    found = Page(text)
+    references = [value for _, name, value in found.attributes if name in ("src", "href")]
+    images = [value for value in references if value.startswith("data:image/png;base64,")]
+    assert [value for value in references if value not in images] == ["report.json"]
+    assert not re.search(r"https?://|url\(|@import", text.split("<body>")[0])
+    files = {file.name: file.read_bytes() for file in path.parent.glob("*.png")}
+    assert sorted(files) == ["acceptance_by_position.png", "acceptance_length.png", "tpot.png"]
+    embedded = {base64.b64decode(value.partition(",")[2]) for value in images}
+    assert embedded == set(files.values())
+    assert all(data.startswith(b"\x89PNG\r\n") for data in embedded)
+    assert Report.read(path.parent / "report.json") == sample.report()
+    assert len(list(path.parent.iterdir())) == 5  # no temporary file stays
+
+
+def test_a_report_json_that_is_there_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("mine")
+    write_html(sample.report([sample.baseline()]), tmp_path)
+    assert (tmp_path / "report.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [sample.baseline()],
+        [sample.row(tpot_ms=None, tpot_ms_ci=None, speedup=None, baseline_tpot_ms=None)],
+        [
+            sample.row(
+                drafts=0,
+                draft_tokens=0,
+                accepted=0,
+                accepted_at=[0] * 4,
+                acceptance_length=None,
+                acceptance_length_ci=None,
+            )
+        ],
+    ],
+    ids=["empty", "baseline only", "not timed", "nothing drafted"],
+)
+def test_partial_reports_still_make_a_page(rows: list, tmp_path: Path) -> None:
+    text = write_html(sample.report(rows), tmp_path).read_text(encoding="utf-8")
+    found = Page(text)
+    assert "None" not in found.text
+    assert "nan" not in found.text.lower().split()
+
+
+def test_flatten() -> None:
+    nested = {"a": {"b": 1, "c": [1, 2]}, "d": None, "e": "x"}
+    assert flatten(nested) == [("a.b", "1"), ("a.c", "1, 2"), ("d", "–"), ("e", "x")]

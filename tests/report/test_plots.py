@@ -1,0 +1,126 @@
+"""The plots hold the report's numbers, name their units and conditions, and leave no state."""
+
+from __future__ import annotations
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from draftlab.report import plots
+from tests.report import sample
+
+
+def legend(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
+def test_acceptance_by_position_draws_each_drafted_row() -> None:
+    report = sample.report()
+    figure = plots.acceptance_by_position(report.rows, "")
+    drawn = [line for line in figure.axes[0].lines if line.get_marker() != "x"]
+    drafted = [report.rows[i] for i in (1, 3, 4)]
+    for line, row in zip(drawn, drafted, strict=True):
+        assert list(line.get_xdata()) == [1, 2, 3, 4]
+        assert line.get_ydata() == pytest.approx(np.array(row.accepted_at) / row.drafts)
+    assert [line.get_linestyle() for line in drawn] == ["-", "--", "-"]
+    crosses = [line for line in figure.axes[0].lines if line.get_marker() == "x"]
+    assert [list(line.get_ydata()) for line in crosses] == [
+        row.expected_acceptance for row in drafted[1:]
+    ]
+    assert legend(figure) == [
+        "T = 0", "T = 0.8, draft probs off", "T = 0.8, draft probs on", "expected (self-check)",
+    ]  # fmt: skip
+    assert len({line.get_color() for line in drawn}) == len({line.get_marker() for line in drawn})
+
+
+def test_acceptance_length_needs_two_temperatures() -> None:
+    assert plots.acceptance_length([sample.baseline(), sample.row()], "") is None
+    assert plots.acceptance_length([sample.row(), sample.baseline(0.8)], "") is None
+    assert "acceptance_length" not in plots.figures(sample.report([sample.row()]))
+
+
+def test_acceptance_length_shows_intervals_and_shares_the_greedy_row() -> None:
+    report = sample.report()
+    figure = plots.acceptance_length(report.rows, "")
+    greedy, off, on = (report.rows[i] for i in (1, 3, 4))
+    bars = figure.axes[0].containers
+    assert [bar.get_label() for bar in bars] == ["draft probs on", "draft probs off"]
+    for bar, rows in zip(bars, ([greedy, on], [greedy, off]), strict=True):
+        line, _, (segments,) = bar.lines
+        assert list(line.get_ydata()) == [row.acceptance_length for row in rows]
+        assert line.get_xdata() == pytest.approx([0, 0.8], abs=0.02)
+        ends = [(low[1], high[1]) for low, high in segments.get_segments()]
+        assert np.ravel(ends) == pytest.approx(np.ravel([row.acceptance_length_ci for row in rows]))
+    assert figure.axes[0].get_ylim()[0] == 1
+
+
+def test_lines_join_only_rows_alike_but_for_temperature() -> None:
+    rows = [
+        sample.row(temperature=t, k=k, draft_temperature=None)
+        for k in (2, 4)
+        for t in (1.5, 0.0, 0.7)
+    ]
+    bars = plots.acceptance_length(rows, "").axes[0].containers
+    assert [bar.get_label() for bar in bars] == ["draft probs off, K = 2", "draft probs off, K = 4"]
+    for bar in bars:
+        assert bar.lines[0].get_xdata() == pytest.approx([0, 0.7, 1.5], abs=0.02)
+
+
+def test_tpot_draws_baselines_in_grey_from_zero() -> None:
+    report = sample.report()
+    axes = plots.tpot(report.rows, "").axes[0]
+    bars = axes.patches
+    assert [bar.get_width() for bar in bars] == [row.tpot_ms for row in report.rows]
+    grey = matplotlib.colors.to_rgba(plots.GREY)
+    assert [bar.get_facecolor() == grey for bar in bars] == [True, False, True, False, False]
+    assert axes.get_xlim()[0] == 0
+    texts = [text.get_text().strip() for text in axes.texts]
+    assert texts[0] == "9.84"
+    assert texts[1] == f"{report.rows[1].tpot_ms:.2f}  ({report.rows[1].speedup:.2f}×)"
+    untimed = sample.row(tpot_ms=None, tpot_ms_ci=None, speedup=None)
+    assert len(plots.tpot([*report.rows, untimed], "").axes[0].patches) == 5
+    assert plots.tpot([untimed], "") is None
+
+
+def test_every_plot_names_axes_units_and_conditions() -> None:
+    figures = plots.figures(sample.report())
+    assert list(figures) == ["acceptance_by_position", "acceptance_length", "tpot"]
+    for figure in figures.values():
+        axes = figure.axes[0]
+        assert axes.get_xlabel()
+        assert axes.get_title(loc="left")
+        (caption,) = (" ".join(text.get_text().split()) for text in figure.texts)
+        for condition in ("draftlab-embedded-12m", "dtype float32", "64 prompts", "chain, K = 4"):
+            assert condition in caption
+    assert "ms" in figures["tpot"].axes[0].get_xlabel()
+    assert figures["acceptance_length"].axes[0].get_ylabel()
+
+
+def test_the_caption_stays_inside_and_off_the_axes() -> None:
+    report = sample.report()
+    report.target["name"] = "a very long name of a target " * 12
+    for figure in plots.figures(report).values():
+        plots.png(figure)  # lays the figure out
+        canvas = figure.canvas.get_renderer()
+        (caption,) = figure.texts
+        box, axes = caption.get_window_extent(canvas), figure.axes[0].get_tightbbox(canvas)
+        assert box.x1 <= figure.bbox.x1
+        assert box.y0 >= 0
+        assert box.y1 <= axes.y0
+
+
+def test_dollar_signs_are_no_mathematics() -> None:
+    rows = [sample.row(head=r"$\frac$ a"), sample.row(head="b$c$")]
+    for figure in plots.figures(sample.report(rows)).values():
+        assert plots.png(figure).startswith(b"\x89PNG")
+
+
+def test_nothing_global_changes() -> None:
+    from matplotlib import _pylab_helpers
+
+    before = dict(matplotlib.rcParams)
+    for figure in plots.figures(sample.report()).values():
+        assert plots.png(figure) == plots.png(figure)
+    assert dict(matplotlib.rcParams) == before
+    assert not _pylab_helpers.Gcf.figs

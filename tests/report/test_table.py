@@ -1,0 +1,148 @@
+"""What the console's closing tables say, and that 100 columns are enough for it."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from draftlab.report import print_report, wording
+from draftlab.results import Report
+from tests.report import sample
+
+
+def printed(report: Report, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_report(report, console)
+    return console.file.getvalue()
+
+
+def lines_of(text: str, row: str) -> list[str]:
+    """The lines of a row's number, one of each table."""
+    return [line for line in text.splitlines() if line.split()[:1] == [row]]
+
+
+def test_every_figure_of_a_row_is_there() -> None:
+    report = sample.report()
+    row, text = report.rows[4], printed(report)
+    figures, counters = lines_of(text, "5")
+    low, high = row.acceptance_length_ci
+    assert f"{row.acceptance_length:.2f} [{low:.2f}, {high:.2f}]" in figures
+    assert f" {1 + sum(row.expected_acceptance):.2f} " in figures
+    assert " ".join(f"{a / row.drafts:.2f}" for a in row.accepted_at) in figures
+    assert f"{row.speedup:.2f}×" in figures
+    assert figures.split()[1:5] == ["chain", "4", "0.8", "on"]
+    low, high = row.tpot_ms_ci
+    assert f"{row.tpot_ms:.2f} [{low:.2f}, {high:.2f}]" in counters
+    assert " 31.4 " in counters
+    assert counters.split()[-6:] == [
+        "0.10", "64", "8,192", f"{row.drafts:,}", f"{row.draft_tokens:,}", f"{row.accepted:,}",
+    ]  # fmt: skip
+
+
+def test_a_row_without_a_drafter_claims_no_acceptance() -> None:
+    figures, counters = lines_of(printed(sample.report()), "1")
+    assert figures.split() == ["1", "none", "–", "0", "–", "–", "–", "–", "–"]
+    assert "9.84 [9.71, 9.99]" in counters
+    assert counters.split()[-3:] == ["–", "–", "–"]
+
+
+def test_vllms_default_is_marked_and_explained() -> None:
+    text = printed(sample.report())
+    assert lines_of(text, "2*")  # T = 0: draft probabilities play no part
+    assert lines_of(text, "4*")
+    assert lines_of(text, "5")
+    assert lines_of(text, "1")
+    assert wording.DEFAULT_NOTE in text
+    only_probs = sample.report([sample.row(temperature=0.8, draft_probs=True)])
+    assert wording.DEFAULT_NOTE not in printed(only_probs)
+
+
+def test_conditions_are_stated_once_when_shared() -> None:
+    text = " ".join(printed(sample.report()).split())
+    for condition in (
+        "Target draftlab-embedded-12m (c0ffee12c0ff)",
+        "head runs/quickstart/head",
+        "trained K 5",
+        "engine draftlab-eager 0.1.0",
+        "device cpu (2 threads)",
+        "dtype float32",
+        "batch 1",
+        "suite embedded/held-out (sha256 9f2c1e6a9f2c)",
+        "template 5d41402a5d41",
+        "max tokens 128",
+        "seed 0",
+        "timed at batch 1, prompts 6, tokens 64, threads 1",
+    ):
+        assert text.count(condition) >= 1, condition
+    assert text.count("float32") == 1
+
+
+def test_conditions_that_differ_get_a_column() -> None:
+    rows = [sample.baseline(batch=8), sample.row(batch=8), sample.row(batch=1, head="other/head")]
+    text = printed(sample.report(rows))
+    *_, first = lines_of(text, "1")
+    *_, second = lines_of(text, "2*")
+    *_, third = lines_of(text, "3*")
+    assert first.split() == ["1", "–", "8"]
+    assert second.split() == ["2*", "runs/quickstart/head", "8"]
+    assert third.split() == ["3*", "other/head", "1"]
+    assert "batch 8" not in text
+
+
+def test_warnings_come_last_and_markup_is_text() -> None:
+    twice = ["6 prompts are few [bold]", "[/] odd"]
+    rows = [sample.row(warnings=twice, head="[red]h[/red]"), sample.row(warnings=twice[:1])]
+    text = printed(sample.report(rows))
+    assert "[red]h[/red]" in text
+    tail = text.splitlines()[-2:]
+    assert " ".join(tail[0].split()) == "warning, rows 1, 2: 6 prompts are few [bold]"
+    assert " ".join(tail[1].split()) == "warning, row 1: [/] odd"
+
+
+def test_the_legend_explains_only_what_is_shown() -> None:
+    assert "expected AL" in printed(sample.report())
+    assert "expected" not in printed(sample.report([sample.baseline(), sample.row()]))
+
+
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_hundred_columns_are_enough(k: int) -> None:
+    rows = [
+        sample.baseline(temperature=1.25, output_tokens=1_000_000, tpot_ms=123.4),
+        sample.row(temperature=1.25, k=k, keep=0.9),
+        sample.row(temperature=1.25, k=k, draft_probs=True, head="a/very-long-name" * 9),
+    ]
+    text = printed(sample.report(rows))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text.replace("1…K", "")
+    figures = lines_of(text, "2*")[0]
+    low, high = rows[1].acceptance_length_ci
+    assert f"{rows[1].acceptance_length:.2f} [{low:.2f}, {high:.2f}]" in figures
+    assert len(lines_of(text, "2*")) == 3  # figures, counters, the heads that differ
+
+
+def test_missing_figures_are_dashes() -> None:
+    bare = sample.row(
+        tpot_ms=None, tpot_ms_ci=None, ttft_ms=None, speedup=None, baseline_tpot_ms=None,
+        acceptance_length_ci=(float("nan"), float("nan")), k_trained=None, drafts=0, draft_tokens=0,
+        accepted=0, accepted_at=[0] * 4, acceptance_length=None,
+    )  # fmt: skip
+    figures, counters = lines_of(printed(sample.report([bare])), "1*")
+    assert figures.split() == ["1*", "chain", "4", "0", "–", "–", "–", "–"]
+    assert counters.split()[:3] == ["1*", "–", "–"]
+    assert "nan" not in printed(sample.report([bare])).lower()
+
+
+def test_an_empty_report_says_so() -> None:
+    assert "nothing was evaluated" in printed(sample.report([]))
+
+
+def test_the_console_needs_neither_torch_nor_matplotlib() -> None:
+    code = "import sys, draftlab.report; print({'torch', 'matplotlib'} & set(sys.modules))"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert found.strip() == "set()"

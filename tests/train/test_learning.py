@@ -1,0 +1,213 @@
+"""A head trained by draftlab learns an answer's first draft, which follows a rule of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftlab.base import Monitor, UserError
+from draftlab.data.draft_vocab import DraftVocabulary
+from draftlab.data.manifest import Manifest
+from draftlab.data.store import Record
+from draftlab.target.parts import TargetParts
+from draftlab.train.knobs import TrainKnobs
+from draftlab.train.loop import Trainer
+from draftlab.train.validate import token_scores, walk
+from draftlab.data.packing import pack
+from tests.train import synthetic
+from tests.train.test_ttt import reach_mask_t, reach_mask_t_k, spans_of
+
+PROMPT, ANSWER = 3, 9
+
+
+class ListStore:
+    """Records in memory, with what the trainer asks a store for."""
+
+    def __init__(self, records: list[Record]) -> None:
+        self.records = records
+        self.lengths = [len(r.tokens) for r in records]
+        self.ids = [r.id for r in records]
+        self.manifest = Manifest.model_construct(samples_sha256=str(len(records)))
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> Record:
+        return self.records[index]
+
+
+def toy_answer(target: TargetParts, seed: int) -> Record:
+    """Prompt, then x_a at random, x_{a+1} = x_a + 7, and x + 1 from there on (modulo 20, plus 10).
+
+    Features hold the current token's embedding and, at the prompt's end, a marker; the teacher is
+    sure of the next token.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    first = int(torch.randint(20, (1,), generator=generator))
+    answer = [first, (first + 7) % 20]
+    while len(answer) < ANSWER:
+        answer.append((answer[-1] + 1) % 20)
+    tokens = torch.randint(0, 10, (PROMPT + ANSWER + 1,), generator=generator)
+    tokens[PROMPT : PROMPT + ANSWER] = torch.tensor(answer) + 10
+    following = tokens.roll(-1)
+    last = 6 * target.lm_head[following]
+    features = torch.cat([target.embeddings[tokens], torch.zeros(len(tokens), 32)], -1)
+    features[PROMPT - 1, 32:] = 3.0
+    logits = target.logits(last)
+    return Record(
+        f"s{seed}",
+        tokens,
+        spans_of([(PROMPT, ANSWER)]),
+        features,
+        last,
+        logits.logsumexp(-1),
+        logits.argmax(-1),
+        0.0,
+    )
+
+
+def orthogonal_parts() -> TargetParts:
+    """Embeddings and lm_head in which tokens are easy to tell apart."""
+    target = synthetic.parts()
+    return TargetParts(
+        torch.nn.functional.normalize(target.embeddings) * 4,
+        target.norm,
+        torch.nn.functional.normalize(target.lm_head),
+        3.0,
+        None,
+    )
+
+
+def trained(folder: Path, store: ListStore, target: TargetParts, **knobs: object) -> Trainer:
+    """A trainer after its run."""
+    fields = {
+        "steps": 200,
+        "row_tokens": 64,
+        "batch_rows": 4,
+        "ttt_steps": 3,
+        "learning_rate": 1e-2,
+        "validation_share": 0.2,
+        "checkpoint_every": 1000,
+        "log_every": 50,
+    }
+    trainer = Trainer(
+        store,  # type: ignore[arg-type]
+        target,
+        synthetic.config(),
+        DraftVocabulary(torch.arange(10, 40), 1.0),
+        TrainKnobs.model_validate(fields | knobs),
+        seed=0,
+        folder=folder,
+        monitor=Monitor(),
+    )
+    trainer.run()
+    return trainer
+
+
+def accuracies(trainer: Trainer, target: TargetParts) -> tuple[float, float]:
+    """Share of right drafts of an answer's first draft, and of the others, on fresh answers."""
+    records = [toy_answer(target, 1000 + i) for i in range(30)]
+    batch = pack([[r] for r in records], 64, 3)
+    hits, _ = token_scores(trainer.head, target, batch)
+    reach = batch.steps[0].index.new_tensor([PROMPT - 1])
+    first = hits[:, reach, 0].float().mean()
+    others = hits[:, PROMPT : PROMPT + ANSWER - 2, 0].float().mean()
+    return float(first), float(others)
+
+
+def test_first_draft_and_the_rest_are_learnt(tmp_path: Path) -> None:
+    target = orthogonal_parts()
+    store = ListStore([toy_answer(target, i) for i in range(300)])
+    first, others = accuracies(trained(tmp_path, store, target), target)
+    assert first > 0.95
+    assert others > 0.95
+
+
+@pytest.mark.parametrize("bug", [reach_mask_t, reach_mask_t_k])
+def test_masks_that_skip_the_first_draft_fail_to_learn_it(
+    bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftlab.data.packing.loss_reach", bug)
+    target = orthogonal_parts()
+    store = ListStore([toy_answer(target, i) for i in range(300)])
+    trainer = trained(tmp_path, store, target)
+    monkeypatch.undo()
+    first, others = accuracies(trainer, target)
+    assert first < 0.5
+    assert others > 0.9
+
+
+def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
+    target = orthogonal_parts()
+    store = ListStore([toy_answer(target, i) for i in range(40)])
+    whole = trained(tmp_path / "whole", store, target, steps=12)
+
+    class Interrupts(Monitor):
+        def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
+            if done == 9:
+                raise KeyboardInterrupt
+
+    knobs = {"steps": 12, "checkpoint_every": 4, "log_every": 1}
+    trainer = None
+    with pytest.raises(KeyboardInterrupt):
+        fields = TrainKnobs.model_validate(
+            {
+                "row_tokens": 64,
+                "batch_rows": 4,
+                "ttt_steps": 3,
+                "learning_rate": 1e-2,
+                "validation_share": 0.2,
+                **knobs,
+            }
+        )
+        trainer = Trainer(
+            store,  # type: ignore[arg-type]
+            target,
+            synthetic.config(),
+            DraftVocabulary(torch.arange(10, 40), 1.0),
+            fields,
+            seed=0,
+            folder=tmp_path / "cut",
+            monitor=Interrupts(),
+        )
+        trainer.run()
+    resumed = trained(tmp_path / "cut", store, target, **knobs)
+    for (name, a), (_, b) in zip(
+        whole.head.state_dict().items(), resumed.head.state_dict().items(), strict=True
+    ):
+        assert torch.equal(a, b), name
+    assert resumed.tokens_seen == whole.tokens_seen
+    steps = [line.split(",")[0] for line in (tmp_path / "cut/metrics.jsonl").read_text().split("\n")]
+    assert len([s for s in steps if s]) == 13  # twelve steps, each once, and the validation
+
+
+def test_accumulation_changes_nothing(tmp_path: Path) -> None:
+    target = orthogonal_parts()
+    store = ListStore([toy_answer(target, i) for i in range(30)])
+    whole = trained(tmp_path / "a", store, target, steps=5)
+    parts = trained(tmp_path / "b", store, target, steps=5, micro_rows=1)
+    for (name, a), (_, b) in zip(
+        whole.head.state_dict().items(), parts.head.state_dict().items(), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path) -> None:
+    target = orthogonal_parts()
+    store = ListStore([toy_answer(target, i) for i in range(10)])
+    trained(tmp_path, store, target, steps=2)
+    with pytest.raises(UserError, match="another recipe"):
+        trained(tmp_path, store, target, steps=3)
+
+
+def test_walk_counts_as_a_server_does() -> None:
+    spans = spans_of([(2, 9)])  # answer at 2..10; chains with K = 2 fit from t = 1 to t = 7
+    hits = torch.zeros(len(spans), 2, dtype=torch.bool)
+    hits[1] = torch.tensor([True, True])  # from t = 1 both: next t = 4
+    hits[4] = torch.tensor([False, True])  # none: next t = 5
+    hits[5] = torch.tensor([True, False])  # one: next t = 7
+    counters, steps = walk(hits, spans, 2)
+    assert steps == [(1, 2), (4, 0), (5, 1), (7, 0)]
+    assert (counters.drafts, counters.accepted, counters.accepted_at) == (4, 3, [2, 1])
