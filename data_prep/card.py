@@ -1,5 +1,7 @@
 """The embedded target's model card, from the run's metrics and the corpus report."""
 
+# ruff: noqa: E501  (a Markdown table row cannot be wrapped)
+
 from __future__ import annotations
 
 import textwrap
@@ -37,13 +39,13 @@ like code, and is seldom right. Use it as a target for draft heads, not as an as
 | --- | --- |
 | architecture | LlamaForCausalLM, 12 layers, hidden 256, 8 heads of 32 (4 key/value), MLP 768, tied embeddings, bfloat16 |
 | tokenizer | byte-level BPE, 6,144 ids (the last 16 are specials), Llama 3's split rule, header format and `<\\|eot_id\\|>` |
-| reserved ids | `<\\|mask\\|>` and ten `<\\|reserved_special_token_N\\|>`: never trained, free for parallel draft heads |
+| reserved ids | `<\\|mask\\|>` and ten `<\\|reserved_special_token_N\\|>`: never in the training data, free for parallel draft heads |
 | context | trained on rows of 1,024 tokens; positions up to 2,048 are accepted, beyond 1,024 untested |
 
 ## Data
 
-Python source of {report['packages']} packages under permissive licences, pinned by version and
-sha256 in `data_prep/corpus.json`, without tests, vendored, generated or near-copied files. The
+Python source of {report['packages']} packages under permissive licences, pinned by version and sha256 in
+ `data_prep/corpus.json`, without tests, vendored, generated or near-copied files. The
 Python standard library is left out: no requirement can pin it.
 
 | licence (of the package's metadata) | packages |
@@ -64,23 +66,22 @@ training draft heads (`../prompts/head.jsonl`), `heldout` the prompts to evaluat
 
 ## Training
 
-{metrics['tokens_seen'] / 1e6:,.0f} M tokens ({epochs['docs']:.0f} passes over the source,
-{epochs['chat']:.0f} over the conversations) in {metrics['steps']:,} steps of {schedule['rows']} x
-{schedule['length']} tokens, {metrics['seconds']:.0f} s on one {metrics['device']} at
-{metrics['tokens_per_second'] / 1e6:.2f} M tokens/s. Muon for the blocks' matrices, AdamW for the
-rest, peak rate {schedule['rate']:g}, constant for the first {schedule['decay_from']:.0%} of the
-time, then linear to zero; conversations are {schedule['chat_share'][0]:.0%} of the rows,
-{schedule['chat_share'][1]:.0%} in the last {1 - schedule['chat_from']:.0%}. Documents in a row are
-not masked from each other. The last training loss, {metrics['log'][-1]['loss']:.2f} over both kinds,
-is below the held-out ones: after so many passes it knows its training files better than new ones.
+{metrics['tokens_seen'] / 1e6:,.0f} M tokens in {metrics['steps']:,} steps of {schedule['rows']} rows of {schedule['length']:,} tokens: {epochs['docs']:.1f}
+passes over the source, {epochs['chat']:.1f} over the conversations; {metrics['seconds']:.0f} s on one {metrics['device']} at
+{metrics['tokens_per_second'] / 1e6:.2f} M tokens/s. Muon for the blocks' matrices, AdamW for the rest; peak rate
+{schedule['rate']:g}, constant for the first {schedule['decay_from']:.0%} of the time, then linear to zero. Conversations are
+{schedule['chat_share'][0]:.0%} of the rows, {schedule['chat_share'][1]:.0%} in the last {1 - schedule['chat_from']:.0%} of the time. Documents in a row are not
+masked from each other. The last logged training loss, {metrics['log'][-1]['loss']:.2f} over both kinds, is below both
+held-out losses: the model knows files it has seen better than new ones.
 
 ## Evaluation
 
-These bfloat16 weights as transformers runs them; held-out split.
+These bfloat16 weights as transformers runs them; held-out split, which also served to choose between
+optimizers and rates in five one-minute runs.
 
 | | |
 | --- | --- |
-| loss on source | {metrics['heldout_docs_loss']:.3f} nats a token ({metrics['heldout_docs_tokens']:,.0f} tokens in rows of 1,024) |
+| loss on source | {metrics['heldout_docs_loss']:.3f} nats a token ({metrics['heldout_docs_tokens']:,.0f} tokens in packed rows of 1,024) |
 | loss on answers | {metrics['heldout_chat_loss']:.3f} nats a token ({metrics['heldout_chat_tokens']:,.0f} tokens) |
 
 | {t0['prompts']} held-out prompts, up to 192 new tokens | greedy | T = 0.8 | the source itself |
@@ -93,7 +94,8 @@ These bfloat16 weights as transformers runs them; held-out split.
 ## Limits
 
 One kind of prompt: a Python signature with its docstring. Other requests get code-like text. No
-safety training. Function names of popular packages may come back as their authors wrote them.
+safety training. Code of the packages above may
+come back as their authors wrote it.
 
 ## Examples (greedy, held-out prompts)
 

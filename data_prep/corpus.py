@@ -151,8 +151,8 @@ def refusal(path: str, raw: bytes) -> str | None:
     lines = text.splitlines()
     if max(map(len, lines)) > 400 or len(text) / len(lines) > 90:
         return "long lines"
-    if sum(c.isdigit() for c in text) > 0.12 * len(text) or not text.isascii() and (
-            sum(not c.isascii() for c in text) > 0.02 * len(text)):
+    foreign = 0 if text.isascii() else sum(not c.isascii() for c in text)
+    if sum(c.isdigit() for c in text) > 0.12 * len(text) or foreign > 0.02 * len(text):
         return "data table"
     if GENERATED.search(text[:3000]):
         return "generated"
@@ -271,11 +271,10 @@ def disjoint(by_split: dict[str, list[Function]]) -> dict[str, list[Function]]:
         own_docs: set[str] = set()
         result[split] = []
         for function in found:
-            if not function.prompt or any(function.body_key in bodies[o] or function.doc_key in docs[o]
-                                          for o in against[split]):
-                continue
-            if function.body_key not in own_bodies and function.doc_key not in own_docs:
-                own_bodies.add(function.body_key)
-                own_docs.add(function.doc_key)
+            body, doc = function.body_key, function.doc_key
+            known = any(body in bodies[o] or doc in docs[o] for o in against[split])
+            if function.prompt and not (known or body in own_bodies or doc in own_docs):
+                own_bodies.add(body)
+                own_docs.add(doc)
                 result[split].append(function)
     return result

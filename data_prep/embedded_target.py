@@ -1,18 +1,19 @@
 """Rebuild the embedded target: the small language model and the prompts that the package ships.
 
     python data_prep/embedded_target.py            # every stage, in order
-    python data_prep/embedded_target.py corpus tokenizer prompts      # no GPU needed
-    python data_prep/embedded_target.py train --pack FOLDER --out FOLDER --minutes 8   # no network
+    python data_prep/embedded_target.py corpus tokenizer prompts pack --pack FOLDER     # no GPU
+    python data_prep/embedded_target.py train --pack FOLDER --out FOLDER --minutes 9   # no network
 
 Stages (each reads what the one before left in --work):
   corpus     fetch the wheels pinned in corpus.json, filter, split, extract functions
   tokenizer  learn the BPE; write tokenizer, config.json, generation_config.json into the package
-  prompts    write the held-out and head prompts, and the pack: token arrays for the training run
+  prompts    write the held-out and head prompts into the package
+  pack       write the training run's token arrays to --pack (46 MB)
   train      train, evaluate, save model parts and metrics.json to --out (CUDA; see train_target.py)
   card       join the model parts into the package and write its README.md
 
-corpus, tokenizer and prompts are deterministic for a given interpreter version and given versions
-of tokenizers; training is not (it runs for a time, on bf16 kernels), so the shipped weights are
+All stages but `train` are deterministic for a given interpreter and version of tokenizers (shipped:
+Python 3.11, tokenizers 0.23.3). Training runs for a time, on bf16 kernels: the shipped weights are
 one outcome of this recipe.
 """
 
@@ -29,11 +30,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parents[1]
 EMBEDDED = ROOT / "draftlab" / "embedded"
-STAGES = ("corpus", "tokenizer", "prompts", "train", "card")
+STAGES = ("corpus", "tokenizer", "prompts", "pack", "train", "card")
 CONTEXT = 2048
 ANSWER_TOKENS = (20, 220)
 PROMPT_TOKENS = 250
@@ -97,23 +96,11 @@ def stage_tokenizer(work: Path) -> None:
         folder)
 
 
-def stage_prompts(work: Path, pack: Path) -> None:
-    """Write the prompt files and the pack (token arrays, prompts, tokenizer, for `train`)."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "target")
-    pack.mkdir(parents=True, exist_ok=True)
-    rows = {}
-    for split in ("target", "head", "heldout"):
-        rows[split] = _sized(list(_read_jsonl(work / f"functions.{split}.jsonl")), tokenizer)
-        print(f"{split}: {len(rows[split])} functions of fitting length")
-        if split != "head":
-            _pack_chat(rows[split], pack / f"chat.{split}", tokenizer)
-            _pack_docs(_read_jsonl(work / f"docs.{split}.jsonl"), pack / f"docs.{split}", tokenizer)
-    heldout = _round_robin([r for r in rows["heldout"] if len(r["answer_ids"]) >= 30])
-    head = sorted(rows["head"], key=_order)
-    heldout_lines = _prompt_lines(heldout[:HELDOUT_PROMPTS], "heldout")
-    head_lines = _prompt_lines(head, "head")
+def stage_prompts(work: Path) -> None:
+    """Write the package's prompt files, and all head prompts to `work`/head_all.jsonl.xz."""
+    head = sorted(_unshared(_functions(work, "head"), work, ["target"]), key=_order)
+    heldout = _heldout(work, _functions(work, "heldout"))
+    head_lines, heldout_lines = _prompt_lines(head, "head"), _prompt_lines(heldout, "heldout")
     shipped, size = 0, 0
     while shipped < min(HEAD_PROMPTS, len(head)) and size + len(head_lines[shipped]) < HEAD_BYTES:
         size += len(head_lines[shipped])
@@ -124,13 +111,24 @@ def stage_prompts(work: Path, pack: Path) -> None:
     (folder / "head.jsonl").write_text("".join(head_lines[:shipped]))
     with lzma.open(work / "head_all.jsonl.xz", "wt") as file:
         file.writelines(head_lines)
-    # What the training run evaluates on: prompt ids and the reference answers beside them.
-    evaluation = [{"prompt": r["prompt_ids"], "answer": r["answer_ids"], "source": r["source"]}
-                  for r in heldout[:HELDOUT_PROMPTS]]
+    packages = {row["source"].split("/")[0] for row in heldout}
+    print(f"prompts: {len(heldout)} held-out from {len(packages)} packages; "
+          f"head {shipped} shipped of {len(head)}")
+
+
+def stage_pack(work: Path, pack: Path) -> None:
+    """Write what `train` reads: token arrays, and the held-out prompts with reference answers."""
+    from token_stream import pack_chat, pack_docs
+
+    tokenizer = _tokenizer()
+    pack.mkdir(parents=True, exist_ok=True)
+    for split in ("target", "heldout"):
+        rows = _functions(work, split)
+        pack_chat(rows, pack / f"chat.{split}", tokenizer)
+        pack_docs(_read_jsonl(work / f"docs.{split}.jsonl"), pack / f"docs.{split}", tokenizer)
+    evaluation = [{"prompt": row["prompt_ids"], "answer": row["answer_ids"],
+                   "source": row["source"]} for row in _heldout(work, rows)]
     (pack / "evaluation.json").write_text(json.dumps(evaluation))
-    print(f"prompts: {len(heldout_lines)} held-out from "
-          f"{len({r['source'].split('/')[0] for r in heldout[:HELDOUT_PROMPTS]})} packages; "
-          f"head {shipped} shipped of {len(head_lines)}")
 
 
 def stage_card(work: Path, out: Path) -> None:
@@ -146,16 +144,22 @@ def stage_card(work: Path, out: Path) -> None:
     (folder / "README.md").write_text(model_card(metrics, report, answers))
 
 
-def _sized(rows: list[dict], tokenizer) -> list[dict]:
-    """Rows whose answer and prompt fit, with `prompt_ids` (chat-formatted) and `answer_ids`.
+def _tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(EMBEDDED / "target")
+
+
+def _functions(work: Path, split: str) -> list[dict]:
+    """A split's functions whose answer and prompt fit: `prompt`, `prompt_ids`, `answer_ids`.
 
     Functions that repeat themselves (tables, long runs of assignments) are left out: a small
     model learns loops from them.
     """
-    from train_target import repetition
+    from evaluate_target import repetition
 
-    kept = []
-    for row in rows:
+    tokenizer, kept = _tokenizer(), []
+    for row in _read_jsonl(work / f"functions.{split}.jsonl"):
         answer = tokenizer(row["answer"], add_special_tokens=False)["input_ids"]
         if not ANSWER_TOKENS[0] <= len(answer) <= ANSWER_TOKENS[1] or repetition(answer) > 0.35:
             continue
@@ -167,7 +171,29 @@ def _sized(rows: list[dict], tokenizer) -> list[dict]:
                 kept.append({"source": row["source"], "prompt": prompt, "prompt_ids": ids,
                              "answer_ids": answer})
                 break
+    print(f"{split}: {len(kept)} functions of fitting length")
     return kept
+
+
+def _unshared(rows: list[dict], work: Path, others: list[str]) -> list[dict]:
+    """Rows whose prompt is none of `others`' prompts (full or short) and the first of its kind.
+
+    Two functions may differ in full and still share signature and first paragraph.
+    """
+    taken = {row[key] for split in others for row in _read_jsonl(work / f"functions.{split}.jsonl")
+             for key in ("prompt", "short_prompt")}
+    fresh = []
+    for row in rows:
+        if row["prompt"] not in taken:
+            taken.add(row["prompt"])
+            fresh.append(row)
+    return fresh
+
+
+def _heldout(work: Path, rows: list[dict]) -> list[dict]:
+    """The held-out prompts: packages in turn, answers of some length."""
+    rows = _unshared(rows, work, ["target", "head"])
+    return _round_robin([row for row in rows if len(row["answer_ids"]) >= 30])[:HELDOUT_PROMPTS]
 
 
 def _order(row: dict) -> str:
@@ -190,44 +216,6 @@ def _prompt_lines(rows: list[dict], name: str) -> list[str]:
                         "source": row["source"]}) + "\n" for i, row in enumerate(rows)]
 
 
-def _pack_docs(texts: Iterator[str], stem: Path, tokenizer) -> None:
-    """Raw source as one uint16 stream of <bos> + text + <eos>, and each document's length."""
-    bos, end = tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids("<|end_of_text|>")
-    pieces, lengths, batch = [], [], []
-
-    def flush() -> None:
-        for encoding in tokenizer.backend_tokenizer.encode_batch_fast(
-                batch, add_special_tokens=False):
-            pieces.append(np.array([bos, *encoding.ids, end], np.uint16))
-            lengths.append(len(pieces[-1]))
-        batch.clear()
-
-    for text in texts:
-        batch.append(text)
-        if len(batch) == 512:
-            flush()
-    flush()
-    save_array(stem.with_name(stem.name + ".ids.xz"), np.concatenate(pieces))
-    save_array(stem.with_name(stem.name + ".len.xz"), np.array(lengths, np.int32))
-    print(f"{stem.name}: {sum(lengths):,} tokens in {len(lengths):,} documents")
-
-
-def _pack_chat(rows: list[dict], stem: Path, tokenizer) -> None:
-    """Conversations as a stream; `len` is [n, 2] = (prompt tokens, answer tokens with <eot>)."""
-    eot = tokenizer.convert_tokens_to_ids("<|eot_id|>")
-    ids = [np.array([*r["prompt_ids"], *r["answer_ids"], eot], np.uint16) for r in rows]
-    lengths = np.array([(len(r["prompt_ids"]), len(r["answer_ids"]) + 1) for r in rows], np.int32)
-    save_array(stem.with_name(stem.name + ".ids.xz"), np.concatenate(ids))
-    save_array(stem.with_name(stem.name + ".len.xz"), lengths)
-    print(f"{stem.name}: {lengths.sum():,} tokens ({lengths[:, 1].sum():,} of answers)")
-
-
-def save_array(path: Path, array: np.ndarray) -> None:
-    """Write an xz-compressed .npy (no pickled objects)."""
-    with lzma.open(path, "wb", preset=6) as file:
-        np.save(file, array, allow_pickle=False)
-
-
 def _write_jsonl(path: Path, rows) -> None:
     with path.open("w") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -245,7 +233,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("stages", nargs="*", metavar="STAGE",
                         help=f"of {', '.join(STAGES)} (default: all, in this order)")
-    parser.add_argument("--work", type=Path, default=Path.home() / ".cache/draftlab/embedded-target")
+    parser.add_argument("--work", type=Path,
+                        default=Path.home() / ".cache/draftlab/embedded-target")
     parser.add_argument("--pack", type=Path, help="token arrays (default: WORK/pack)")
     parser.add_argument("--out", type=Path, help="training output (default: WORK/out)")
     parser.add_argument("--minutes", type=float, default=9, help="of training, compiling included")
@@ -264,7 +253,9 @@ def main() -> None:
         elif stage == "tokenizer":
             stage_tokenizer(args.work)
         elif stage == "prompts":
-            stage_prompts(args.work, pack)
+            stage_prompts(args.work)
+        elif stage == "pack":
+            stage_pack(args.work, pack)
         elif stage == "train":
             schedule = Schedule(args.minutes, rate=args.rate, optimizer=args.optimizer)
             train(EMBEDDED / "target", pack, out, schedule, init=args.init)

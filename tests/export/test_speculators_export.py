@@ -19,7 +19,8 @@ from draftlab.export import LAYOUTS, ExportKnobs, find_layout
 from draftlab.export.speculators import export_speculators
 from draftlab.heads.folder import load_head
 from draftlab.target.parts import load_parts
-from tests.export.export_toys import BOUNDARIES, HIDDEN, MAX_LENGTH, VOCAB
+from tests.export.export_toys import BOUNDARIES, HIDDEN, MAX_LENGTH, VOCAB, export
+from tests.export.plain_reader import read_and_run
 
 MakeHead = Callable[..., Path]
 LLAMA3 = {
@@ -139,6 +140,7 @@ def test_config_is_written_in_full(
     }
 
 
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")
 @pytest.mark.parametrize("rope", [LLAMA3, {"rope_type": "default", "rope_theta": 20000.0}])
 def test_rope_survives_readers_that_assign_keys_in_file_order(
     make_head: MakeHead, target: Path, tmp_path: Path, rope: dict
@@ -189,57 +191,6 @@ def test_a_plain_reader_of_the_folder_gets_the_heads_logits(
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(ids, head.target_ids(torch.arange(draft)))
     assert expected.std() > 1  # a head that hardly reacts would agree with anything
-
-
-def read_and_run(
-    folder: Path, tokens: torch.Tensor, features: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draft logits [S, D] and target ids [D], from the exported files and CONTRACTS §1.3 alone."""
-    top, w = (
-        json.loads((folder / "config.json").read_text()),
-        load_file(folder / "model.safetensors"),
-    )
-    c = top["transformer_layer_config"]
-    rope, size, d = c["rope_parameters"], len(tokens), c["head_dim"]
-
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + c["rms_norm_eps"]).rsqrt() * w[name]
-
-    frequency = rope["rope_theta"] ** -(torch.arange(0, d, 2) / d)
-    wave, old = 2 * torch.pi / frequency, rope["original_max_position_embeddings"]
-    slow, fast = rope["low_freq_factor"], rope["high_freq_factor"]
-    mix = (old / wave - slow) / (fast - slow)
-    between = (1 - mix) * frequency / rope["factor"] + mix * frequency
-    frequency = torch.where(wave > old / slow, frequency / rope["factor"], frequency).where(
-        (wave > old / slow) | (wave < old / fast), between
-    )
-    turn = torch.polar(torch.ones(size, d // 2), torch.arange(size)[:, None] * frequency)
-
-    def heads(x: torch.Tensor, name: str, turned: bool) -> torch.Tensor:
-        y = (x @ w[f"layers.0.self_attn.{name}_proj.weight"].T).view(size, -1, d)
-        if not turned:
-            return y
-        y = torch.complex(y[..., : d // 2], y[..., d // 2 :]) * turn[:, None]
-        return torch.cat([y.real, y.imag], -1)
-
-    hidden = features @ w["fc.weight"].T
-    normed = norm(hidden, "layers.0.hidden_norm.weight")
-    x = torch.cat(
-        [norm(w["embed_tokens.weight"][tokens], "layers.0.input_layernorm.weight"), normed], -1
-    )
-    group = c["num_attention_heads"] // c["num_key_value_heads"]
-    query, key, value = heads(x, "q", True), heads(x, "k", True), heads(x, "v", False)
-    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(group, 1)) / d**0.5
-    scores += torch.full((size, size), -torch.inf).triu(1)
-    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value.repeat_interleave(group, 1))
-    hidden = (normed if top["norm_before_residual"] else hidden) + mixed.reshape(size, -1) @ w[
-        "layers.0.self_attn.o_proj.weight"
-    ].T
-    y = norm(hidden, "layers.0.post_attention_layernorm.weight")
-    up, gate = (y @ w[f"layers.0.mlp.{n}_proj.weight"].T for n in ("up", "gate"))
-    hidden = hidden + (F.silu(gate) * up) @ w["layers.0.mlp.down_proj.weight"].T
-    ids = torch.arange(top["draft_vocab_size"]) + w.get("d2t", torch.zeros(1, dtype=torch.int64))
-    return norm(hidden, "norm.weight") @ w["lm_head.weight"].T, ids
 
 
 def test_a_whole_vocabulary_has_no_maps(make_head: MakeHead, target: Path, tmp_path: Path) -> None:
