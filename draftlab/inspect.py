@@ -102,7 +102,9 @@ def _conversation(store: Store, tokenizer: Any, index: int, console: Console) ->
     if tokenizer is None:
         return
     if not 0 <= index < len(store):
-        raise UserError(f"expected a sample in 0..{len(store) - 1}, found {index}", where="--sample")
+        raise UserError(
+            f"expected a sample in 0..{len(store) - 1}, found {index}", where="--sample"
+        )
     tokens, spans = store.tokens_and_spans(index)
     console.print(f"\nconversation {store.ids[index]}: coloured tokens are the target's answer")
     console.print(coloured(Rendered(tuple(tokens.tolist()), tuple(spans.tolist())), tokenizer))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from draftlab.base import UserError, read_json, write_json
 
@@ -78,7 +78,7 @@ class Counters:
     @property
     def conditional_acceptance_at(self) -> list[float | None]:
         """Acceptance at i given acceptance at i − 1; None where nothing reached i."""
-        reached = [self.drafts, *self.accepted_at[:-1]]
+        reached = [self.drafts, *self.accepted_at][: self.k]
         return [a / n if n else None for a, n in zip(self.accepted_at, reached, strict=True)]
 
     def check_tokens(self, output_tokens: int, prompts: int) -> None:
@@ -212,9 +212,20 @@ class Row(BaseModel):
     baseline_tpot_ms: float | None = None
     speedup: float | None = None
     prompts_equal: float | None = None
-    repetition_rate: float
+    repetition_rate: float | None
     lossless: Lossless | None = None
     warnings: list[str] = []
+
+    @model_validator(mode="after")
+    def _identities(self) -> Row:
+        found = self.counters
+        if len(self.accepted_at) != self.k or sum(self.accepted_at) != self.accepted:
+            raise ValueError(f"accepted_at {self.accepted_at} does not sum to {self.accepted}")
+        if self.acceptance_length != found.acceptance_length:
+            raise ValueError(
+                f"acceptance length {self.acceptance_length} is not {found.acceptance_length}"
+            )
+        return self
 
     @property
     def counters(self) -> Counters:
@@ -250,11 +261,14 @@ class Report(BaseModel):
     def read(cls, path: Path) -> Report:
         """Reads a report of this schema version."""
         fields = read_json(path, kind="report.json of draftlab")
-        version = fields.pop("schema", None)
+        version = fields.pop("schema", None) if isinstance(fields, dict) else None
         if version != SCHEMA_VERSION:
             raise UserError(
                 f"expected report schema {SCHEMA_VERSION}, found {version}",
                 where=path,
                 do="evaluate again with this version of draftlab",
             )
-        return cls.model_validate(fields | {"schema_version": version})
+        try:
+            return cls.model_validate(fields | {"schema_version": version})
+        except ValidationError as error:
+            raise UserError(f"the report does not fit its schema: {error}", where=path) from None

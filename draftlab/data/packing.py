@@ -27,16 +27,13 @@ def loss_reach(spans: Tensor) -> Tensor:
         int64 [T].
     """
     length = len(spans)
+    at = torch.arange(length)
+    is_end = torch.ones(length, dtype=torch.bool)
+    is_end[:-1] = spans[1:] != spans[:-1]
+    # The end of each position's span: the first end at or after it.
+    end = torch.where(is_end, at, length).flip(0).cummin(0).values.flip(0)
     reach = torch.zeros(length, dtype=torch.int64)
-    end = 0
-    values = spans.tolist()
-    for t in range(length - 2, -1, -1):
-        span = values[t + 1]
-        if span == 0:
-            continue
-        if t + 2 == length or values[t + 2] != span:
-            end = t + 1
-        reach[t] = max(0, end - t - 1)
+    reach[:-1] = torch.where(spans[1:] > 0, end[1:] - at[1:], 0)
     return reach
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +44,9 @@ class RegenerateKnobs(Knobs):
         0.0,
         0.8,
     )
-    """Prompt i is answered at temperatures[i modulo their number]; 0 is greedy."""
+    """Answer s of prompt i is sampled at temperatures[(i + s) modulo their number]; 0 is greedy."""
+    samples: Annotated[int, Field(ge=1)] = 1
+    """Answers to each prompt; further ones get ids such as `prompt-7~1`."""
     top_k: Annotated[int, Field(ge=1)] | None = None
     """How many of the most probable tokens are sampled from; None: all."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -205,8 +208,9 @@ def _start(
     drafts: list[_Draft] = []
     dropped: Counter[str] = Counter()
     first: dict[str, str] = {}
-    for i, prompt in enumerate(prompts):
-        temperature = knobs.temperatures[i % len(knobs.temperatures)]
+    for (i, given), sample in product(enumerate(prompts), range(knobs.samples)):
+        temperature = knobs.temperatures[(i + sample) % len(knobs.temperatures)]
+        prompt = replace(given, id=f"{given.id}~{sample}") if sample else given
         draft = _Draft(prompt, temperature, _groups(prompt.messages))
         try:
             length = len(prompt_ids(tokenizer, draft.groups[0]))

@@ -20,7 +20,7 @@ class Observed:
     """What the target has just established for B rows: pairs (x_{p+1}, g_p) of new positions p.
 
     Attributes:
-        rows: int64 [B], cache rows.
+        start: first cache row; the B rows are a range.
         tokens: int64 [B, M], x_{p+1}; the last real one of a row is its newest token.
         features: [B, M, F], g_p.
         positions: int64 [B, M], p; −1 is padding, at the end.
@@ -29,7 +29,7 @@ class Observed:
         keys: sampling parameters and noise keys of the rows.
     """
 
-    rows: Tensor
+    start: int
     tokens: Tensor
     features: Tensor
     positions: Tensor
@@ -59,6 +59,9 @@ class Drafter(Protocol):
 
     def propose(self, observed: Observed) -> Proposal:
         """Takes in true features of new positions, then drafts K tokens beyond them."""
+
+    def move(self, source: int, destination: int) -> None:
+        """A row changes its place."""
 
 
 class ChainDrafter:
@@ -97,6 +100,9 @@ class ChainDrafter:
         # The chain runs up to K − 1 positions past the last pair.
         self.cache = RowCache(1, num_rows, max_length + self.k)
 
+    def move(self, source: int, destination: int) -> None:
+        self.cache.move(source, destination)
+
     @torch.inference_mode()
     def propose(self, observed: Observed) -> Proposal:
         last = (observed.counts - 1)[:, None]
@@ -104,7 +110,7 @@ class ChainDrafter:
         output = self._forward(
             observed.tokens,
             self.head.fuse(observed.features.to(dtype)),
-            observed.rows,
+            observed.start,
             observed.positions,
             observed.visible,
         )
@@ -114,7 +120,7 @@ class ChainDrafter:
         for step in range(self.k):
             if step:
                 output = self._forward(
-                    drafts[-1], output, observed.rows, position, observed.visible + step
+                    drafts[-1], output, observed.start, position, observed.visible + step
                 )
                 # From here on `position` is where the pair just run sits.
             token, q = self._choose(
@@ -148,7 +154,7 @@ class ChainDrafter:
         return self.head.target_ids(race(q, noise)), q
 
     def _forward(
-        self, tokens: Tensor, hidden: Tensor, rows: Tensor, positions: Tensor, visible: int
+        self, tokens: Tensor, hidden: Tensor, start: int, positions: Tensor, visible: int
     ) -> Tensor:
         """Pre-norm outputs [B, M, H] of pairs at `positions`; their keys enter the cache."""
         head, layer = self.head, self.head.layer
@@ -157,7 +163,7 @@ class ChainDrafter:
         angles = head.rope.angles(at)
         query = layer.self_attn.query(x, angles).transpose(1, 2)
         key, value = layer.self_attn.key_value(x, angles)
-        keys, values = self.cache.at(rows, positions, visible).update(
+        keys, values = self.cache.at(start, positions, visible).update(
             key.transpose(1, 2), value.transpose(1, 2), 0
         )
         slots = torch.arange(keys.shape[2], device=keys.device)

@@ -27,7 +27,6 @@ from draftlab.target.model import Target
 class _Row:
     """A request being decoded. `tokens` are prompt and answer; the last has no key cached yet."""
 
-    index: int
     request: Request
     tokens: list[int]
     counters: Counters
@@ -103,33 +102,17 @@ class Engine:
                     do="raise the length limit or shorten the prompt",
                 )
         waiting = deque(requests)
-        free = list(range(self.batch - 1, -1, -1))
-        active: list[_Row] = []
+        active: list[_Row] = []  # active[i] has cache row i
         while waiting or active:
-            joined = []
-            while waiting and free:
-                request = waiting.popleft()
-                joined.append(
-                    _Row(
-                        free.pop(),
-                        request,
-                        list(request.prompt_ids),
-                        Counters(self.k),
-                        [0.0] * self.k,
-                        time.perf_counter(),
-                    )
-                )
-            if joined:
-                self._prefill(joined)
-                active += joined
-            running = [row for row in active if not row.finish]
-            if running:
-                self._step(running)
-            for row in active:
-                if row.finish:
-                    free.append(row.index)
-                    yield row.result()
-            active = [row for row in active if not row.finish]
+            if waiting and len(active) < self.batch:
+                joining = [waiting.popleft() for _ in range(self.batch - len(active)) if waiting]
+                joined = self._prefill(joining, len(active))
+                active += [row for row in joined if not row.finish]
+                yield from (row.result() for row in joined if row.finish)
+            if active:
+                stepped = self._step(active)
+                active = [row for row in stepped if not row.finish]
+                yield from (row.result() for row in stepped if row.finish)
 
     def _tensor(self, rows: Sequence[Sequence[int]], fill: int) -> Tensor:
         """int64 [B, longest], right-padded with `fill`."""
@@ -137,56 +120,55 @@ class Engine:
         padded = [[*row, *([fill] * (width - len(row)))] for row in rows]
         return torch.tensor(padded, dtype=torch.int64, device=self.target.device)
 
-    def _prefill(self, rows: list[_Row]) -> None:
-        """Runs the prompts, emits each answer's first token, shows the drafter the prompts."""
+    def _prefill(self, requests: list[Request], start: int) -> list[_Row]:
+        """Runs prompts in cache rows from `start`, emits first tokens, drafts.
+
+        Returns:
+            The rows: those that go on first, in the order of their cache rows.
+        """
+        rows = [
+            _Row(r, list(r.prompt_ids), Counters(self.k), [0.0] * self.k, time.perf_counter())
+            for r in requests
+        ]
         lengths = self._tensor([[len(row.tokens)] for row in rows], 0)[:, 0]
         positions = self._tensor([range(len(row.tokens)) for row in rows], -1)
-        index = self._tensor([[row.index] for row in rows], 0)[:, 0]
         states = self.target.states(
             self._tensor([row.tokens for row in rows], 0),
             self.boundaries,
             positions=positions,
-            cache=self.cache.at(index, positions, positions.shape[1]),
+            cache=self.cache.at(start, positions, positions.shape[1]),
         )
         newest = states.last.gather(
             1, (lengths - 1)[:, None, None].expand(-1, 1, states.last.shape[-1])
         )[:, 0]
-        keys = row_keys([row.request for row in rows], self.target.device)
+        keys = row_keys(requests, self.target.device)
         tokens = sample_first(self.target.logits(newest), lengths, keys).tolist()
         for row, token in zip(rows, tokens, strict=True):
             row.emit([token], self.max_length)
             row.first_token_s = time.perf_counter() - row.started
-        self._draft(rows, states.features, [row.tokens[1:] for row in rows], positions)
+        shown = [row.tokens[1:] for row in rows]
+        return self._draft(rows, start, states.features, shown, positions)
 
-    def _step(self, rows: list[_Row]) -> None:
-        """Verifies each row's drafts, emits, counts, and drafts anew."""
+    def _step(self, rows: list[_Row]) -> list[_Row]:
+        """Verifies each row's drafts, emits, counts, drafts anew; returns as `_prefill` does."""
         fed = [[row.tokens[-1], *row.drafts] for row in rows]
         starts = [len(row.tokens) - 1 for row in rows]
         positions = self._tensor(
             [range(s, s + len(f)) for s, f in zip(starts, fed, strict=True)], -1
         )
-        index = self._tensor([[row.index] for row in rows], 0)[:, 0]
         visible = max(s + len(f) for s, f in zip(starts, fed, strict=True))
         states = self.target.states(
             self._tensor(fed, 0),
             self.boundaries,
             positions=positions,
-            cache=self.cache.at(index, positions, visible),
+            cache=self.cache.at(0, positions, visible),
         )
         width = positions.shape[1] - 1
-        sampled = [row.draft_probs for row in rows]
-        probs = None
-        known = next((q for q in sampled if q is not None), None)
-        if width and known is not None:
-            # Greedy rows may come without q; the verifier does not look at theirs.
-            blank = torch.zeros_like(known)
-            probs = torch.stack([(blank if q is None else q)[:width] for q in sampled])
-        drafts = self._tensor([f[1:] for f in fed], 0) if width else positions[:, :0]
         verdict = verify(
             self.target.logits(states.last),
-            drafts,
+            self._tensor([f[1:] for f in fed], 0) if width else positions[:, :0],
             self._tensor([[len(row.drafts)] for row in rows], 0)[:, 0],
-            probs,
+            _stack_probs([row.draft_probs for row in rows], width),
             self.drafter.draft_ids if self.drafter else None,
             self._tensor([[s + 1] for s in starts], 0)[:, 0],
             row_keys([row.request for row in rows], self.target.device),
@@ -202,36 +184,67 @@ class Engine:
             tokens.append([*row.drafts[:count], token])
             row.emit(tokens[-1], self.max_length)
         kept = self._tensor([range(s, s + len(t)) for s, t in zip(starts, tokens, strict=True)], -1)
-        self._draft(rows, states.features[:, : kept.shape[1]], tokens, kept)
+        return self._draft(rows, 0, states.features[:, : kept.shape[1]], tokens, kept)
 
     def _draft(
         self,
         rows: list[_Row],
+        start: int,
         features: Tensor,
         tokens: Sequence[Sequence[int]],
         positions: Tensor,
-    ) -> None:
-        """Drafts for the rows that go on: pairs (x_{p+1}, g_p) at `positions` p, padded by −1."""
-        on = [i for i, row in enumerate(rows) if not row.finish]
-        if self.drafter is None or not on:
-            return
-        going = [rows[i] for i in on]
-        counts = [len(tokens[i]) for i in on]
-        select = torch.tensor(on, device=positions.device)
+    ) -> list[_Row]:
+        """Closes the gaps that finished rows leave, then drafts for the rows that go on.
+
+        Args:
+            rows: with cache rows start, start + 1, …
+            features, tokens, positions: their new pairs (x_{p+1}, g_p), padded by position −1.
+
+        Returns:
+            The rows that go on, in the order of their cache rows, then the finished ones.
+        """
+        order = list(range(len(rows)))
+        going = sum(not row.finish for row in rows)
+        gaps = [i for i in range(going) if rows[i].finish]
+        late = [i for i in range(going, len(rows)) if not rows[i].finish]
+        for gap, source in zip(gaps, late, strict=True):
+            self.cache.move(start + source, start + gap)
+            if self.drafter:
+                self.drafter.move(start + source, start + gap)
+            order[gap], order[source] = order[source], order[gap]
+        placed = [rows[i] for i in order]
+        if self.drafter is None or going == 0:
+            return placed
+        order = order[:going]
+        counts = [len(tokens[i]) for i in order]
         width = max(counts)
+        select = torch.tensor(order, device=positions.device)
         proposal = self.drafter.propose(
             Observed(
-                self._tensor([[row.index] for row in going], 0)[:, 0],
-                self._tensor([tokens[i] for i in on], 0),
+                start,
+                self._tensor([tokens[i] for i in order], 0),
                 features[select, :width],
                 positions[select, :width],
                 self._tensor([[count] for count in counts], 0)[:, 0],
-                max(len(row.tokens) - 1 for row in going),
-                row_keys([row.request for row in going], positions.device),
+                max(len(row.tokens) - 1 for row in placed[:going]),
+                row_keys([row.request for row in placed[:going]], positions.device),
             )
         )
-        for i, (row, drafts) in enumerate(zip(going, proposal.tokens.tolist(), strict=True)):
+        for i, (row, drafts) in enumerate(zip(placed, proposal.tokens.tolist(), strict=False)):
             # Draft d is fed at position len(tokens) + d, which must lie inside the row.
             room = max(min(self.k, self.max_length - len(row.tokens)), 0)
             row.drafts = drafts[:room]
             row.draft_probs = proposal.probs[i] if proposal.probs is not None else None
+        return placed
+
+
+def _stack_probs(sampled: list[Tensor | None], width: int) -> Tensor | None:
+    """[B, width, D] of the rows' draft probabilities; None when no row has any.
+
+    Greedy rows may come without; the verifier does not look at theirs.
+    """
+    known = next((q for q in sampled if q is not None), None)
+    if known is None or width == 0:
+        return None
+    blank = torch.zeros_like(known)
+    return torch.stack([(blank if q is None else q)[:width] for q in sampled])

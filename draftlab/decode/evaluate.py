@@ -146,13 +146,9 @@ class Evaluator:
         rows = []
         for temperature in self.knobs.temperatures:
             modes = self._modes(temperature)
-            plain = self._decode(temperature, _Mode(None)) if temperature == 0 else None
             runs = {mode: self._decode(temperature, mode) for mode in modes}
             times = self._time(temperature, modes)
-            for mode in [_Mode(None), *modes]:
-                decoded = plain if mode.draft_probs is None else runs[mode]
-                if decoded is not None or times:
-                    rows.append(self._row(temperature, mode, decoded, plain, times))
+            rows += [self._row(temperature, mode, runs, times) for mode in modes]
         config = self.target.config
         return Report(
             target={
@@ -163,15 +159,30 @@ class Evaluator:
                 "hidden_size": config.hidden_size,
                 "parameters": sum(p.numel() for p in self.target.model.parameters()),
             },
-            environment=environment(self.target.device),
+            environment=environment(self.target.device) | {"timing": self._timing()},
             rows=rows,
         )
 
+    def _timing(self) -> dict[str, Any] | None:
+        """Conditions of the times, which are not those of the counters."""
+        if not self.knobs.timing_prompts:
+            return None
+        return {
+            "batch": 1,
+            "prompts": min(self.knobs.timing_prompts, len(self.suite.prompts)),
+            "tokens": self.knobs.timing_tokens,
+            "threads": 1 if self.target.device.type == "cpu" else None,
+            "stop_tokens": "ignored",
+        }
+
     def _modes(self, temperature: float) -> list[_Mode]:
+        """Plain decoding first, then the drafter's settings."""
+        plain = [_Mode(None)]
         if self.head is None:
-            return []
+            return plain
         asked = {"on": [True], "off": [False], "both": [False, True]}[self.knobs.draft_probs]
-        return [_Mode(probs) for probs in (asked[:1] if temperature == 0 else asked)]
+        # Greedy decoding makes no use of draft probabilities: one row says it all.
+        return plain + [_Mode(probs) for probs in (asked[:1] if temperature == 0 else asked)]
 
     def _engine(self, mode: _Mode, batch: int) -> Engine:
         drafter = None
@@ -225,7 +236,7 @@ class Evaluator:
         requests = self._requests(temperature, timed=True)
         if not requests:
             return {}
-        engines = {mode: self._engine(mode, 1) for mode in [_Mode(None), *modes]}
+        engines = {mode: self._engine(mode, 1) for mode in modes}
         times: dict[_Mode, list[Generation]] = {mode: [] for mode in engines}
         with one_thread(self.target.device):
             for engine in engines.values():  # first calls pay for allocation and kernel selection
@@ -240,32 +251,28 @@ class Evaluator:
         self,
         temperature: float,
         mode: _Mode,
-        decoded: list[Generation] | None,
-        plain: list[Generation] | None,
+        runs: dict[_Mode, list[Generation]],
         times: dict[_Mode, list[Generation]],
     ) -> Row:
         knobs, drafting = self.knobs, mode.draft_probs is not None
-        source = decoded if decoded is not None else times[mode]
+        source, plain = runs[mode], runs[_Mode(None)]
         counters: Counters = reduce(add, (g.counters for g in source))
         expected = np.sum([g.expected for g in source], axis=0)
-        tpot = [1e3 * (g.tpot_s or 0) for g in times.get(mode, [])]
-        base = [1e3 * (g.tpot_s or 0) for g in times.get(_Mode(None), [])]
+        tpot = _tpots(times.get(mode, []))
+        base = _tpots(times.get(_Mode(None), []))
         steps = sum(len(g.steps) for g in times.get(mode, []))
         decode_s = sum(g.total_s - g.first_token_s for g in times.get(mode, []))
         equal = None
-        if plain is not None and drafting and decoded is not None:
-            pairs = zip(plain, decoded, strict=True)
+        if drafting and temperature == 0:
+            pairs = zip(plain, source, strict=True)
             equal = float(np.mean([a.token_ids == b.token_ids for a, b in pairs]))
-        warnings = list(self.warnings) if drafting else []
-        if decoded is None:
-            warnings.append("timed prompts only: tokens of this row come from the timing pass")
         return Row(
             head=self.head_name if drafting else None,
             engine=ENGINE,
             engine_version=metadata.version("draftlab"),
             device=device_name(self.target.device),
             dtype=str(self.target.dtype).removeprefix("torch."),
-            batch=min(knobs.batch, len(self.suite.prompts)) if decoded is not None else 1,
+            batch=min(knobs.batch, len(self.suite.prompts)),
             suite=self.suite.name,
             suite_sha256=self.suite.sha256,
             template=self.suite.template_sha256,
@@ -301,8 +308,13 @@ class Evaluator:
             prompts_equal=equal,
             repetition_rate=repetition_rate(g.token_ids for g in source),
             lossless=_lossless(equal, self.target.dtype, len(source)),
-            warnings=warnings,
+            warnings=list(self.warnings) if drafting else [],
         )
+
+
+def _tpots(generations: list[Generation]) -> list[float]:
+    """TPOT in ms of those that have one."""
+    return [1e3 * g.tpot_s for g in generations if g.tpot_s is not None]
 
 
 def _mean_interval(values: list[float]) -> tuple[float, float] | None:
@@ -352,5 +364,4 @@ def environment(device: torch.device) -> dict[str, Any]:
         **{name: metadata.version(name) for name in names},
         "device": device_name(device),
         "threads": torch.get_num_threads(),
-        "timing_threads": 1 if device.type == "cpu" else None,
     }

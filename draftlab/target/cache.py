@@ -36,10 +36,9 @@ class _RowLayer(CacheLayerMixin):
         index = (view.rows[:, None], slice(None), view.slots)
         self.keys[index] = key_states.transpose(1, 2)
         self.values[index] = value_states.transpose(1, 2)
-        keys, values = self.keys[:, :, : view.visible], self.values[:, :, : view.visible]
-        if view.all_rows:
-            return keys, values
-        return keys[view.rows], values[view.rows]
+        # A range of rows is a view; picking rows one by one would copy the whole cache each layer.
+        window = (slice(view.start, view.start + len(view.rows)), slice(None), slice(view.visible))
+        return self.keys[window], self.values[window]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.visible, 0
@@ -66,24 +65,32 @@ class RowCache(Cache):
     def __init__(self, num_layers: int, num_rows: int, max_length: int) -> None:
         self.num_rows, self.max_length = num_rows, max_length
         self.rows = self.slots = torch.empty(0, dtype=torch.long)
-        self.visible, self.all_rows = 0, False
+        self.start = self.visible = 0
         super().__init__(layers=[_RowLayer(self) for _ in range(num_layers)])
 
-    def at(self, rows: Tensor, positions: Tensor, visible: int) -> RowCache:
-        """Aims the next forward pass.
+    def at(self, start: int, positions: Tensor, visible: int) -> RowCache:
+        """Aims the next forward pass at rows start … start + B − 1.
 
         Args:
-            rows: [B] distinct cache rows.
+            start: first cache row.
             positions: [B, M] positions of the new tokens, −1 for padding.
             visible: one more than the highest position any query of this pass may see.
 
         Raises:
-            ValueError: when `visible` exceeds the cache.
+            ValueError: when the pass does not fit into the cache.
         """
-        if visible > self.max_length:
-            raise ValueError(f"position {visible - 1} lies outside a cache of {self.max_length}")
-        self.rows, self.slots, self.visible = rows, positions, visible
-        self.all_rows = len(rows) == self.num_rows and bool(
-            (rows == torch.arange(self.num_rows, device=rows.device)).all()
-        )
+        if visible > self.max_length or start + len(positions) > self.num_rows:
+            raise ValueError(
+                f"rows {start} to {start + len(positions) - 1} up to position {visible - 1} do not "
+                f"fit into {self.num_rows} rows of {self.max_length}"
+            )
+        self.rows = torch.arange(start, start + len(positions), device=positions.device)
+        self.start, self.slots, self.visible = start, positions, visible
         return self
+
+    def move(self, source: int, destination: int) -> None:
+        """Copies a row onto another, so that rows in use stay a range without gaps."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys[destination] = layer.keys[source]
+                layer.values[destination] = layer.values[source]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
@@ -148,11 +150,11 @@ class Trainer:
         sums, started = Sums.zeros(knobs.ttt_steps, self.device), time.perf_counter()
         tokens_logged, busy = self.tokens_seen, 0.0
         grad_norm = torch.zeros(())
-        for rows in islice(self._order(), self.step, knobs.steps):
+        for micro in self._prefetched():
             rate = learning_rate(self.step, knobs)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            grad_norm = self._optimize(rows, sums)
+            grad_norm = self._optimize(micro, sums)
             self.step += 1
             last = self.step == knobs.steps
             if self.step % knobs.log_every == 0 or last:
@@ -178,11 +180,11 @@ class Trainer:
         for rows in batches(lengths, self.knobs.row_tokens, self.knobs.batch_rows, seed=self.seed):
             yield [[self.training[i] for i in row] for row in rows]
 
-    def _optimize(self, rows: list[list[int]], sums: Sums) -> torch.Tensor:
-        """One optimizer step; the loss is normalised by N_0 of all its micro-batches."""
+    def _pack(self, rows: list[list[int]]) -> list[Batch]:
+        """The micro-batches of an optimizer step."""
         knobs = self.knobs
         size = knobs.micro_rows or len(rows)
-        micro: list[Batch] = [
+        return [
             pack(
                 [[self.store[i] for i in row] for row in rows[at : at + size]],
                 knobs.row_tokens,
@@ -190,6 +192,21 @@ class Trainer:
             )
             for at in range(0, len(rows), size)
         ]
+
+    def _prefetched(self) -> Iterator[list[Batch]]:
+        """The remaining steps' micro-batches, in order, packed ahead of time by threads."""
+        steps = islice(self._order(), self.step, self.knobs.steps)
+        workers = 1 if self.device.type == "cpu" else 6
+        with ThreadPoolExecutor(workers) as pool:
+            ahead = deque(pool.submit(self._pack, rows) for rows in islice(steps, 2 * workers))
+            while ahead:
+                ready = ahead.popleft().result()
+                ahead.extend(pool.submit(self._pack, rows) for rows in islice(steps, 1))
+                yield ready
+
+    def _optimize(self, micro: list[Batch], sums: Sums) -> torch.Tensor:
+        """One optimizer step; the loss is normalised by N_0 of all its micro-batches."""
+        knobs = self.knobs
         anchors = max(1, sum(batch.num_anchors for batch in micro))
         for batch in micro:
             with self.accelerator.autocast() if self.device.type != "cpu" else self._cpu_cast():
