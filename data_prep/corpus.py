@@ -31,14 +31,32 @@ PINS = Path(__file__).with_name("corpus.json")
 PLATFORMS = ("2_28", "2_27", "2_24", "2_17")  # manylinux tags of the compiled wheels among the pins
 SPLITS = ("target", "head", "heldout")
 SHARES = (0.70, 0.27, 0.03)
-PERMISSIVE = {"MIT", "MIT-0", "0BSD", "BSD-2-Clause", "BSD-3-Clause", "Apache-2.0", "ISC", "Zlib",
-              "PSF-2.0", "CC0-1.0", "Unlicense", "BSL-1.0"}
+PERMISSIVE = {
+    "MIT",
+    "MIT-0",
+    "0BSD",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "Apache-2.0",
+    "ISC",
+    "Zlib",
+    "PSF-2.0",
+    "CC0-1.0",
+    "Unlicense",
+    "BSL-1.0",
+}
 # Free-text licences and classifiers, most telling first; matched against the start of the text.
-KNOWN = ((r"apache", "Apache-2.0"), (r"python software foundation|matplotlib", "PSF-2.0"),
-         (r"mit\b", "MIT"), (r"bsd|new bsd", "BSD-3-Clause"), (r"isc\b", "ISC"))
+KNOWN = (
+    (r"apache", "Apache-2.0"),
+    (r"python software foundation|matplotlib", "PSF-2.0"),
+    (r"mit\b", "MIT"),
+    (r"bsd|new bsd", "BSD-3-Clause"),
+    (r"isc\b", "ISC"),
+)
 SKIPPED_PARTS = re.compile(
     r"(^|/)(tests?|testing|_?vendor(ed)?|third_party|extern(als?)?|_extern|enterprise|locale|"
-    r"migrations|_pb2|generated|gen_.*)(/|\.py$)|/test_[^/]*\.py$|_tests?\.py$|_pb2(_grpc)?\.py$")
+    r"migrations|_pb2|generated|gen_.*)(/|\.py$)|/test_[^/]*\.py$|_tests?\.py$|_pb2(_grpc)?\.py$"
+)
 GENERATED = re.compile(r"(auto[- ]?(matically )?generated|@generated|do not edit)", re.I)
 
 
@@ -80,8 +98,11 @@ def licence_of(wheel: Path) -> str:
         if refused:
             raise ValueError(f"{wheel.name}: licence {expression!r} has non-permissive {refused}")
         return str(expression)
-    classifiers = [c.split("::")[-1].strip() for c in meta.get_all("Classifier", [])
-                   if c.startswith("License ::") and c.count("::") > 1]
+    classifiers = [
+        c.split("::")[-1].strip()
+        for c in meta.get_all("Classifier", [])
+        if c.startswith("License ::") and c.count("::") > 1
+    ]
     # A free-text field may be a whole licence file; then only the classifiers can be trusted.
     for text in [*classifiers, (meta.get("License") or "").strip()[:60]]:
         if re.search(r"gpl|general public", text, re.I):
@@ -123,10 +144,25 @@ def fetch(pins: list[Pin], folder: Path) -> None:
             requirements.flush()
             tags = [f"--platform=manylinux_{tag}_x86_64" for tag in PLATFORMS]
             subprocess.run(
-                [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes",
-                 "--only-binary=:all:", "--implementation=cp", "--python-version=3.12", *tags,
-                 "--platform=manylinux2014_x86_64", "-d", str(folder), "-r", requirements.name],
-                check=True)
+                [
+                    sys.executable,
+                    "-m",
+                    "pip",
+                    "download",
+                    "--no-deps",
+                    "--require-hashes",
+                    "--only-binary=:all:",
+                    "--implementation=cp",
+                    "--python-version=3.12",
+                    *tags,
+                    "--platform=manylinux2014_x86_64",
+                    "-d",
+                    str(folder),
+                    "-r",
+                    requirements.name,
+                ],
+                check=True,
+            )
     for pin in pins:
         found = hashlib.sha256((folder / pin.file).read_bytes()).hexdigest()
         if found != pin.sha256:
@@ -236,18 +272,25 @@ def functions(item: tuple[str, str]) -> list[Function]:
         docstring = ast.get_docstring(node)
         first = node.body[0]
         start = first.end_lineno if docstring else first.lineno - 1
-        body = "\n".join(lines[start:node.end_lineno])
+        body = "\n".join(lines[start : node.end_lineno])
         plain = re.sub(r"#.*|\s+", "", body)
         short_name = name.rsplit(".", 1)[-1]
         doc_key = _key(short_name + " " + " ".join((docstring or "").lower().split()))
         prompt = short_prompt = answer = ""
-        if (docstring and len(docstring) >= 20 and docstring.isascii() and "\\" not in docstring
-                and '"""' not in docstring and first.lineno > node.lineno and plain
-                and not short_name.startswith("__")
-                and not re.match(r"(pass|\.\.\.|raiseNotImplementedError.*)$", plain)):
-            signature = "\n".join(lines[node.lineno - 1:first.lineno - 1])
+        if (
+            docstring
+            and len(docstring) >= 20
+            and docstring.isascii()
+            and "\\" not in docstring
+            and '"""' not in docstring
+            and first.lineno > node.lineno
+            and plain
+            and not short_name.startswith("__")
+            and not re.match(r"(pass|\.\.\.|raiseNotImplementedError.*)$", plain)
+        ):
+            signature = "\n".join(lines[node.lineno - 1 : first.lineno - 1])
             dedented = textwrap.dedent(signature + "\n" + body.rstrip())
-            head = "\n".join(dedented.split("\n")[:signature.count("\n") + 1]).rstrip()
+            head = "\n".join(dedented.split("\n")[: signature.count("\n") + 1]).rstrip()
             docstring = inspect.cleandoc(docstring)
             prompt = _prompt(head, docstring)
             short_prompt = _prompt(head, docstring.split("\n\n")[0].strip())

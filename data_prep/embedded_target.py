@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import lzma
 import multiprocessing
 import random
 from collections import defaultdict
@@ -40,9 +39,15 @@ HELDOUT_PROMPTS = 256
 HEAD_BYTES = 1_500_000
 HEAD_PROMPTS = 3_000
 MODEL_CONFIG = {
-    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
-    "tie_word_embeddings": True, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
@@ -68,8 +73,12 @@ def stage_corpus(work: Path) -> None:
     for split in corpus.SPLITS:
         _write_jsonl(work / f"docs.{split}.jsonl", texts[split])
         _write_jsonl(work / f"functions.{split}.jsonl", map(asdict, kept[split]))
-        report[split] = {"files": len(texts[split]), "mb": sum(map(len, texts[split])) / 1e6,
-                         "functions_found": len(by_split[split]), "functions": len(kept[split])}
+        report[split] = {
+            "files": len(texts[split]),
+            "mb": sum(map(len, texts[split])) / 1e6,
+            "functions_found": len(by_split[split]),
+            "functions": len(kept[split]),
+        }
     (work / "corpus_report.json").write_text(json.dumps(report, indent=1))
     print(json.dumps(report, indent=1))
 
@@ -88,16 +97,23 @@ def stage_tokenizer(work: Path) -> None:
     tokenizer = train_tokenizer(texts, folder)
     print(f"tokenizer from {sum(map(len, texts)) / 1e6:.0f} MB")
     bos, eot, end = (tokenizer.convert_tokens_to_ids(t) for t in (tokenizer.bos_token, EOT, EOS))
-    config = LlamaConfig(vocab_size=VOCAB_SIZE, bos_token_id=bos, eos_token_id=[eot, end],
-                         pad_token_id=end, dtype="bfloat16", **MODEL_CONFIG)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        bos_token_id=bos,
+        eos_token_id=[eot, end],
+        pad_token_id=end,
+        dtype="bfloat16",
+        **MODEL_CONFIG,
+    )
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     GenerationConfig(bos_token_id=bos, eos_token_id=[eot, end], pad_token_id=end).save_pretrained(
-        folder)
+        folder
+    )
 
 
 def stage_prompts(work: Path) -> None:
-    """Write the package's prompt files, and all head prompts to `work`/head_all.jsonl.xz."""
+    """Write the package's prompt files, and all head prompts to `work`/head_all.jsonl."""
     head = sorted(_unshared(_functions(work, "head"), work, ["target"]), key=_order)
     heldout = _heldout(work, _functions(work, "heldout"))
     head_lines, heldout_lines = _prompt_lines(head, "head"), _prompt_lines(heldout, "heldout")
@@ -109,11 +125,12 @@ def stage_prompts(work: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "heldout.jsonl").write_text("".join(heldout_lines))
     (folder / "head.jsonl").write_text("".join(head_lines[:shipped]))
-    with lzma.open(work / "head_all.jsonl.xz", "wt") as file:
-        file.writelines(head_lines)
+    (work / "head_all.jsonl").write_text("".join(head_lines))
     packages = {row["source"].split("/")[0] for row in heldout}
-    print(f"prompts: {len(heldout)} held-out from {len(packages)} packages; "
-          f"head {shipped} shipped of {len(head)}")
+    print(
+        f"prompts: {len(heldout)} held-out from {len(packages)} packages; "
+        f"head {shipped} shipped of {len(head)}"
+    )
 
 
 def stage_pack(work: Path, pack: Path) -> None:
@@ -126,8 +143,10 @@ def stage_pack(work: Path, pack: Path) -> None:
         rows = _functions(work, split)
         pack_chat(rows, pack / f"chat.{split}", tokenizer)
         pack_docs(_read_jsonl(work / f"docs.{split}.jsonl"), pack / f"docs.{split}", tokenizer)
-    evaluation = [{"prompt": row["prompt_ids"], "answer": row["answer_ids"],
-                   "source": row["source"]} for row in _heldout(work, rows)]
+    evaluation = [
+        {"prompt": row["prompt_ids"], "answer": row["answer_ids"], "source": row["source"]}
+        for row in _heldout(work, rows)
+    ]
     (pack / "evaluation.json").write_text(json.dumps(evaluation))
 
 
@@ -164,12 +183,19 @@ def _functions(work: Path, split: str) -> list[dict]:
         if not ANSWER_TOKENS[0] <= len(answer) <= ANSWER_TOKENS[1] or repetition(answer) > 0.35:
             continue
         for prompt in (row["prompt"], row["short_prompt"]):
-            text = tokenizer.apply_chat_template([{"role": "user", "content": prompt}],
-                                                 tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(ids) <= PROMPT_TOKENS:
-                kept.append({"source": row["source"], "prompt": prompt, "prompt_ids": ids,
-                             "answer_ids": answer})
+                kept.append(
+                    {
+                        "source": row["source"],
+                        "prompt": prompt,
+                        "prompt_ids": ids,
+                        "answer_ids": answer,
+                    }
+                )
                 break
     print(f"{split}: {len(kept)} functions of fitting length")
     return kept
@@ -180,8 +206,12 @@ def _unshared(rows: list[dict], work: Path, others: list[str]) -> list[dict]:
 
     Two functions may differ in full and still share signature and first paragraph.
     """
-    taken = {row[key] for split in others for row in _read_jsonl(work / f"functions.{split}.jsonl")
-             for key in ("prompt", "short_prompt")}
+    taken = {
+        row[key]
+        for split in others
+        for row in _read_jsonl(work / f"functions.{split}.jsonl")
+        for key in ("prompt", "short_prompt")
+    }
     fresh = []
     for row in rows:
         if row["prompt"] not in taken:
@@ -205,15 +235,26 @@ def _round_robin(rows: list[dict]) -> list[dict]:
     by_package = defaultdict(list)
     for row in sorted(rows, key=_order):
         by_package[row["source"].split("/")[0]].append(row)
-    ranked = [(rank, package, row) for package, group in by_package.items()
-              for rank, row in enumerate(group)]
+    ranked = [
+        (rank, package, row)
+        for package, group in by_package.items()
+        for rank, row in enumerate(group)
+    ]
     return [row for _, _, row in sorted(ranked, key=lambda item: item[:2])]
 
 
 def _prompt_lines(rows: list[dict], name: str) -> list[str]:
-    return [json.dumps({"id": f"{name}-{i:05d}",
-                        "messages": [{"role": "user", "content": row["prompt"]}],
-                        "source": row["source"]}) + "\n" for i, row in enumerate(rows)]
+    return [
+        json.dumps(
+            {
+                "id": f"{name}-{i:05d}",
+                "messages": [{"role": "user", "content": row["prompt"]}],
+                "source": row["source"],
+            }
+        )
+        + "\n"
+        for i, row in enumerate(rows)
+    ]
 
 
 def _write_jsonl(path: Path, rows) -> None:
@@ -231,10 +272,13 @@ def main() -> None:
     from train_target import Schedule, train
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("stages", nargs="*", metavar="STAGE",
-                        help=f"of {', '.join(STAGES)} (default: all, in this order)")
-    parser.add_argument("--work", type=Path,
-                        default=Path.home() / ".cache/draftlab/embedded-target")
+    parser.add_argument(
+        "stages",
+        nargs="*",
+        metavar="STAGE",
+        help=f"of {', '.join(STAGES)} (default: all, in this order)",
+    )
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "embedded")
     parser.add_argument("--pack", type=Path, help="token arrays (default: WORK/pack)")
     parser.add_argument("--out", type=Path, help="training output (default: WORK/out)")
     parser.add_argument("--minutes", type=float, default=9, help="of training, compiling included")

@@ -15,13 +15,20 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 def repetition(ids: list[int]) -> float:
     """Share of repeated 4-grams: 1 - distinct / all (0.0 for fewer than 4 tokens)."""
-    grams = [tuple(ids[i:i + 4]) for i in range(len(ids) - 3)]
+    grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 @torch.no_grad()
-def evaluate(folder: Path, pack: Path, device: torch.device, *, prompts: int = 256,
-             new_tokens: int = 192, batches: int = 32) -> tuple[dict, list[dict]]:
+def evaluate(
+    folder: Path,
+    pack: Path,
+    device: torch.device,
+    *,
+    prompts: int = 256,
+    new_tokens: int = 192,
+    batches: int = 32,
+) -> tuple[dict, list[dict]]:
     """Metrics of a saved model as transformers runs it, and its answers to the held-out prompts."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -46,18 +53,25 @@ def evaluate(folder: Path, pack: Path, device: torch.device, *, prompts: int = 2
     for temperature in (0.0, 0.8):
         torch.manual_seed(0)
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        out = model.generate(**batch, max_new_tokens=new_tokens,
-                             **(sampling if temperature else {"do_sample": False}))
+        out = model.generate(
+            **batch,
+            max_new_tokens=new_tokens,
+            **(sampling if temperature else {"do_sample": False}),
+        )
         ends, shares = [], []
-        for sample, ids in zip(samples, out[:, batch["input_ids"].shape[1]:].tolist(), strict=True):
+        for sample, ids in zip(
+            samples, out[:, batch["input_ids"].shape[1] :].tolist(), strict=True
+        ):
             end = ids.index(eot) if eot in ids else len(ids)
             ends.append(end if end < len(ids) else math.inf)
             sample[f"answer_t{temperature}"] = tokenizer.decode(ids[:end])
             if min(end, 128) >= 4:
-                shares.append(repetition(ids[:min(end, 128)]))
+                shares.append(repetition(ids[: min(end, 128)]))
         metrics[f"t{temperature}"] = {
-            "repetition_128": float(np.mean(shares)), "prompts": len(rows),
+            "repetition_128": float(np.mean(shares)),
+            "prompts": len(rows),
             "ended_within_128": float(np.mean([e < 128 for e in ends])),
             "ended_within_192": float(np.mean([e < 192 for e in ends])),
-            "mean_tokens": float(np.mean([min(e, new_tokens) for e in ends]))}
+            "mean_tokens": float(np.mean([min(e, new_tokens) for e in ends])),
+        }
     return metrics, samples

@@ -94,8 +94,9 @@ class Model(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """The weights under transformers' names, bfloat16, on the CPU. The output is tied."""
-        return {k: v.detach().to(torch.bfloat16).cpu().contiguous()
-                for k, v in self._named().items()}
+        return {
+            k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in self._named().items()
+        }
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -108,13 +109,22 @@ class Model(nn.Module):
 
     def _named(self) -> dict[str, nn.Parameter]:
         names = {"model.embed_tokens.weight": self.embed, "model.norm.weight": self.norm}
-        inner = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj",
-                 "o": "self_attn.o_proj", "gate": "mlp.gate_proj", "up": "mlp.up_proj",
-                 "down": "mlp.down_proj", "norm1": "input_layernorm",
-                 "norm2": "post_attention_layernorm"}
+        inner = {
+            "q": "self_attn.q_proj",
+            "k": "self_attn.k_proj",
+            "v": "self_attn.v_proj",
+            "o": "self_attn.o_proj",
+            "gate": "mlp.gate_proj",
+            "up": "mlp.up_proj",
+            "down": "mlp.down_proj",
+            "norm1": "input_layernorm",
+            "norm2": "post_attention_layernorm",
+        }
         for i, block in enumerate(self.blocks):
-            names |= {f"model.layers.{i}.{theirs}.weight": getattr(block, ours)
-                      for ours, theirs in inner.items()}
+            names |= {
+                f"model.layers.{i}.{theirs}.weight": getattr(block, ours)
+                for ours, theirs in inner.items()
+            }
         return names
 
 

@@ -18,7 +18,8 @@ def pack_docs(texts: Iterable[str], stem: Path, tokenizer) -> None:
 
     def flush() -> None:
         for encoding in tokenizer.backend_tokenizer.encode_batch_fast(
-                batch, add_special_tokens=False):
+            batch, add_special_tokens=False
+        ):
             pieces.append(np.array([bos, *encoding.ids, end], np.uint16))
             lengths.append(len(pieces[-1]))
         batch.clear()
@@ -75,15 +76,17 @@ class Stream:
         """Input ids and labels, both int64 [count, length]; label -100 where no loss is taken."""
         need = count * length + 1
         if self.cursor + need > len(self.index):  # the tail of an epoch, under one batch, is left
-            order = torch.randperm(len(self.lengths), generator=self.generator,
-                                   device=self.ids.device)
+            order = torch.randperm(
+                len(self.lengths), generator=self.generator, device=self.ids.device
+            )
             lengths = self.lengths[order]
             shift = self.starts[order] - (lengths.cumsum(0) - lengths)
             self.index = shift.repeat_interleave(lengths) + torch.arange(
-                len(self.ids), device=self.ids.device)
+                len(self.ids), device=self.ids.device
+            )
             self.cursor = 0
             self.epochs += 1
-        index = self.index[self.cursor:self.cursor + need]
+        index = self.index[self.cursor : self.cursor + need]
         self.cursor += count * length
         ids = self.ids[index].long()
         labels = torch.where(self.counted[index], ids, -100)

@@ -86,8 +86,15 @@ class Muon:
 # --- the run ------------------------------------------------------------------------------------
 
 
-def train(template: Path, pack: Path, out: Path, schedule: Schedule, *,
-          init: Path | None = None, config: LlamaConfig | None = None) -> dict:
+def train(
+    template: Path,
+    pack: Path,
+    out: Path,
+    schedule: Schedule,
+    *,
+    init: Path | None = None,
+    config: LlamaConfig | None = None,
+) -> dict:
     """Train for the schedule's minutes; write model parts, metrics.json, answers.json to `out`.
 
     `template` holds config.json and the tokenizer; `init`, a folder with the model.safetensors of
@@ -122,9 +129,14 @@ def train(template: Path, pack: Path, out: Path, schedule: Schedule, *,
     rest = [p for p in model.parameters() if id(p) not in in_muon]
     muon = Muon(matrices, schedule.weight_decay)
     adam = torch.optim.AdamW(
-        [{"params": [p for p in rest if p.dim() == 2], "weight_decay": schedule.weight_decay},
-         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0}],
-        lr=schedule.rate, betas=(0.9, 0.95), fused=True)
+        [
+            {"params": [p for p in rest if p.dim() == 2], "weight_decay": schedule.weight_decay},
+            {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=schedule.rate,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
 
     step, tokens, log, loss_sum, loss_count = 0, 0, [], 0.0, 0.0
     started = marked = 0.0
@@ -164,23 +176,33 @@ def train(template: Path, pack: Path, out: Path, schedule: Schedule, *,
                 speed = 200 * ids.numel() / (now - marked)
                 marked = now
                 log.append({"step": step, "tokens": tokens, "loss": mean, "rate": rate})
-                print(f"step {step} tokens {tokens / 1e6:.0f}M loss {mean:.4f} rate {rate:.2e} "
-                      f"{speed / 1e6:.2f}M tok/s {now - began:.0f} s", flush=True)
+                print(
+                    f"step {step} tokens {tokens / 1e6:.0f}M loss {mean:.4f} rate {rate:.2e} "
+                    f"{speed / 1e6:.2f}M tok/s {now - began:.0f} s",
+                    flush=True,
+                )
                 if step % 1000 == 0:
                     _write_parts(save_model(model, template, scratch), out)
     _wait(device)
     seconds = time.monotonic() - started
     _write_parts(save_model(model, template, scratch), out)
     metrics, samples = evaluate(scratch, pack, device)
-    metrics |= {"loss_difference": _difference(model, scratch, pack, device),
-                "steps": step, "tokens_seen": tokens, "seconds": seconds,
-                "tokens_per_second": (tokens - 10 * ids.numel()) / seconds,
-                "epochs": {"docs": docs.epochs + docs.cursor / len(docs.index),
-                           "chat": chat.epochs + chat.cursor / len(chat.index)},
-                "pack_tokens": {"docs": len(docs.ids), "chat": len(chat.ids)},
-                "schedule": vars(schedule), "torch": torch.__version__,
-                "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-                "log": log}
+    metrics |= {
+        "loss_difference": _difference(model, scratch, pack, device),
+        "steps": step,
+        "tokens_seen": tokens,
+        "seconds": seconds,
+        "tokens_per_second": (tokens - 10 * ids.numel()) / seconds,
+        "epochs": {
+            "docs": docs.epochs + docs.cursor / len(docs.index),
+            "chat": chat.epochs + chat.cursor / len(chat.index),
+        },
+        "pack_tokens": {"docs": len(docs.ids), "chat": len(chat.ids)},
+        "schedule": vars(schedule),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "log": log,
+    }
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1))
     (out / "answers.json").write_text(json.dumps(samples, indent=1))
     shutil.rmtree(scratch)
@@ -199,7 +221,7 @@ def _difference(model: Model, folder: Path, pack: Path, device: torch.device) ->
     ids, labels = Stream(pack, "docs.heldout", device).rows(2, min(256, len(model.cos)))
     x = F.embedding(ids, model.embed).to(model.dtype)
     for block in model.blocks:
-        x = Block.forward(block, x, model.cos[:ids.shape[1]], model.sin[:ids.shape[1]])
+        x = Block.forward(block, x, model.cos[: ids.shape[1]], model.sin[: ids.shape[1]])
     eps = model.config.rms_norm_eps
     ours = summed_loss(x, model.norm, model.embed, labels, eps) / labels.numel()
     other = F.cross_entropy(theirs(ids).logits.float().flatten(0, 1), labels.flatten())
@@ -209,7 +231,7 @@ def _difference(model: Model, folder: Path, pack: Path, device: torch.device) ->
 def _write_parts(data: bytes, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for i in range(0, len(data), PART_BYTES):
-        (out / f"model.safetensors.part{i // PART_BYTES}").write_bytes(data[i:i + PART_BYTES])
+        (out / f"model.safetensors.part{i // PART_BYTES}").write_bytes(data[i : i + PART_BYTES])
 
 
 def _wait(device: torch.device) -> None:

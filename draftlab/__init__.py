@@ -3,9 +3,9 @@
 The verbs of the command line are functions here (imported when first used, so that
 `import draftlab` stays light)::
 
-    from draftlab import Pipeline, load_recipe
+    from draftlab import Monitor, Pipeline, evaluate, export_head, load_recipe
     pipeline = Pipeline(load_recipe(Path("recipes/quickstart.yaml")), Monitor())
-    pipeline.make("export")
+    head = pipeline.make("head")
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+# Name → module, and its name there where that differs: `draftlab.export` is a room.
 _WHERE = {
-    "Pipeline": "draftlab.pipeline",
-    "evaluate": "draftlab.pipeline",
-    "export": "draftlab.pipeline",
-    "find_run": "draftlab.pipeline",
-    "Recipe": "draftlab.recipe",
-    "load_recipe": "draftlab.recipe",
-    "Report": "draftlab.results",
-    "Monitor": "draftlab.base",
-    "UserError": "draftlab.base",
+    "Monitor": ("draftlab.base", "Monitor"),
+    "Pipeline": ("draftlab.pipeline", "Pipeline"),
+    "Recipe": ("draftlab.recipe", "Recipe"),
+    "Report": ("draftlab.results", "Report"),
+    "UserError": ("draftlab.base", "UserError"),
+    "evaluate": ("draftlab.verbs", "evaluate"),
+    "export_head": ("draftlab.verbs", "export"),
+    "find_run": ("draftlab.run", "find_run"),
+    "load_recipe": ("draftlab.recipe", "load_recipe"),
 }
 __all__ = sorted(_WHERE)
 
@@ -30,4 +31,5 @@ __all__ = sorted(_WHERE)
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'draftlab' has no attribute {name!r}")
-    return getattr(import_module(_WHERE[name]), name)
+    module, attribute = _WHERE[name]
+    return getattr(import_module(module), attribute)

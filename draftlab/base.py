@@ -32,7 +32,9 @@ class UserError(Exception):
 class Knobs(BaseModel):
     """Base of every room's knobs: frozen, no unknown keys, documented by attribute docstrings."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 def canonical_json(value: Any) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from draftlab.console import ConsoleMonitor, user_errors
+from draftlab.console import ConsoleMonitor, plan_line, user_errors
 
 if TYPE_CHECKING:
     from draftlab.pipeline import Pipeline
@@ -31,6 +31,7 @@ app.add_typer(recipe_app, name="recipe")
 
 errors = Console(stderr=True)
 output = Console()
+monitor = ConsoleMonitor(errors)
 
 RecipeArg = Annotated[Path, typer.Argument(help="Recipe, a YAML file.", metavar="RECIPE")]
 Overrides = Annotated[
@@ -50,14 +51,14 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 def _guard(debug: bool) -> AbstractContextManager[None]:
-    return user_errors(errors, debug=debug)
+    return user_errors(monitor, debug=debug)
 
 
 def _pipeline(recipe: Path, overrides: list[str] | None) -> Pipeline:
     from draftlab.pipeline import Pipeline
     from draftlab.recipe import load_recipe
 
-    return Pipeline(load_recipe(recipe, overrides or []), ConsoleMonitor(errors))
+    return Pipeline(load_recipe(recipe, overrides or []), monitor)
 
 
 def _make(
@@ -68,25 +69,12 @@ def _make(
     if plan:
         from draftlab.recipe import to_yaml
 
-        output.print(to_yaml(pipeline.recipe), markup=False, highlight=False, end="")
-        output.print(f"\nrun folder: {pipeline.run.folder}", highlight=False)
-        seen = set()
-        for stage in stages:
-            for status in pipeline.plan(stage):
-                if status.stage.name in seen:
-                    continue
-                seen.add(status.stage.name)
-                says = {
-                    "done": "there, nothing to do",
-                    "missing": "would run",
-                    "unfinished": "would go on where it stopped",
-                    "changed": "knobs changed: "
-                    + ", ".join(f"{k} {a!r} → {b!r}" for k, (a, b) in status.changes.items()),
-                }[status.state]
-                output.print(f"  {status.stage.name:8} {says}", markup=False, highlight=False)
+        typer.echo(to_yaml(pipeline.recipe))
+        typer.echo(f"run folder: {pipeline.run.folder}")
+        for status in pipeline.plan(*stages):
+            typer.echo(plan_line(status))
         return None
-    for stage in stages:
-        pipeline.make(stage, force=force)
+    pipeline.make(*stages, force=force)
     return pipeline
 
 
@@ -116,7 +104,7 @@ def run(
 
             path = pipeline.run.folder / "eval" / "report.json"
             _show(Report.read(path), as_json, path)
-            errors.print(f"exports: {pipeline.run.folder / 'export'}", highlight=False)
+            monitor.say(f"exports: {pipeline.run.folder / 'export'}")
 
 
 @app.command()
@@ -157,9 +145,8 @@ def train(
     with _guard(debug):
         pipeline = _make(("head",), recipe, overrides, force, plan)
         if pipeline:
-            errors.print(
-                f"head: {pipeline.run.folder / 'head'} · next: draftlab eval, draftlab export",
-                highlight=False,
+            monitor.say(
+                f"head: {pipeline.run.folder / 'head'} · next: draftlab eval, draftlab export"
             )
 
 
@@ -200,8 +187,8 @@ def eval_(
     """
     with _guard(debug):
         from draftlab.base import UserError
-        from draftlab.pipeline import eval_subject, evaluate
         from draftlab.recipe import changed
+        from draftlab.verbs import eval_subject
 
         subject = eval_subject(run_name, head, target)
         temperatures = None
@@ -224,15 +211,7 @@ def eval_(
         }
         knobs = changed(subject.knobs, asked, where="command line")
         target_knobs = changed(subject.target, {"dtype": dtype}, where="command line")
-        folder = out or subject.out
-        report = evaluate(
-            target_knobs,
-            subject.head,
-            knobs,
-            folder,
-            monitor=ConsoleMonitor(errors),
-            head_name=subject.name,
-        )
+        report, folder = subject.evaluate(target_knobs, knobs, out, monitor=monitor)
         _show(report, as_json, folder / "report.json")
 
 
@@ -245,7 +224,9 @@ def export(
     target: Annotated[
         str | None, typer.Option(help="Target of --head: folder, Hub id or embedded.")
     ] = None,
-    to: Annotated[str, typer.Option("--to", help="Layout.", metavar="LAYOUT")] = "speculators",
+    to: Annotated[
+        str | None, typer.Option("--to", help="speculators; default: the run's.", metavar="LAYOUT")
+    ] = None,
     k: Annotated[int | None, typer.Option("--k", help="Speculative tokens in its config.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
@@ -253,20 +234,12 @@ def export(
 ) -> None:
     """Write a head for other programs; it is read back and compared before success is said."""
     with _guard(debug):
-        from draftlab.pipeline import eval_subject
-        from draftlab.pipeline import export as export_head
+        from draftlab.recipe import changed
+        from draftlab.verbs import eval_subject
 
         subject = eval_subject(run_name, head, target)
-        folder = out or subject.out.parent / "export" / to
-        export_head(
-            subject.head,
-            subject.target,
-            folder,
-            to,
-            k=k,
-            dtype=dtype,
-            monitor=ConsoleMonitor(errors),
-        )
+        asked = {"formats": (to,) if to else None, "k": k, "dtype": dtype}
+        subject.export(changed(subject.exports, asked, where="command line"), out, monitor=monitor)
 
 
 @app.command()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -13,6 +15,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.text import Text
 
 from draftlab.base import Monitor, UserError
+
+if TYPE_CHECKING:
+    from draftlab.run import Status
 
 QUIET_S = 15.0  # seconds between progress lines where there is no terminal
 
@@ -35,7 +40,7 @@ class ConsoleMonitor(Monitor):
         self._last = 0.0
 
     def say(self, line: str) -> None:
-        self.console.print(Text(line))
+        self.console.print(Text(line), soft_wrap=not self.console.is_terminal)
 
     def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
         if not self.console.is_terminal:
@@ -61,38 +66,67 @@ class ConsoleMonitor(Monitor):
             self._task = None
 
 
+def plan_line(status: Status) -> str:
+    """What would happen to a stage."""
+    changes = (f"{key} {made!r} → {asked!r}" for key, (made, asked) in status.changes.items())
+    says = {
+        "done": "there, nothing to do",
+        "unneeded": "not there, and not needed",
+        "missing": "would run",
+        "unfinished": "would go on where it stopped",
+        "changed": f"knobs changed: {', '.join(changes)}",
+    }
+    return f"  {status.stage.name:8} {says[status.state]}"
+
+
+def block(console: Console, title: str, text: Text) -> None:
+    """One readable block: a panel on a terminal, unbroken lines in a log."""
+    if console.is_terminal:
+        console.print(Panel(text, title=title, title_align="left", border_style="red"))
+    else:
+        console.print(Text(f"{title}: ").append_text(text), soft_wrap=True)
+
+
 @contextmanager
-def user_errors(console: Console, *, debug: bool) -> Iterator[None]:
-    """Turns a `UserError` into one block and exit code 2; others into a line and exit code 1."""
+def user_errors(monitor: ConsoleMonitor, *, debug: bool) -> Iterator[None]:
+    """Turns a `UserError` into one block and exit code 2; others into a block and exit code 1.
+
+    Args:
+        monitor: whose console is printed to; its bars are taken away first.
+        debug: also print the traceback.
+    """
+    console = monitor.console
     try:
         yield
     except UserError as error:
-        if debug:
-            raise
+        monitor.close()
+        _traceback(console, debug)
         text = Text(error.what)
         if error.where:
             text.append(f"\nwhere: {error.where}", style="dim")
         if error.do:
             text.append(f"\ndo: {error.do}", style="bold")
-        console.print(Panel(text, title="error", title_align="left", border_style="red"))
+        block(console, "error", text)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
+        monitor.close()
+        _traceback(console, debug)
         console.print("interrupted; the same command goes on where it stopped")
         raise typer.Exit(130) from None
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
-        if debug:
-            raise
-        console.print(
-            Panel(
-                Text(
-                    f"{type(error).__name__}: {error}\nThis is a fault of draftlab, not yours. "
-                    "The same command with --debug prints the traceback for a report."
-                ),
-                title="internal error",
-                title_align="left",
-                border_style="red",
-            )
-        )
+        monitor.close()
+        _traceback(console, debug)
+        text = Text(f"{type(error).__name__}: {error}\nThis is a fault of draftlab, not yours.")
+        if not debug:
+            text.append(" The same command with --debug prints the traceback for a report.")
+        block(console, "internal error", text)
         raise typer.Exit(1) from None
+    finally:
+        monitor.close()
+
+
+def _traceback(console: Console, debug: bool) -> None:
+    if debug:
+        console.print(Text(traceback.format_exc()), soft_wrap=True)

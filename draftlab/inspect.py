@@ -13,10 +13,11 @@ from draftlab.chat.render import Rendered, coloured
 from draftlab.data.manifest import MANIFEST
 from draftlab.data.store import Store
 from draftlab.heads.folder import CONFIG, load_config
-from draftlab.pipeline import find_run, recipe_of
 from draftlab.report import print_report
 from draftlab.results import Report
+from draftlab.run import find_run
 from draftlab.target.model import load_tokenizer
+from draftlab.verbs import REFERENCE, recipe_of, reference_head
 
 
 def inspect_path(what: str | None, sample: int, console: Console) -> None:
@@ -27,11 +28,17 @@ def inspect_path(what: str | None, sample: int, console: Console) -> None:
         sample: conversation to print of a run or store.
     """
     path = Path(what) if what is not None else find_run(None)
+    if what == REFERENCE and not path.exists():
+        path = reference_head()
     if path.is_file() and path.suffix == ".json":
         print_report(Report.read(path), console)
     elif (path / MANIFEST).is_file():
-        _store(Store.open(path), console)
-        _conversation(Store.open(path), None, sample, console)
+        store, run = Store.open(path), path.resolve().parent
+        _store(store, console)
+        if (run / "recipe.yaml").is_file():
+            _conversation(store, load_tokenizer(recipe_of(run).target), sample, console)
+        else:
+            console.print("a store outside of a run: its conversations need a tokenizer to be read")
     elif (path / CONFIG).is_file():
         _head(path, console)
     else:
@@ -99,8 +106,6 @@ def _store(store: Store, console: Console) -> None:
 
 
 def _conversation(store: Store, tokenizer: Any, index: int, console: Console) -> None:
-    if tokenizer is None:
-        return
     if not 0 <= index < len(store):
         raise UserError(
             f"expected a sample in 0..{len(store) - 1}, found {index}", where="--sample"

@@ -26,6 +26,20 @@ from draftlab.train.knobs import HeadKnobs, TrainKnobs
 K = TypeVar("K", bound=Knobs)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML whose mappings name each key once; the plain loader keeps the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is there twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 class Recipe(Knobs):
     """From a target and prompts to a measured, exported head."""
 
@@ -65,9 +79,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         UserError: missing file, bad YAML, unknown keys (with the nearest known name), bad values.
     """
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (FileNotFoundError, IsADirectoryError):
         raise UserError("expected a recipe, found no such file", where=path) from None
+    except OSError as error:
+        raise UserError(
+            f"expected a readable recipe, found: {error.strerror}", where=path
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"expected YAML, found text that is not: {error}", where=path) from None
     if not isinstance(tree, dict):
@@ -112,6 +130,8 @@ def _override(tree: dict[str, Any], text: str) -> None:
         raise UserError(
             f"the value of {key} is not YAML: {value!r}", where="command line"
         ) from None
+    if key == "name":  # a run may be called 7, or 2025-01-01
+        parsed = value
     # target=PATH replaces the path and keeps the other knobs of the target.
     if key == "target" and isinstance(node.get(leaf), dict) and isinstance(parsed, str):
         node[leaf]["path"] = parsed

@@ -8,14 +8,18 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from draftlab.base import UserError, canonical_json, read_json, sha256_text, write_json
+from draftlab.base import UserError, canonical_json, read_json, sha256_text, write_json, write_text
+from draftlab.data.manifest import MANIFEST
+from draftlab.data.store import Store
+from draftlab.heads.folder import CONFIG, WEIGHTS
 
 RUNS = Path("runs")
 LATEST = "latest"
+State = Literal["done", "unfinished", "missing", "changed", "unneeded"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Stage:
         after: the stage whose artefact it reads.
         knobs: prefixes of the recipe's knobs that decide what it makes.
         artefact: file or folder in the run folder.
+        files: in that folder; without one of them it is not whole.
         cheap: made again without asking when a knob changed.
     """
 
@@ -34,6 +39,7 @@ class Stage:
     after: str | None
     knobs: tuple[str, ...]
     artefact: str
+    files: tuple[str, ...] = ()
     cheap: bool = False
 
 
@@ -41,16 +47,16 @@ STAGES = {
     stage.name: stage
     for stage in (
         Stage("answers", None, ("seed", "target", "prompts", "regenerate"), "answers.jsonl"),
-        Stage("store", "answers", ("record",), "store"),
-        Stage("head", "store", ("seed", "draft_vocab", "head", "train"), "head"),
-        Stage("eval", "head", ("eval",), "eval", cheap=True),
+        Stage("store", "answers", ("record",), "store", (MANIFEST,)),
+        Stage("head", "store", ("seed", "draft_vocab", "head", "train"), "head", (CONFIG, WEIGHTS)),
+        Stage("eval", "head", ("eval",), "eval", ("report.json",), cheap=True),
         Stage("export", "head", ("export",), "export", cheap=True),
     )
 }
 # These change how a stage runs, never what it makes.
 _FREE = {"target.device"} | {
     f"train.{knob}"
-    for knob in ("device", "checkpoint_every", "log_every", "wandb", "validate_every")
+    for knob in ("device", "checkpoint_every", "log_every", "validate_every", "wandb")
 }
 
 
@@ -59,12 +65,13 @@ class Status:
     """How a stage of a run stands to a recipe.
 
     Attributes:
-        state: "done", "unfinished" (begun with these inputs), "missing", or "changed".
+        state: "done", "unfinished" (begun with these inputs, or damaged), "missing", "changed",
+            or "unneeded" (not whole, and whatever was to be made of it is).
         changes: knob → (value in the run, value asked for), for "changed".
     """
 
     stage: Stage
-    state: Literal["done", "unfinished", "missing", "changed"]
+    state: State
     changes: dict[str, tuple[Any, Any]]
 
 
@@ -97,12 +104,12 @@ class Run:
         return sha256_text(canonical_json(self.inputs(stage)))
 
     def status(self, stage: Stage) -> Status:
-        """Whether a stage's artefact is there and fits."""
-        record = self.folder / "stages" / f"{stage.name}.json"
+        """Whether a stage's artefact is there, whole, and fits."""
+        record = book(self.folder, stage)
         artefact = self.folder / stage.artefact
         if not record.exists():
             return Status(stage, "missing", {})
-        found = read_json(record, kind="stage record")
+        found = read_book(record)
         inputs = self.inputs(stage)
         # Round-trip through JSON, so that 1.0 and 1 compare as they were written.
         changes = {
@@ -112,9 +119,30 @@ class Run:
         }
         if changes:
             return Status(stage, "changed", changes)
-        if not artefact.exists():
+        if found["complete"] and not artefact.exists():
             return Status(stage, "missing", {})
-        return Status(stage, "done" if found["complete"] else "unfinished", {})
+        whole = found["complete"] and all((artefact / name).is_file() for name in stage.files)
+        if whole and stage.name == "store":
+            try:
+                Store.open(artefact)
+            except UserError:  # a shard was lost or cut; recording makes it again
+                whole = False
+        return Status(stage, "done" if whole else "unfinished", {})
+
+    def plan(self, *last: str) -> list[Status]:
+        """How the stages up to `last` stand, in order."""
+        wanted = {stage.name for name in last for stage in self.chain(name)}
+        statuses = {n: self.status(stage) for n, stage in STAGES.items() if n in wanted}
+        needed = set(last)
+        for name, status in reversed(statuses.items()):
+            if name in needed and status.state != "done" and status.stage.after:
+                needed.add(status.stage.after)
+        return [
+            replace(status, state="unneeded")
+            if name not in needed and status.state in ("missing", "unfinished")
+            else status
+            for name, status in statuses.items()
+        ]
 
     def chain(self, last: str) -> list[Stage]:
         """The stages up to and including `last`, in order."""
@@ -125,10 +153,10 @@ class Run:
             stage = STAGES[stage.after] if stage.after else None
         return chain[::-1]
 
-    def refuse_changes(self, stages: list[Stage]) -> None:
+    def refuse_changes(self, statuses: list[Status]) -> None:
         """Raises a `UserError` that names the knobs in which the run and the recipe differ."""
-        for stage in stages:
-            status = self.status(stage)
+        for status in statuses:
+            stage = status.stage
             if status.state == "changed" and not stage.cheap:
                 lines = [
                     f"{key}: {made!r} in the run, {asked!r} now"
@@ -143,52 +171,95 @@ class Run:
                 )
 
     def remove(self, stage: Stage) -> None:
-        """Deletes a stage's record and artefact, and those of every stage after it."""
-        (self.folder / "stages" / f"{stage.name}.json").unlink(missing_ok=True)
-        paths = [self.folder / stage.artefact]
-        if stage.name == "head":
-            paths.append(self.folder / "train")
-        if stage.name == "answers":
-            paths += self.folder.glob("answers*")
-        for path in paths:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        """Deletes a stage's record and artefact, and first those of every stage after it."""
+        # In this order a crash leaves no stage whose record is older than what it was made from.
         for other in STAGES.values():
             if other.after == stage.name:
                 self.remove(other)
+        paths = {self.folder / stage.artefact}
+        if stage.name == "head":
+            paths.add(self.folder / "train")
+        if stage.name == "answers":
+            paths.update(self.folder.glob("answers*"))
+        for path in paths:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        book(self.folder, stage).unlink(missing_ok=True)
 
     @contextmanager
     def making(self, stage: Stage) -> Iterator[Path]:
         """Records that a stage is being made, then that it is whole; yields its artefact's path."""
-        record = self.folder / "stages" / f"{stage.name}.json"
-        write_json(record, {"complete": False, "inputs": self.inputs(stage)})
-        yield self.folder / stage.artefact
-        write_json(record, {"complete": True, "inputs": self.inputs(stage)})
+        with _booked(book(self.folder, stage), self.inputs(stage)):
+            yield self.folder / stage.artefact
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Keeps a second process out of the run folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / ".lock", "w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    "another draftlab process is working in this run",
-                    where=self.folder,
-                    do="wait for it to finish, or start a run of another name",
-                ) from None
+    def adopt(self, recipe: str) -> None:
+        """Writes recipe.yaml and points runs/latest at this run, where they are not so already."""
+        path, link = self.folder / "recipe.yaml", self.folder.parent / LATEST
+        if not path.exists() or path.read_text(encoding="utf-8") != recipe:
+            write_text(path, recipe)
+        if not (link.is_symlink() and os.readlink(link) == self.folder.name):
+            temporary = link.with_name(f".{LATEST}.{os.getpid()}")
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(self.folder.name)
+            os.replace(temporary, link)
+
+
+def book(folder: Path, stage: Stage) -> Path:
+    """The record of what a stage was made from."""
+    return folder / "stages" / f"{stage.name}.json"
+
+
+def read_book(path: Path) -> dict[str, Any]:
+    """Reads a stage's record: `inputs` and whether it is `complete`."""
+    found = read_json(path, kind="stage record")
+    if not isinstance(found, dict) or not isinstance(found.get("inputs"), dict):
+        raise UserError(
+            "expected a stage record, found other JSON",
+            where=path,
+            do="delete it, and the stage is made again",
+        )
+    return {"complete": False} | found
+
+
+@contextmanager
+def _booked(record: Path, inputs: dict[str, Any]) -> Iterator[None]:
+    write_json(record, {"complete": False, "inputs": inputs})
+    yield
+    write_json(record, {"complete": True, "inputs": inputs})
+
+
+@contextmanager
+def making_otherwise(folder: Path, stage: Stage, knobs: dict[str, Any]) -> Iterator[None]:
+    """Locks a run and books a stage that is made with other knobs than its recipe's.
+
+    The next `make` then knows that what lies there is not what the recipe asks for.
+    """
+    with lock(folder):
+        before = STAGES[stage.after] if stage.after else None
+        inputs: dict[str, Any] = {}
+        if before and book(folder, before).exists():
+            inputs = read_book(book(folder, before))["inputs"]
+        own = {key: value for key, value in knobs.items() if key not in _FREE}
+        with _booked(book(folder, stage), inputs | own):
             yield
 
-    def mark_latest(self) -> None:
-        """Points runs/latest at this run."""
-        link = self.folder.parent / LATEST
-        temporary = self.folder.parent / f".{LATEST}.{os.getpid()}"
-        temporary.unlink(missing_ok=True)
-        temporary.symlink_to(self.folder.name)
-        os.replace(temporary, link)
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Keeps a second process out of a run folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                "another draftlab process is working in this run",
+                where=folder,
+                do="wait for it to finish, or start a run of another name",
+            ) from None
+        yield
 
 
 def find_run(name: str | None) -> Path:
@@ -210,9 +281,12 @@ def find_run(name: str | None) -> Path:
 
 def git_commit() -> str | None:
     """Commit of the working tree draftlab is run from, when it is one."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():  # a parent's repository would be somebody else's
+        return None
     try:
         found = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
+            ["git", "-C", str(root), "rev-parse", "HEAD"],
             capture_output=True,
             text=True,
             timeout=5,

@@ -7,35 +7,34 @@ whose speed drifts hurts both alike.
 
 from __future__ import annotations
 
-import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from importlib import metadata
 from operator import add
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import numpy as np
-import torch
 from pydantic import Field
 
 from draftlab.base import Knobs, Monitor, UserError, canonical_json, sha256_text
 from draftlab.decode.drafter import ChainDrafter
 from draftlab.decode.engine import Engine
+from draftlab.decode.measure import (
+    Measured,
+    counted_figures,
+    device_name,
+    environment,
+    equality,
+    one_thread,
+    timed_figures,
+)
 from draftlab.decode.sampling import Generation, Request, Sampling
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.results import (
-    Counters,
-    Lossless,
-    Report,
-    Row,
-    acceptance_interval,
-    bootstrap_interval,
-    repetition_rate,
-)
+from draftlab.results import Counters, Report, Row
 from draftlab.target.model import Target
+
+__all__ = ["EvalKnobs", "Evaluator", "Suite", "environment"]
 
 ENGINE = "draftlab-eager"
 
@@ -49,7 +48,9 @@ class EvalKnobs(Knobs):
     """Prompts taken from the suite's start; None: all."""
     k: int | None = Field(default=None, ge=1)
     """Drafts a step; None: what the head was trained for, at most 4."""
-    temperatures: tuple[float, ...] = Field(default=(0.0, 0.8), min_length=1)
+    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        default=(0.0, 0.8), min_length=1
+    )
     """Each gives its own rows; 0 is greedy."""
     draft_probs: Literal["on", "off", "both"] = "both"
     """Drafts sampled from the head and verified with its probabilities (on), or its argmax verified
@@ -255,17 +256,8 @@ class Evaluator:
         times: dict[_Mode, list[Generation]],
     ) -> Row:
         knobs, drafting = self.knobs, mode.draft_probs is not None
-        source, plain = runs[mode], runs[_Mode(None)]
-        counters: Counters = reduce(add, (g.counters for g in source))
-        expected = np.sum([g.expected for g in source], axis=0)
-        tpot = _tpots(times.get(mode, []))
-        base = _tpots(times.get(_Mode(None), []))
-        steps = sum(len(g.steps) for g in times.get(mode, []))
-        decode_s = sum(g.total_s - g.first_token_s for g in times.get(mode, []))
-        equal = None
-        if drafting and temperature == 0:
-            pairs = zip(plain, source, strict=True)
-            equal = float(np.mean([a.token_ids == b.token_ids for a, b in pairs]))
+        found = Measured(runs[mode], times.get(mode, []))
+        plain = Measured(runs[_Mode(None)], times.get(_Mode(None), []))
         return Row(
             head=self.head_name if drafting else None,
             engine=ENGINE,
@@ -286,82 +278,8 @@ class Evaluator:
             top_p=knobs.top_p,
             draft_temperature=knobs.draft_temperature if drafting else None,
             draft_probs=bool(mode.draft_probs),
-            prompts=len(source),
-            output_tokens=sum(len(g.token_ids) for g in source),
-            undrafted_steps=counters.undrafted_steps,
-            truncated_tokens=counters.truncated_tokens,
-            drafts=counters.drafts,
-            draft_tokens=counters.draft_tokens,
-            accepted=counters.accepted,
-            accepted_at=counters.accepted_at,
-            expected_acceptance=(
-                (expected / counters.drafts).tolist() if counters.drafts else None
-            ),
-            acceptance_length=counters.acceptance_length,
-            acceptance_length_ci=acceptance_interval([g.counters for g in source]),
-            tpot_ms=float(np.mean(tpot)) if tpot else None,
-            tpot_ms_ci=_mean_interval(tpot),
-            ttft_ms=1e3 * float(np.mean([g.first_token_s for g in times[mode]])) if tpot else None,
-            step_ms=1e3 * decode_s / steps if steps else None,
-            baseline_tpot_ms=float(np.mean(base)) if base and drafting else None,
-            speedup=float(np.mean(base) / np.mean(tpot)) if tpot and drafting else None,
-            prompts_equal=equal,
-            repetition_rate=repetition_rate(g.token_ids for g in source),
-            lossless=_lossless(equal, self.target.dtype, len(source)),
+            **counted_figures(found),
+            **timed_figures(found, plain if drafting else None),
+            **(equality(found, plain, self.target.dtype) if drafting and temperature == 0 else {}),
             warnings=list(self.warnings) if drafting else [],
         )
-
-
-def _tpots(generations: list[Generation]) -> list[float]:
-    """TPOT in ms of those that have one."""
-    return [1e3 * g.tpot_s for g in generations if g.tpot_s is not None]
-
-
-def _mean_interval(values: list[float]) -> tuple[float, float] | None:
-    if not values:
-        return None
-    array = np.array(values)
-    statistic: Callable[[np.ndarray], float] = lambda index: float(array[index].mean())  # noqa: E731
-    return bootstrap_interval(statistic, len(values))
-
-
-def _lossless(equal: float | None, dtype: torch.dtype, n: int) -> Lossless | None:
-    """Token equality at T = 0 proves L2 in float32; otherwise it only measures closeness (L3)."""
-    if equal is None:
-        return None
-    exact = dtype == torch.float32 and equal == 1.0
-    return Lossless(
-        level="L2" if exact else "L3",
-        test=f"tokens equal to plain decoding: {equal:.1%} of prompts",
-        n=n,
-    )
-
-
-@contextmanager
-def one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU, one thread inside the block: a second one gains little and makes times noisy."""
-    threads = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def device_name(device: torch.device) -> str:
-    """What a row calls the machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"cpu ({platform.machine()})"
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and device, for the report."""
-    names = ("draftlab", "torch", "transformers")
-    return {
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in names},
-        "device": device_name(device),
-        "threads": torch.get_num_threads(),
-    }

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from draftlab.heads.layers import rope_frequencies
+
 HEAD_SCHEMA = 1
 
 
@@ -71,6 +73,12 @@ class HeadConfig(BaseModel):
                 f"{self.num_attention_heads} attention heads are not a multiple of "
                 f"{self.num_key_value_heads} key-value heads"
             )
+        try:
+            rope_frequencies(self.head_dim, self.rope_parameters)
+        except KeyError as error:
+            raise ValueError(
+                f"rope_parameters {self.rope_parameters} lack the key {error}"
+            ) from None
         return self
 
     @property

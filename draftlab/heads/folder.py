@@ -75,6 +75,8 @@ def head_tensors(head: Eagle3Head, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def save_head(folder: Path, head: Eagle3Head, dtype: torch.dtype) -> None:
     """Writes the head folder; draftlab.json comes last, so a folder that has it is whole."""
+    # An older head here is no head any more from the first changed file on.
+    (folder / CONFIG).unlink(missing_ok=True)
     tensors = head_tensors(head, dtype)
     if head.config.embeddings == "target":
         del tensors[EMBEDDINGS]
@@ -124,9 +126,15 @@ def load_head(
         raise UserError(
             f"the head's weights are unreadable: {error}",
             where=folder / WEIGHTS,
-            do="train or export the head again",
+            do="remove this file and train again: the last checkpoint gives the same bytes",
         ) from None
     if config.embeddings == "target":
+        if EMBEDDINGS in tensors:
+            raise UserError(
+                f'draftlab.json says "embeddings": "target", and the file holds {EMBEDDINGS}',
+                where=folder / WEIGHTS,
+                do='say "own" if these are the ones the head was trained with',
+            )
         if embeddings is None:
             raise UserError(
                 "the head uses its target's embeddings, and none were given", where=folder

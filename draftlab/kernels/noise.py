@@ -57,7 +57,8 @@ def keyed_exponential(
 ) -> Tensor:
     """Exponential(1) float32 [..., num_tokens] for keys [...].
 
-    Small values decide a race, so they carry full relative precision: −log(1 − v), v = i · 2⁻³².
+    Small values decide a race, so they carry full relative precision: −log(1 − v), with
+    v = (i + ½) · 2⁻³².
     """
     keys = keyed_bits(seeds, prompts, positions, purpose)
     tokens = torch.arange(1, num_tokens + 1, device=keys.device)
@@ -75,6 +76,5 @@ def race(weights: Tensor, exponential: Tensor) -> Tensor:
 
 
 def first_argmax(x: Tensor) -> Tensor:
-    """argmax over the last dimension, ties to the lowest index (torch promises no order)."""
-    best = x.amax(-1, keepdim=True)
-    return (x == best).to(torch.uint8).argmax(-1) if x.is_cuda else x.argmax(-1)
+    """argmax over the last dimension, ties to the lowest index (torch.argmax promises that)."""
+    return x.argmax(-1)

@@ -84,7 +84,9 @@ def _limit(logits: Tensor, rows: RowKeys) -> Tensor:
     values = values.masked_fill(rank >= top_k, float("-inf"))
     probabilities = values.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
-    values = values.masked_fill(before >= rows.top_p[:, None, None], float("-inf"))
+    # Off is 1, and a running sum may round to 1 before the tail has been seen.
+    top_p = rows.top_p.where(rows.top_p < 1, 2.0)[:, None, None]
+    values = values.masked_fill(before >= top_p, float("-inf"))
     return torch.empty_like(logits).scatter_(-1, order, values)
 
 

@@ -59,5 +59,46 @@ def _mask(
     return mask_function(rows, heads, positions[:, None, :, None], keys)
 
 
-AttentionInterface.register(ATTENTION, sdpa_attention_forward)
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """SDPA; written out where a model caps its scores (Gemma 2) or has sinks (gpt-oss).
+
+    transformers' SDPA refuses the former and silently leaves out the latter.
+
+    Returns:
+        [B, M, heads, head_dim], and None for the weights.
+    """
+    if softcap is None and s_aux is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+    if attention_mask is None:  # transformers leaves out a plain causal mask
+        q_length, kv_length = query.shape[2], key.shape[2]
+        attention_mask = torch.ones(
+            q_length, kv_length, dtype=torch.bool, device=query.device
+        ).tril(kv_length - q_length)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.float().masked_fill(~attention_mask, float("-inf"))
+    if s_aux is not None:  # a sink takes part in the softmax and gives nothing
+        sinks = s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
 AttentionMaskInterface.register(ATTENTION, _mask)

@@ -88,6 +88,7 @@ class RowCache(Cache):
         self.start, self.slots, self.visible = start, positions, visible
         return self
 
+    @torch.inference_mode()
     def move(self, source: int, destination: int) -> None:
         """Copies a row onto another, so that rows in use stay a range without gaps."""
         for layer in self.layers:

@@ -82,9 +82,12 @@ def resolve_device(name: str) -> torch.device:
         raise UserError(
             f"expected a device such as cpu or cuda:0, found {name!r}: {error}"
         ) from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"expected a device such as cpu or cuda:0, found {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(
-            f"device {name!r} was asked for, and there is no GPU", do="use device: auto"
+            f"device {name!r} was asked for, and there are {torch.cuda.device_count()} GPUs",
+            do="use device: auto",
         )
     return device
 
@@ -105,9 +108,16 @@ def fingerprint(folder: Path) -> str:
         with open(file, "rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             try:
+                # A file that is no safetensors (a git-lfs pointer, say) states an absurd size.
+                if size > file.stat().st_size:
+                    raise ValueError
                 header: dict[str, Any] = json.loads(opened.read(size))
-            except (json.JSONDecodeError, UnicodeDecodeError):
-                raise UserError("a safetensors file is truncated or corrupt", where=file) from None
+            except ValueError:
+                raise UserError(
+                    "a safetensors file is truncated or corrupt",
+                    where=file,
+                    do="fetch the file again (git clones need git-lfs)",
+                ) from None
             for name, entry in header.items():
                 if name == "__metadata__":
                     continue
@@ -121,11 +131,11 @@ def fingerprint(folder: Path) -> str:
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:
     """(2, N // 2, N − 3), the choice of vLLM and speculators; mended where shallow ones collide."""
-    wanted = sorted({2, num_layers // 2, max(num_layers - 3, 0)})
+    wanted = sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)})
     spare = [b for b in range(1, num_layers + 1) if b not in wanted]
     while len(wanted) < 3 and spare:
         wanted.append(spare.pop())
-    return tuple(sorted(min(b, num_layers) for b in set(wanted)))
+    return tuple(sorted(wanted))
 
 
 def check_boundaries(boundaries: tuple[int, ...], num_layers: int) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftlab.base import UserError
+from draftlab.base import UserError, read_json
 
 _NORMS = ("norm", "final_layernorm", "ln_f")
 
@@ -43,10 +43,11 @@ class TargetParts:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetParts:
-        """The same parts on another device, in another dtype."""
+        """Copies on another device, in another dtype."""
         return TargetParts(
             self.embeddings.to(device, dtype),
-            self.norm.to(device, dtype),
+            # A module moves in place, and this one may be the final norm of a model in use.
+            copy.deepcopy(self.norm).to(device, dtype),
             self.lm_head.to(device, dtype),
             self.scale,
             self.softcap,
@@ -141,18 +142,40 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def read_tensor(folder: Path, name: str) -> Tensor:
-    """One tensor by name; a checkpoint may prefix or shorten it (text towers do)."""
+    """One tensor by name; a checkpoint may prefix or shorten it (text towers do).
+
+    Raises:
+        UserError: when it is missing or ambiguous, or its file is missing or broken.
+    """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        where: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        where: dict[str, str] = read_json(index, kind="safetensors index")["weight_map"]
     else:
         where = {}
         for file in shard_files(folder):
-            with safe_open(file, "pt") as opened:
+            with _open(file) as opened:
                 where |= dict.fromkeys(opened.keys(), file.name)
     found = [key for key in where if key == name]
     found = found or [k for k in where if k.endswith("." + name) or name.endswith("." + k)]
     if len(found) != 1:
         raise UserError(f"expected one tensor named {name}, found {found or 'none'}", where=folder)
-    with safe_open(folder / where[found[0]], "pt") as opened:
+    with _open(folder / where[found[0]]) as opened:
         return opened.get_tensor(found[0])
+
+
+def _open(file: Path) -> Any:
+    """A safetensors file, opened."""
+    try:
+        return safe_open(file, "pt")
+    except FileNotFoundError:
+        raise UserError(
+            "expected a shard of the checkpoint, found nothing",
+            where=file,
+            do="fetch the checkpoint again: a file of it is missing",
+        ) from None
+    except SafetensorError as error:
+        raise UserError(
+            f"a safetensors file is truncated or corrupt: {error}",
+            where=file,
+            do="fetch the file again (git clones need git-lfs)",
+        ) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import deque
@@ -27,8 +26,12 @@ from draftlab.target.model import resolve_device
 from draftlab.target.parts import TargetParts
 from draftlab.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint, trainable
 from draftlab.train.knobs import TrainKnobs
+from draftlab.train.metrics import MetricsLog, truncate_metrics
 from draftlab.train.ttt import Sums, ttt_loss
 from draftlab.train.validate import Validation, validate
+
+# Knobs that change how training runs, never what it makes.
+_FREE = {"checkpoint_every", "log_every", "validate_every", "wandb", "device"}
 
 
 def learning_rate(step: int, knobs: TrainKnobs) -> float:
@@ -119,7 +122,7 @@ class Trainer:
         self.key = sha256_text(
             canonical_json(
                 [
-                    knobs.model_dump(exclude={"checkpoint_every", "log_every", "wandb", "device"}),
+                    knobs.model_dump(exclude=_FREE),
                     config.model_dump(mode="json", exclude={"provenance"}),
                     vocabulary.target_ids.tolist(),
                     store.manifest.model_dump(mode="json"),
@@ -128,24 +131,24 @@ class Trainer:
             )
         )
         self.step = self.tokens_seen = 0
+        self.log = MetricsLog(folder, knobs)
         self._resume()
 
     def _resume(self) -> None:
         found = checkpoints(self.folder / "checkpoints")
         if not found:
+            truncate_metrics(self.log.path, 0)
             return
         # prepare() wraps the optimizer; its own state dictionary is the one that counts.
         self.step, self.tokens_seen = load_checkpoint(
             found[-1], self.head, self.optimizer.optimizer, key=self.key
         )
         self.monitor.say(f"resuming training after step {self.step}")
-        _truncate_metrics(self.folder / "metrics.jsonl", self.step)
+        truncate_metrics(self.log.path, self.step)
 
     def run(self) -> Validation | None:
         """Trains to the last step; returns the closing validation (None: nothing held out)."""
         knobs = self.knobs
-        self.folder.mkdir(parents=True, exist_ok=True)
-        tracker = _wandb_run(knobs, self.folder)
         validation: Validation | None = None
         sums, started = Sums.zeros(knobs.ttt_steps, self.device), time.perf_counter()
         tokens_logged, busy = self.tokens_seen, 0.0
@@ -161,17 +164,16 @@ class Trainer:
                 busy, started = time.perf_counter() - started, time.perf_counter()
                 speed = (self.tokens_seen - tokens_logged) / busy
                 tokens_logged = self.tokens_seen
-                self._log(sums, rate, float(grad_norm), speed, tracker)
+                self._log(sums, rate, float(grad_norm), speed)
                 sums = Sums.zeros(knobs.ttt_steps, self.device)
             if knobs.validate_every and self.step % knobs.validate_every == 0 and not last:
-                self.validate(tracker)
+                self.validate()
             if self.step % knobs.checkpoint_every == 0 and not last:
                 self.save()
         if self.held_out:
-            validation = self.validate(tracker)
+            validation = self.validate()
         self.save()
-        if tracker is not None:
-            tracker.finish()
+        self.log.close()
         return validation
 
     def _order(self) -> Iterator[list[list[int]]]:
@@ -226,7 +228,7 @@ class Trainer:
             return torch.autocast("cpu", torch.bfloat16)
         return nullcontext()
 
-    def _log(self, sums: Sums, rate: float, norm: float, speed: float, tracker: Any) -> None:
+    def _log(self, sums: Sums, rate: float, norm: float, speed: float) -> None:
         count = sums.count.clamp(min=1)
         alpha, accuracy = (sums.alpha / count).tolist(), (sums.hits / count).tolist()
         losses = (sums.loss / count).tolist()
@@ -246,7 +248,7 @@ class Trainer:
             "grad_norm": norm,
             "tokens_per_s": speed,
         }
-        self._write(row, tracker)
+        self.log.write(row)
         self.monitor.progress(
             "train",
             self.step,
@@ -254,20 +256,13 @@ class Trainer:
             f"{speed:,.0f} tokens/s · loss {losses[0]:.3f} · α {alpha[0]:.3f}",
         )
 
-    def _write(self, row: dict[str, Any], tracker: Any) -> None:
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        if tracker is not None:
-            tracker.log(_flat(row), step=self.step)
-
-    def validate(self, tracker: Any = None) -> Validation:
+    def validate(self) -> Validation:
         """Validates on the held-out records, writes and says what it found."""
         found = validate(
             self.head, self.parts, self.store, self.held_out, num_steps=self.knobs.ttt_steps
         )
-        self._write(
-            {"step": self.step, "tokens_seen": self.tokens_seen, "validation": found.metrics()},
-            tracker,
+        self.log.write(
+            {"step": self.step, "tokens_seen": self.tokens_seen, "validation": found.metrics()}
         )
         self.monitor.say(f"validation at step {self.step}: {found.line()}")
         return found
@@ -282,40 +277,3 @@ class Trainer:
             tokens_seen=self.tokens_seen,
             key=self.key,
         )
-
-
-def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Nested numbers and lists under slash-separated names."""
-    flat: dict[str, float] = {}
-    for key, value in row.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}/")
-        elif isinstance(value, list):
-            flat |= {f"{prefix}{key}/{i}": v for i, v in enumerate(value)}
-        elif value is not None:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def _truncate_metrics(path: Path, step: int) -> None:
-    """Drops lines written after the checkpoint that training resumes from."""
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-    path.write_text("".join(kept), encoding="utf-8")
-
-
-def _wandb_run(knobs: TrainKnobs, folder: Path) -> Any:
-    """A Weights & Biases run when asked for."""
-    if knobs.wandb is None:
-        return None
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(
-            "train.wandb is set, and wandb is not installed", do="pip install 'draftlab[wandb]'"
-        ) from None
-    return wandb.init(
-        project=knobs.wandb, name=folder.parent.name, config=knobs.model_dump(), dir=str(folder)
-    )

@@ -246,3 +246,20 @@ def test_the_config_knows_its_feature_width() -> None:
     assert make_config().feature_size == 4 * 20
     with pytest.raises(ValueError, match="schema"):
         make_config(schema=2)
+
+
+def test_a_rope_that_cannot_be_computed_is_named(folder: Path) -> None:
+    path = folder / "draftlab.json"
+    fields = json.loads(path.read_text())
+    fields["rope_parameters"] = {"rope_type": "llama3", "rope_theta": 1e4}
+    path.write_text(json.dumps(fields))
+    with pytest.raises(UserError, match="factor"):
+        load_config(folder)
+
+
+def test_embeddings_that_are_said_to_be_the_targets_are_not_replaced(folder: Path) -> None:
+    path = folder / "draftlab.json"
+    fields = json.loads(path.read_text()) | {"embeddings": "target"}
+    path.write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=r"the file holds embed_tokens\.weight"):
+        load(folder, torch.zeros(1, 1))

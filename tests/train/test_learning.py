@@ -10,12 +10,12 @@ import torch
 from draftlab.base import Monitor, UserError
 from draftlab.data.draft_vocab import DraftVocabulary
 from draftlab.data.manifest import Manifest
+from draftlab.data.packing import pack
 from draftlab.data.store import Record
 from draftlab.target.parts import TargetParts
 from draftlab.train.knobs import TrainKnobs
 from draftlab.train.loop import Trainer
 from draftlab.train.validate import token_scores, walk
-from draftlab.data.packing import pack
 from tests.train import synthetic
 from tests.train.test_ttt import reach_mask_t, reach_mask_t_k, spans_of
 
@@ -80,7 +80,13 @@ def orthogonal_parts() -> TargetParts:
     )
 
 
-def trained(folder: Path, store: ListStore, target: TargetParts, **knobs: object) -> Trainer:
+def trained(
+    folder: Path,
+    store: ListStore,
+    target: TargetParts,
+    monitor: Monitor | None = None,
+    **knobs: object,
+) -> Trainer:
     """A trainer after its run."""
     fields = {
         "steps": 200,
@@ -100,7 +106,7 @@ def trained(folder: Path, store: ListStore, target: TargetParts, **knobs: object
         TrainKnobs.model_validate(fields | knobs),
         seed=0,
         folder=folder,
-        monitor=Monitor(),
+        monitor=monitor or Monitor(),
     )
     trainer.run()
     return trainer
@@ -150,36 +156,17 @@ def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
 
     knobs = {"steps": 12, "checkpoint_every": 4, "log_every": 1}
-    trainer = None
     with pytest.raises(KeyboardInterrupt):
-        fields = TrainKnobs.model_validate(
-            {
-                "row_tokens": 64,
-                "batch_rows": 4,
-                "ttt_steps": 3,
-                "learning_rate": 1e-2,
-                "validation_share": 0.2,
-                **knobs,
-            }
-        )
-        trainer = Trainer(
-            store,  # type: ignore[arg-type]
-            target,
-            synthetic.config(),
-            DraftVocabulary(torch.arange(10, 40), 1.0),
-            fields,
-            seed=0,
-            folder=tmp_path / "cut",
-            monitor=Interrupts(),
-        )
-        trainer.run()
+        trained(tmp_path / "cut", store, target, monitor=Interrupts(), **knobs)
     resumed = trained(tmp_path / "cut", store, target, **knobs)
     for (name, a), (_, b) in zip(
         whole.head.state_dict().items(), resumed.head.state_dict().items(), strict=True
     ):
         assert torch.equal(a, b), name
     assert resumed.tokens_seen == whole.tokens_seen
-    steps = [line.split(",")[0] for line in (tmp_path / "cut/metrics.jsonl").read_text().split("\n")]
+    steps = [
+        line.split(",")[0] for line in (tmp_path / "cut/metrics.jsonl").read_text().split("\n")
+    ]
     assert len([s for s in steps if s]) == 13  # twelve steps, each once, and the validation
 
 

@@ -39,9 +39,7 @@ def server_log(spans: Tensor, k: int) -> set[tuple[int, int]]:
     after accepting n of them the next chain starts at t + n + 1.
     """
     values, asked = spans.tolist(), set()
-    starts = [
-        a for a in range(1, len(values)) if values[a] and values[a] != values[a - 1]
-    ]
+    starts = [a for a in range(1, len(values)) if values[a] and values[a] != values[a - 1]]
     for a in starts:
         end = a
         while end + 1 < len(values) and values[end + 1] == values[a]:

@@ -1,0 +1,14 @@
+"""The parity drivers as modules: they are programs beside the package, not part of it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+FOLDER = str(Path(__file__).resolve().parents[2] / "eval" / "parity")
+if FOLDER not in sys.path:
+    sys.path.append(FOLDER)
+
+vllm = importlib.import_module("parity_vllm")
+speculators = importlib.import_module("parity_speculators")

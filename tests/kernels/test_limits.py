@@ -1,0 +1,184 @@
+"""Temperature, top-k and top-p against the definition written out, and verify's corner cases."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftlab.kernels.noise import prompt_key
+from draftlab.kernels.verify import RowKeys, sample_first, target_probabilities, verify
+
+
+def rows(
+    *settings_: tuple[float, int, float], seed: int = 0, names: list[str] | None = None
+) -> RowKeys:
+    """Rows of (temperature, top_k, top_p)."""
+    names = names or [str(i) for i in range(len(settings_))]
+    return RowKeys(
+        torch.tensor([s[0] for s in settings_]),
+        torch.tensor([s[1] for s in settings_]),
+        torch.tensor([s[2] for s in settings_]),
+        torch.full((len(settings_),), seed),
+        torch.tensor([prompt_key(name) for name in names]),
+    )
+
+
+def by_definition(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """Brute force: tokens one at a time, most likely first, lowest id first among equals."""
+    size = len(logits)
+    if temperature == 0:
+        best = logits.index(max(logits))
+        return [float(i == best) for i in range(size)]
+    top = max(logits)
+    weights = [math.exp((z - top) / temperature) for z in logits]
+    order = sorted(range(size), key=lambda i: (-logits[i], i))[: top_k or size]
+    total = sum(weights[i] for i in order)
+    kept, mass = [], 0.0
+    for i in order:
+        if top_p < 1 and mass >= top_p:
+            break
+        kept.append(i)
+        mass += weights[i] / total
+    total = sum(weights[i] for i in kept)
+    return [weights[i] / total if i in kept else 0.0 for i in range(size)]
+
+
+# Logits on a grid give ties; masses that only rounding tells from top_p are excluded below.
+LOGITS = st.lists(st.integers(-6, 6).map(lambda i: i / 2), min_size=6, max_size=6)
+SETTINGS = st.tuples(
+    st.sampled_from([0.0, 0.5, 0.8, 1.0, 1.5]),
+    st.integers(0, 8),
+    st.sampled_from([0.05, 0.31, 0.62, 0.9, 1.0]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(LOGITS, SETTINGS), min_size=1, max_size=5))
+def test_rows_of_a_mixed_batch_equal_the_definition(cases) -> None:
+    logits = torch.tensor([case[0] for case in cases])[:, None].expand(-1, 2, -1)
+    found = target_probabilities(logits, rows(*(case[1] for case in cases)))
+    for i, (z, (temperature, top_k, top_p)) in enumerate(cases):
+        close = [by_definition(z, temperature, top_k, top_p + e) for e in (-1e-6, 0, 1e-6)]
+        if top_p < 1 and not close[0] == close[1] == close[2]:
+            continue
+        for position in range(2):
+            assert found[i, position].tolist() == pytest.approx(close[1], abs=1e-6)
+
+
+def test_top_p_off_drops_nothing_beside_top_k() -> None:
+    """A running sum in float32 reaches 1 before the tail; the tail stays in the support."""
+    logits = torch.full((1, 1, 3000), -18.0)
+    logits[..., 0] = 0.0
+    assert int((target_probabilities(logits, rows((1.0, 2000, 1.0))) > 0).sum()) == 2000
+
+
+def test_greedy_ties_go_to_the_lowest_id() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0]])
+    assert sample_first(logits, torch.tensor([1]), rows((0.0, 0, 1.0))).tolist() == [1]
+    for draft, accepted in ((1, 1), (3, 0), (4, 0)):
+        verdict = verify(
+            logits[:, None].expand(1, 2, 5),
+            torch.tensor([[draft]]),
+            torch.tensor([1]),
+            None,
+            None,
+            torch.tensor([1]),
+            rows((0.0, 0, 1.0)),
+        )
+        assert (verdict.accepted.tolist(), verdict.emitted.tolist()) == ([accepted], [1])
+        assert verdict.probability.tolist() == [[float(accepted)]]
+
+
+def test_nothing_left_to_recover_from_falls_back_to_p() -> None:
+    """q ≥ p everywhere up to rounding, and a rejection all the same: p itself is then exact."""
+    logits = torch.tensor([1.0, 0.0, -1.0]).expand(2000, 2, 3)
+    names = [f"r{i}" for i in range(2000)]
+    keys = rows(*[(1.0, 0, 1.0)] * 2000, names=names)
+    p = target_probabilities(logits, keys)
+    # Twice p is no distribution; it rejects half of the drafts with an empty residual.
+    verdict = verify(
+        logits,
+        torch.zeros(2000, 1, dtype=torch.int64),
+        torch.ones(2000, dtype=torch.int64),
+        2 * p[:, :1],
+        torch.arange(3),
+        torch.full((2000,), 4),
+        keys,
+    )
+    rejected = verdict.emitted[verdict.accepted == 0]
+    assert 800 < len(rejected) < 1200
+    share = rejected.bincount(minlength=3) / len(rejected)
+    assert share.tolist() == pytest.approx(p[0, 0].tolist(), abs=0.06)
+
+
+def test_a_certain_token_that_was_drafted_leaves_no_empty_residual() -> None:
+    """Without draft probabilities, p one-hot at the draft: always accepted, never a crash."""
+    logits = torch.tensor([[[50.0, -90.0], [0.0, 0.0]]])
+    verdict = verify(
+        logits,
+        torch.tensor([[0]]),
+        torch.tensor([1]),
+        None,
+        None,
+        torch.tensor([3]),
+        rows((1.0, 0, 1.0)),
+    )
+    assert verdict.accepted.tolist() == [1]
+
+
+GREEDY, SAMPLED = (0.0, 0, 1.0), (1.0, 0, 1.0)
+
+
+def test_rows_with_fewer_drafts_ignore_their_padding() -> None:
+    """Padding drafts and the logits behind them decide nothing."""
+    generator = torch.Generator().manual_seed(0)
+    kinds = [GREEDY, SAMPLED, (1.3, 3, 0.8)] * 40
+    keys = rows(*kinds)
+    count = len(kinds)
+    logits = torch.randn(count, 4, 6, generator=generator) * 2
+    q = torch.randn(count, 3, 6, generator=generator).softmax(-1)
+    drafts = torch.randint(6, (count, 3), generator=generator)
+    number = torch.arange(count) % 4
+    positions = torch.arange(count) + 2
+    found = verify(logits, drafts, number, q, torch.arange(6), positions, keys)
+    assert bool((found.accepted <= number).all())
+    assert len({(int(a), int(n)) for a, n in zip(found.accepted, number, strict=True)}) > 6
+    assert bool((found.probability[torch.arange(3) >= number[:, None]] == 0).all())
+    for i in range(count):
+        n, one = int(number[i]), torch.tensor([i])
+        alone = verify(
+            logits[one, : n + 1],
+            drafts[one, :n],
+            number[one],
+            q[one, :n],
+            torch.arange(6),
+            positions[one],
+            keys[one],
+        )
+        assert int(alone.accepted) == int(found.accepted[i])
+        assert int(alone.emitted) == int(found.emitted[i])
+        torch.testing.assert_close(alone.probability[0], found.probability[i, :n])
+    undrafted = number == 0
+    first = sample_first(logits[:, 0], positions, keys)
+    assert torch.equal(found.emitted[undrafted], first[undrafted])
+
+
+def test_greedy_rows_do_not_look_at_draft_probabilities() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(60, 3, 5, generator=generator)
+    drafts = torch.randint(5, (60, 2), generator=generator)
+    number, positions = torch.full((60,), 2), torch.arange(60)
+    keys = rows(*[GREEDY, SAMPLED] * 30)
+    q = torch.rand(60, 2, 5, generator=generator)
+    with_q = verify(logits, drafts, number, q, torch.arange(5), positions, keys)
+    without = verify(logits, drafts, number, None, None, positions, keys)
+    best = logits.argmax(-1)
+    hits = (drafts == best[:, :2]).long().cumprod(-1).sum(-1)
+    for verdict in (with_q, without):
+        assert torch.equal(verdict.accepted[::2], hits[::2])
+        assert torch.equal(verdict.emitted[::2], best.gather(1, hits[:, None])[::2, 0])
+    assert not torch.equal(with_q.accepted[1::2], without.accepted[1::2])

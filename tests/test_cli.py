@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from rich.console import Console
+
+from draftlab import pipeline
+from draftlab.base import UserError
+from draftlab.console import ConsoleMonitor, user_errors
+from draftlab.results import Report
+from tests.small_run import copy_of_finished, draftlab, finished, half_written, snapshot
+
+VERBS = ("run", "prepare", "record", "train", "eval", "export", "inspect", "recipe", "version")
+THERE = [f"{s}: there" for s in ("answers", "store", "head", "eval", "export")]
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    """The one block on stderr of a user's mistake."""
+    result = draftlab(folder, *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("error: ") == 1
+    assert "Traceback" not in result.stderr
+    assert half_written(folder) == []
+    return result.stderr
+
+
+def test_a_whole_run_leaves_every_artefact() -> None:
+    run = finished() / "runs" / "small"
+    expected = (
+        "answers.jsonl recipe.yaml provenance.json store/manifest.json train/metrics.jsonl "
+        "head/draftlab.json head/model.safetensors head/config.json eval/report.json "
+        "eval/report.html export/speculators/config.json export/speculators/model.safetensors"
+    )
+    assert [name for name in expected.split() if not (run / name).is_file()] == []
+    assert (run.parent / "latest").resolve() == run.resolve()
+    assert half_written(run) == []
+    provenance = json.loads((run / "provenance.json").read_text())
+    assert provenance["target"] == "toy"
+    assert "prompts.sha256" in provenance["inputs"]["answers"]
+    rows = Report.read(run / "eval" / "report.json").rows
+    assert {(row.temperature, row.drafter) for row in rows} == {
+        (t, d) for t in (0.0, 0.8) for d in ("none", "chain")
+    }
+    assert {row.prompts for row in rows} == {3}
+
+
+def test_run_again_does_nothing_and_says_so() -> None:
+    before = snapshot(finished() / "runs")
+    result = draftlab(finished(), "run", "small.yaml")
+    assert result.exit_code == 0
+    said = [line for line in result.stderr.splitlines() if ": there" in line]
+    assert [line.partition(" (")[0] for line in said] == THERE
+    assert "acceptance" in result.stdout  # the table is shown again
+    assert snapshot(finished() / "runs") == before
+    for verb in ("train", "record", "prepare"):
+        assert draftlab(finished(), verb, "small.yaml").exit_code == 0
+    assert snapshot(finished() / "runs") == before
+
+
+def test_json_is_the_report_and_nothing_else() -> None:
+    result = draftlab(finished(), "run", "small.yaml", "--json")
+    report = finished() / "runs" / "small" / "eval" / "report.json"
+    assert result.stdout == report.read_text()
+    assert json.loads(result.stdout)["schema"] == 1
+
+
+def test_plan_prints_recipe_and_stages_and_does_nothing() -> None:
+    before = snapshot(finished())
+    done = draftlab(finished(), "run", "small.yaml", "--plan")
+    recipe, _, stages = done.stdout.partition("\nrun folder: ")
+    assert yaml.safe_load(recipe)["train"]["steps"] == 6
+    assert yaml.safe_load(recipe)["train"]["clip"] == 0.5  # defaults are written out
+    assert stages.count("nothing to do") == 5
+    changed = draftlab(finished(), "run", "small.yaml", "train.steps=7", "--plan")
+    assert changed.exit_code == 0
+    assert "head     knobs changed: train.steps 6 → 7" in changed.stdout
+    other = draftlab(finished(), "train", "small.yaml", "name=other", "--plan")
+    assert other.stdout.count("would run") == 3
+    assert "eval " not in other.stdout.partition("run folder")[2]
+    assert snapshot(finished()) == before
+    assert not (finished() / "runs" / "other").exists()
+
+
+def test_a_changed_knob_is_refused_by_name() -> None:
+    before = snapshot(finished() / "runs")
+    said = refused(finished(), "run", "small.yaml", "train.steps=7", "record.dtype=float32")
+    assert "stage 'store'" in said
+    assert "record.dtype: 'bfloat16' in the run, 'float32' now" in said
+    said = refused(finished(), "train", "small.yaml", "train.steps=7")
+    assert "train.steps: 6 in the run, 7 now" in said
+    assert "--force" in said
+    assert "name=other" in said
+    assert snapshot(finished() / "runs") == before
+
+
+def test_force_makes_only_what_is_old_again(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    run = folder / "runs" / "small"
+    before = snapshot(run)
+    result = draftlab(folder, "run", "small.yaml", "train.steps=7", "--force")
+    assert result.exit_code == 0, result.output
+    after = snapshot(run)
+    kept = [n for n in before if n.startswith(("answers", "store/", "stages/answers"))]
+    assert kept
+    assert {n: after[n] for n in kept} == {n: before[n] for n in kept}
+    for name in ("head/model.safetensors", "eval/report.json", "export/speculators/config.json"):
+        assert after[name] != before[name]
+    steps = [json.loads(x) for x in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in steps if "loss" in s] == list(range(1, 8))
+    assert yaml.safe_load((run / "recipe.yaml").read_text())["train"]["steps"] == 7
+    # And now that recipe is what is there.
+    assert draftlab(folder, "train", "small.yaml", "train.steps=7").exit_code == 0
+    refused(folder, "train", "small.yaml")
+
+
+def test_a_changed_prompt_file_is_noticed(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    prompts = folder / "prompts.jsonl"
+    text = prompts.read_text()
+    prompts.write_text(text.replace("def f3", "def g3"))
+    assert "prompts.sha256" in refused(folder, "train", "small.yaml")
+    prompts.write_text(text)
+    assert draftlab(folder, "train", "small.yaml").exit_code == 0
+
+
+def test_evaluation_knobs_change_without_asking(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    head = snapshot(folder / "runs" / "small" / "head")
+    changed = ("eval.k=1", "eval.temperatures=[0]", "--json")
+    result = draftlab(folder, "run", "small.yaml", *changed)
+    assert result.exit_code == 0, result.output
+    assert {row["k"] for row in json.loads(result.stdout)["rows"]} == {0, 1}
+    assert snapshot(folder / "runs" / "small" / "head") == head
+
+
+def test_eval_alone_takes_the_latest_run(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    result = draftlab(folder, "eval", "--temps", "0,0.7,1.5", "--draft-probs", "on", "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert sorted({row["temperature"] for row in rows}) == [0.0, 0.7, 1.5]
+    assert {row["head"] for row in rows} == {"small", None}
+    report = folder / "runs" / "small" / "eval" / "report.json"
+    assert result.stdout == report.read_text()
+    # What lies there now is not what the recipe asks for, and the run knows.
+    plan = draftlab(folder, "run", "small.yaml", "--plan").stdout
+    assert "eval     knobs changed" in plan
+    assert "eval.temperatures [0.0, 0.7, 1.5] → [0.0, 0.8]" in plan
+    again = draftlab(folder, "run", "small.yaml", "--json")
+    assert {row["temperature"] for row in json.loads(again.stdout)["rows"]} == {0.0, 0.8}
+
+
+def test_eval_elsewhere_leaves_the_run_alone(tmp_path: Path) -> None:
+    before = snapshot(finished() / "runs")
+    options = ("--run", "small", "--temps", "0", "--out", str(tmp_path / "out"))
+    assert draftlab(finished(), "eval", *options).exit_code == 0
+    assert Report.read(tmp_path / "out" / "report.json").rows
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert snapshot(finished() / "runs") == before
+
+
+def test_a_head_folder_is_evaluated_with_its_target(tmp_path: Path) -> None:
+    head = str(finished() / "runs" / "small" / "head")
+    assert "--target beside --head" in refused(finished(), "eval", "--head", head)
+    assert "found both" in refused(finished(), "eval", "--head", head, "--run", "small")
+    options = ("--head", head, "--target", "toy", "--prompts", "prompts.jsonl", "--temps", "0")
+    short = ("--max-prompts", "1", "--max-new-tokens", "4", "--out", str(tmp_path))
+    assert draftlab(finished(), "eval", *options, *short).exit_code == 0
+
+
+def test_export_alone_follows_the_run_and_its_options(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    config = folder / "runs" / "small" / "export" / "speculators" / "config.json"
+
+    def k() -> int:
+        (proposal,) = json.loads(config.read_text())["speculators_config"]["proposal_methods"]
+        return proposal["speculative_tokens"]
+
+    assert k() == 2
+    assert draftlab(folder, "export", "--to", "speculators", "--k", "1").exit_code == 0
+    assert k() == 1
+    assert "export.k 1 → None" in draftlab(folder, "run", "small.yaml", "--plan").stdout
+    assert draftlab(folder, "run", "small.yaml", "export.k=1").exit_code == 0
+    assert draftlab(folder, "export").exit_code == 0
+    assert k() == 1  # the run's own recipe
+    elsewhere = folder / "elsewhere"
+    assert draftlab(folder, "export", "--k", "2", "--out", str(elsewhere)).exit_code == 0
+    assert k() == 1
+    assert (elsewhere / "model.safetensors").is_file()
+    assert "did you mean 'speculators'?" in refused(folder, "export", "--to", "speculator")
+
+
+def test_inspect_shows_run_store_head_and_report() -> None:
+    run = finished() / "runs" / "small"
+    for arguments, said in (
+        ((), ("boundaries", "draft vocabulary", "12 in 3 shards", "conversation p0", "user")),
+        (("small", "--sample", "1"), ("conversation p1",)),
+        ((str(run / "store"),), ("12 in 3 shards", "conversation p0")),
+        ((str(run / "head"),), ("trained steps", "LlamaForCausalLM")),
+        ((str(run / "eval" / "report.json"),), ("acceptance",)),
+        (("reference",), ("embedded",)),
+    ):
+        result = draftlab(finished(), "inspect", *arguments)
+        assert result.exit_code == 0, result.output
+        assert [text for text in said if text not in result.stdout] == []
+    assert "expected a sample in 0..11" in draftlab(finished(), "inspect", "--sample", "12").stderr
+    assert "expected a run, found none" in refused(finished(), "inspect", "nothing")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("train", "none.yaml"), ("expected a recipe", "where: none.yaml")),
+        (("train", "small.yaml", "train.stepz=3"), ("did you mean steps?", "recipe schema")),
+        (("train", "small.yaml", "target=./nowhere"), ("config.json", "where: nowhere")),
+        (("train", "small.yaml", "prompts.source=no.jsonl"), ("no.jsonl",)),
+        (("eval", "--run", "nothing"), ("expected a run, found none", "runs/nothing")),
+        (("eval", "--temps", "0,hot"), ("0,0.7,1.5", "'0,hot'")),
+        (("eval", "--k", "0"), ("k: ", "found 0")),
+        (("eval", "--draft-probs", "maybe"), ("draft_probs", "'maybe'")),
+        (("eval", "--prompts", "no.jsonl"), ("no.jsonl",)),
+        (("eval", "--head", "nothing"), ("draftlab.json", "nothing")),
+        (("recipe", "show", "none.yaml"), ("expected a recipe",)),
+    ],
+)
+def test_mistakes_are_one_block(arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
+    said = refused(finished(), *arguments)
+    assert [text for text in says if text not in said] == []
+
+
+def test_without_a_run_the_verbs_say_how_to_make_one(tmp_path: Path) -> None:
+    for verb in ("eval", "export", "inspect"):
+        assert "`draftlab train recipes/quickstart.yaml` makes one" in refused(tmp_path, verb)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback_of_a_mistake() -> None:
+    result = draftlab(finished(), "train", "none.yaml", "--debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert "error: expected a recipe" in result.stderr
+
+
+def test_faults_of_ours_exit_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(pipeline.Pipeline, "make", broken)
+    result = draftlab(finished(), "train", "small.yaml")
+    assert result.exit_code == 1
+    assert "internal error: ZeroDivisionError: oh" in result.stderr
+    assert "Traceback" not in result.stderr
+    result = draftlab(finished(), "train", "small.yaml", "--debug")
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr
+
+
+def test_interrupting_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline.Pipeline, "make", interrupted)
+    result = draftlab(finished(), "train", "small.yaml")
+    assert result.exit_code == 130
+    assert "goes on where it stopped" in result.stderr
+
+
+def test_an_error_takes_the_progress_bar_away() -> None:
+    # A live bar hides the terminal's cursor; who dies without stopping it leaves it hidden.
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    monitor = ConsoleMonitor(console)
+    monitor.progress("record", 1, 9, "7 tokens/s")
+    with pytest.raises(typer.Exit), user_errors(monitor, debug=False):
+        raise UserError("expected this", where="there", do="that")
+    shown = console.file.getvalue()
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+    assert shown.index("expected this") > shown.rindex("7 tokens/s")
+
+
+def test_long_lines_stay_whole_in_a_log() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    monitor = ConsoleMonitor(console)
+    path = "/a/folder/[with]/brackets/" + "long/" * 20
+    monitor.say(f"head: {path}")
+    with pytest.raises(typer.Exit) as ended, user_errors(monitor, debug=False):
+        raise UserError("no head", where=path)
+    assert ended.value.exit_code == 2
+    assert console.file.getvalue() == f"head: {path}\nerror: no head\nwhere: {path}\n"
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "recipe schema", "recipe show"])
+def test_help_of_every_verb(verb: str, tmp_path: Path) -> None:
+    result = draftlab(tmp_path, *verb.split(), "--help")
+    assert result.exit_code == 0
+    assert "Usage: draftlab" in result.stdout
+
+
+def test_no_verb_is_forgotten_here(tmp_path: Path) -> None:
+    from draftlab.cli import app
+
+    names = {c.name or c.callback.__name__ for c in app.registered_commands}
+    assert names | {g.name for g in app.registered_groups} == set(VERBS)
+    assert draftlab(tmp_path, "evla").exit_code == 2
+    assert draftlab(tmp_path, "recipe", "schema").stdout.count("\n") > 100
+    assert "properties" in json.loads(draftlab(tmp_path, "recipe", "schema", "--json").stdout)
+
+
+def test_help_is_fast_in_a_process_of_its_own(tmp_path: Path) -> None:
+    code = (
+        "import sys; from draftlab.cli import app\n"
+        "try: app(['--help'], prog_name='draftlab')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'matplotlib', 'numpy', 'tokenizers'}\n"
+        "print(sorted(heavy & sys.modules.keys()), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert "Usage: draftlab" in done.stdout
+    assert done.stderr.strip() == "[]"
+
+
+def test_a_process_of_its_own_keeps_stdout_clean() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "draftlab.cli", "run", "small.yaml", "--json"],
+        cwd=finished(),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"]
+    assert "eval: there (runs/small/eval)" in done.stderr
