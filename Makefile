@@ -33,11 +33,9 @@ lint: setup  ## style and the import rules
 	$(BIN)/lint-imports
 
 parity-vllm: setup  ## tokens and counters equal to a real vLLM (own environment, 3.4 GB)
-	bash eval/parity/setup_vllm.sh
 	$(BIN)/python eval/parity/parity_vllm.py
 
 parity-speculators: setup  ## logits equal to the speculators library (own environment)
-	bash eval/parity/setup_speculators.sh
 	$(BIN)/python eval/parity/parity_speculators.py
 
 clean:  ## build products and caches (runs/ and the environments stay)

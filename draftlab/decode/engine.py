@@ -231,8 +231,9 @@ class Engine:
             )
         )
         for i, (row, drafts) in enumerate(zip(placed, proposal.tokens.tolist(), strict=False)):
-            # Draft d is fed at position len(tokens) + d, which must lie inside the row.
-            room = max(min(self.k, self.max_length - len(row.tokens)), 0)
+            # Draft d is fed at position len(tokens) + d and the token after the last draft must fit
+            # too: the limit vLLM's scheduler keeps (docs/results/parity.md).
+            room = max(min(self.k, self.max_length - len(row.tokens) - 1), 0)
             row.drafts = drafts[:room]
             row.draft_probs = proposal.probs[i] if proposal.probs is not None else None
         return placed
