@@ -15,7 +15,7 @@ from draftlab.data.store import Store
 from draftlab.heads.folder import CONFIG, load_config
 from draftlab.report import print_report
 from draftlab.results import Report
-from draftlab.run import find_run
+from draftlab.run import STAGES, find_run
 from draftlab.target.model import load_tokenizer
 from draftlab.verbs import REFERENCE, recipe_of, reference_head
 
@@ -54,7 +54,8 @@ def _table(title: str, rows: dict[str, Any], console: Console) -> None:
 
 def _run(folder: Path, sample: int, console: Console) -> None:
     stages = {}
-    for file in sorted((folder / "stages").glob("*.json")):
+    records = [folder / "stages" / f"{name}.json" for name in STAGES]
+    for file in filter(Path.is_file, records):
         record = read_json(file, kind="stage record")
         stages[file.stem] = "whole" if record["complete"] else "unfinished"
     _table(f"run {folder.name}", {"folder": folder, **stages}, console)

@@ -124,6 +124,8 @@ class Pipeline:
                     self.monitor.say(f"{stage.name}: {there} ({run.folder / stage.artefact})")
                     continue
                 if status.state == "changed":
+                    for key, (made, asked) in status.changes.items():
+                        self.monitor.say(f"{stage.name}: {key} was {made!r}, is {asked!r}")
                     run.remove(stage)
                 self._provenance()
                 started = time.perf_counter()

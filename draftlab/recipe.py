@@ -148,7 +148,8 @@ def _explain(loc: tuple[Any, ...], kind: str, message: str, found: Any) -> str:
     for part in loc[:-1]:
         model = typing.cast(type[BaseModel], model.model_fields[str(part)].annotation)
     near = difflib.get_close_matches(str(loc[-1]), model.model_fields, n=1, cutoff=0.5)
-    known = f"did you mean {near[0]}?" if near else f"known: {', '.join(model.model_fields)}"
+    path = ".".join([*map(str, loc[:-1]), near[0]]) if near else ""
+    known = f"did you mean {path}?" if near else f"known: {', '.join(model.model_fields)}"
     return f"{key}: unknown knob; {known}"
 
 

@@ -272,10 +272,14 @@ def find_run(name: str | None) -> Path:
     for folder in candidates:
         if (folder / "recipe.yaml").is_file():
             return folder.resolve()
+    known = sorted(path.parent.name for path in RUNS.glob("*/recipe.yaml"))
+    known = [run for run in known if run != LATEST]
     raise UserError(
-        "expected a run, found none" if name else "there is no run yet",
-        where=candidates[-1],
-        do="`draftlab train recipes/quickstart.yaml` makes one",
+        f"expected a run, found none named {name!r}" if name else "there is no run yet",
+        where=name or RUNS,
+        do=f"runs here: {', '.join(known)}"
+        if known
+        else "`draftlab train recipes/quickstart.yaml` makes one",
     )
 
 

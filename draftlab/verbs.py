@@ -219,7 +219,7 @@ def eval_subject(run_name: str | None, head: str | None, target: str | None) -> 
             raise UserError(
                 "expected the run to have a trained head, found none",
                 where=folder,
-                do="`draftlab train` finishes it",
+                do=f"`draftlab train {folder / 'recipe.yaml'}` finishes it",
             )
         knobs = recipe.target
         if target is not None:

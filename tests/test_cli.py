@@ -220,10 +220,10 @@ def test_inspect_shows_run_store_head_and_report() -> None:
     ("arguments", "says"),
     [
         (("train", "none.yaml"), ("expected a recipe", "where: none.yaml")),
-        (("train", "small.yaml", "train.stepz=3"), ("did you mean steps?", "recipe schema")),
+        (("train", "small.yaml", "train.stepz=3"), ("did you mean train.steps?", "recipe schema")),
         (("train", "small.yaml", "target=./nowhere"), ("config.json", "where: nowhere")),
         (("train", "small.yaml", "prompts.source=no.jsonl"), ("no.jsonl",)),
-        (("eval", "--run", "nothing"), ("expected a run, found none", "runs/nothing")),
+        (("eval", "--run", "nothing"), ("expected a run, found none", "none named 'nothing'")),
         (("eval", "--temps", "0,hot"), ("0,0.7,1.5", "'0,hot'")),
         (("eval", "--k", "0"), ("k: ", "found 0")),
         (("eval", "--draft-probs", "maybe"), ("draft_probs", "'maybe'")),

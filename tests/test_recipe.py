@@ -84,7 +84,7 @@ def test_a_typo_anywhere_gets_the_nearest_name(name: str, cut: int, letter: str)
     with pytest.raises(UserError) as caught:
         parse_recipe(tree)
     where = f"{parents}.{typo}" if parents else typo
-    assert f"{where}: unknown knob; did you mean {leaf}?" in str(caught.value)
+    assert f"{where}: unknown knob; did you mean {name}?" in str(caught.value)
 
 
 def test_an_unknown_knob_unlike_any_lists_the_known(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_overrides_are_dotted_keys_with_yaml_values(tmp_path: Path) -> None:
     [
         ("train.steps", "expected an override such as train.steps=200, found 'train.steps'"),
         ("=3", "expected an override"),
-        ("train.stpes=3", "did you mean steps?"),
+        ("train.stpes=3", "did you mean train.steps?"),
         ("trian.steps=3", "did you mean train?"),
         ("train.steps=[1", "the value of train.steps is not YAML"),
         ("seed.deep=1", "seed: input should be a valid integer"),

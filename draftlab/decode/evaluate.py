@@ -139,6 +139,7 @@ class Evaluator:
         self.warnings: list[str] = []
         if head and self.k > head.config.k_trained:
             self.warnings.append(f"K = {self.k} exceeds the {self.k_trained} steps of training")
+            monitor.say(f"warning: {self.warnings[-1]}")
         if len(taken) < 30:
             self.warnings.append(f"{len(taken)} prompts are few: mind the interval")
 

@@ -51,7 +51,7 @@ class Validation:
                 f"predicted AL {walk:.3f} (K = {self.walk.k}, greedy, {self.walk.drafts} steps)"
             )
         if self.sampled_al is not None:
-            parts.append(f"{self.sampled_al:.3f} (T = 1)")
+            parts.append(f"expected AL {self.sampled_al:.3f} (T = 1)")
         return " · ".join(parts)
 
     def metrics(self) -> dict[str, Any]:
