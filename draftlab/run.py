@@ -16,6 +16,7 @@ from draftlab.base import UserError, canonical_json, read_json, sha256_text, wri
 from draftlab.data.manifest import MANIFEST
 from draftlab.data.store import Store
 from draftlab.heads.folder import CONFIG, WEIGHTS
+from draftlab.train.knobs import FREE_KNOBS
 
 RUNS = Path("runs")
 LATEST = "latest"
@@ -54,10 +55,7 @@ STAGES = {
     )
 }
 # These change how a stage runs, never what it makes.
-_FREE = {"target.device"} | {
-    f"train.{knob}"
-    for knob in ("device", "checkpoint_every", "log_every", "validate_every", "wandb")
-}
+_FREE = {"target.device"} | {f"train.{knob}" for knob in FREE_KNOBS}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from draftlab.base import Knobs
 
+FREE_KNOBS = frozenset({"device", "checkpoint_every", "log_every", "validate_every", "wandb"})
+"""Knobs of `TrainKnobs` that change how training runs, never what it makes."""
+
 
 class HeadKnobs(Knobs):
     """Shape of the head; what is None follows the target."""

@@ -25,13 +25,10 @@ from draftlab.heads.eagle3 import Eagle3Head, initialise_head
 from draftlab.target.model import resolve_device
 from draftlab.target.parts import TargetParts
 from draftlab.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint, trainable
-from draftlab.train.knobs import TrainKnobs
+from draftlab.train.knobs import FREE_KNOBS, TrainKnobs
 from draftlab.train.metrics import MetricsLog, truncate_metrics
 from draftlab.train.ttt import Sums, ttt_loss
 from draftlab.train.validate import Validation, validate
-
-# Knobs that change how training runs, never what it makes.
-_FREE = {"checkpoint_every", "log_every", "validate_every", "wandb", "device"}
 
 
 def learning_rate(step: int, knobs: TrainKnobs) -> float:
@@ -122,7 +119,7 @@ class Trainer:
         self.key = sha256_text(
             canonical_json(
                 [
-                    knobs.model_dump(exclude=_FREE),
+                    knobs.model_dump(exclude=set(FREE_KNOBS)),
                     config.model_dump(mode="json", exclude={"provenance"}),
                     vocabulary.target_ids.tolist(),
                     store.manifest.model_dump(mode="json"),
