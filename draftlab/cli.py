@@ -6,18 +6,16 @@ Heavy imports (torch, transformers) happen inside the verbs, so that `--help` an
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from draftlab.console import ConsoleMonitor, plan_line, user_errors
+from draftlab.console import Debug, Json, guard, monitor, output, plan_line, show
+from draftlab.eval_cli import eval_
 
 if TYPE_CHECKING:
     from draftlab.pipeline import Pipeline
-    from draftlab.results import Report
 
 app = typer.Typer(
     name="draftlab",
@@ -28,10 +26,6 @@ app = typer.Typer(
 )
 recipe_app = typer.Typer(help="Look at recipes.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
-
-errors = Console(stderr=True)
-output = Console()
-monitor = ConsoleMonitor(errors)
 
 RecipeArg = Annotated[Path, typer.Argument(help="Recipe, a YAML file.", metavar="RECIPE")]
 Overrides = Annotated[
@@ -44,14 +38,6 @@ Force = Annotated[
 Plan = Annotated[
     bool, typer.Option("--plan", help="Print the resolved recipe and what would run; do nothing.")
 ]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print report.json on stdout, and nothing else there.")
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
-
-
-def _guard(debug: bool) -> AbstractContextManager[None]:
-    return user_errors(monitor, debug=debug)
 
 
 def _pipeline(recipe: Path, overrides: list[str] | None) -> Pipeline:
@@ -78,15 +64,6 @@ def _make(
     return pipeline
 
 
-def _show(report: Report, as_json: bool, path: Path) -> None:
-    if as_json:
-        typer.echo(path.read_text(encoding="utf-8"), nl=False)
-    else:
-        from draftlab.report import print_report
-
-        print_report(report, output)
-
-
 @app.command()
 def run(
     recipe: RecipeArg,
@@ -97,13 +74,13 @@ def run(
     debug: Debug = False,
 ) -> None:
     """From nothing to a measured, exported head: every stage of RECIPE, then the table."""
-    with _guard(debug):
+    with guard(debug):
         pipeline = _make(("head", "eval", "export"), recipe, overrides, force, plan)
         if pipeline:
             from draftlab.results import Report
 
             path = pipeline.run.folder / "eval" / "report.json"
-            _show(Report.read(path), as_json, path)
+            show(Report.read(path), as_json, path)
             monitor.say(f"exports: {pipeline.run.folder / 'export'}")
 
 
@@ -116,7 +93,7 @@ def prepare(
     debug: Debug = False,
 ) -> None:
     """Have the target answer RECIPE's prompts (answers.jsonl)."""
-    with _guard(debug):
+    with guard(debug):
         _make(("answers",), recipe, overrides, force, plan)
 
 
@@ -129,7 +106,7 @@ def record(
     debug: Debug = False,
 ) -> None:
     """Record the target's hidden states over the answers (store/)."""
-    with _guard(debug):
+    with guard(debug):
         _make(("store",), recipe, overrides, force, plan)
 
 
@@ -142,7 +119,7 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train a head, making first what it needs (head/). Run again, it does what is missing."""
-    with _guard(debug):
+    with guard(debug):
         pipeline = _make(("head",), recipe, overrides, force, plan)
         if pipeline:
             monitor.say(
@@ -150,69 +127,7 @@ def train(
             )
 
 
-@app.command("eval")
-def eval_(
-    run_name: Annotated[
-        str | None, typer.Option("--run", help="Run to evaluate, by name or path.", metavar="RUN")
-    ] = None,
-    head: Annotated[
-        str | None,
-        typer.Option(help='A head folder instead of a run\'s head; "reference" ships in draftlab.'),
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option(help="Target of --head: folder, Hub id or embedded.")
-    ] = None,
-    temps: Annotated[
-        str | None, typer.Option(help="Temperatures, such as 0,0.7,1.5.", metavar="T,T,…")
-    ] = None,
-    k: Annotated[int | None, typer.Option("--k", help="Drafts a step.")] = None,
-    draft_probs: Annotated[
-        str | None, typer.Option(help="on, off (vLLM's default) or both.", metavar="MODE")
-    ] = None,
-    prompts: Annotated[
-        str | None, typer.Option(help="JSONL of conversations, or embedded:heldout.")
-    ] = None,
-    max_prompts: Annotated[int | None, typer.Option(help="Prompts taken from the start.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens of an answer.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Prompts decoded at once.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling noise.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Decode a prompt suite speculatively and report AL, TPOT and counters.
-
-    Without arguments it takes the head of the latest run and that run's eval knobs.
-    """
-    with _guard(debug):
-        from draftlab.base import UserError
-        from draftlab.recipe import changed
-        from draftlab.verbs import eval_subject
-
-        subject = eval_subject(run_name, head, target)
-        temperatures = None
-        if temps is not None:
-            try:
-                temperatures = tuple(float(t) for t in temps.split(","))
-            except ValueError:
-                raise UserError(
-                    f"expected temperatures such as 0,0.7,1.5, found {temps!r}", where="--temps"
-                ) from None
-        asked: dict[str, Any] = {
-            "temperatures": temperatures,
-            "k": k,
-            "draft_probs": draft_probs,
-            "suite": prompts,
-            "max_prompts": max_prompts,
-            "max_new_tokens": max_new_tokens,
-            "batch": batch,
-            "seed": seed,
-        }
-        knobs = changed(subject.knobs, asked, where="command line")
-        target_knobs = changed(subject.target, {"dtype": dtype}, where="command line")
-        report, folder = subject.evaluate(target_knobs, knobs, out, monitor=monitor)
-        _show(report, as_json, folder / "report.json")
+app.command("eval")(eval_)
 
 
 @app.command()
@@ -233,7 +148,7 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write a head for other programs; it is read back and compared before success is said."""
-    with _guard(debug):
+    with guard(debug):
         from draftlab.recipe import changed
         from draftlab.verbs import eval_subject
 
@@ -253,7 +168,7 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """Look into a run, a store or a head: counts, hashes, one conversation with its mask."""
-    with _guard(debug):
+    with guard(debug):
         from draftlab.inspect import inspect_path
 
         inspect_path(what, sample, output)
@@ -272,9 +187,9 @@ def recipe_schema(as_json: Annotated[bool, typer.Option("--json")] = False) -> N
 
 
 @recipe_app.command("show")
-def recipe_show(recipe: RecipeArg, overrides: Overrides = None, debug: Debug = False) -> None:
+def recipeshow(recipe: RecipeArg, overrides: Overrides = None, debug: Debug = False) -> None:
     """Print a recipe with every default filled in."""
-    with _guard(debug):
+    with guard(debug):
         from draftlab.recipe import load_recipe, to_yaml
 
         typer.echo(to_yaml(load_recipe(recipe, overrides or [])), nl=False)

@@ -1,12 +1,16 @@
-"""The command line's monitor and error block: everything for people goes to stderr."""
+"""What the verbs share: the monitor, the error block, a report's output.
+
+Everything for people goes to stderr, but for the tables a verb was asked for.
+"""
 
 from __future__ import annotations
 
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -17,7 +21,13 @@ from rich.text import Text
 from draftlab.base import Monitor, UserError
 
 if TYPE_CHECKING:
+    from draftlab.results import Report
     from draftlab.run import Status
+
+Json = Annotated[
+    bool, typer.Option("--json", help="Print report.json on stdout, and nothing else there.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 QUIET_S = 15.0  # seconds between progress lines where there is no terminal
 
@@ -130,3 +140,23 @@ def user_errors(monitor: ConsoleMonitor, *, debug: bool) -> Iterator[None]:
 def _traceback(console: Console, debug: bool) -> None:
     if debug:
         console.print(Text(traceback.format_exc()), soft_wrap=True)
+
+
+errors = Console(stderr=True)
+output = Console()
+monitor = ConsoleMonitor(errors)
+
+
+def guard(debug: bool) -> AbstractContextManager[None]:
+    """`user_errors` of the command line's own monitor."""
+    return user_errors(monitor, debug=debug)
+
+
+def show(report: Report, as_json: bool, path: Path) -> None:
+    """Prints a report's tables, or the file it lies in."""
+    if as_json:
+        typer.echo(path.read_text(encoding="utf-8"), nl=False)
+    else:
+        from draftlab.report import print_report
+
+        print_report(report, output)

@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from draftlab.base import UserError, read_json, write_json
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE = (1, 2)  # 2 only adds fields: timings, self_check, speedup_ci
 
 
 @dataclass
@@ -164,11 +165,49 @@ class Lossless(BaseModel):
     n: int
 
 
+class SelfCheck(BaseModel):
+    """Whether the accepted drafts agree with their chances (`decode/self_check.py`).
+
+    `z` has a standard normal score for each draft position; None where none was reached, and at
+    T = 0, where accepted and expected must be equal.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    z: list[float | None]
+    p_value: float
+    passed: bool
+
+
+class Timing(BaseModel):
+    """Times of a row's setting with `batch` prompts decoded at once, in milliseconds.
+
+    Stop tokens are ignored; `throughput_tok_s` counts output tokens over wall time, prefill
+    included. `floor_ms` is the time that reading a step's weights once takes at the device's
+    measured copy rate.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    batch: int
+    prompts: int
+    tpot_ms: float
+    tpot_ms_ci: tuple[float, float]
+    ttft_ms: float
+    step_ms: float | None
+    floor_ms: float | None = None
+    throughput_tok_s: float | None = None
+    baseline_tpot_ms: float | None = None
+    speedup: float | None = None
+    speedup_ci: tuple[float, float] | None = None
+
+
 class Row(BaseModel):
     """One result that stands alone: conditions, raw counters, and the figures made from them.
 
-    Times are milliseconds. For drafter "none" the acceptance fields are None. Fields that a run
-    did not measure are None, never a guess.
+    `batch` is that of the counted pass. Times are milliseconds and belong to the first of
+    `timings`. For drafter "none" the acceptance fields are None. Fields that a run did not measure
+    are None, never a guess.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -211,6 +250,9 @@ class Row(BaseModel):
     throughput_tok_s: float | None = None
     baseline_tpot_ms: float | None = None
     speedup: float | None = None
+    speedup_ci: tuple[float, float] | None = None
+    timings: list[Timing] = []
+    self_check: SelfCheck | None = None
     prompts_equal: float | None = None
     repetition_rate: float | None
     lossless: Lossless | None = None
@@ -259,12 +301,12 @@ class Report(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """Reads a report of this schema version."""
+        """Reads a report of a schema version in `READABLE`."""
         fields = read_json(path, kind="report.json of draftlab")
         version = fields.pop("schema", None) if isinstance(fields, dict) else None
-        if version != SCHEMA_VERSION:
+        if version not in READABLE:
             raise UserError(
-                f"expected report schema {SCHEMA_VERSION}, found {version}",
+                f"expected report schema {' or '.join(map(str, READABLE))}, found {version}",
                 where=path,
                 do="evaluate again with this version of draftlab",
             )

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from draftlab.base import Monitor, UserError, sha256_file
-from draftlab.chat.render import prompt_ids, stop_ids, template_sha256, tokenizer_sha256
-from draftlab.data.conversations import PromptKnobs, conversation_file, load_prompts
-from draftlab.decode.evaluate import EvalKnobs, Evaluator, Suite
+from draftlab.chat.render import stop_ids, template_sha256, tokenizer_sha256
+from draftlab.data.suites import load_suite, suite_sha256
+from draftlab.decode.evaluate import EvalKnobs, Evaluator, NamedHead
 from draftlab.export import ExportKnobs, find_layout
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.folder import CONFIG, load_config, load_head
+from draftlab.heads.folder import CONFIG, WEIGHTS, load_config, load_head
 from draftlab.recipe import Recipe, flat, load_recipe
 from draftlab.report import write_html
 from draftlab.results import Report
@@ -39,20 +39,15 @@ def reference_head() -> Path:
     return Path(str(resources.files("draftlab") / "embedded" / "heads" / REFERENCE))
 
 
-def load_suite(source: str, tokenizer: Any, monitor: Monitor) -> Suite:
-    """A prompt suite, rendered by the target's template."""
-    prompts = load_prompts(PromptKnobs(source=source), monitor)
-    return Suite(
-        source,
-        template_sha256(tokenizer),
-        tuple((p.id, prompt_ids(tokenizer, _until_answer(p.messages))) for p in prompts),
-    )
+def head_path(source: str) -> Path:
+    """A head folder by path, or "reference".
 
-
-def _until_answer(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The turns before the first answer."""
-    roles = [message["role"] for message in messages]
-    return messages[: roles.index("assistant")] if "assistant" in roles else messages
+    Raises:
+        UserError: when no head lies there.
+    """
+    path = reference_head() if source == REFERENCE else Path(source)
+    load_config(path)
+    return path
 
 
 def check_fits(head: HeadConfig, target: Target, tokenizer: Any, folder: Path) -> None:
@@ -76,6 +71,39 @@ def check_fits(head: HeadConfig, target: Target, tokenizer: Any, folder: Path) -
         )
 
 
+def _load_named(folder: Path, name: str, target: Target) -> NamedHead:
+    """A head for a target's device and dtype."""
+    head = load_head(
+        folder,
+        embeddings=target.parts.embeddings.to("cpu", torch.float32),
+        dtype=target.dtype,
+        device=target.device,
+    )
+    return NamedHead(name, head, folder)
+
+
+def _compared(
+    knobs: EvalKnobs, taken: set[str], target: Target, tokenizer: Any, monitor: Monitor
+) -> Iterator[NamedHead]:
+    """The heads of `eval.compare`; one that was made for another target is left out, and named."""
+    for source in knobs.compare:
+        folder = head_path(source)
+        config = load_config(folder)
+        try:
+            check_fits(config, target, tokenizer, folder)
+        except UserError:
+            monitor.say(
+                f"warning: eval.compare: {source} is left out, it was trained for "
+                f"{config.target.name}"
+            )
+            continue
+        name = source if source == REFERENCE else folder.resolve().name
+        if name in taken:
+            name = str(folder)
+        taken.add(name)
+        yield _load_named(folder, name, target)
+
+
 def evaluate(
     target_knobs: TargetKnobs,
     head_folder: Path | None,
@@ -95,21 +123,17 @@ def evaluate(
     """
     target = target or load_target(target_knobs)
     tokenizer = load_tokenizer(target_knobs)
-    head = None
+    heads = []
     if head_folder is not None:
-        config = load_config(head_folder)
-        check_fits(config, target, tokenizer, head_folder)
-        head = load_head(
-            head_folder,
-            embeddings=target.parts.embeddings.to("cpu", torch.float32),
-            dtype=target.dtype,
-            device=target.device,
-        )
+        check_fits(load_config(head_folder), target, tokenizer, head_folder)
+        name = head_name or head_folder.resolve().name
+        heads.append(_load_named(head_folder, name, target))
+        heads += _compared(knobs, {name}, target, tokenizer, monitor)
+    longest = target.max_length - max(knobs.max_new_tokens, knobs.timing_tokens)
     report = Evaluator(
         target,
-        head,
-        (head_name or head_folder.name) if head_folder else None,
-        load_suite(knobs.suite, tokenizer, monitor),
+        heads,
+        load_suite(knobs.suite, tokenizer, monitor, raw=knobs.raw, longest=max(longest, 1)),
         stop_ids(tokenizer, target.folder),
         knobs,
         monitor=monitor,
@@ -146,7 +170,12 @@ def export(
 
 def input_files(knobs: EvalKnobs) -> dict[str, str]:
     """Content hashes of the files an evaluation reads, as they enter its stage's key."""
-    return {"eval.suite.sha256": sha256_file(conversation_file(knobs.suite))}
+    suite = suite_sha256(knobs.suite)
+    found = {"eval.suite.sha256": suite} if suite else {}
+    return found | {
+        f"eval.compare.{source}.sha256": sha256_file(head_path(source) / WEIGHTS)
+        for source in knobs.compare
+    }
 
 
 @dataclass(frozen=True)
@@ -231,7 +260,7 @@ def eval_subject(run_name: str | None, head: str | None, target: str | None) -> 
         raise UserError(
             f"expected a run or a head, found both: {run_name} and {head}", where="command line"
         )
-    path = reference_head() if head == REFERENCE else Path(head)
+    path = head_path(head)
     trained_for = load_config(path).target.name
     if target is None and trained_for != EMBEDDED:
         raise UserError(

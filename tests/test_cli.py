@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 from draftlab import pipeline
 from draftlab.base import UserError
 from draftlab.console import ConsoleMonitor, user_errors
-from draftlab.results import Report
+from draftlab.results import SCHEMA_VERSION, Report
 from tests.small_run import copy_of_finished, draftlab, finished, half_written, snapshot
 
 VERBS = ("run", "prepare", "record", "train", "eval", "export", "inspect", "recipe", "version")
@@ -70,7 +71,7 @@ def test_json_is_the_report_and_nothing_else() -> None:
     result = draftlab(finished(), "run", "small.yaml", "--json")
     report = finished() / "runs" / "small" / "eval" / "report.json"
     assert result.stdout == report.read_text()
-    assert json.loads(result.stdout)["schema"] == 1
+    assert json.loads(result.stdout)["schema"] == SCHEMA_VERSION
 
 
 def test_plan_prints_recipe_and_stages_and_does_nothing() -> None:
@@ -159,6 +160,34 @@ def test_eval_alone_takes_the_latest_run(tmp_path: Path) -> None:
     assert {row["temperature"] for row in json.loads(again.stdout)["rows"]} == {0.0, 0.8}
 
 
+def test_eval_measures_a_grid_with_further_heads(tmp_path: Path) -> None:
+    other = copy_of_finished(tmp_path) / "other"
+    shutil.copytree(tmp_path / "runs" / "small" / "head", other)
+    grid = ("--temps", "0,1", "--k", "1,2", "--draft-probs", "both", "--compare", "other,reference")
+    times = ("--timing-prompts", "1", "--timing-batches", "1,2", "--max-new-tokens", "8")
+    result = draftlab(tmp_path, "eval", *grid, *times, "--json")
+    assert result.exit_code == 0, result.output
+    # "reference" was made for the embedded target, and is left out by name
+    assert "eval.compare: reference is left out, it was trained for embedded" in result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert {(row["head"], row["k"]) for row in rows} == {
+        (None, 0), *((head, k) for head in ("small", "other") for k in (1, 2)),
+    }  # fmt: skip
+    assert len(rows) == 2 + 4 + 8
+    assert all([t["batch"] for t in row["timings"]] == [1, 2] for row in rows)
+    folder = tmp_path / "runs" / "small" / "eval"
+    assert {path.stem for path in folder.glob("*.png")} >= {"tpot_by_k", "speedup_by_batch"}
+    plain = draftlab(tmp_path, "eval", *grid, *times)
+    assert "advice, small, T = 0" in plain.stdout
+
+
+def test_raw_prompts_know_no_template(tmp_path: Path) -> None:
+    options = ("--temps", "0", "--raw", "--out", str(tmp_path), "--json")
+    result = draftlab(finished(), "eval", *options)
+    assert result.exit_code == 0, result.output
+    assert {row["template"] for row in json.loads(result.stdout)["rows"]} == {"none (raw text)"}
+
+
 def test_eval_elsewhere_leaves_the_run_alone(tmp_path: Path) -> None:
     before = snapshot(finished() / "runs")
     options = ("--run", "small", "--temps", "0", "--out", str(tmp_path / "out"))
@@ -225,7 +254,10 @@ def test_inspect_shows_run_store_head_and_report() -> None:
         (("train", "small.yaml", "prompts.source=no.jsonl"), ("no.jsonl",)),
         (("eval", "--run", "nothing"), ("expected a run, found none", "none named 'nothing'")),
         (("eval", "--temps", "0,hot"), ("0,0.7,1.5", "'0,hot'")),
-        (("eval", "--k", "0"), ("k: ", "found 0")),
+        (("eval", "--k", "0"), ("k.0: ", "found 0")),
+        (("eval", "--k", "3,x"), ("4 or 3,5", "'3,x'")),
+        (("eval", "--engine", "fast"), ("engine", "'fast'")),
+        (("eval", "--compare", "nothing"), ("draftlab.json", "nothing")),
         (("eval", "--draft-probs", "maybe"), ("draft_probs", "'maybe'")),
         (("eval", "--prompts", "no.jsonl"), ("no.jsonl",)),
         (("eval", "--head", "nothing"), ("draftlab.json", "nothing")),

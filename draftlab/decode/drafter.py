@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from draftlab.decode.fused_head import FusedHead
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.kernels.noise import Purpose, first_argmax, keyed_exponential, race
-from draftlab.kernels.verify import RowKeys
-from draftlab.target.cache import RowCache
+from draftlab.kernels.noise import first_argmax
+from draftlab.kernels.paged_attention import attend_paged, write_paged
+from draftlab.kernels.verify import DraftDistribution, RowKeys, draft_index, sample_draft
+from draftlab.target.paged import slot_mapping
 
 
 @dataclass(frozen=True)
@@ -20,48 +21,66 @@ class Observed:
     """What the target has just established for B rows: pairs (x_{p+1}, g_p) of new positions p.
 
     Attributes:
-        start: first cache row; the B rows are a range.
         tokens: int64 [B, M], x_{p+1}; the last real one of a row is its newest token.
         features: [B, M, F], g_p.
-        positions: int64 [B, M], p; −1 is padding, at the end.
-        counts: int64 [B], real entries of each row.
-        visible: one more than the highest p.
+        positions: int64 [B, M], p, consecutive; −1 is padding, at the end.
+        counts: int64 [B], real entries of each row (1 for a row of padding alone).
+        block_table: int32 [B, N], where the rows' keys are.
         keys: sampling parameters and noise keys of the rows.
     """
 
-    start: int
     tokens: Tensor
     features: Tensor
     positions: Tensor
     counts: Tensor
-    visible: int
+    block_table: Tensor
     keys: RowKeys
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafts [B, K] as target ids and, for sampled drafts, what they were drawn from [B, K, D]."""
+    """Drafts [B, K] as target ids and what they were drawn from; None: every draft is an argmax."""
 
     tokens: Tensor
-    probs: Tensor | None
+    distribution: DraftDistribution | None = None
 
 
 class Drafter(Protocol):
-    """Proposes K tokens a row. The engine calls `start` once, then `propose` after each step."""
+    """Proposes K tokens a row.
+
+    The engine calls `start` once, `observe` for each chunk of a prompt and `draft` after the last
+    one, then `propose` after each decode step. All of them run on the device without waiting.
+
+    Attributes:
+        k: drafts a step.
+        boundaries: of the target, whose states it is fed.
+        draft_ids: int64 [W], target ids of its vocabulary; draft_index: int32 [V], the inverse.
+        draft_vocab: size and dtype of its distributions; None when it drafts greedily only.
+    """
 
     kind: Literal["chain", "parallel"]
     k: int
     boundaries: tuple[int, ...]
-    draft_ids: Tensor | None
+    draft_ids: Tensor
+    draft_index: Tensor
+    draft_vocab: tuple[int, torch.dtype] | None
 
-    def start(self, num_rows: int, max_length: int) -> None:
-        """Makes room for `num_rows` sequences of at most `max_length` positions."""
+    def start(self, num_blocks: int, block_size: int) -> None:
+        """Makes room for the keys of `num_blocks` blocks, those of the target's tables."""
+
+    def observe(self, observed: Observed) -> Tensor:
+        """Takes in true features; returns what `draft` needs of each row's last pair, [B, …]."""
+
+    def draft(
+        self, seen: Tensor, positions: Tensor, block_table: Tensor, keys: RowKeys
+    ) -> Proposal:
+        """Drafts K tokens beyond the last pairs, which sit at `positions` [B]."""
 
     def propose(self, observed: Observed) -> Proposal:
-        """Takes in true features of new positions, then drafts K tokens beyond them."""
+        """`observe`, then `draft`."""
 
-    def move(self, source: int, destination: int) -> None:
-        """A row changes its place."""
+    def sampling(self, keys: RowKeys) -> tuple[Tensor, Tensor]:
+        """Draft temperature float32 [B], and bool [B]: which rows sample their drafts."""
 
 
 class ChainDrafter:
@@ -94,81 +113,111 @@ class ChainDrafter:
         self.draft_temperature, self.greedy_below = draft_temperature, greedy_below
         self.boundaries = head.config.boundaries
         self.draft_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
-        self.cache = RowCache(1, 0, 0)
+        self.draft_index = draft_index(self.draft_ids, len(head.t2d))
+        self.fused: FusedHead | None = None
 
-    def start(self, num_rows: int, max_length: int) -> None:
-        # The chain runs up to K − 1 positions past the last pair.
-        self.cache = RowCache(1, num_rows, max_length + self.k)
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the head computes in."""
+        return self.head.fc.weight.dtype
 
-    def move(self, source: int, destination: int) -> None:
-        self.cache.move(source, destination)
+    @property
+    def draft_vocab(self) -> tuple[int, torch.dtype] | None:
+        return (len(self.draft_ids), self.dtype) if self.draft_probs else None
+
+    def start(self, num_blocks: int, block_size: int) -> None:
+        config = self.head.config
+        shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+        self.key_pool = torch.zeros(shape, dtype=self.dtype, device=self.draft_ids.device)
+        self.value_pool = torch.zeros_like(self.key_pool)
+        if self.fused is None and FusedHead.suits(self.head):
+            self.fused = FusedHead(self.head)
+
+    def sampling(self, keys: RowKeys) -> tuple[Tensor, Tensor]:
+        sampled = (keys.temperature > 0) & (keys.temperature >= self.greedy_below)
+        temperature = keys.temperature
+        if self.draft_temperature is not None:
+            temperature = torch.full_like(temperature, self.draft_temperature)
+        return temperature, sampled
 
     @torch.inference_mode()
     def propose(self, observed: Observed) -> Proposal:
-        last = (observed.counts - 1)[:, None]
-        dtype = self.head.fc.weight.dtype
+        last = observed.positions.gather(1, (observed.counts - 1)[:, None])[:, 0]
+        return self.draft(self.observe(observed), last, observed.block_table, observed.keys)
+
+    @torch.inference_mode()
+    def observe(self, observed: Observed) -> Tensor:
         output = self._forward(
             observed.tokens,
-            self.head.fuse(observed.features.to(dtype)),
-            observed.start,
+            (self.fused or self.head).fuse(observed.features.to(self.dtype)),
             observed.positions,
-            observed.visible,
+            observed.block_table,
         )
-        output = output.gather(1, last[..., None].expand(-1, 1, output.shape[-1]))
-        position = observed.positions.gather(1, last)
-        drafts, probs = [], []
+        last = (observed.counts - 1)[:, None, None]
+        return output.gather(1, last.expand(-1, 1, output.shape[-1]))[:, 0]
+
+    @torch.inference_mode()
+    def draft(
+        self, seen: Tensor, positions: Tensor, block_table: Tensor, keys: RowKeys
+    ) -> Proposal:
+        output, drafts, drawn_from, log_sums = seen[:, None], [], [], []
         for step in range(self.k):
             if step:
-                output = self._forward(
-                    drafts[-1], output, observed.start, position, observed.visible + step
-                )
-                # From here on `position` is where the pair just run sits.
-            token, q = self._choose(
-                self.head.logits(output)[:, 0].float(), position[:, 0] + 2, observed.keys
-            )
-            drafts.append(token[:, None])
-            probs.append(q)
-            position = position + 1
-        stacked = (
-            torch.stack([q for q in probs if q is not None], 1) if probs[0] is not None else None
-        )
-        return Proposal(torch.cat(drafts, 1), stacked)
+                # The pair (draft, own output) sits one position on; a row of padding stays one.
+                at = (positions + step).where(positions >= 0, -1)[:, None]
+                output = self._forward(drafts[-1][:, None], output, at, block_table)
+            logits = (self.fused or self.head).logits(output[:, 0])
+            token, log_sum = self._choose(logits, positions + 2 + step, keys)
+            drafts.append(token)
+            drawn_from.append(logits)
+            log_sums.append(log_sum)
+        return Proposal(torch.stack(drafts, 1), self._distribution(drawn_from, log_sums, keys))
 
     def _choose(
         self, logits: Tensor, positions: Tensor, keys: RowKeys
     ) -> tuple[Tensor, Tensor | None]:
-        """A draft for `positions` [B] from logits [B, D], as target ids, and q when sampled."""
-        best = first_argmax(logits)
-        if not self.draft_probs or not bool((keys.temperature > 0).any()):
-            return self.head.target_ids(best), None
-        temperature = keys.temperature
-        greedy = (temperature == 0) | (temperature < self.greedy_below)
-        if self.draft_temperature is not None:
-            temperature = torch.full_like(temperature, self.draft_temperature)
-        hot = torch.zeros_like(logits).scatter_(-1, best[:, None], 1.0)
-        q = (logits / temperature.where(~greedy, 1.0)[:, None]).softmax(-1)
-        q = q.where(~greedy[:, None], hot)
-        noise = keyed_exponential(
-            keys.seed, keys.prompt, positions, Purpose.DRAFT, logits.shape[-1]
+        """A draft for `positions` [B] from logits [B, W], as target ids, and logsumexp(q's) [B]."""
+        if not self.draft_probs:
+            return self.head.target_ids(first_argmax(logits)), None
+        index, log_sum = sample_draft(logits, positions, keys, *self.sampling(keys))
+        return self.head.target_ids(index), log_sum
+
+    def _distribution(
+        self, logits: list[Tensor], log_sums: list[Tensor | None], keys: RowKeys
+    ) -> DraftDistribution | None:
+        """What K calls of `_choose` drew from: their logits [B, W] and what they returned."""
+        known = [log_sum for log_sum in log_sums if log_sum is not None]
+        if not known:
+            return None
+        return DraftDistribution(
+            torch.stack(logits, 1),
+            torch.stack(known, 1),
+            *self.sampling(keys),
+            self.draft_ids,
+            self.draft_index,
         )
-        return self.head.target_ids(race(q, noise)), q
 
     def _forward(
-        self, tokens: Tensor, hidden: Tensor, start: int, positions: Tensor, visible: int
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, block_table: Tensor
     ) -> Tensor:
         """Pre-norm outputs [B, M, H] of pairs at `positions`; their keys enter the cache."""
+        slots = slot_mapping(block_table, positions, self.key_pool.shape[1])
+        if self.fused is not None:
+            return self.fused.forward(
+                tokens, hidden, positions, slots, block_table, self.key_pool, self.value_pool
+            )
         head, layer = self.head, self.head.layer
-        at = positions.clamp(min=0)
         x, residual = layer.inputs(head.embed_tokens(tokens), hidden)
-        angles = head.rope.angles(at)
-        query = layer.self_attn.query(x, angles).transpose(1, 2)
+        angles = head.rope.angles(positions.clamp(min=0))
+        query = layer.self_attn.query(x, angles)
         key, value = layer.self_attn.key_value(x, angles)
-        keys, values = self.cache.at(start, positions, visible).update(
-            key.transpose(1, 2), value.transpose(1, 2), 0
+        write_paged(key, value, self.key_pool, self.value_pool, slots)
+        attended = attend_paged(
+            query,
+            self.key_pool,
+            self.value_pool,
+            block_table,
+            positions,
+            scale=query.shape[-1] ** -0.5,
         )
-        slots = torch.arange(keys.shape[2], device=keys.device)
-        mask = slots <= at[:, None, :, None]
-        attended = F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, enable_gqa=True
-        )
-        return layer.output(attended.transpose(1, 2), residual)
+        return layer.output(attended, residual)

@@ -1,68 +1,44 @@
-"""The eager reference engine: prefill, propose, verify, count; prompts join and leave.
+"""The engine: requests in, generations out; the device works ahead, the host keeps the books.
 
-Every row of the cache serves one request. A step feeds each active row its newest token and its
-drafts, lets the target judge them, emits what survives, and shows the drafter the true features of
-what was accepted. It is written to be read: the host decides, and every decision can be printed.
+    admit ─► prefill ─► step ─► step ─► …        (device, in stream order)
+                 └─ results ─► emit tokens, count, finish, free blocks        (host)
+
+Every request holds a slot and blocks of the key-value pool. On CUDA a step is one replayed graph,
+and the host reads the results of step n while step n + 1 runs; a request whose end the host has not
+seen yet takes part in one step more, whose result is dropped. When the pool runs dry the request
+that joined last gives its blocks back and is computed again later: noise is keyed by request and
+position, so its drafts and tokens come out the same.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from draftlab.base import UserError
-from draftlab.decode.drafter import Drafter, Observed
-from draftlab.decode.sampling import Generation, Request, row_keys
-from draftlab.kernels.verify import sample_first, verify
-from draftlab.results import Counters
+from draftlab.decode.blocks import BlockPool
+from draftlab.decode.drafter import Drafter
+from draftlab.decode.job import Job
+from draftlab.decode.prefill import prefill
+from draftlab.decode.sampling import Generation, Request
+from draftlab.decode.slots import Slots
+from draftlab.decode.step import GraphedStep, Step, StepResult, Verifier
+from draftlab.kernels.verify import verify
 from draftlab.target.model import Target
 
 
-@dataclass
-class _Row:
-    """A request being decoded. `tokens` are prompt and answer; the last has no key cached yet."""
+@dataclass(frozen=True)
+class _InFlight:
+    """A step whose results are on their way to the host."""
 
-    request: Request
-    tokens: list[int]
-    counters: Counters
-    expected: list[float]
-    started: float
-    first_token_s: float = 0.0
-    finish: str | None = None
-    drafts: list[int] = field(default_factory=list)
-    draft_probs: Tensor | None = None
-    steps: list[tuple[int, int]] = field(default_factory=list)
-
-    def emit(self, tokens: Sequence[int], max_length: int) -> None:
-        """Appends tokens until a stop token or a limit; what is cut off is counted."""
-        for i, token in enumerate(tokens):
-            self.tokens.append(token)
-            produced = len(self.tokens) - len(self.request.prompt_ids)
-            if token in self.request.stop_ids:
-                self.finish = "stop"
-            elif produced >= self.request.max_new_tokens or len(self.tokens) >= max_length:
-                self.finish = "length"
-            if self.finish:
-                self.counters.truncated_tokens += len(tokens) - i - 1
-                return
-
-    def result(self) -> Generation:
-        """The finished request."""
-        return Generation(
-            self.request.id,
-            tuple(self.tokens[len(self.request.prompt_ids) :]),
-            self.finish or "length",
-            self.counters,
-            tuple(self.expected),
-            tuple(self.steps),
-            self.first_token_s,
-            time.perf_counter() - self.started,
-        )
+    jobs: tuple[tuple[Job, int], ...]  # with the number of the residence they were launched in
+    result: StepResult
+    ready: torch.cuda.Event | None
 
 
 class Engine:
@@ -71,20 +47,67 @@ class Engine:
     Args:
         target: the model whose distribution is kept.
         drafter: what proposes; None decodes plainly.
-        batch: rows decoded at once.
+        batch: requests decoded at once.
         max_length: positions a row may take (prompt and answer); drafts are capped near it.
+        block_size: positions in a block of the pool; None: 16 on a GPU, on a CPU one block a row
+            (keys then lie in one piece).
+        num_blocks: blocks in the pool; None: enough for every row, as far as memory goes.
+        prefill_tokens: prompt tokens in a forward pass.
+        verifier: decides what is accepted, with the signature of `kernels.verify.verify`.
+        expect: also compute the expected acceptance of sampled drafts.
+        graphs: replay CUDA graphs; None: on a GPU.
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter | None = None, *, batch: int, max_length: int
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        batch: int,
+        max_length: int,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        prefill_tokens: int = 2048,
+        verifier: Verifier = verify,
+        expect: bool = True,
+        graphs: bool | None = None,
     ) -> None:
-        self.target, self.drafter = target, drafter
-        self.batch, self.max_length = batch, max_length
+        self.target, self.drafter, self.max_length = target, drafter, max_length
         self.k = drafter.k if drafter else 0
-        self.boundaries = drafter.boundaries if drafter else ()
-        self.cache = target.new_cache(batch, max_length)
+        on_gpu = target.device.type == "cuda"
+        block_size = block_size or (16 if on_gpu else max_length)
+        width = -(-max_length // block_size)
+        self.pool = BlockPool(num_blocks or batch * width, block_size)
+        if self.pool.num_blocks < width:
+            raise UserError(
+                f"expected a pool of at least {width} blocks of {block_size} positions, one row of "
+                f"{max_length}; found {self.pool.num_blocks}",
+                do="give the engine more blocks or a shorter max_length",
+            )
+        self.cache = target.new_paged_cache(self.pool.num_blocks + 1, block_size)
         if drafter:
-            drafter.start(batch, max_length)
+            drafter.start(self.pool.num_blocks + 1, block_size)
+        self.slots = Slots(
+            batch,
+            self.k,
+            width,
+            target.device,
+            draft_vocab=drafter.draft_vocab if drafter else None,
+        )
+        self.step = Step(
+            target,
+            self.cache,
+            self.slots,
+            drafter,
+            max_length=max_length,
+            verifier=verifier,
+            expect=expect,
+        )
+        self.prefill_tokens = prefill_tokens
+        graphed = on_gpu if graphs is None else graphs
+        self.graphs = GraphedStep(self.step) if graphed else None
+        # How many steps the device may be ahead of the host's books.
+        self.lead = 1 if on_gpu else 0
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request]) -> Iterator[Generation]:
@@ -101,151 +124,118 @@ class Engine:
                     where=f"prompt {request.id}",
                     do="raise the length limit or shorten the prompt",
                 )
-        waiting = deque(requests)
-        active: list[_Row] = []  # active[i] has cache row i
-        while waiting or active:
-            if waiting and len(active) < self.batch:
-                joining = [waiting.popleft() for _ in range(self.batch - len(active)) if waiting]
-                joined = self._prefill(joining, len(active))
-                active += [row for row in joined if not row.finish]
-                yield from (row.result() for row in joined if row.finish)
+        waiting = deque(Job(request, self.k) for request in requests)
+        free = list(range(self.slots.num_slots - 1, -1, -1))
+        active: list[Job] = []  # in the order of joining
+        flying: deque[_InFlight] = deque()
+        collect = partial(self._collect, flying, active, free)
+        while waiting or active or flying:
+            joining = self._admit(waiting, free)
+            if joining:
+                active += joining
+                flying.append(self._prefill(joining))
+                yield from collect(self.lead)
             if active:
-                stepped = self._step(active)
-                active = [row for row in stepped if not row.finish]
-                yield from (row.result() for row in stepped if row.finish)
+                while not self._make_room(active, len(flying)):
+                    if flying:  # the books first: some may have finished
+                        yield from collect(0)
+                    else:
+                        waiting.appendleft(self._evict(active, free))
+            if active:
+                flying.append(self._step(sorted(active, key=lambda job: job.slot)))
+            yield from collect(self.lead if active else 0)
 
-    def _tensor(self, rows: Sequence[Sequence[int]], fill: int) -> Tensor:
-        """int64 [B, longest], right-padded with `fill`."""
-        width = max(len(row) for row in rows)
-        padded = [[*row, *([fill] * (width - len(row)))] for row in rows]
-        return torch.tensor(padded, dtype=torch.int64, device=self.target.device)
+    def _admit(self, waiting: deque[Job], free: list[int]) -> list[Job]:
+        """Gives slots and blocks to those who come first, as long as there are any."""
+        joining: list[Job] = []
+        while waiting and free and self._grow(waiting[0], 0):
+            job = waiting.popleft()
+            job.join(free.pop())
+            joining.append(job)
+        return joining
 
-    def _prefill(self, requests: list[Request], start: int) -> list[_Row]:
-        """Runs prompts in cache rows from `start`, emits first tokens, drafts.
+    def _grow(self, job: Job, steps_ahead: int) -> bool:
+        """Blocks for the coming step: the tokens known by then, and drafts of two steps."""
+        known = len(job.tokens) + steps_ahead * (self.k + 1)
+        return self.pool.grow(job.blocks, min(known + 1 + 2 * self.k, self.max_length))
 
-        Returns:
-            The rows: those that go on first, in the order of their cache rows.
-        """
-        rows = [
-            _Row(r, list(r.prompt_ids), Counters(self.k), [0.0] * self.k, time.perf_counter())
-            for r in requests
-        ]
-        lengths = self._tensor([[len(row.tokens)] for row in rows], 0)[:, 0]
-        positions = self._tensor([range(len(row.tokens)) for row in rows], -1)
-        states = self.target.states(
-            self._tensor([row.tokens for row in rows], 0),
-            self.boundaries,
-            positions=positions,
-            cache=self.cache.at(start, positions, positions.shape[1]),
-        )
-        newest = states.last.gather(
-            1, (lengths - 1)[:, None, None].expand(-1, 1, states.last.shape[-1])
-        )[:, 0]
-        keys = row_keys(requests, self.target.device)
-        tokens = sample_first(self.target.logits(newest), lengths, keys).tolist()
-        for row, token in zip(rows, tokens, strict=True):
-            row.emit([token], self.max_length)
-            row.first_token_s = time.perf_counter() - row.started
-        shown = [row.tokens[1:] for row in rows]
-        return self._draft(rows, start, states.features, shown, positions)
+    def _make_room(self, active: list[Job], steps_ahead: int) -> bool:
+        """Whether every active request has blocks for its next step."""
+        for job in active:
+            owned = len(job.blocks)
+            if not self._grow(job, steps_ahead):
+                return False
+            if len(job.blocks) > owned:
+                self.slots.own(job.slot, job.blocks)
+        return True
 
-    def _step(self, rows: list[_Row]) -> list[_Row]:
-        """Verifies each row's drafts, emits, counts, drafts anew; returns as `_prefill` does."""
-        fed = [[row.tokens[-1], *row.drafts] for row in rows]
-        starts = [len(row.tokens) - 1 for row in rows]
-        positions = self._tensor(
-            [range(s, s + len(f)) for s, f in zip(starts, fed, strict=True)], -1
-        )
-        visible = max(s + len(f) for s, f in zip(starts, fed, strict=True))
-        states = self.target.states(
-            self._tensor(fed, 0),
-            self.boundaries,
-            positions=positions,
-            cache=self.cache.at(0, positions, visible),
-        )
-        width = positions.shape[1] - 1
-        verdict = verify(
-            self.target.logits(states.last),
-            self._tensor([f[1:] for f in fed], 0) if width else positions[:, :0],
-            self._tensor([[len(row.drafts)] for row in rows], 0)[:, 0],
-            _stack_probs([row.draft_probs for row in rows], width),
-            self.drafter.draft_ids if self.drafter else None,
-            self._tensor([[s + 1] for s in starts], 0)[:, 0],
-            row_keys([row.request for row in rows], self.target.device),
-        )
-        accepted, emitted = verdict.accepted.tolist(), verdict.emitted.tolist()
-        probability = verdict.probability.tolist()
-        tokens = []
-        for row, count, token, chance in zip(rows, accepted, emitted, probability, strict=True):
-            row.counters.add_step(len(row.drafts), count)
-            row.steps.append((len(row.drafts), count))
-            for i in range(min(count + 1, len(row.drafts))):
-                row.expected[i] += chance[i]
-            tokens.append([*row.drafts[:count], token])
-            row.emit(tokens[-1], self.max_length)
-        kept = self._tensor([range(s, s + len(t)) for s, t in zip(starts, tokens, strict=True)], -1)
-        return self._draft(rows, 0, states.features[:, : kept.shape[1]], tokens, kept)
+    def _evict(self, active: list[Job], free: list[int]) -> Job:
+        """Takes slot and blocks from the request that joined last."""
+        job = active.pop()
+        self._leave(job, free)
+        return job
 
-    def _draft(
-        self,
-        rows: list[_Row],
-        start: int,
-        features: Tensor,
-        tokens: Sequence[Sequence[int]],
-        positions: Tensor,
-    ) -> list[_Row]:
-        """Closes the gaps that finished rows leave, then drafts for the rows that go on.
+    def _leave(self, job: Job, free: list[int]) -> None:
+        # What is in flight still writes to its blocks, before whoever gets them next.
+        self.pool.release(job.blocks)
+        free.append(job.slot)
+        job.leave()
 
-        Args:
-            rows: with cache rows start, start + 1, …
-            features, tokens, positions: their new pairs (x_{p+1}, g_p), padded by position −1.
+    def _prefill(self, jobs: list[Job]) -> _InFlight:
+        index = self.slots.index([job.slot for job in jobs])
+        self.slots.admit(index, [job.request for job in jobs])
+        for job in jobs:
+            self.slots.own(job.slot, job.blocks)
+        result = prefill(self.step, jobs, index, self.prefill_tokens)
+        return self._send(jobs, result)
 
-        Returns:
-            The rows that go on, in the order of their cache rows, then the finished ones.
-        """
-        order = list(range(len(rows)))
-        going = sum(not row.finish for row in rows)
-        gaps = [i for i in range(going) if rows[i].finish]
-        late = [i for i in range(going, len(rows)) if not rows[i].finish]
-        for gap, source in zip(gaps, late, strict=True):
-            self.cache.move(start + source, start + gap)
-            if self.drafter:
-                self.drafter.move(start + source, start + gap)
-            order[gap], order[source] = order[source], order[gap]
-        placed = [rows[i] for i in order]
-        if self.drafter is None or going == 0:
-            return placed
-        order = order[:going]
-        counts = [len(tokens[i]) for i in order]
-        width = max(counts)
-        select = torch.tensor(order, device=positions.device)
-        proposal = self.drafter.propose(
-            Observed(
-                start,
-                self._tensor([tokens[i] for i in order], 0),
-                features[select, :width],
-                positions[select, :width],
-                self._tensor([[count] for count in counts], 0)[:, 0],
-                max(len(row.tokens) - 1 for row in placed[:going]),
-                row_keys([row.request for row in placed[:going]], positions.device),
+    def _step(self, jobs: list[Job]) -> _InFlight:
+        limited = any(job.limited for job in jobs)
+        slots = tuple(job.slot for job in jobs)
+        if self.graphs is not None:
+            result = self.graphs(slots, limited=limited)
+        else:
+            result = self.step(self.slots.index(slots), limited=limited)
+        return self._send(jobs, result)
+
+    def _send(self, jobs: list[Job], result: StepResult) -> _InFlight:
+        """Starts the copy of a result to the host."""
+        launched = tuple((job, job.residence) for job in jobs)
+        if self.target.device.type != "cuda":
+            return _InFlight(launched, result, None)
+
+        def to_host(tensor: Tensor) -> Tensor:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return host.copy_(tensor, non_blocking=True)
+
+        fields = (result.tokens, result.accepted, result.num_drafts, result.chance)
+        sent = StepResult(*(to_host(field) for field in fields))
+        ready = torch.cuda.Event()
+        ready.record()
+        return _InFlight(launched, sent, ready)
+
+    def _collect(
+        self, flying: deque[_InFlight], active: list[Job], free: list[int], leave: int
+    ) -> Iterator[Generation]:
+        """Reads results until `leave` are in flight; yields the requests that finish."""
+        while len(flying) > leave:
+            landed = flying.popleft()
+            if landed.ready is not None:
+                landed.ready.synchronize()
+            result = landed.result
+            rows = zip(
+                landed.jobs,
+                result.tokens.tolist(),
+                result.accepted.tolist(),
+                result.num_drafts.tolist(),
+                result.chance.tolist(),
+                strict=False,  # a graph's batch may be padded
             )
-        )
-        for i, (row, drafts) in enumerate(zip(placed, proposal.tokens.tolist(), strict=False)):
-            # Draft d is fed at position len(tokens) + d and the token after the last draft must fit
-            # too: the limit vLLM's scheduler keeps (docs/results/parity.md).
-            room = max(min(self.k, self.max_length - len(row.tokens) - 1), 0)
-            row.drafts = drafts[:room]
-            row.draft_probs = proposal.probs[i] if proposal.probs is not None else None
-        return placed
-
-
-def _stack_probs(sampled: list[Tensor | None], width: int) -> Tensor | None:
-    """[B, width, D] of the rows' draft probabilities; None when no row has any.
-
-    Greedy rows may come without; the verifier does not look at theirs.
-    """
-    known = next((q for q in sampled if q is not None), None)
-    if known is None or width == 0:
-        return None
-    blank = torch.zeros_like(known)
-    return torch.stack([(blank if q is None else q)[:width] for q in sampled])
+            for (job, residence), tokens, accepted, num_drafts, chance in rows:
+                if job.residence != residence:
+                    continue  # it has left since
+                job.take(tokens[: accepted + 1], accepted, num_drafts, chance, self.max_length)
+                if job.finish:
+                    active.remove(job)
+                    self._leave(job, free)
+                    yield job.result()

@@ -1,114 +1,116 @@
 """Evaluation: real speculative decoding of a prompt suite, counted and timed.
 
-Counters come from decoding the whole suite in batches. Times come from a second pass at batch 1
-over a few prompts, stop tokens ignored, plain and speculative decoding in turn, so that a machine
-whose speed drifts hurts both alike.
+Counters come from decoding the whole suite in batches. Times come from a second pass over a few
+prompts (`decode/timing.py`). Every head, K, temperature and drafter setting gives a row
+(`decode/grid.py`); plain decoding is decoded once a temperature.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import replace
 from importlib import metadata
-from operator import add
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from draftlab.base import Knobs, Monitor, UserError, canonical_json, sha256_text
+from draftlab.base import Monitor, UserError
+from draftlab.decode.adviser import StepPoint, advise
+from draftlab.decode.bandwidth import copy_rate
 from draftlab.decode.drafter import ChainDrafter
 from draftlab.decode.engine import Engine
+from draftlab.decode.grid import PLAIN, Arm, NamedHead, Suite
+from draftlab.decode.knobs import EvalKnobs
 from draftlab.decode.measure import (
-    Measured,
     counted_figures,
     device_name,
     environment,
     equality,
-    one_thread,
-    timed_figures,
+    row_times,
 )
-from draftlab.decode.sampling import Generation, Request, Sampling
-from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.results import Counters, Report, Row
+from draftlab.decode.reference import ReferenceEngine
+from draftlab.decode.timing import Decoder
+from draftlab.decode.warnings import row_warnings, suite_warnings
+from draftlab.decode.work import Measured, Work
+from draftlab.results import Lossless, Report, Row
 from draftlab.target.model import Target
 
-__all__ = ["EvalKnobs", "Evaluator", "Suite", "environment"]
+__all__ = ["EvalKnobs", "Evaluator", "NamedHead", "Suite", "environment", "new_engine"]
 
-ENGINE = "draftlab-eager"
-
-
-class EvalKnobs(Knobs):
-    """What is decoded, how, and what is measured."""
-
-    suite: str = "embedded:heldout"
-    """Prompts: "embedded:heldout", or a JSONL file of conversations."""
-    max_prompts: int | None = Field(default=64, ge=1)
-    """Prompts taken from the suite's start; None: all."""
-    k: int | None = Field(default=None, ge=1)
-    """Drafts a step; None: what the head was trained for, at most 4."""
-    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field(
-        default=(0.0, 0.8), min_length=1
-    )
-    """Each gives its own rows; 0 is greedy."""
-    draft_probs: Literal["on", "off", "both"] = "both"
-    """Drafts sampled from the head and verified with its probabilities (on), or its argmax verified
-    without (off, the default of vLLM). Temperature 0 knows no difference and is decoded once."""
-    draft_temperature: float | None = Field(default=None, gt=0)
-    """Temperature of sampled drafts; None: the row's own."""
-    greedy_below: float = Field(default=0.0, ge=0)
-    """Rows at a lower temperature draft greedily."""
-    top_k: int | None = Field(default=None, ge=1)
-    """Keep the k most likely tokens of the target; None: off."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    """Keep the most likely tokens that reach this mass; None: off."""
-    max_new_tokens: int = Field(default=128, ge=1)
-    """Tokens of an answer."""
-    batch: int = Field(default=16, ge=1)
-    """Prompts decoded at once for the counters."""
-    timing_prompts: int = Field(default=6, ge=0)
-    """Prompts timed at batch 1; 0: no times."""
-    timing_tokens: int = Field(default=64, ge=2)
-    """Tokens of a timed answer; stop tokens are ignored there."""
-    seed: int = 0
-    """Of every noise that sampling uses."""
+ENGINES = {"paged": "draftlab", "reference": "draftlab-reference", "vllm": "draftlab"}
+"""What rows call the engine of each knob; "vllm" puts its rows beside those of "paged"."""
 
 
-@dataclass(frozen=True)
-class Suite:
-    """Prompts by id, as token ids of the target's template."""
+def new_engine(
+    target: Target, arm: Arm, knobs: EvalKnobs, *, batch: int, max_length: int, expect: bool
+) -> Decoder:
+    """The engine that decodes as an arm says.
 
-    name: str
-    template_sha256: str
-    prompts: tuple[tuple[str, tuple[int, ...]], ...]
+    Args:
+        batch: requests decoded at once.
+        max_length: positions of a request.
+        expect: whether expected acceptance is wanted; without it a step is a little cheaper.
+    """
+    drafter = None
+    if arm.head is not None:
+        drafter = ChainDrafter(
+            arm.head.head,
+            arm.k,
+            draft_probs=arm.draft_probs,
+            draft_temperature=knobs.draft_temperature,
+            greedy_below=knobs.greedy_below,
+        )
+    if knobs.engine == "reference":
+        return ReferenceEngine(target, drafter, batch=batch, max_length=max_length)
+    return Engine(target, drafter, batch=batch, max_length=max_length, expect=expect)
 
-    @property
-    def sha256(self) -> str:
-        """Of ids and tokens."""
-        return sha256_text(canonical_json(self.prompts))
+
+def measure_own(work: Work) -> Measured:
+    """Counts and times every cell with draftlab's engine."""
+    knobs, found = work.knobs, Measured(ENGINES[work.knobs.engine], metadata.version("draftlab"))
+
+    def engine(arm: Arm, batch: int, expect: bool) -> Decoder:
+        return new_engine(
+            work.target, arm, knobs, batch=batch, max_length=work.max_length, expect=expect
+        )
+
+    for arm in work.arms:
+        work.count(found, engine(arm, work.batch, True), arm)
+    first = knobs.temperatures[0]
+    probes = _probe_arms(work, first)
+    for batch in knobs.timing_batches if knobs.timing_prompts else ():
+        engines = {arm: engine(arm, batch, False) for arm in work.arms + probes}
+        for t in knobs.temperatures:
+            asked = work.arms_at(t) + (probes if t == first else [])
+            timed = work.time({arm: engines[arm] for arm in asked}, t, batch, found.engine)
+            for arm in asked:
+                measured = work.timing(timed, arm, batch)
+                if measured is None:
+                    continue
+                if arm not in probes:
+                    found.timings.setdefault((t, arm), []).append(measured)
+                one_way = arm.draft_probs == (knobs.draft_probs == "on")
+                if arm.head and t == first and one_way and measured.step_ms:
+                    found.probes.append(
+                        StepPoint(found.engine, arm.head.name, batch, arm.k, measured.step_ms)
+                    )
+    return found
 
 
-@dataclass(frozen=True)
-class _Mode:
-    """One drafter setting: None decodes plainly, else whether draft probabilities are used."""
-
-    draft_probs: bool | None
-
-    @property
-    def name(self) -> str:
-        if self.draft_probs is None:
-            return "no drafting"
-        return f"draft probabilities {'on' if self.draft_probs else 'off'}"
+def _probe_arms(work: Work, temperature: float) -> list[Arm]:
+    """K = 1 of each head that is measured at one K alone: the adviser needs a slope."""
+    found = []
+    for head in work.heads:
+        own = [arm for arm in work.arms_at(temperature) if arm.head is head]
+        if len({arm.k for arm in own}) == 1 and own[0].k > 1:
+            found.append(replace(own[0], k=1))
+    return found
 
 
 class Evaluator:
-    """Evaluates one head on one suite.
+    """Evaluates heads on one suite.
 
     Args:
         target: the model.
-        head: the head, on the target's device; None evaluates plain decoding only.
-        head_name: as printed in the rows.
+        heads: what drafts; without any, plain decoding is measured.
         suite: the prompts.
         stop_ids: tokens that end an answer.
         knobs: how.
@@ -118,169 +120,152 @@ class Evaluator:
     def __init__(
         self,
         target: Target,
-        head: Eagle3Head | None,
-        head_name: str | None,
+        heads: Sequence[NamedHead],
         suite: Suite,
         stop_ids: frozenset[int],
         knobs: EvalKnobs,
         *,
         monitor: Monitor,
     ) -> None:
-        self.target, self.head, self.head_name = target, head, head_name
-        self.knobs, self.monitor, self.stop_ids = knobs, monitor, stop_ids
         taken = suite.prompts[: knobs.max_prompts]
-        self.suite = replace(suite, prompts=taken)
         if not taken:
             raise UserError("expected prompts to evaluate, found none", where=suite.name)
-        self.k_trained = head.config.k_trained if head else None
-        self.k = (knobs.k or min(self.k_trained or 1, 4)) if head else 0
-        longest = max(len(ids) for _, ids in taken) + max(knobs.max_new_tokens, knobs.timing_tokens)
-        self.max_length = min(longest + self.k + 1, target.max_length)
-        self.warnings: list[str] = []
-        if head and self.k > head.config.k_trained:
-            self.warnings.append(f"K = {self.k} exceeds the {self.k_trained} steps of training")
-            monitor.say(f"warning: {self.warnings[-1]}")
-        if len(taken) < 30:
-            self.warnings.append(f"{len(taken)} prompts are few: mind the interval")
+        self.work = Work(
+            target, tuple(heads), replace(suite, prompts=taken), stop_ids, knobs, monitor
+        )
+        self.warnings = suite_warnings(len(taken), knobs)
+        self._say_what(len(suite.prompts))
+
+    def _say_what(self, offered: int) -> None:
+        """What will be decoded, before it takes its time."""
+        work, knobs, taken = self.work, self.work.knobs, len(self.work.suite.prompts)
+        depths = sorted({arm.k for arm in work.arms} - {0})
+        work.monitor.say(
+            f"eval: {taken:,} of {offered:,} prompts of {work.suite.name}, up to "
+            f"{knobs.max_new_tokens:,} tokens each; "
+            f"T = {', '.join(f'{t:g}' for t in knobs.temperatures)}; "
+            + (f"K = {', '.join(map(str, depths))}" if depths else "no drafting")
+        )
+        for text in self.warnings:
+            work.monitor.say(f"warning: {text}")
 
     def run(self) -> Report:
-        """Evaluates every temperature and mode."""
-        rows = []
-        for temperature in self.knobs.temperatures:
-            modes = self._modes(temperature)
-            runs = {mode: self._decode(temperature, mode) for mode in modes}
-            times = self._time(temperature, modes)
-            rows += [self._row(temperature, mode, runs, times) for mode in modes]
-        config = self.target.config
+        """Counts every cell of the grid, times it, and advises on K."""
+        work, device = self.work, self.work.target.device
+        measured = [measure_own(work)]
+        if work.knobs.engine == "vllm":
+            from draftlab.decode.beside import measure_vllm
+
+            measured.append(measure_vllm(work))
+        rows = [
+            self._row(one, t, arm)
+            for one in measured
+            for t in work.knobs.temperatures
+            for arm in work.arms_at(t)
+        ]
+        certificates = self._certify()
+        rows = [_certified(row, certificates) for row in rows]
+        for row in rows:
+            for text in row_warnings(row):
+                name = f"{row.head}, K = {row.k}" if row.head else "no drafting"
+                work.monitor.say(f"warning: T = {row.temperature:g}, {name}: {text}")
         return Report(
-            target={
-                "name": self.target.name,
-                "fingerprint": self.target.fingerprint,
-                "architecture": type(self.target.model).__name__,
-                "num_layers": self.target.num_layers,
-                "hidden_size": config.hidden_size,
-                "parameters": sum(p.numel() for p in self.target.model.parameters()),
-            },
-            environment=environment(self.target.device) | {"timing": self._timing()},
+            target=self._target(),
+            environment=environment(device)
+            | {"timing": self._timing_conditions()}
+            | ({"certificates": certificates} if certificates else {}),
+            adviser=advise(rows, [probe for one in measured for probe in one.probes]),
             rows=rows,
         )
 
-    def _timing(self) -> dict[str, Any] | None:
-        """Conditions of the times, which are not those of the counters."""
-        if not self.knobs.timing_prompts:
-            return None
+    def _certify(self) -> dict[str, dict[str, Any]]:
+        """Each head's certificate, by its name; its lines are printed."""
+        work, found = self.work, {}
+        if not work.knobs.certify:
+            return found
+        from draftlab.decode.certify import CertifyKnobs, certify
+
+        for head in work.heads:
+            certificate = certify(
+                work.target,
+                head.head,
+                work.suite.prompts,
+                work.stop_ids,
+                CertifyKnobs(seed=work.knobs.seed),
+                k=max(head.depths(work.knobs)),
+                monitor=work.monitor,
+                engine=ReferenceEngine if work.knobs.engine == "reference" else None,
+            )
+            for line in certificate.lines:
+                work.monitor.say(f"certificate of {head.name}: {line}")
+            found[head.name] = certificate.model_dump(mode="json")
+        return found
+
+    def _target(self) -> dict[str, Any]:
+        target = self.work.target
         return {
-            "batch": 1,
-            "prompts": min(self.knobs.timing_prompts, len(self.suite.prompts)),
-            "tokens": self.knobs.timing_tokens,
-            "threads": 1 if self.target.device.type == "cpu" else None,
-            "stop_tokens": "ignored",
+            "name": target.name,
+            "fingerprint": target.fingerprint,
+            "architecture": type(target.model).__name__,
+            "num_layers": target.num_layers,
+            "hidden_size": target.config.hidden_size,
+            "parameters": sum(p.numel() for p in target.model.parameters()),
         }
 
-    def _modes(self, temperature: float) -> list[_Mode]:
-        """Plain decoding first, then the drafter's settings."""
-        plain = [_Mode(None)]
-        if self.head is None:
-            return plain
-        asked = {"on": [True], "off": [False], "both": [False, True]}[self.knobs.draft_probs]
-        # Greedy decoding makes no use of draft probabilities: one row says it all.
-        return plain + [_Mode(probs) for probs in (asked[:1] if temperature == 0 else asked)]
+    def _timing_conditions(self) -> dict[str, Any] | None:
+        """Conditions of the times, which are not those of the counters."""
+        knobs, device = self.work.knobs, self.work.target.device
+        if not knobs.timing_prompts:
+            return None
+        rate = copy_rate(device)
+        return {
+            "batch": " / ".join(map(str, knobs.timing_batches)),
+            "prompts": knobs.timing_prompts,
+            "tokens": knobs.timing_tokens,
+            "threads": 1 if device.type == "cpu" else None,
+            "stop_tokens": "ignored",
+            "copy_rate_gb_s": rate and round(rate / 1e9, 1),
+        }
 
-    def _engine(self, mode: _Mode, batch: int) -> Engine:
-        drafter = None
-        if mode.draft_probs is not None and self.head is not None:
-            drafter = ChainDrafter(
-                self.head,
-                self.k,
-                draft_probs=mode.draft_probs,
-                draft_temperature=self.knobs.draft_temperature,
-                greedy_below=self.knobs.greedy_below,
-            )
-        return Engine(self.target, drafter, batch=batch, max_length=self.max_length)
-
-    def _requests(self, temperature: float, *, timed: bool) -> list[Request]:
-        knobs = self.knobs
-        sampling = Sampling(temperature, knobs.top_k, knobs.top_p, knobs.seed)
-        count = knobs.timing_prompts if timed else None
-        return [
-            Request(
-                id_,
-                ids,
-                knobs.timing_tokens if timed else knobs.max_new_tokens,
-                sampling,
-                frozenset() if timed else self.stop_ids,
-            )
-            for id_, ids in self.suite.prompts[:count]
-        ]
-
-    def _decode(self, temperature: float, mode: _Mode) -> list[Generation]:
-        """Every prompt's generation, in the suite's order."""
-        requests = self._requests(temperature, timed=False)
-        done: dict[str, Generation] = {}
-        started = time.perf_counter()
-        engine = self._engine(mode, min(self.knobs.batch, len(requests)))
-        for generation in engine.generate(requests):
-            done[generation.id] = generation
-            tokens = sum(len(g.token_ids) for g in done.values())
-            self.monitor.progress(
-                f"eval T={temperature:g}, {mode.name}",
-                len(done),
-                len(requests),
-                f"{tokens / (time.perf_counter() - started):,.0f} tokens/s",
-            )
-        generations = [done[request.id] for request in requests]
-        total: Counters = reduce(add, (g.counters for g in generations))
-        total.check_tokens(sum(len(g.token_ids) for g in generations), len(generations))
-        return generations
-
-    def _time(self, temperature: float, modes: Sequence[_Mode]) -> dict[_Mode, list[Generation]]:
-        """Batch-1 generations of the timed prompts, modes in turn; empty when not asked for."""
-        requests = self._requests(temperature, timed=True)
-        if not requests:
-            return {}
-        engines = {mode: self._engine(mode, 1) for mode in modes}
-        times: dict[_Mode, list[Generation]] = {mode: [] for mode in engines}
-        with one_thread(self.target.device):
-            for engine in engines.values():  # first calls pay for allocation and kernel selection
-                list(engine.generate([replace(requests[0], max_new_tokens=8)]))
-            for number, request in enumerate(requests):
-                for mode, engine in engines.items():
-                    times[mode] += engine.generate([request])
-                self.monitor.progress(f"time T={temperature:g}", number + 1, len(requests))
-        return times
-
-    def _row(
-        self,
-        temperature: float,
-        mode: _Mode,
-        runs: dict[_Mode, list[Generation]],
-        times: dict[_Mode, list[Generation]],
-    ) -> Row:
-        knobs, drafting = self.knobs, mode.draft_probs is not None
-        found = Measured(runs[mode], times.get(mode, []))
-        plain = Measured(runs[_Mode(None)], times.get(_Mode(None), []))
-        return Row(
-            head=self.head_name if drafting else None,
-            engine=ENGINE,
-            engine_version=metadata.version("draftlab"),
-            device=device_name(self.target.device),
-            dtype=str(self.target.dtype).removeprefix("torch."),
-            batch=min(knobs.batch, len(self.suite.prompts)),
-            suite=self.suite.name,
-            suite_sha256=self.suite.sha256,
-            template=self.suite.template_sha256,
+    def _row(self, found: Measured, temperature: float, arm: Arm) -> Row:
+        work, knobs, head, cell = self.work, self.work.knobs, arm.head, (temperature, arm)
+        greedy, dtype = temperature == 0, work.target.dtype
+        generations, plain = found.counted[cell], found.counted[temperature, PLAIN]
+        row = Row(
+            head=head.name if head else None,
+            engine=found.engine,
+            engine_version=found.version,
+            device=device_name(work.target.device),
+            dtype=str(dtype).removeprefix("torch."),
+            batch=work.batch,
+            suite=work.suite.name,
+            suite_sha256=work.suite.sha256,
+            template=work.suite.template_sha256,
             max_new_tokens=knobs.max_new_tokens,
             seed=knobs.seed,
-            drafter="chain" if drafting else "none",
-            k=self.k if drafting else 0,
-            k_trained=self.k_trained if drafting else None,
+            drafter="chain" if head else "none",
+            k=arm.k,
+            k_trained=head.k_trained if head else None,
             temperature=temperature,
             top_k=knobs.top_k,
             top_p=knobs.top_p,
-            draft_temperature=knobs.draft_temperature if drafting else None,
-            draft_probs=bool(mode.draft_probs),
-            **counted_figures(found),
-            **timed_figures(found, plain if drafting else None),
-            **(equality(found, plain, self.target.dtype) if drafting and temperature == 0 else {}),
-            warnings=list(self.warnings) if drafting else [],
+            draft_temperature=knobs.draft_temperature if head else None,
+            draft_probs=arm.draft_probs,
+            **counted_figures(generations, greedy=greedy),
+            **row_times(found.timings.get(cell, [])),
+            **(equality(generations, plain, dtype) if head and greedy else {}),
+            warnings=[*(self.warnings if head else []), *found.warnings],
         )
+        return row.model_copy(update={"warnings": row.warnings + row_warnings(row)})
+
+
+def _certified(row: Row, certificates: dict[str, dict[str, Any]]) -> Row:
+    """The row with its head's certificate, where its own tokens prove nothing: at T > 0."""
+    found = certificates.get(row.head or "")
+    if not found or row.temperature == 0 or row.engine not in ENGINES.values():
+        return row
+    fields = {key: found[key] for key in ("level", "test", "p_value", "n")}
+    warnings = [] if found["passed"] else [f"certificate failed: {found['test']}"]
+    return row.model_copy(
+        update={"lossless": Lossless(**fields), "warnings": row.warnings + warnings}
+    )

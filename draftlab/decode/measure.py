@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import reduce
 from importlib import metadata
 from operator import add
@@ -15,36 +13,28 @@ import numpy as np
 import torch
 
 from draftlab.decode.sampling import Generation
+from draftlab.decode.self_check import self_check
+from draftlab.decode.timing import Timed
 from draftlab.results import (
     Counters,
     Lossless,
+    Timing,
     acceptance_interval,
     bootstrap_interval,
     repetition_rate,
 )
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One way of decoding: `counted` over the whole suite in batches, `timed` at batch 1.
+def counted_figures(generations: Sequence[Generation], *, greedy: bool) -> dict[str, Any]:
+    """A row's counters and what is made from them alone.
 
-    `timed` is empty when no times were asked for.
+    Args:
+        generations: of the whole suite.
+        greedy: whether T = 0.
     """
-
-    counted: list[Generation]
-    timed: list[Generation]
-
-    @property
-    def tpots_ms(self) -> list[float]:
-        """TPOT of the timed prompts that have one."""
-        return [1e3 * g.tpot_s for g in self.timed if g.tpot_s is not None]
-
-
-def counted_figures(found: Measured) -> dict[str, Any]:
-    """A row's counters and what is made from them alone."""
-    generations = found.counted
     counters: Counters = reduce(add, (g.counters for g in generations))
     expected = np.sum([g.expected for g in generations], axis=0)
+    known = counters.drafts > 0 and len(expected) == counters.k
     return {
         "prompts": len(generations),
         "output_tokens": sum(len(g.token_ids) for g in generations),
@@ -54,61 +44,86 @@ def counted_figures(found: Measured) -> dict[str, Any]:
         "draft_tokens": counters.draft_tokens,
         "accepted": counters.accepted,
         "accepted_at": counters.accepted_at,
-        "expected_acceptance": (expected / counters.drafts).tolist() if counters.drafts else None,
+        "expected_acceptance": (expected / counters.drafts).tolist() if known else None,
+        "self_check": self_check(generations, counters.k, greedy=greedy),
         "acceptance_length": counters.acceptance_length,
         "acceptance_length_ci": acceptance_interval([g.counters for g in generations]),
         "repetition_rate": repetition_rate(g.token_ids for g in generations),
     }
 
 
-def timed_figures(found: Measured, baseline: Measured | None) -> dict[str, Any]:
-    """A row's times in milliseconds; with the plain decoding of the same prompts, the speed-up."""
-    tpots = found.tpots_ms
+def timing(
+    timed: Timed, plain: Timed | None, *, batch: int, floor: float | None = None
+) -> Timing | None:
+    """Times of one setting; None where no prompt had a second token.
+
+    Args:
+        timed: what was timed.
+        plain: the plain decoding of the same prompts, for the speed-up.
+        batch: prompts decoded at once.
+        floor: of a step, in milliseconds.
+    """
+    tpots = _tpots_ms(timed)
     if not tpots:
+        return None
+    steps = sum(len(g.steps) for g in timed.generations)
+    decode_s = sum(g.total_s - g.first_token_s for g in timed.generations)
+    tokens = sum(len(g.token_ids) for g in timed.generations)
+    found = Timing(
+        batch=batch,
+        prompts=len(timed.generations),
+        tpot_ms=float(np.mean(tpots)),
+        tpot_ms_ci=_ratio_interval(tpots, [1.0] * len(tpots)),
+        ttft_ms=1e3 * float(np.mean([g.first_token_s for g in timed.generations])),
+        step_ms=1e3 * decode_s / steps if steps else None,
+        floor_ms=floor,
+        throughput_tok_s=tokens / timed.wall_s,
+    )
+    bases = _tpots_ms(plain) if plain else []
+    if len(bases) != len(tpots):  # an answer of one token has no TPOT to be compared
+        return found
+    base = float(np.mean(bases))
+    return found.model_copy(
+        update={
+            "baseline_tpot_ms": base,
+            "speedup": base / found.tpot_ms,
+            "speedup_ci": _ratio_interval(bases, tpots),
+        }
+    )
+
+
+def row_times(timings: Sequence[Timing]) -> dict[str, Any]:
+    """The fields of a row that its first timing fills, and all of them."""
+    if not timings:
         return {}
-    steps = sum(len(g.steps) for g in found.timed)
-    decode_s = sum(g.total_s - g.first_token_s for g in found.timed)
-    figures: dict[str, Any] = {
-        "tpot_ms": float(np.mean(tpots)),
-        "tpot_ms_ci": _mean_interval(tpots),
-        "ttft_ms": 1e3 * float(np.mean([g.first_token_s for g in found.timed])),
-        "step_ms": 1e3 * decode_s / steps if steps else None,
-    }
-    if baseline is not None and baseline.tpots_ms:
-        base = float(np.mean(baseline.tpots_ms))
-        figures |= {"baseline_tpot_ms": base, "speedup": base / figures["tpot_ms"]}
-    return figures
+    first = timings[0].model_dump(exclude={"batch", "prompts"})
+    return first | {"timings": list(timings)}
 
 
-def equality(found: Measured, plain: Measured, dtype: torch.dtype) -> dict[str, Any]:
+def _tpots_ms(timed: Timed) -> list[float]:
+    """TPOT of the timed prompts that have one."""
+    return [1e3 * g.tpot_s for g in timed.generations if g.tpot_s is not None]
+
+
+def _ratio_interval(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
+    """Bootstrap interval of Σ above / Σ below over prompts, resampled in pairs."""
+    a, b = np.array(above), np.array(below)
+    return bootstrap_interval(lambda index: float(a[index].sum() / b[index].sum()), len(a))
+
+
+def equality(
+    generations: Sequence[Generation], plain: Sequence[Generation], dtype: torch.dtype
+) -> dict[str, Any]:
     """Token equality at T = 0: it proves L2 in float32, else it only measures closeness (L3)."""
-    pairs = zip(plain.counted, found.counted, strict=True)
+    pairs = zip(plain, generations, strict=True)
     equal = float(np.mean([a.token_ids == b.token_ids for a, b in pairs]))
     exact = dtype == torch.float32 and equal == 1.0
     lossless = Lossless(
         level="L2" if exact else "L3",
         test=f"tokens equal to plain decoding: {equal:.1%} of prompts",
-        n=len(found.counted),
+        n=len(generations),
     )
     return {"prompts_equal": equal, "lossless": lossless}
-
-
-def _mean_interval(values: list[float]) -> tuple[float, float]:
-    array = np.array(values)
-    statistic: Callable[[np.ndarray], float] = lambda index: float(array[index].mean())  # noqa: E731
-    return bootstrap_interval(statistic, len(values))
-
-
-@contextmanager
-def one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU, one thread inside the block: a second one gains little and makes times noisy."""
-    threads = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def device_name(device: torch.device) -> str:

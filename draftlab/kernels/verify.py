@@ -1,4 +1,8 @@
-"""Accepting drafts without changing the target's distribution (METHODS §5): the eager reference."""
+"""Accepting drafts without changing the target's distribution (METHODS §5).
+
+This file is the eager reference, for a CPU. CUDA tensors go to `verify_triton.py` and
+`sampling_triton.py`, which decide alike, with the same noise, and write no table of probabilities.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +43,49 @@ class RowKeys:
 
 
 @dataclass(frozen=True)
+class DraftDistribution:
+    """What B rows' drafts were drawn from, as logits: q(w) = exp(logits / temperature − log_sum).
+
+    Attributes:
+        logits: [B, K, W] over the draft vocabulary, in the head's dtype.
+        log_sum: float32 [B, K], logsumexp of logits / temperature.
+        temperature: float32 [B], of the drafts; > 0 where `sampled`, not read elsewhere.
+        sampled: bool [B]; False: the row's drafts are the argmax and q is one-hot.
+        ids: int64 [W], ascending target ids of the draft vocabulary.
+        index: int32 [V], the inverse of `ids`, −1 outside; made once a head by `draft_index`. The
+            reference does without; the kernels make it anew in every call when it is missing.
+    """
+
+    logits: Tensor
+    log_sum: Tensor
+    temperature: Tensor
+    sampled: Tensor
+    ids: Tensor
+    index: Tensor | None = None
+
+    def __getitem__(self, rows: Tensor | slice) -> DraftDistribution:
+        return DraftDistribution(
+            self.logits[rows],
+            self.log_sum[rows],
+            self.temperature[rows],
+            self.sampled[rows],
+            self.ids,
+            self.index,
+        )
+
+    def probabilities(self) -> Tensor:
+        """q, float32 [B, K, W]; of no meaning in rows that are not `sampled`."""
+        temperature = _divisor(self.temperature)[:, None, None]
+        return (self.logits.float() / temperature - self.log_sum[..., None]).exp()
+
+
+def draft_index(ids: Tensor, vocab: int) -> Tensor:
+    """Where each target id sits in the draft vocabulary: int32 [vocab], −1 outside of `ids` [W]."""
+    index = torch.full((vocab,), -1, dtype=torch.int32, device=ids.device)
+    return index.scatter_(0, ids, torch.arange(len(ids), dtype=torch.int32, device=ids.device))
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What a verify step decided, per row.
 
@@ -46,7 +93,7 @@ class Verdict:
         accepted: int64 [B], drafts accepted.
         emitted: int64 [B], the token after them (argmax, recovered or bonus).
         probability: float32 [B, K], expected acceptance of each draft given that it was reached:
-            Σ min(p, q) with draft probabilities, p(draft) without; 0 where nothing was drafted.
+            Σ min(p, q) for sampled drafts, p(draft) for others; 0 where nothing was drafted.
     """
 
     accepted: Tensor
@@ -54,75 +101,145 @@ class Verdict:
     probability: Tensor
 
 
-def target_probabilities(logits: Tensor, rows: RowKeys) -> Tensor:
+def _divisor(temperature: Tensor) -> Tensor:
+    """Temperatures to divide by: 1 for greedy rows, whose quotients are not used."""
+    return temperature.where(temperature > 0, 1.0)
+
+
+def target_probabilities(logits: Tensor, rows: RowKeys, *, limited: bool | None = None) -> Tensor:
     """The distribution each row samples from: temperature, then top-k, then top-p.
 
     Args:
-        logits: float32 [B, M, V].
+        logits: [B, M, V], bfloat16, float16 or float32.
         rows: parameters of the B rows.
+        limited: whether any row has top-k or top-p; None looks.
 
     Returns:
         float32 [B, M, V]; one-hot at the argmax (lowest id of ties) for temperature 0.
     """
     greedy = rows.temperature == 0
-    scaled = logits / rows.temperature.where(~greedy, 1.0)[:, None, None]
-    limited = (~greedy) & ((rows.top_k > 0) | (rows.top_p < 1))
-    if bool(limited.any()):
-        scaled = scaled.where(~limited[:, None, None], _limit(scaled, rows))
-    probabilities = scaled.softmax(-1)
+    logits = limit_logits(logits, rows) if has_limits(rows, limited) else logits.float()
+    # Less the maximum first: quotients near 0 keep their precision however low the temperature.
+    relative = logits - logits.amax(-1, keepdim=True)
+    probabilities = (relative / _divisor(rows.temperature)[:, None, None]).softmax(-1)
     if bool(greedy.any()):
         hot = torch.zeros_like(logits).scatter_(-1, first_argmax(logits)[..., None], 1.0)
         probabilities = probabilities.where(~greedy[:, None, None], hot)
     return probabilities
 
 
-def _limit(logits: Tensor, rows: RowKeys) -> Tensor:
-    """−inf outside top-k, then outside the smallest set whose mass reaches top-p."""
+def has_limits(rows: RowKeys, limited: bool | None) -> bool:
+    """`limited` if given; else whether any row has top-k or top-p, which waits for a device."""
+    return bool(_bounded(rows).any()) if limited is None else limited
+
+
+def _bounded(rows: RowKeys) -> Tensor:
+    """Which rows top-k or top-p bounds, bool [B]."""
+    return (rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1))
+
+
+def limit_logits(logits: Tensor, rows: RowKeys) -> Tensor:
+    """float32 logits [B, M, V], −inf outside of top-k, then of the least set with mass ≥ top-p."""
+    logits = logits.float()
     values, order = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     top_k = rows.top_k.where(rows.top_k > 0, logits.shape[-1])[:, None, None]
     values = values.masked_fill(rank >= top_k, float("-inf"))
-    probabilities = values.softmax(-1)
+    relative = values - values[..., :1]
+    probabilities = (relative / _divisor(rows.temperature)[:, None, None]).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
     # Off is 1, and a running sum may round to 1 before the tail has been seen.
     top_p = rows.top_p.where(rows.top_p < 1, 2.0)[:, None, None]
     values = values.masked_fill(before >= top_p, float("-inf"))
-    return torch.empty_like(logits).scatter_(-1, order, values)
+    kept = torch.empty_like(logits).scatter_(-1, order, values)
+    return kept.where(_bounded(rows)[:, None, None], logits)
 
 
-def sample_first(logits: Tensor, positions: Tensor, rows: RowKeys) -> Tensor:
+def sample_first(
+    logits: Tensor, positions: Tensor, rows: RowKeys, *, limited: bool | None = None
+) -> Tensor:
     """Samples one token a row: int64 [B] from logits [B, V] for `positions` [B]."""
-    weights = target_probabilities(logits[:, None], rows)[:, 0]
+    if logits.is_cuda:
+        from draftlab.kernels import sampling_triton
+
+        return sampling_triton.sample_first(logits, positions, rows, limited=limited)
+    weights = target_probabilities(logits[:, None], rows, limited=limited)[:, 0]
     noise = keyed_exponential(rows.seed, rows.prompt, positions, Purpose.EMIT, logits.shape[-1])
     return race(weights, noise)
+
+
+def sample_draft(
+    logits: Tensor, positions: Tensor, rows: RowKeys, temperature: Tensor, sampled: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draws one draft a row from q = softmax(logits / temperature), or takes the argmax.
+
+    Args:
+        logits: [B, W] over the draft vocabulary, bfloat16, float16 or float32.
+        positions: int64 [B], the positions that the drafts would take.
+        rows: noise keys; their sampling parameters are the target's and not looked at.
+        temperature: float32 [B], of the drafts; 0 takes the argmax (ties: lowest index).
+        sampled: bool [B]; False takes the argmax too.
+
+    Returns:
+        Indices into the draft vocabulary, int64 [B]; logsumexp(logits / temperature), float32 [B]
+        (of logits where the temperature is 0).
+    """
+    if logits.is_cuda:
+        from draftlab.kernels import sampling_triton
+
+        return sampling_triton.sample_draft(logits, positions, rows, temperature, sampled)
+    scaled = logits.float() / _divisor(temperature)[:, None]
+    log_sum, best = scaled.logsumexp(-1), first_argmax(logits)
+    sampled = sampled & (temperature > 0)
+    if not bool(sampled.any()):
+        return best, log_sum
+    noise = keyed_exponential(rows.seed, rows.prompt, positions, Purpose.DRAFT, logits.shape[-1])
+    drawn = race((scaled - scaled.amax(-1, keepdim=True)).exp(), noise)
+    return drawn.where(sampled, best), log_sum
 
 
 def verify(
     logits: Tensor,
     drafts: Tensor,
     num_drafts: Tensor,
-    draft_probs: Tensor | None,
-    draft_ids: Tensor | None,
+    distribution: DraftDistribution | None,
     positions: Tensor,
     rows: RowKeys,
+    *,
+    limited: bool | None = None,
+    expect: bool = True,
 ) -> Verdict:
     """Accepts the longest valid prefix of each row's drafts and emits one more token.
 
-    A draft x is accepted iff u · q(x) < p(x), u ∈ [0, 1), where q(x) = 1 without draft
-    probabilities (then the draft must be argmax q) and for greedy rows (p is one-hot). After a
-    rejection the token is drawn from max(p − q, 0), respectively from p without x; after none, from
-    p.
+    A draft x is accepted iff u · q(x) < p(x), u ∈ [0, 1), where q(x) = 1 for argmax drafts and for
+    greedy rows (p is one-hot). After a rejection the token is drawn from max(p − q, 0),
+    respectively from p without x; after none, from p.
 
     Args:
-        logits: float32 [B, K + 1, V]; entry i is the target's prediction for draft i.
+        logits: [B, K + 1, V], bfloat16, float16 or float32; entry i is the target's prediction for
+            draft i.
         drafts: int64 [B, K] target ids.
         num_drafts: int64 [B], how many of a row's K drafts are real.
-        draft_probs: float32 [B, K, D], what sampled drafts were drawn from; None without.
-        draft_ids: int64 [D], target ids of q's entries.
+        distribution: what sampled drafts were drawn from; None when every draft is an argmax.
         positions: int64 [B], position that draft 0 would take.
         rows: sampling parameters and noise keys.
+        limited: whether any row has top-k or top-p; None looks, which waits for a device.
+        expect: False saves Σ min(p, q) and leaves `probability` 0 where it would stand.
     """
-    p = target_probabilities(logits, rows)
+    if logits.is_cuda:
+        from draftlab.kernels import verify_launch
+
+        return verify_launch.verify(
+            logits,
+            drafts,
+            num_drafts,
+            distribution,
+            positions,
+            rows,
+            limited=limited,
+            expect=expect,
+        )
+    p = target_probabilities(logits, rows, limited=limited)
     num_rows, width, vocab = p.shape
     k = width - 1
     depth = torch.arange(k, device=p.device)
@@ -131,12 +248,13 @@ def verify(
     q_full = None
     q_draft = torch.ones_like(p_draft)
     probability = p_draft
-    if draft_probs is not None:
-        sampled = (rows.temperature > 0)[:, None]
+    if distribution is not None and k:
+        drawn = (distribution.sampled & (rows.temperature > 0))[:, None]
         q_full = p.new_zeros(num_rows, k, vocab)
-        q_full[..., draft_ids] = draft_probs
-        q_draft = q_full.gather(-1, drafts[..., None])[..., 0].where(sampled, 1.0)
-        probability = torch.minimum(p[:, :k], q_full).sum(-1).where(sampled, p_draft)
+        q_full[..., distribution.ids] = distribution.probabilities()
+        q_draft = q_full.gather(-1, drafts[..., None])[..., 0].where(drawn, 1.0)
+        overlap = torch.minimum(p[:, :k], q_full).sum(-1) if expect else torch.zeros_like(p_draft)
+        probability = overlap.where(drawn, p_draft)
     u = keyed_uniform(
         rows.seed[:, None], rows.prompt[:, None], positions[:, None] + depth, Purpose.ACCEPT
     )
@@ -151,7 +269,7 @@ def verify(
         if q_full is not None:
             q_at = q_full.gather(1, at[:, None, None].expand(-1, 1, vocab))[:, 0]
             with_q = (weights - q_at).clamp(min=0)
-            without = with_q.where((rows.temperature > 0)[:, None], without)
+            without = with_q.where(drawn, without)
         # Where p = q up to rounding nothing is left to recover from; p itself is then exact.
         usable = rejected & (without.sum(-1) > 0)
         weights = without.where(usable[:, None], weights)

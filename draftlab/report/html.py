@@ -14,10 +14,15 @@ from draftlab.report.wording import NONE
 from draftlab.results import Report, Row
 
 PLOT_TEXTS = {
-    "acceptance_by_position": "Acceptance at each draft position, unconditional: the share of "
-    "drafts accepted up to it. Dashed: without draft probabilities. Crosses: expected acceptance.",
     "acceptance_length": "Acceptance length by temperature with 95 % intervals over prompts. At "
     "T = 0 draft probabilities play no part, so its row belongs to every line.",
+    "acceptance_by_position": "Acceptance at each draft position, unconditional: the share of "
+    "drafts accepted up to it, at the largest K. Dashed: without draft probabilities. Crosses: "
+    "expected acceptance.",
+    "tpot_by_k": "Milliseconds per output token by the number of drafts. Points were measured, "
+    "with 95 % intervals over prompts; lines are the adviser's prediction. Grey: without drafting.",
+    "speedup_by_batch": "Speed-up over decoding without drafts by the number of prompts decoded at "
+    "once, with 95 % intervals over prompts. Below 1 drafting costs time.",
     "tpot": "Milliseconds per output token after the first, with 95 % intervals over prompts. "
     "Grey: the same prompts without drafting.",
 }
@@ -52,15 +57,81 @@ def _positions(row: Row) -> list[dict[str, str]]:
             "conditional": wording.number(conditional, 3),
             "conditional_raw": _ratio(accepted, before),
             "expected": wording.number(expect, 3),
+            "z": wording.number(z, 1),
         }
-        for share, accepted, conditional, before, expect in zip(
+        for share, accepted, conditional, before, expect, z in zip(
             counters.acceptance_at or [None] * row.k,
             row.accepted_at,
             counters.conditional_acceptance_at,
             reached,
             expected,
+            row.self_check.z if row.self_check else [None] * row.k,
             strict=True,
         )
+    ]
+
+
+def _self_check(row: Row) -> str:
+    """ "passed" or "FAILED"; nothing where it was not made."""
+    if row.self_check is None:
+        return NONE
+    verdict = "passed" if row.self_check.passed else "FAILED"
+    return f"{verdict}, p = {row.self_check.p_value:.2g}"
+
+
+def _timings(row: Row) -> list[dict[str, str]]:
+    """Times at each batch; one line without a batch where there are none."""
+    found = row.timings or [row]
+    return [
+        {
+            "batch": str(one.batch) if row.timings else NONE,
+            "tpot": wording.milliseconds(one.tpot_ms),
+            "tpot_ci": _interval(one.tpot_ms_ci, wording.time_digits(one.tpot_ms)),
+            "baseline": wording.milliseconds(one.baseline_tpot_ms),
+            "speedup": wording.times(one.speedup),
+            "speedup_ci": _interval(one.speedup_ci, 2),
+            "ttft": wording.milliseconds(one.ttft_ms),
+            "step": wording.milliseconds(one.step_ms),
+            "floor": wording.milliseconds(one.floor_ms),
+            "throughput": wording.number(one.throughput_tok_s, 1),
+        }
+        for one in found
+    ]
+
+
+def _on(value: bool) -> str:
+    return "on" if value else "off"
+
+
+def _advice(report: Report) -> list[dict[str, Any]]:
+    """The adviser's tables."""
+    return [
+        {
+            "title": ", ".join(
+                [
+                    f"{one['head']} ({one['engine']})",
+                    f"T = {wording.temperature(one['temperature'])}",
+                    *([f"draft probs {_on(one['draft_probs'])}"] if one["temperature"] else []),
+                    f"batch {one['batch']}",
+                ]
+            ),
+            "text": one["text"],
+            "plain": wording.milliseconds(one["plain_ms"]),
+            "rows": [
+                {
+                    "k": p["k"],
+                    "best": p["k"] == one["best_k"],
+                    "al": wording.number(p["acceptance_length"], 2),
+                    "step": wording.milliseconds(p["step_ms"]),
+                    "tpot": wording.milliseconds(p["tpot_ms"]),
+                    "speedup": wording.times(p["speedup"]),
+                    "measured": wording.times(p["measured_speedup"]),
+                    "error": NONE if p["error"] is None else f"{100 * p['error']:+.1f} %",
+                }
+                for p in one["predictions"]
+            ],
+        }
+        for one in (report.adviser or {}).get("advice", [])
     ]
 
 
@@ -90,16 +161,15 @@ def _view(i: int, row: Row, label: str) -> dict[str, Any]:
         "al_raw": f"1 + {_ratio(row.accepted, row.drafts)}" if drafted else "",
         "expected_al": wording.number(wording.expected_length(row), 3),
         "speedup": wording.times(row.speedup),
+        "speedup_ci": _interval(row.speedup_ci, 2),
         "speedup_raw": ""
         if row.speedup is None
         else f"{wording.milliseconds(row.baseline_tpot_ms)} / {wording.milliseconds(row.tpot_ms)}",
         "tpot": wording.milliseconds(row.tpot_ms),
         "tpot_ci": _interval(row.tpot_ms_ci, wording.time_digits(row.tpot_ms)),
-        "baseline": wording.milliseconds(row.baseline_tpot_ms),
         "ttft": wording.milliseconds(row.ttft_ms),
-        "step": wording.milliseconds(row.step_ms),
-        "floor": wording.milliseconds(row.floor_ms),
-        "throughput": wording.number(row.throughput_tok_s, 1),
+        "timings": _timings(row),
+        "self_check": _self_check(row),
         "repetition": wording.number(row.repetition_rate, 3),
         "prompts_equal": wording.number(row.prompts_equal, 3),
         "lossless": _lossless(row),
@@ -134,6 +204,7 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     rows = report.rows
+    environment_facts = {k: v for k, v in report.environment.items() if k != "certificates"}
     conditions = wording.report_conditions(report)
     # autoescape: names and warnings come from other people's files
     environment = Environment(
@@ -154,6 +225,8 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
         shared=conditions.shared,
         varying=conditions.varying,
         legend=wording.LEGEND,
+        advice=_advice(report),
+        certificates=wording.certificates(report),
         warnings=wording.warnings(report),
         plots=[
             (name, PLOT_TEXTS[name], base64.b64encode(data).decode("ascii"))
@@ -163,8 +236,7 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
             (title, flatten(value))
             for title, value in (
                 ("Target", report.target),
-                ("Environment", report.environment),
-                ("Adviser", report.adviser),
+                ("Environment", environment_facts),
             )
             if value
         ],

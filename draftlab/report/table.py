@@ -22,7 +22,9 @@ def _acceptance(row: Row) -> str:
 
 def _figures(rows: list[Row]) -> list[Column]:
     columns: list[Column] = [
-        ("drafter", lambda row: row.drafter),
+        ("head", lambda row: row.head or "none")
+        if names_heads(rows)
+        else ("drafter", lambda row: row.drafter),
         ("K", lambda row: str(row.k) if wording.drafted(row) else NONE),
         ("T", lambda row: wording.temperature(row.temperature)),
         ("draft\nprobs", wording.draft_probs),
@@ -32,6 +34,12 @@ def _figures(rows: list[Row]) -> list[Column]:
         ("speed-up", lambda row: wording.times(row.speedup)),
     ]
     return [c for c in columns if c[0] != "expected\nAL" or _expects(rows)]
+
+
+def names_heads(rows: list[Row]) -> bool:
+    """Whether the first table tells heads apart: several, with names that fit a column."""
+    names = {row.head for row in rows if row.head}
+    return len(names) > 1 and max(map(len, names)) <= 14
 
 
 def _expects(rows: list[Row]) -> bool:
@@ -63,12 +71,32 @@ def _table(rows: list[Row], columns: list[Column]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
     table.add_column("# ", justify="right", no_wrap=True)
     for name, _ in columns:
-        left = name in ("drafter", "acceptance\nat 1…K")
+        left = name in ("drafter", "head", "acceptance\nat 1…K")
         table.add_column(name, justify="left" if left else "right")
     for i, row in enumerate(rows, 1):
         # Text, not str: a name in square brackets must not be read as markup
         cells = [Text(_mark(i, row)), *(Text(get(row)) for _, get in columns)]
         table.add_row(*cells, style="" if wording.drafted(row) else "dim")
+    return table
+
+
+def _batches(rows: list[Row]) -> Table:
+    """Times at every batch that was timed."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+    for name in ("# ", "batch", "TPOT ms", "step\nms", "floor\nms", "tokens/s", "speed-up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for i, row in enumerate(rows, 1):
+        for timing in row.timings:
+            table.add_row(
+                _mark(i, row),
+                str(timing.batch),
+                wording.milliseconds(timing.tpot_ms, timing.tpot_ms_ci),
+                wording.milliseconds(timing.step_ms),
+                wording.milliseconds(timing.floor_ms),
+                wording.number(timing.throughput_tok_s, 0),
+                wording.speedup(timing.speedup, timing.speedup_ci),
+                style="" if wording.drafted(row) else "dim",
+            )
     return table
 
 
@@ -93,7 +121,7 @@ def _items(items: Iterable[tuple[str, str]], style: str = "") -> Table:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Prints a report: two tables, conditions, a legend, warnings last.
+    """Prints a report: two tables, conditions, advice, a short legend, warnings last.
 
     Readable from 100 columns on. Rows without a drafter show times and token counts only.
     """
@@ -101,15 +129,26 @@ def print_report(report: Report, console: Console) -> None:
         console.print("The report has no rows: nothing was evaluated.")
         return
     rows, conditions = report.rows, wording.report_conditions(report)
+    varying = dict(conditions.varying)
+    if names_heads(rows):
+        varying.pop("head", None)
     console.print()
     console.print(Text(f"Target {wording.target_name(report)}", style="bold"))
     console.print(_table(rows, _figures(rows)))
     console.print(_table(rows, _times_and_counters()))
-    if conditions.varying:
-        console.print(_varying_table(rows, conditions.varying))
+    if any(len(row.timings) > 1 for row in rows):
+        console.print(_batches(rows))
+    if varying:
+        console.print(_varying_table(rows, varying))
     console.print(_items([("conditions", "\n".join(conditions.lines(console.width - 12)))]))
+    if advice := wording.advice(report):
+        console.print()
+        console.print(_items([(f"advice, {of}:", text) for of, text in advice], "bold"))
+    for head, lines in wording.certificates(report):
+        console.print()
+        console.print(_items([(f"certificate, {head}:", "\n".join(lines))], "bold"))
     console.print()
-    legend = {name: short for name, (short, _) in wording.LEGEND.items()}
+    legend = {name: wording.LEGEND[name][0] for name in wording.IN_CONSOLE}
     if not _expects(rows):
         del legend["expected AL"]
     if any(map(wording.is_vllm_default, rows)):

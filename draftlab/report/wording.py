@@ -17,6 +17,8 @@ NONE = "–"  # not measured, or without meaning for the row
 DEFAULT_MARK = "*"
 DEFAULT_NOTE = "what vLLM does by default: draft probabilities off (at T = 0 both are the same)"
 
+IN_CONSOLE = ("AL", "expected AL", "speed-up", "repetition")  # the page explains the rest
+
 # name: (one line for the console, what the HTML page adds)
 LEGEND: dict[str, tuple[str, str]] = {
     "AL": (
@@ -26,8 +28,10 @@ LEGEND: dict[str, tuple[str, str]] = {
     ),
     "expected AL": (
         "1 + Σ expected acceptance, from probabilities, not draws; should lie near AL",
-        "A self-check: the same counts with each draw replaced by its chance. A difference beyond "
-        "the interval of AL points at the sampler or the verifier.",
+        "A self-check: the same counts with each draw replaced by its chance. Accepted − expected "
+        "is a sum of terms whose mean is zero, whatever the prompts; z is that sum over its "
+        "standard deviation, for each draft position. A row fails below p = 0.001 (at T = 0 both "
+        "must be equal): then the sampler or the verifier is at fault.",
     ),
     "acceptance": (
         "accepted_at / drafts: drafts accepted up to each position, unconditional",
@@ -46,7 +50,8 @@ LEGEND: dict[str, tuple[str, str]] = {
     ),
     "speed-up": (
         "TPOT without drafting / TPOT, same prompts and engine; above 1 drafting pays",
-        "A ratio of mean TPOT; the TPOT without drafting stands beside it.",
+        "A ratio of mean TPOT; the TPOT without drafting stands beside it. The interval resamples "
+        "prompts, with and without drafting together.",
     ),
     "TTFT": ("ms to the first token", "Drafting has not begun then."),
     "repetition": (
@@ -94,6 +99,13 @@ def milliseconds(value: float | None, interval: tuple[float, float] | None = Non
 def times(value: float | None) -> str:
     """A speed-up: "1.62×"."""
     return NONE if value is None else f"{number(value, 2)}×"
+
+
+def speedup(value: float | None, interval: tuple[float, float] | None) -> str:
+    """ "1.62× [1.50, 1.71]"."""
+    if value is None or interval is None:
+        return times(value)
+    return f"{times(value)} [{number(interval[0], 2)}, {number(interval[1], 2)}]"
 
 
 def temperature(value: float) -> str:
@@ -230,6 +242,33 @@ def traits(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         ]
         found.append(tuple(parts))
     return found
+
+
+def advice(report: Report) -> list[tuple[str, str]]:
+    """The adviser's line for each head and batch, at the first temperature: (of what, text)."""
+    found = (report.adviser or {}).get("advice", [])
+    heads = {one["head"] for one in found}
+    engines = {one["engine"] for one in found}
+    lines: dict[tuple[Any, ...], tuple[str, str]] = {}
+    for one in found:
+        key = (one["engine"], one["head"], one["batch"])
+        parts = [f"T = {temperature(one['temperature'])}"]
+        if len(engines) > 1:
+            parts.insert(0, one["engine"])
+        if len(heads) > 1:
+            parts.insert(0, one["head"])
+        if one["temperature"] > 0:
+            parts.append(f"draft probs {'on' if one['draft_probs'] else 'off'}")
+        lines.setdefault(key, (", ".join(parts), one["text"]))
+    return list(lines.values())
+
+
+def certificates(report: Report) -> list[tuple[str, list[str]]]:
+    """Each head's name with its certificate's verdict and lines."""
+    return [
+        (head, [f"{one['level']}, {'passed' if one['passed'] else 'FAILED'}", *one["lines"]])
+        for head, one in report.environment.get("certificates", {}).items()
+    ]
 
 
 def labels(rows: Sequence[Row]) -> list[str]:

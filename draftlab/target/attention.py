@@ -1,10 +1,10 @@
-"""How decoding plugs into any transformers model: rows of cached keys, masked by true positions.
+"""How decoding plugs into any transformers model: cached keys, masked by true positions.
 
 transformers builds its masks from a cache length, which is one number for a whole batch. In
 speculative decoding every row has its own length, so a forward pass states the position of each of
-its tokens here, and the model's own mask functions (causal, sliding window, chunked) are evaluated
-on those positions. Keys live at the cache slot of their position, so a key is visible iff the mask
-function says so; stale keys of rejected drafts sit at later positions and are never seen.
+its tokens here. With a `RowCache` the model's own mask functions (causal, sliding window, chunked)
+are evaluated on those positions; with a `PagedCache` the mask is a rule (`Visible`) that the paged
+attention kernel applies. Stale keys of rejected drafts sit at later positions and are never seen.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,22 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from draftlab.kernels.paged_attention import attend_paged
+
+if TYPE_CHECKING:
+    from draftlab.target.paged import PagedCache
+
 ATTENTION = "draftlab"
 _positions: ContextVar[Tensor | None] = ContextVar("positions", default=None)
+_paged: ContextVar[PagedCache | None] = ContextVar("paged", default=None)
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Which keys a query at position q sees: max(q − window + 1, q // chunk · chunk, 0) … q."""
+
+    window: int | None = None
+    chunk: int | None = None
 
 
 @contextmanager
@@ -34,15 +49,42 @@ def step_positions(positions: Tensor) -> Iterator[None]:
         _positions.reset(token)
 
 
+@contextmanager
+def paged_step(cache: PagedCache) -> Iterator[None]:
+    """Makes attention read `cache` inside the block."""
+    token = _paged.set(cache)
+    try:
+        yield
+    finally:
+        _paged.reset(token)
+
+
+def _visible(local_size: int | None, config: Any) -> Visible:
+    """The rule of a mask: transformers names the size of a window or a chunk, not which it is."""
+    if local_size is None:
+        return Visible()
+    if local_size == getattr(config, "sliding_window", None):
+        return Visible(window=local_size)
+    if local_size == getattr(config, "attention_chunk_size", None):
+        return Visible(chunk=local_size)
+    raise ValueError(
+        f"expected a sliding window or a chunk of {local_size} in the target's config, found "
+        "neither: this architecture's mask needs an entry in draftlab/target/attention.py"
+    )
+
+
 def _mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
     mask_function: Callable[..., Tensor],
     device: torch.device,
+    local_size: int | None = None,
     **options: Any,
-) -> Tensor | None:
-    """Boolean mask [B, 1, M, S], True where a query sees a key."""
+) -> Tensor | Visible | None:
+    """Boolean mask [B, 1, M, S], True where a query sees a key; with pages, the rule."""
+    if _paged.get() is not None:
+        return _visible(local_size, options.get("config"))
     positions = _positions.get()
     if positions is None:
         return sdpa_mask(
@@ -51,6 +93,7 @@ def _mask(
             kv_length=kv_length,
             mask_function=mask_function,
             device=device,
+            local_size=local_size,
             **options,
         )
     rows = torch.arange(batch_size, device=device)[:, None, None, None]
@@ -64,7 +107,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Visible | None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -77,6 +120,22 @@ def _attend(
     Returns:
         [B, M, heads, head_dim], and None for the weights.
     """
+    if (cache := _paged.get()) is not None:
+        if not isinstance(attention_mask, Visible):
+            raise TypeError(f"expected a mask rule with pages, found {type(attention_mask)}")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend_paged(
+            query.transpose(1, 2),
+            key,
+            value,
+            cache.block_table,
+            cache.positions,
+            scale=scale,
+            window=attention_mask.window,
+            chunk=attention_mask.chunk,
+            softcap=softcap,
+            sinks=s_aux,
+        ), None
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options

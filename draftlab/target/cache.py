@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from draftlab.target.attention import step_positions
 
 
 class _RowLayer(CacheLayerMixin):
@@ -87,6 +90,10 @@ class RowCache(Cache):
         self.rows = torch.arange(start, start + len(positions), device=positions.device)
         self.start, self.slots, self.visible = start, positions, visible
         return self
+
+    def step(self, positions: Tensor) -> AbstractContextManager[None]:
+        """States the tokens' positions to the model's masks inside the block."""
+        return step_positions(positions)
 
     @torch.inference_mode()
     def move(self, source: int, destination: int) -> None:

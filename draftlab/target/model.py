@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils import logging as transformers_logging
 
 from draftlab.base import Knobs, UserError, canonical_json, read_json
-from draftlab.target.attention import ATTENTION, step_positions
+from draftlab.target.attention import ATTENTION
 from draftlab.target.cache import RowCache
+from draftlab.target.paged import PagedCache
 from draftlab.target.parts import TargetParts, parts_of, shard_files, text_decoder
+from draftlab.target.probe import check_pages, check_rows
+from draftlab.target.replacements import replace_layers
 
 EMBEDDED = "embedded"
 
@@ -169,7 +174,12 @@ class Target:
         self.num_layers = len(self.layers)
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size = self.parts.lm_head.shape[0]
-        self.fingerprint = fingerprint(folder)
+        self._checked: set[Callable[[Target], None]] = set()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """See `fingerprint`; reads the checkpoint's files once."""
+        return fingerprint(self.folder)
 
     @property
     def device(self) -> torch.device:
@@ -187,8 +197,25 @@ class Target:
         return int(self.config.max_position_embeddings)
 
     def new_cache(self, num_rows: int, max_length: int) -> RowCache:
-        """An empty cache for `num_rows` sequences of at most `max_length` positions."""
+        """An empty cache for `num_rows` sequences of at most `max_length` positions.
+
+        Raises:
+            UserError: for a model that cannot decode from one (`target/probe.py`).
+        """
+        self._check_once(check_rows)
         return RowCache(self.num_layers, num_rows, max_length)
+
+    def new_paged_cache(self, num_blocks: int, block_size: int) -> PagedCache:
+        """An empty pool of `num_blocks` blocks of `block_size` positions; raises as `new_cache`."""
+        self._check_once(check_rows)
+        self._check_once(check_pages)
+        return PagedCache(self.num_layers, num_blocks, block_size)
+
+    def _check_once(self, check: Callable[[Target], None]) -> None:
+        """Models are asked when they are about to decode: recording states needs none of it."""
+        if check not in self._checked:
+            check(self)
+            self._checked.add(check)
 
     @torch.inference_mode()
     def states(
@@ -197,7 +224,7 @@ class Target:
         boundaries: tuple[int, ...] = (),
         *,
         positions: Tensor | None = None,
-        cache: RowCache | None = None,
+        cache: RowCache | PagedCache | None = None,
     ) -> States:
         """One forward pass of the decoder.
 
@@ -205,7 +232,7 @@ class Target:
             token_ids: int64 [B, M]. Without a cache rows are right-padded sequences from position 0
                 (causality keeps padding from mattering).
             boundaries: whose states become the features, ascending.
-            positions: int64 [B, M] of each token, with a cache aimed by `cache.at`.
+            positions: int64 [B, M] of each token (−1: padding), with a cache aimed by `cache.at`.
             cache: where earlier keys are and new ones go.
 
         Returns:
@@ -230,7 +257,7 @@ class Target:
             else:
                 # Padding (slot −1) may take any valid position; its output is never read.
                 at = positions.clamp(min=0)
-                stack.enter_context(step_positions(at))
+                stack.enter_context(cache.step(at))
                 self.decoder(
                     input_ids=token_ids, position_ids=at, past_key_values=cache, use_cache=True
                 )
@@ -288,6 +315,7 @@ def load_target(knobs: TargetKnobs) -> Target:
         raise UserError(
             f"the target does not load: {type(error).__name__}: {error}", where=folder
         ) from None
+    replace_layers(model)
     target = Target(model.to(device).eval().requires_grad_(False), folder, knobs.path)
     target.check_parts()
     return target

@@ -61,6 +61,8 @@ def text_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.M
         UserError: when the model is not built from `layers` and a final norm.
     """
     decoder = model.get_decoder()
+    if decoder is model:  # Llama 4's own name for its tower is not the one transformers looks for
+        decoder = model.model
     layers = getattr(decoder, "layers", None)
     norm = next((getattr(decoder, n) for n in _NORMS if hasattr(decoder, n)), None)
     if not isinstance(layers, nn.ModuleList) or norm is None:

@@ -26,30 +26,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity_vllm import (
+from common import (
     DIFFERENT,
     EQUAL,
     SKIPPED,
     UNUSABLE,
     add_row,
-    choose,
     client,
+    load_subject,
     prepare,
+    subject_options,
     versions,
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftlab import pipeline
-from draftlab.base import Monitor, UserError
-from draftlab.chat.render import stop_ids
+from draftlab.base import UserError
 from draftlab.data.packing import Batch, pack
 from draftlab.data.store import Record
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Request
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.heads.folder import load_head
-from draftlab.target.model import Target, load_target, load_tokenizer
+from draftlab.target.model import Target
 from draftlab.train.ttt import unroll
 
 TOLERANCE = 1e-5
@@ -208,27 +206,20 @@ def run(options: argparse.Namespace) -> int:
     python = prepare("speculators")
     if python is None:
         return SKIPPED
-    subject, monitor = choose(options.head, options.target), Monitor()
-    knobs = subject.target.model_copy(update={"dtype": "float32", "device": "cpu"})
-    target, tokenizer = load_target(knobs), load_tokenizer(knobs)
-    suite = pipeline.load_suite("embedded:heldout", tokenizer, monitor)
-    embeddings = target.parts.embeddings.to("cpu", torch.float32)
-    head = load_head(subject.head, embeddings=embeddings, dtype=torch.float32, device="cpu")
+    subject = load_subject(options.head, options.target, options.prompts)
+    head, target, name = subject.head, subject.target, subject.name
     answered = record_answers(
         target,
-        suite.prompts[: options.prompts],
-        stop_ids(tokenizer, target.folder),
+        subject.prompts,
+        subject.stops,
         head.config.boundaries,
         options.max_new_tokens,
     )
     num_steps = options.steps or head.config.k_trained
-    name = subject.head.parent.name if subject.head.name == "head" else subject.head.name
     faults = []
     with tempfile.TemporaryDirectory() as place:
         layout = Path(place) / "speculators"
-        pipeline.export(
-            subject.head, knobs, layout, "speculators", dtype="float32", monitor=monitor
-        )
+        subject.export(layout)
         for mask in ("all", "answers"):
             records = [
                 replace(r, spans=torch.ones_like(r.spans)) if mask == "all" else r for r in answered
@@ -276,13 +267,10 @@ def run(options: argparse.Namespace) -> int:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--head", help="head folder or 'reference'; default: the latest run's")
-    parser.add_argument("--target", help="its target; default: the run's, or the embedded one")
-    parser.add_argument("--prompts", type=int, default=6, help="first held-out prompts")
+    subject_options(parser, prompts=6)
     parser.add_argument("--steps", type=int, help="default: as many as the head was trained for")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--attention", default="flex", choices=("flex", "eager", "sdpa"))
-    parser.add_argument("--write", type=Path, help="Markdown page that gets the result's rows")
     try:
         return run(parser.parse_args())
     except UserError as error:

@@ -35,7 +35,7 @@ def test_probabilities_of_every_draft(head: Eagle3Head) -> None:
         [Request(str(i), (1,), 1, Sampling(temperature=1.0)) for i in range(3)], torch.device("cpu")
     )
     drafter = ChainDrafter(head, K)
-    drafter.start(4, 20)
+    drafter.start(4, 24)  # a block a row; block 0 is nobody's
     done = [0, 0, 0]
     for step in counts:
         width = max(step)
@@ -47,16 +47,15 @@ def test_probabilities_of_every_draft(head: Eagle3Head) -> None:
             shown[row, :n], given[row, :n] = tokens[row][part], features[row][part]
             positions[row, :n] = torch.arange(part.start, part.stop)
             done[row] += n
-        visible = int(positions.max()) + 1
-        found = drafter.propose(
-            Observed(1, shown, given, positions, torch.tensor(step), visible, keys)
-        )
-        assert found.probs is not None
+        table = torch.tensor([[2], [3], [1]], dtype=torch.int32)
+        found = drafter.propose(Observed(shown, given, positions, torch.tensor(step), table, keys))
+        assert found.distribution is not None
+        q = found.distribution.probabilities()
         for row in range(3):
             seen, hidden = tokens[row][: done[row]], head.fuse(features[row][: done[row]])
             for depth in range(K):
                 output = dense(head, seen, hidden)
                 expected = head.logits(output).softmax(-1)
-                torch.testing.assert_close(found.probs[row, depth], expected, rtol=1e-3, atol=1e-5)
+                torch.testing.assert_close(q[row, depth], expected, rtol=1e-3, atol=1e-5)
                 seen = torch.cat([seen, found.tokens[row, depth : depth + 1]])
                 hidden = torch.cat([hidden, output[None]])

@@ -180,7 +180,7 @@ class Watched:
     def states(self, token_ids, boundaries=(), *, positions, cache):
         self.highest = max(self.highest, int(positions.max()))
         self.fed += int((positions >= 0).sum())
-        assert int(positions.max()) < cache.visible
+        assert bool((cache.slots[positions < 0] == -1).all())
         return self.target.states(token_ids, boundaries, positions=positions, cache=cache)
 
 

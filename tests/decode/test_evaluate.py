@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from draftlab.base import Monitor, UserError
-from draftlab.decode.evaluate import EvalKnobs, Evaluator, Suite, environment
-from draftlab.decode.measure import one_thread
+from draftlab.decode.evaluate import EvalKnobs, Evaluator, NamedHead, Suite, environment
+from draftlab.decode.timing import one_thread, rounds
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.results import Report
 from draftlab.target.model import Target
@@ -18,16 +18,26 @@ def suite(count: int = 6) -> Suite:
     return Suite("toy", "t", tuple((r.id, r.prompt_ids) for r in requests(count, seed=30)))
 
 
-def evaluate(target: Target, head: Eagle3Head | None, **knobs: object) -> Report:
+class Heard(Monitor):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def evaluate(
+    target: Target, *heads: Eagle3Head, monitor: Monitor | None = None, **knobs: object
+) -> Report:
     fields = {"max_new_tokens": 16, "batch": 4, "timing_prompts": 2, "timing_tokens": 8}
+    names = ("a head", "another")
     evaluator = Evaluator(
         target,
-        head,
-        "a head" if head else None,
+        [NamedHead(name, head) for name, head in zip(names, heads, strict=False)],
         suite(),
         STOPS,
         EvalKnobs.model_validate(fields | knobs),
-        monitor=Monitor(),
+        monitor=monitor or Monitor(),
     )
     return evaluator.run()
 
@@ -83,19 +93,19 @@ def test_counters_do_not_depend_on_the_batch(target: Target, head: Eagle3Head) -
 
 
 def test_without_a_head_only_plain_rows(target: Target) -> None:
-    report = evaluate(target, None, timing_prompts=0, max_prompts=2)
+    report = evaluate(target, timing_prompts=0, max_prompts=2)
     assert [(r.drafter, r.prompts) for r in report.rows] == [("none", 2), ("none", 2)]
 
 
 def test_a_k_beyond_training_is_said(target: Target, head: Eagle3Head) -> None:
-    report = evaluate(target, head, k=4, timing_prompts=0, temperatures=(0.0,))
+    report = evaluate(target, head, k=4, timing_prompts=0, temperatures=0)
     assert report.rows[1].k == 4
     assert "K = 4 exceeds the 3 steps of training" in report.rows[1].warnings
 
 
 def test_an_empty_suite_is_refused(target: Target) -> None:
     with pytest.raises(UserError, match="expected prompts to evaluate, found none"):
-        Evaluator(target, None, None, suite(0), STOPS, EvalKnobs(), monitor=Monitor())
+        Evaluator(target, [], suite(0), STOPS, EvalKnobs(), monitor=Monitor())
 
 
 def test_one_thread_inside_only() -> None:
@@ -111,3 +121,76 @@ def test_environment_names_what_ran() -> None:
     found = environment(torch.device("cpu"))
     assert found["torch"] == torch.__version__
     assert found["device"].startswith("cpu")
+
+
+def cells(report: Report) -> list[tuple[float, str | None, int, bool]]:
+    return [(r.temperature, r.head, r.k, r.draft_probs) for r in report.rows]
+
+
+def test_the_grid_decodes_plainly_once_a_temperature(target: Target, head: Eagle3Head) -> None:
+    report = evaluate(target, head, head, k=[1, 3, 1], temperatures=[0, 0.8], timing_prompts=0)
+    both = ("a head", "another")
+    assert cells(report) == [
+        (0.0, None, 0, False),
+        *[(0.0, name, k, False) for name in both for k in (1, 3)],
+        (0.8, None, 0, False),
+        *[(0.8, name, k, probs) for name in both for k in (1, 3) for probs in (False, True)],
+    ]
+    rows = report.rows
+    # the same head under two names counts alike; its first drafts do not depend on K at T = 0
+    assert rows[1].counters == rows[3].counters
+    assert rows[1].accepted_at[0] > 0
+    assert report.adviser is None
+
+
+def test_every_batch_is_timed_and_the_adviser_covers_every_k(
+    target: Target, head: Eagle3Head
+) -> None:
+    report = evaluate(target, head, k=3, temperatures=0, timing_batches=[1, 3])
+    plain, drafted = report.rows
+    assert [(t.batch, t.prompts) for t in drafted.timings] == [(1, 2), (3, 3)]
+    assert (drafted.tpot_ms, drafted.speedup) == (
+        drafted.timings[0].tpot_ms, drafted.timings[0].speedup,
+    )  # fmt: skip
+    for one, base in zip(drafted.timings, plain.timings, strict=True):
+        assert one.baseline_tpot_ms == base.tpot_ms
+        assert one.speedup == pytest.approx(base.tpot_ms / one.tpot_ms)
+        assert one.speedup_ci[0] <= one.speedup <= one.speedup_ci[1]
+        assert one.throughput_tok_s > 0
+        assert one.floor_ms is None  # no bandwidth is claimed of a CPU
+    # the step at K = 1 was timed for the slope, and is no row
+    assert [(a["batch"], len(a["predictions"])) for a in report.adviser["advice"]] == [
+        (1, 3),
+        (3, 3),
+    ]
+    assert [row.k for row in report.rows] == [0, 3]
+
+
+def test_timed_rounds_are_full_and_copies_have_their_own_noise() -> None:
+    asked = requests(3, seed=1)
+    assert [[r.id for r in batch] for batch in rounds(asked, 2, 1)] == [["1-0"], ["1-1"]]
+    (batch,) = rounds(asked, 2, 5)
+    assert len({r.id for r in batch}) == 5
+    assert [r.prompt_ids for r in batch[3:]] == [r.prompt_ids for r in asked[:2]]
+    assert [len(batch) for batch in rounds(asked, 7, 4)] == [4, 4]
+
+
+def test_what_is_decoded_and_what_is_doubtful_is_said(target: Target, head: Eagle3Head) -> None:
+    heard = Heard()
+    report = evaluate(target, head, monitor=heard, temperatures=0, max_prompts=4)
+    text = "\n".join(heard.lines)
+    assert "4 of 6 prompts of toy, up to 16 tokens each; T = 0; K = 3" in text
+    assert "4 prompts are few" in text
+    assert "2 timed prompts are few" in text
+    slow = [row for row in report.rows if row.speedup is not None and row.speedup < 1]
+    assert all("drafting slows decoding down here" in row.warnings[-1] for row in slow)
+    assert ("drafting slows decoding down" in text) == bool(slow)
+
+
+def test_the_reference_engine_counts_the_same(target: Target, head: Eagle3Head) -> None:
+    mine, reference = (
+        evaluate(target, head, engine=engine, timing_prompts=0) for engine in ("paged", "reference")
+    )
+    assert [r.counters for r in mine.rows] == [r.counters for r in reference.rows]
+    assert {r.engine for r in mine.rows} == {"draftlab"}
+    assert {r.engine for r in reference.rows} == {"draftlab-reference"}

@@ -10,10 +10,10 @@ import pytest
 import torch
 from scipy import stats
 
-from draftlab.decode import engine as engine_module
 from draftlab.decode.drafter import ChainDrafter
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Request, Sampling, row_keys
+from draftlab.decode.step import Step
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.kernels.verify import target_probabilities
 from draftlab.target.model import Target, TargetKnobs, load_target
@@ -83,11 +83,11 @@ def test_drafted_sampling(draft_probs: bool, small: Target, poor_head: Eagle3Hea
 def test_another_rows_draft_probabilities_are_noticed(
     small: Target, poor_head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stack = engine_module._stack_probs
+    true = Step._distribution
 
-    def shuffled(sampled, width):
-        found = stack(sampled, width)
-        return None if found is None else found.roll(1, 0)
+    def shuffled(self, index):
+        found = true(self, index)
+        return found if found is None else found[torch.arange(len(index)).roll(1)]
 
-    monkeypatch.setattr(engine_module, "_stack_probs", shuffled)
+    monkeypatch.setattr(Step, "_distribution", shuffled)
     assert p_value(small, poor_head) < 1e-6

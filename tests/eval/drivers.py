@@ -10,5 +10,6 @@ FOLDER = str(Path(__file__).resolve().parents[2] / "eval" / "parity")
 if FOLDER not in sys.path:
     sys.path.append(FOLDER)
 
+common = importlib.import_module("common")
 vllm = importlib.import_module("parity_vllm")
 speculators = importlib.import_module("parity_speculators")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftlab.kernels.noise import prompt_key
-from draftlab.kernels.verify import RowKeys, sample_first, target_probabilities, verify
+from draftlab.kernels.verify import (
+    DraftDistribution,
+    RowKeys,
+    sample_first,
+    target_probabilities,
+    verify,
+)
 
 
 def rows(
@@ -24,6 +31,17 @@ def rows(
         torch.tensor([s[2] for s in settings_]),
         torch.full((len(settings_),), seed),
         torch.tensor([prompt_key(name) for name in names]),
+    )
+
+
+def drawn_from(logits: torch.Tensor) -> DraftDistribution:
+    """Drafts sampled at temperature 1 from logits [B, K, V] over the whole vocabulary."""
+    return DraftDistribution(
+        logits,
+        logits.logsumexp(-1),
+        torch.ones(len(logits)),
+        torch.ones(len(logits), dtype=torch.bool),
+        torch.arange(logits.shape[-1]),
     )
 
 
@@ -85,7 +103,6 @@ def test_greedy_ties_go_to_the_lowest_id() -> None:
             torch.tensor([[draft]]),
             torch.tensor([1]),
             None,
-            None,
             torch.tensor([1]),
             rows((0.0, 0, 1.0)),
         )
@@ -100,12 +117,12 @@ def test_nothing_left_to_recover_from_falls_back_to_p() -> None:
     keys = rows(*[(1.0, 0, 1.0)] * 2000, names=names)
     p = target_probabilities(logits, keys)
     # Twice p is no distribution; it rejects half of the drafts with an empty residual.
+    doubled = replace(drawn_from(logits[:, :1]), log_sum=logits[:, :1].logsumexp(-1) - math.log(2))
     verdict = verify(
         logits,
         torch.zeros(2000, 1, dtype=torch.int64),
         torch.ones(2000, dtype=torch.int64),
-        2 * p[:, :1],
-        torch.arange(3),
+        doubled,
         torch.full((2000,), 4),
         keys,
     )
@@ -123,7 +140,6 @@ def test_a_certain_token_that_was_drafted_leaves_no_empty_residual() -> None:
         torch.tensor([[0]]),
         torch.tensor([1]),
         None,
-        None,
         torch.tensor([3]),
         rows((1.0, 0, 1.0)),
     )
@@ -140,11 +156,11 @@ def test_rows_with_fewer_drafts_ignore_their_padding() -> None:
     keys = rows(*kinds)
     count = len(kinds)
     logits = torch.randn(count, 4, 6, generator=generator) * 2
-    q = torch.randn(count, 3, 6, generator=generator).softmax(-1)
+    q = drawn_from(torch.randn(count, 3, 6, generator=generator))
     drafts = torch.randint(6, (count, 3), generator=generator)
     number = torch.arange(count) % 4
     positions = torch.arange(count) + 2
-    found = verify(logits, drafts, number, q, torch.arange(6), positions, keys)
+    found = verify(logits, drafts, number, q, positions, keys)
     assert bool((found.accepted <= number).all())
     assert len({(int(a), int(n)) for a, n in zip(found.accepted, number, strict=True)}) > 6
     assert bool((found.probability[torch.arange(3) >= number[:, None]] == 0).all())
@@ -154,8 +170,7 @@ def test_rows_with_fewer_drafts_ignore_their_padding() -> None:
             logits[one, : n + 1],
             drafts[one, :n],
             number[one],
-            q[one, :n],
-            torch.arange(6),
+            replace(q[one], logits=q.logits[one, :n], log_sum=q.log_sum[one, :n]),
             positions[one],
             keys[one],
         )
@@ -173,9 +188,21 @@ def test_greedy_rows_do_not_look_at_draft_probabilities() -> None:
     drafts = torch.randint(5, (60, 2), generator=generator)
     number, positions = torch.full((60,), 2), torch.arange(60)
     keys = rows(*[GREEDY, SAMPLED] * 30)
-    q = torch.rand(60, 2, 5, generator=generator)
-    with_q = verify(logits, drafts, number, q, torch.arange(5), positions, keys)
-    without = verify(logits, drafts, number, None, None, positions, keys)
+    q = drawn_from(torch.randn(60, 2, 5, generator=generator) * 2)
+    with_q = verify(logits, drafts, number, q, positions, keys)
+    without = verify(logits, drafts, number, None, positions, keys)
+    unsampled = replace(q, sampled=torch.zeros(60, dtype=torch.bool))
+    for one, other in (
+        (without, verify(logits, drafts, number, unsampled, positions, keys)),
+        (with_q, verify(logits, drafts, number, q, positions, keys, limited=False)),
+    ):
+        assert torch.equal(one.accepted, other.accepted)
+        assert torch.equal(one.emitted, other.emitted)
+        assert torch.equal(one.probability, other.probability)
+    hurried = verify(logits, drafts, number, q, positions, keys, expect=False)
+    assert torch.equal(hurried.emitted, with_q.emitted)
+    assert torch.equal(hurried.probability[::2], with_q.probability[::2])
+    assert bool((hurried.probability[1::2] == 0).all())
     best = logits.argmax(-1)
     hits = (drafts == best[:, :2]).long().cumprod(-1).sum(-1)
     for verdict in (with_q, without):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,6 @@ from torch import Tensor
 from draftlab.decode import drafter as drafter_module
 from draftlab.decode.drafter import ChainDrafter
 from draftlab.kernels import verify as verify_module
-from draftlab.kernels.noise import Purpose
 from draftlab.kernels.verify import RowKeys, Verdict, sample_first
 from tests.kernels.test_limits import by_definition
 
@@ -80,6 +78,7 @@ def make_drafter(case: Case) -> ChainDrafter:
     head: Any = SimpleNamespace(
         config=SimpleNamespace(boundaries=(0,)),
         d2t=offsets,
+        t2d=torch.zeros(VOCAB, dtype=torch.bool),
         target_ids=lambda ids: ids + offsets[ids],
     )
     return ChainDrafter(
@@ -104,18 +103,18 @@ def decode(
         rows = (length < 3).nonzero()[:, 0]
         part, at = keys[rows], length[rows] + 1  # the prompt is START, at position 0
         last = torch.where(length[rows] > 0, tokens[rows, (length[rows] - 1).clamp(min=0)], START)
-        drafts, probs = [], []
+        drafts, logits, log_sums = [], [], []
         for depth in range(K):
-            token, q = drafter._choose(HEAD[drafts[-1] if drafts else last], at + depth, part)
+            logits.append(HEAD[drafts[-1] if drafts else last])
+            token, log_sum = drafter._choose(logits[-1], at + depth, part)
             drafts.append(token)
-            probs.append(q)
+            log_sums.append(log_sum)
         chain = torch.stack([last, *drafts], 1)
         verdict = verify(
             TARGET[chain],
             chain[:, 1:],
             torch.full((len(rows),), K),
-            None if probs[0] is None else torch.stack([q for q in probs if q is not None], 1),
-            drafter.draft_ids,
+            drafter._distribution(logits, log_sums, part),
             at,
             part,
         )
@@ -233,8 +232,11 @@ def test_sampled_drafts_follow_q(draft_temperature: float | None) -> None:
     keys, drafter = row_keys(case, 30_000), make_drafter(case)
     for context in range(VOCAB):
         logits = HEAD[context].expand(30_000, -1)
-        tokens, q = drafter._choose(logits, torch.full((30_000,), 3 + context), keys)
+        tokens, log_sum = drafter._choose(logits, torch.full((30_000,), 3 + context), keys)
         expected = (HEAD[context].double() / (draft_temperature or 1.3)).softmax(-1)
+        distribution = drafter._distribution([logits], [log_sum], keys)
+        assert distribution is not None
+        q = distribution.probabilities()[:, 0]
         torch.testing.assert_close(q, expected.float().expand_as(q))
         seen = tokens.bincount(minlength=VOCAB)[DRAFT_IDS].double()
         assert int(seen.sum()) == 30_000
@@ -247,21 +249,22 @@ def test_rows_below_greedy_below_draft_their_argmax() -> None:
     drafter.greedy_below = 0.8
     keys = row_keys(case, 100)
     keys = replace(keys, temperature=torch.tensor([0.5, 1.0]).repeat(50))
-    tokens, q = drafter._choose(HEAD[0].expand(100, -1), torch.full((100,), 3), keys)
-    best = int(HEAD[0].argmax())
-    assert set(tokens[::2].tolist()) == {int(DRAFT_IDS[best])}
-    assert q is not None
-    assert q[::2].sum(0).tolist() == [50.0 * (i == best) for i in range(len(DRAFT_IDS))]
+    logits = HEAD[0].expand(100, -1)
+    tokens, log_sum = drafter._choose(logits, torch.full((100,), 3), keys)
+    assert set(tokens[::2].tolist()) == {int(DRAFT_IDS[HEAD[0].argmax()])}
+    distribution = drafter._distribution([logits], [log_sum], keys)
+    assert distribution is not None
+    assert distribution.sampled.tolist() == [False, True] * 50
     assert len(set(tokens[1::2].tolist())) > 1
 
 
-def broken_verify(old: str, new: str) -> Callable[..., Verdict]:
-    """The verifier with one piece of its source replaced."""
+def broken(old: str, new: str) -> ModuleType:
+    """verify.py with one piece of its source replaced."""
     source = inspect.getsource(verify_module)
     assert source.count(old) == 1, f"verify.py no longer reads {old!r}: mend this fault"
     module = ModuleType(verify_module.__name__)
     exec(compile(source.replace(old, new), "broken verify", "exec"), module.__dict__)
-    return module.verify
+    return module
 
 
 FAULTS = {
@@ -287,7 +290,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_broken_verifiers_are_rejected(fault: tuple[str, str]) -> None:
     case = CASES["draft probabilities"]
-    tokens, _ = decode(case, broken_verify(*fault), row_keys(case))
+    tokens, _ = decode(case, broken(*fault).verify, row_keys(case))
     reject(tokens, exact_joint(case))
 
 
@@ -304,15 +307,15 @@ FAULTS_WITHOUT = {
 @pytest.mark.parametrize("fault", FAULTS_WITHOUT.values(), ids=FAULTS_WITHOUT.keys())
 def test_broken_verifiers_of_argmax_drafts_are_rejected(fault: tuple[str, str]) -> None:
     case = CASES["argmax drafts"]
-    tokens, _ = decode(case, broken_verify(*fault), row_keys(case))
+    tokens, _ = decode(case, broken(*fault).verify, row_keys(case))
     reject(tokens, exact_joint(case))
 
 
 def test_a_draft_that_shares_its_noise_with_the_verifier_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shared = IntEnum("Purpose", {"DRAFT": int(Purpose.EMIT)})
-    monkeypatch.setattr(drafter_module, "Purpose", shared)
+    shared = broken("Purpose.DRAFT", "Purpose.EMIT").sample_draft
+    monkeypatch.setattr(drafter_module, "sample_draft", shared)
     case = CASES["draft probabilities"]
     tokens, _ = decode(case, verify_module.verify, row_keys(case))
     reject(tokens, exact_joint(case))

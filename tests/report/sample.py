@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from draftlab.results import Counters, Report, Row, acceptance_interval
+from draftlab.decode.adviser import advise
+from draftlab.results import Counters, Report, Row, Timing, acceptance_interval
 
 COMMON: dict[str, Any] = {
     "engine": "draftlab-eager",
@@ -138,3 +139,46 @@ def report(rows: list[Row] | None = None) -> Report:
             row(temperature=0.8, keep=0.53, draft_probs=True),
         ],
     )
+
+
+def timings(row: Row) -> list[Timing]:
+    """Times at batch 1 and 8 of a row with a step of 9.84 ms and 12 % a draft."""
+    found = []
+    for batch, base in ((1, 9.84), (8, 11.4)):
+        step = base * (1 + 0.12 * row.k)
+        tpot = step / (row.acceptance_length or 1)
+        drafted = {
+            "baseline_tpot_ms": base,
+            "speedup": base / tpot,
+            "speedup_ci": (0.95 * base / tpot, 1.06 * base / tpot),
+        }
+        found.append(
+            Timing(
+                batch=batch,
+                prompts=max(10, batch),
+                tpot_ms=tpot,
+                tpot_ms_ci=(0.96 * tpot, 1.05 * tpot),
+                ttft_ms=31.4,
+                step_ms=step,
+                floor_ms=0.8 * step,
+                throughput_tok_s=1000 * batch / tpot,
+                **(drafted if row.k else {}),
+            )
+        )
+    return found
+
+
+def timed_report() -> Report:
+    """Two temperatures and two K's, timed at two batches, with the adviser's word."""
+    rows = [
+        baseline(),
+        *(row(keep=0.62, k=k) for k in (2, 5)),
+        baseline(0.8),
+        *(
+            row(temperature=0.8, keep=0.5, k=k, draft_probs=p)
+            for k in (2, 5)
+            for p in (False, True)
+        ),
+    ]
+    rows = [one.model_copy(update={"timings": timings(one)}) for one in rows]
+    return report(rows).model_copy(update={"adviser": advise(rows)})

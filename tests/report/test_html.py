@@ -11,7 +11,7 @@ import pytest
 
 from draftlab.report import write_html
 from draftlab.report.html import flatten, render_html
-from draftlab.results import Lossless, Report
+from draftlab.results import Lossless, Report, SelfCheck
 from tests.report import sample
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
@@ -119,6 +119,51 @@ def test_counters_conditions_warnings_environment_are_there() -> None:
         "timed at batch 1, prompts 6",
     ):
         assert text in found.text, text
+
+
+def test_times_of_every_batch() -> None:
+    report = sample.timed_report()
+    rows = page(report).rows("at once")
+    assert [row[0] for row in rows[2:4]] == ["2* T = 0, K = 2", "8"]  # the label spans two lines
+    timing = report.rows[1].timings[1]
+    low, high = timing.speedup_ci
+    assert rows[3] == [
+        "8",
+        f"{timing.tpot_ms:.2f} [{timing.tpot_ms_ci[0]:.2f}, {timing.tpot_ms_ci[1]:.2f}]",
+        "11.4",
+        f"{timing.speedup:.2f}× [{low:.2f}, {high:.2f}]",
+        "31.4",
+        f"{timing.step_ms:.1f}",
+        f"{timing.floor_ms:.1f}",
+        f"{timing.throughput_tok_s:.1f}",
+    ]
+
+
+def test_the_advisers_tables() -> None:
+    report = sample.timed_report()
+    advice = report.adviser["advice"][0]
+    found = page(report)
+    rows = found.rows("predicted speed-up")
+    assert [row[0].split()[0] for row in rows] == ["0", "1", "2", "3", "4", "5"]
+    assert [row[0] for row in rows if "best" in row[0]] == [f"{advice['best_k']} (best)"]
+    predicted = advice["predictions"][1]
+    assert rows[2][4:] == [
+        f"{predicted['speedup']:.2f}×",
+        f"{predicted['measured_speedup']:.2f}×",
+        f"{100 * predicted['error']:+.1f} %",
+    ]
+    assert rows[1][5:] == ["–", "–"]  # K = 1 was not timed
+    for one in report.adviser["advice"]:
+        assert one["text"] in found.text
+    assert "How many drafts?" not in page(sample.report()).text
+
+
+def test_the_self_check_stands_beside_what_it_checks() -> None:
+    failed = SelfCheck(z=[0.3, -5.2, 1.0, None], p_value=8e-7, passed=False)
+    rows = page(sample.report([sample.row(temperature=0.8, self_check=failed)])).rows("share")
+    assert rows[2][0] == "expected; self-check FAILED, p = 8e-07"
+    assert rows[2][2].endswith("z = -5.2")
+    assert "z" not in rows[2][4]
 
 
 def test_conditions_that_differ_are_listed_by_row() -> None:

@@ -83,9 +83,80 @@ def test_tpot_draws_baselines_in_grey_from_zero() -> None:
     assert plots.tpot([untimed], "") is None
 
 
+def test_a_panel_for_each_head_and_its_largest_k_alone() -> None:
+    rows = [sample.row(head=head, k=k) for head in ("a", "b") for k in (2, 5)]
+    figure = plots.acceptance_by_position(rows, "")
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "Acceptance by draft position, a", "Acceptance by draft position, b",
+    ]  # fmt: skip
+    for axes, row in zip(figure.axes, (rows[1], rows[3]), strict=True):
+        (line,) = axes.lines
+        assert line.get_ydata() == pytest.approx(np.array(row.accepted_at) / row.drafts)
+
+
+def test_tpot_by_k_draws_measurements_on_the_advisers_lines() -> None:
+    report = sample.timed_report()
+    figure = plots.tpot_by_k(report, "")
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "TPOT by K, T = 0", "TPOT by K, T = 0.8",
+    ]  # fmt: skip
+    axes = figure.axes[0]
+    rows = [row for row in report.rows if row.temperature == 0 and row.k]
+    points = [container.lines[0] for container in axes.containers]
+    assert [(list(p.get_xdata()), list(p.get_ydata())) for p in points] == [
+        ([row.k], [row.timings[0].tpot_ms]) for row in rows
+    ]
+    (advice,) = [
+        one for one in report.adviser["advice"] if one["temperature"] == 0 and one["batch"] == 1
+    ]
+    drawn = [list(line.get_ydata()) for line in axes.lines]
+    assert [p["tpot_ms"] for p in advice["predictions"]] in drawn
+    assert [rows[0].timings[0].baseline_tpot_ms] * 2 in drawn
+    low, high = axes.get_ylim()
+    assert low == 0
+    assert high > max(row.timings[0].tpot_ms for row in report.rows if row.k)
+    assert "ms" in axes.get_ylabel()
+    assert plots.tpot_by_k(sample.report(), "") is None
+
+
+def test_speedup_by_batch_needs_two_batches() -> None:
+    report = sample.timed_report()
+    figure = plots.speedup_by_batch(report.rows, "")
+    bars = figure.axes[0].containers
+    rows = [row for row in report.rows if row.temperature == 0 and row.k]
+    for bar, row in zip(bars, rows, strict=True):
+        assert list(bar.lines[0].get_ydata()) == [t.speedup for t in row.timings]
+    ticks = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert ticks == ["1", "8"]
+    once = [row.model_copy(update={"timings": row.timings[:1]}) for row in report.rows]
+    assert plots.speedup_by_batch(once, "") is None
+    assert plots.speedup_by_batch(sample.report().rows, "") is None
+
+
+def test_a_large_grid_stays_readable() -> None:
+    rows = [
+        sample.row(head=head, k=k, temperature=t, draft_probs=probs, prompts=4)
+        for head in ("quickstart", "reference")
+        for k in (3, 5)
+        for t in (0.0, 0.7, 1.0, 1.3, 1.5, 2.0)
+        for probs in ((False, True) if t else (False,))
+    ]
+    figures = plots.figures(sample.report(rows))
+    assert "tpot" not in figures  # 44 bars
+    for figure in figures.values():
+        plots.png(figure)  # lays the figure out
+        canvas = figure.canvas.get_renderer()
+        (key,) = figure.legends
+        inside = key.get_window_extent(canvas)
+        assert inside.x1 <= figure.bbox.x1
+        for axes in figure.axes:
+            assert axes.get_tightbbox(canvas).y1 <= inside.y0 + 1
+            assert axes.get_position().height * figure.get_size_inches()[1] > 1.5
+
+
 def test_every_plot_names_axes_units_and_conditions() -> None:
     figures = plots.figures(sample.report())
-    assert list(figures) == ["acceptance_by_position", "acceptance_length", "tpot"]
+    assert list(figures) == ["acceptance_length", "acceptance_by_position", "tpot"]
     for figure in figures.values():
         axes = figure.axes[0]
         assert axes.get_xlabel()

@@ -103,6 +103,34 @@ def test_warnings_come_last_and_markup_is_text() -> None:
     assert " ".join(tail[1].split()) == "warning, row 1: [/] odd"
 
 
+def test_two_heads_are_told_apart_in_the_first_table() -> None:
+    rows = [sample.baseline(), sample.row(head="quickstart"), sample.row(head="reference")]
+    text = printed(sample.report(rows))
+    assert [lines_of(text, mark)[0].split()[1] for mark in ("1", "2*", "3*")] == [
+        "none", "quickstart", "reference",
+    ]  # fmt: skip
+    assert len(lines_of(text, "2*")) == 2  # no third table repeats it
+
+
+def test_batches_and_advice() -> None:
+    report = sample.timed_report()
+    text = printed(report)
+    timing = report.rows[1].timings[1]
+    low, high = timing.speedup_ci
+    batches = [line for line in lines_of(text, "2*") if line.split()[1] == "8"]
+    assert batches[0].split()[-4:] == [
+        f"{timing.throughput_tok_s:.0f}", f"{timing.speedup:.2f}×", f"[{low:.2f},", f"{high:.2f}]",
+    ]  # fmt: skip
+    said = " ".join(text.split())
+    first = report.adviser["advice"][0]
+    assert f"advice, T = 0: {first['text']}" in said
+    assert said.count("advice, ") == 2  # one a batch; the other settings are on the page
+    assert max(map(len, text.splitlines())) <= 100
+    once = sample.report()
+    assert "advice" not in printed(once)
+    assert "tokens/s" not in printed(once)
+
+
 def test_the_legend_explains_only_what_is_shown() -> None:
     assert "expected AL" in printed(sample.report())
     assert "expected" not in printed(sample.report([sample.baseline(), sample.row()]))

@@ -16,6 +16,7 @@ from draftlab.target.model import (
     default_boundaries,
     load_target,
 )
+from draftlab.target.parts import text_decoder
 from tests.target.zoo import SHAPE, ZOO, eager_model, zoo_folder
 
 LAYERS = SHAPE["num_hidden_layers"]
@@ -47,7 +48,8 @@ def test_boundaries_are_transformers_hidden_states(target: Target, folder: Path)
     ids = sequences([25])[0][None]
     before_norm: list[Tensor] = []
     model = eager_model(folder)
-    model.get_decoder().norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
+    _, _, norm = text_decoder(model)
+    norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
     with torch.inference_mode():
         expected = model(input_ids=ids, output_hidden_states=True)
     boundaries = tuple(range(LAYERS + 1))

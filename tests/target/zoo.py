@@ -43,12 +43,78 @@ ZOO = {
         "residual_multiplier": 0.5,
         "attention_multiplier": 0.3,
     },
+    # Chunked attention with RoPE, full attention without it and with a temperature that steps every
+    # 16 positions; experts on every second layer, norms without weights on queries and keys.
+    "llama4_text": {
+        "no_rope_layers": [1, 0, 1, 0],
+        "attention_chunk_size": 8,
+        "floor_scale": 16,
+        "attn_scale": 0.5,
+        "use_qk_norm": True,
+        "moe_layers": [1, 3],
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 40,
+    },
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "mixtral": {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    # A dense layer, then experts with shared ones, chosen by biased sigmoids.
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    # One product for queries, keys and values; two sets of frequencies.
+    "phi3": {
+        "original_max_position_embeddings": 96,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.5, 2.0, 3.0],
+            "long_factor": [2.0, 4.0, 6.0, 8.0],
+            "original_max_position_embeddings": 96,
+        },
+    },
+    # Attention beside the feed-forward, windows with RoPE, full attention without, scaled logits.
+    "cohere2": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "logit_scale": 0.5,
+    },
+    # Two sets of RoPE frequencies, by layer.
+    "gemma3_text": {
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    # A temperature on every layer, from position_ids.
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    # Every fourth layer without RoPE.
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
+    # Norms after each block, over whole queries and keys; windows.
+    "olmo3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }
+# Whose experts go through transformers' interface, so that ours multiply them.
+MIXTURES = ("gpt_oss", "qwen3_moe", "mixtral", "glm4_moe")
 
 
 def zoo_config(kind: str, **changes: object) -> PreTrainedConfig:
     """The config of an architecture in small."""
-    return CONFIG_MAPPING[kind](**(SHAPE | ZOO[kind] | changes))
+    return CONFIG_MAPPING[kind](**(SHAPE | ZOO.get(kind, {}) | changes))
 
 
 def zoo_folder(
@@ -69,7 +135,7 @@ def zoo_folder(
 
 
 def eager_model(folder: Path) -> torch.nn.Module:
-    """transformers' own reading of a checkpoint, with the attention it writes out."""
+    """transformers' own reading of a checkpoint, with attention and experts as it writes them."""
     return AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype="float32"
+        folder, attn_implementation="eager", experts_implementation="eager", dtype="float32"
     ).eval()

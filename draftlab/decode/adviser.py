@@ -1,0 +1,183 @@
+"""The K adviser: the speed-up that every K would give, from measured steps and acceptance.
+
+With K drafts a step emits AL(K) = 1 + Σ_{i≤K} a_i tokens, where a_i is the unconditional acceptance
+at position i. A chain's first K drafts are the same however deep it goes, so the a_i of the largest
+K serve every smaller one. A step costs s(K) milliseconds: K passes of the head and a target pass
+over K + 1 tokens, which is a line in K as long as both are bound by reading weights; between
+measured K's it is interpolated, beyond them the slope is kept. Plain decoding takes s(0) for a
+token, so
+
+    speed-up(K) = s(0) · AL(K) / s(K).
+
+The acceptance is the whole suite's, the times are those of the timed prompts: where the prediction
+misses a measured speed-up, either the timed prompts are easier or harder than the suite, or the
+line is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from draftlab.results import Row
+
+
+@dataclass(frozen=True)
+class StepPoint:
+    """A step time that was measured with `k` drafts and `batch` prompts at once."""
+
+    engine: str
+    head: str | None
+    batch: int
+    k: int
+    step_ms: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What K drafts a step would give; `measured_speedup` and `error` only where K was timed.
+
+    `error` is predicted / measured − 1.
+    """
+
+    k: int
+    acceptance_length: float
+    step_ms: float
+    tpot_ms: float
+    speedup: float
+    measured_speedup: float | None
+    error: float | None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The K's of one head at one temperature, drafter setting and batch.
+
+    Attributes:
+        plain_ms: TPOT without drafting.
+        best_k: of the highest predicted speed-up.
+        text: the advice in one line.
+    """
+
+    engine: str
+    head: str | None
+    temperature: float
+    draft_probs: bool
+    batch: int
+    plain_ms: float
+    best_k: int
+    text: str
+    predictions: tuple[Prediction, ...]
+
+
+def advise(rows: Sequence[Row], probes: Iterable[StepPoint] = ()) -> dict[str, Any] | None:
+    """`report.adviser`: {"advice": [Advice, …]}; None where nothing was timed.
+
+    Args:
+        rows: of a report.
+        probes: further step times, for the slope where a head was timed at one K only.
+    """
+    probes, groups = list(probes), _groups(rows)
+    advice = [
+        _advice(group, batch, probes)
+        for group in groups
+        for batch in (timing.batch for timing in group[-1].timings)
+    ]
+    found = [asdict(one) for one in advice if one is not None]
+    return {"advice": found} if found else None
+
+
+def _groups(rows: Sequence[Row]) -> list[list[Row]]:
+    """Drafted rows that differ in K alone, by ascending K."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row.counters.drafts:
+            key = (row.engine, row.head, row.temperature, row.draft_probs)
+            groups.setdefault(key, []).append(row)
+    return [sorted(group, key=lambda row: row.k) for group in groups.values()]
+
+
+def _advice(group: Sequence[Row], batch: int, probes: Sequence[StepPoint]) -> Advice | None:
+    """None where the steps at other K's are unknown, or plain decoding was not timed."""
+    deepest = group[-1]
+    timed = {row.k: t for row in group for t in row.timings if t.batch == batch}
+    steps = {k: t.step_ms for k, t in timed.items() if t.step_ms is not None}
+    plain = next((t.baseline_tpot_ms for t in timed.values() if t.baseline_tpot_ms), None)
+    others = {
+        p.k: p.step_ms
+        for p in probes
+        if (p.engine, p.head, p.batch) == (deepest.engine, deepest.head, batch)
+    }
+    if plain is None or not steps or (len(steps) < 2 and len(others) < 2 and deepest.k > 1):
+        return None
+    acceptance = deepest.counters.acceptance_at or []
+    predictions = []
+    for k in range(1, deepest.k + 1):
+        length = 1 + sum(acceptance[:k])
+        # a step that verifies drafts costs no less than one that has none
+        step = max(step_ms(k, steps, others), plain)
+        speedup = plain * length / step
+        measured = timed[k].speedup if k in timed else None
+        error = speedup / measured - 1 if measured else None
+        predictions.append(Prediction(k, length, step, step / length, speedup, measured, error))
+    best = max(predictions, key=lambda p: p.speedup)
+    return Advice(
+        deepest.engine,
+        deepest.head,
+        deepest.temperature,
+        deepest.draft_probs,
+        batch,
+        plain,
+        best.k,
+        _text(best, predictions, batch),
+        tuple(predictions),
+    )
+
+
+def step_ms(k: int, steps: dict[int, float], others: dict[int, float]) -> float:
+    """Milliseconds of a step with `k` drafts.
+
+    Args:
+        steps: measured, by K; at least one.
+        others: of the same head and batch under other conditions; they give the slope where
+            `steps` has one point only.
+    """
+    known = sorted(steps)
+    if len(known) == 1:
+        base = known[0]
+        if k == base:
+            return steps[base]
+        depths = sorted(others)
+        return steps[base] + _slope(depths, others) * (k - base)
+    if k < known[0] or k > known[-1]:
+        pair = known[:2] if k < known[0] else known[-2:]
+        end = known[0] if k < known[0] else known[-1]
+        return steps[end] + _slope(pair, steps) * (k - end)
+    return float(np.interp(k, known, [steps[i] for i in known]))
+
+
+def _slope(depths: Sequence[int], steps: dict[int, float]) -> float:
+    """Milliseconds a further draft costs: least squares through the points."""
+    return float(np.polyfit(depths, [steps[k] for k in depths], 1)[0])
+
+
+def _text(best: Prediction, predictions: Sequence[Prediction], batch: int) -> str:
+    """ "best K = 5 at batch 1: predicted 1.90×; measured at K = 4: 1.80×, predicted 1.82×"."""
+    text = f"best K = {best.k} at batch {batch}: predicted {best.speedup:.2f}×"
+    measured = [p for p in predictions if p.measured_speedup is not None]
+    if best.measured_speedup is not None:
+        text += f", measured {best.measured_speedup:.2f}×"
+    elif measured:
+        near = min(measured, key=lambda p: abs(p.k - best.k))
+        text += (
+            f"; measured at K = {near.k}: {near.measured_speedup:.2f}×, "
+            f"predicted {near.speedup:.2f}×"
+        )
+    if best.speedup <= 1:
+        text += "; drafting does not pay here"
+    elif best.k == predictions[-1].k:
+        text += "; no larger K was measured"
+    return text

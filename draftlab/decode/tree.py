@@ -1,0 +1,180 @@
+"""Every answer of a few tokens that top-k sampling can give, with its exact probability.
+
+The target is run on all prefixes, teacher-forced and without a cache, and so is the head, for what
+it would draft there. Engine, verifier and drafter take no part: they are what is on trial.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.target.model import Target
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The L judged tokens behind a context and its first token; C = top_k children a node.
+
+    Level m has C^m nodes; a node's number in base C spells the way to it. The cells of the joint
+    are the C^L leaves, then "another first token", then "what top-k cannot give".
+
+    Attributes:
+        context: tokens of the prompt.
+        firsts: the C tokens that may come first, most likely first. The tree stands behind
+            firsts[0], which the prefill emits: verify steps give the judged tokens.
+        first_probability: of firsts[0].
+        tokens: per level int64 [C^m, C], the children's token ids.
+        target: per level float64 [C^m, C], their probabilities.
+        draft: draft[m][d], float64 [C^m, C]: their probabilities as draft d of a step, which began
+            d tokens earlier; what is missing to one lies on tokens that cannot come.
+        stale: per level float64 [C^m, C]: their probabilities in the last draft's distribution of
+            a step that ended here with all drafts accepted; None where no step can.
+        margin: smallest gap between logits of the last token inside top-k and the first outside;
+            rounding must not change who is in.
+    """
+
+    context: tuple[int, ...]
+    firsts: tuple[int, ...]
+    first_probability: float
+    tokens: tuple[np.ndarray, ...]
+    target: tuple[np.ndarray, ...]
+    draft: tuple[tuple[np.ndarray, ...], ...]
+    stale: tuple[np.ndarray | None, ...]
+    margin: float
+
+    def cells(self, leaves: np.ndarray) -> np.ndarray:
+        """The cells of a joint whose leaves, given firsts[0], have these probabilities."""
+        known = np.append(self.first_probability * leaves, 1 - self.first_probability)
+        return np.append(known, max(1 - known.sum(), 0.0))
+
+    def joint(self) -> np.ndarray:
+        """Exact probabilities of the cells, float64 [C^L + 2]; the last is 0."""
+        leaves = np.ones(1)
+        for p in self.target:
+            leaves = (leaves[:, None] * p).ravel()
+        return np.append(self.cells(leaves / leaves.sum())[:-1], 0.0)
+
+    def cell(self, answer: tuple[int, ...]) -> int:
+        """The cell of a first token and L judged ones."""
+        leaves = self.target[-1].size
+        if answer[0] != self.firsts[0]:
+            return leaves if answer[0] in self.firsts else leaves + 1
+        node = 0
+        for children, token in zip(self.tokens, answer[1:], strict=True):
+            at = np.flatnonzero(children[node] == token)
+            if not len(at):
+                return leaves + 1
+            node = node * children.shape[1] + int(at[0])
+        return node
+
+
+@torch.inference_mode()
+def grow(
+    target: Target,
+    head: Eagle3Head,
+    context: tuple[int, ...],
+    *,
+    levels: int,
+    top_k: int,
+    temperature: float,
+    k: int,
+    draft_temperature: float,
+) -> Tree:
+    """Runs target and head over all prefixes behind a context.
+
+    Args:
+        levels: judged tokens L.
+        top_k, temperature: the target's sampling.
+        k: drafts a step.
+        draft_temperature: drafts are sampled from softmax(logits / draft_temperature); 0 means
+            that each is the argmax.
+    """
+    ids = torch.tensor([context], device=target.device)
+    firsts, p, margin = _kept(target.logits(target.states(ids).last[:, -1]), top_k, temperature)
+    first_probability = float(p[0, 0])
+    rows, tokens, probabilities = torch.cat([ids, firsts[:, :1]], 1), [], []
+    for level in range(levels):
+        if level:
+            rows = torch.cat([rows.repeat_interleave(top_k, 0), tokens[-1].reshape(-1, 1)], 1)
+        states = target.states(rows, head.config.boundaries)
+        inside, p, gap = _kept(target.logits(states.last[:, -1]), top_k, temperature)
+        tokens.append(inside)
+        probabilities.append(p)
+        margin = min(margin, gap)
+    chain = _Chain(head, rows, states.features, draft_temperature)
+
+    def under(level: int, start: int, depth: int) -> np.ndarray:
+        """The children of a level in what draft `depth` of a step from level `start` was drawn."""
+        q = chain.draft(len(context) + start - 1, depth)
+        # Leaves under one node share everything up to it.
+        return q[:: top_k ** (levels - 1 - level)].gather(1, tokens[level]).cpu().numpy()
+
+    return Tree(
+        context,
+        tuple(firsts[0].tolist()),
+        first_probability,
+        tuple(t.cpu().numpy() for t in tokens),
+        tuple(p.cpu().numpy() for p in probabilities),
+        tuple(tuple(under(m, m - d, d) for d in range(min(m + 1, k))) for m in range(levels)),
+        tuple(under(m, m - k, k - 1) if m >= k else None for m in range(levels)),
+        margin,
+    )
+
+
+def _kept(logits: Tensor, top_k: int, temperature: float) -> tuple[Tensor, Tensor, float]:
+    """Top-k ids of logits [B, V], int64 [B, C], their probabilities, and the gap to the next."""
+    values, ids = logits.double().topk(min(top_k + 1, logits.shape[-1]))
+    gap = float((values[:, top_k - 1] - values[:, -1]).min()) if values.shape[1] > top_k else 1e9
+    return ids[:, :top_k], (values[:, :top_k] / temperature).softmax(-1), gap
+
+
+class _Chain:
+    """The head along given rows of tokens int64 [B, S], its features [B, S, F] beside them."""
+
+    def __init__(
+        self, head: Eagle3Head, rows: Tensor, features: Tensor, temperature: float
+    ) -> None:
+        self.head, self.rows, self.temperature = head, rows, temperature
+        hidden = head.fuse(features[:, :-1].to(head.fc.weight.dtype))
+        self.outputs, self.keys = self._run(rows[:, 1:], hidden, 0, None)
+
+    def draft(self, start: int, depth: int) -> Tensor:
+        """Distribution of draft `depth` of a step whose last true pair sits at `start`.
+
+        Returns:
+            float64 [B, V] over target ids.
+        """
+        output = self.outputs[:, start, None]
+        keys: tuple[Tensor, ...] = tuple(t[:, :, : start + 1] for t in self.keys)
+        for at in range(start + 1, start + depth + 1):
+            output, keys = self._run(self.rows[:, at + 1, None], output, at, keys)
+        logits = self.head.logits(output[:, 0]).double()
+        if self.temperature == 0:
+            q = F.one_hot(logits.argmax(-1), logits.shape[-1]).double()
+        else:
+            q = (logits / self.temperature).softmax(-1)
+        ids = self.head.target_ids(torch.arange(logits.shape[-1], device=logits.device))
+        return q.new_zeros(len(q), self.head.config.vocab_size).index_copy_(1, ids, q)
+
+    def _run(
+        self, tokens: Tensor, hidden: Tensor, start: int, past: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Outputs [B, M, H] of pairs at positions from `start`, and all keys and values so far."""
+        layer = self.head.layer
+        x, residual = layer.inputs(self.head.embed_tokens(tokens), hidden)
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        angles = self.head.rope.angles(positions)
+        keys = tuple(t.transpose(1, 2) for t in layer.self_attn.key_value(x, angles))
+        if past is not None:
+            keys = tuple(torch.cat(pair, 2) for pair in zip(past, keys, strict=True))
+        query = layer.self_attn.query(x, angles).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(
+            query, *keys, is_causal=past is None, enable_gqa=True
+        )
+        return layer.output(attended.transpose(1, 2), residual), keys

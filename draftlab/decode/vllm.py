@@ -1,0 +1,313 @@
+"""vLLM as an engine: the same prompts through an installed vLLM, with its own counters and times.
+
+vLLM lives in an environment of its own. `decode/vllm_client.py` runs there and answers in JSON
+lines; here its answers become the engine's `Generation`s. What vLLM does not tell stays empty:
+`expected` is (), and of the steps only the accepted drafts are its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from draftlab.base import Knobs, Monitor, UserError
+from draftlab.decode.sampling import Generation, Request
+from draftlab.results import Counters
+
+PYTHON_VARIABLE = "DRAFTLAB_VLLM_PYTHON"
+COUNTERS = ("drafts", "draft_tokens", "accepted", "accepted_at")
+CLIENT = Path(__file__).with_name("vllm_client.py")
+_INSTALL = (
+    f"name the Python that has vLLM: eval.vllm.python or {PYTHON_VARIABLE}; "
+    "eval/parity/setup_vllm.sh makes one for a CPU"
+)
+
+
+class VllmKnobs(Knobs):
+    """Where vLLM is, and how it is started."""
+
+    python: str | None = None
+    """The Python that has vLLM; None: this one if it has, else DRAFTLAB_VLLM_PYTHON."""
+    memory_share: float | None = Field(default=None, gt=0, le=1)
+    """Share of the GPU's memory it may take; None: nine tenths of what is free when it starts."""
+
+
+def find_python(knobs: VllmKnobs) -> Path:
+    """The interpreter that runs vLLM.
+
+    Raises:
+        UserError: none is named and this one has no vLLM, or what is named is no program.
+    """
+    if knobs.python is None and importlib.util.find_spec("vllm") is not None:
+        return Path(sys.executable)
+    named = knobs.python or os.environ.get(PYTHON_VARIABLE)
+    if not named:
+        raise UserError("expected an installed vLLM, found none in this Python", do=_INSTALL)
+    path = Path(named).expanduser().absolute()  # not resolved: a link tells its environment
+    if not path.is_file() or not os.access(path, os.X_OK):
+        raise UserError(
+            "expected a Python that has vLLM, found no program", where=path, do=_INSTALL
+        )
+    return path
+
+
+def positions(requests: Sequence[Request], k: int, limit: int) -> int:
+    """Positions vLLM needs so that its last drafts are real: 2 K + 1 more than answers reach.
+
+    Nearer its limit vLLM verifies zeros in place of drafts and counts them
+    (docs/results/parity.md). `limit` is the target's own.
+    """
+    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
+    return min(longest + 2 * k + 1, limit)
+
+
+class VllmEngine:
+    """A vLLM with its engine loaded; a context manager that ends it.
+
+    Args:
+        target: folder of the model.
+        head: folder of the head, draftlab's own or the speculators layout; None decodes plainly.
+        k, draft_probs: drafts a step, and whether they are sampled and verified with probabilities.
+        dtype: of target and head.
+        device: "cuda" sizes its memory; which build of vLLM is installed decides where it runs.
+        batch: requests that share a batch; 1: one after the other.
+        max_length: positions a request may take, see `positions`.
+
+    Attributes:
+        name: as rows call it: version, runner and device, "vllm 0.32.0 (V1, cpu)".
+        version, runner: its own. corrections: what was mended in it, one sentence each.
+
+    Raises:
+        UserError: no vLLM, or one that does not start; with the end of what it printed.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        head: Path | None = None,
+        *,
+        k: int = 0,
+        draft_probs: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        batch: int = 1,
+        max_length: int,
+        knobs: VllmKnobs | None = None,
+        monitor: Monitor | None = None,
+    ) -> None:
+        knobs, monitor = knobs or VllmKnobs(), monitor or Monitor()
+        self.k = k if head else 0
+        python = find_python(knobs)
+        # A folder of its own: a program's folder comes first where Python looks for modules, and
+        # beside the client are a vllm.py and others that would be found in place of the real ones.
+        self._folder = tempfile.TemporaryDirectory()
+        program = shutil.copy(CLIENT, self._folder.name)
+        self._said = open(Path(self._folder.name) / "said", "w+b")  # noqa: SIM115  # see close
+        self._process = subprocess.Popen(
+            [str(python), str(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            encoding="utf-8",
+        )
+        try:
+            info = self._ask(
+                {
+                    "target": str(target.resolve()),
+                    "draft": str(head.resolve()) if head else None,
+                    "k": self.k,
+                    "draft_probs": draft_probs,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "max_model_len": max_length,
+                    "max_num_seqs": batch,
+                    "engine_extra": _memory(knobs, device),
+                }
+            )
+        except BaseException:
+            self.close()
+            raise
+        self.version, self.runner = info["version"], info["runner"]
+        self.name = f"vllm {self.version} ({self.runner}, {info['device']})"
+        self.corrections: tuple[str, ...] = tuple(info["corrections"])
+        monitor.say(
+            "; ".join([f"{self.name} at {python}", *(f"corrected: {c}" for c in self.corrections)])
+        )
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Generation]:
+        """Yields results in the order of the requests, which must ask for the same sampling.
+
+        Counters are vLLM's; steps without drafts and tokens cut off follow from the number of
+        tokens. Times run from a request's arrival.
+        """
+        if not requests:
+            return
+        first = requests[0]
+        asked = {(r.sampling, r.max_new_tokens, r.stop_ids) for r in requests}
+        if len(asked) > 1:
+            raise ValueError("expected requests of one sampling, limit and set of stop tokens")
+        answer = self._ask(
+            {
+                "prompts": [list(r.prompt_ids) for r in requests],
+                "temperature": first.sampling.temperature,
+                "top_k": first.sampling.top_k,
+                "top_p": first.sampling.top_p,
+                "seed": first.sampling.seed,
+                "max_new_tokens": first.max_new_tokens,
+                "stop_token_ids": sorted(first.stop_ids),
+            }
+        )
+        columns = ("outputs", "finish_reasons", "times", "per_prompt")
+        for request, *found in zip(requests, *(answer[c] for c in columns), strict=True):
+            yield _generation(request, self.k, *found)
+
+    def close(self) -> None:
+        """Ends the program; closing twice is fine."""
+        if self._process.stdin and not self._process.stdin.closed:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()  # the end of its input ends it
+        try:
+            self._process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout:
+            self._process.stdout.close()
+        self._said.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> VllmEngine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """One line there, one line back."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            print(json.dumps(question), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if line:
+            return json.loads(line)
+        status = self._process.wait()
+        self._said.seek(0)
+        said = self._said.read().decode("utf-8", "replace").strip()
+        missing = status == 3  # vllm_client.NO_VLLM
+        raise UserError(
+            "expected a Python that has vLLM, found one without"
+            if missing
+            else f"vLLM ended with status {status}:\n{said[-3000:] or 'it said nothing'}",
+            where=self._process.args[0],
+            do=_INSTALL if missing else "",
+        )
+
+
+def run_vllm(
+    head_folder: Path | None,
+    target_folder: Path,
+    requests: Sequence[Request],
+    k: int,
+    draft_probs: bool,
+    knobs: VllmKnobs,
+    monitor: Monitor,
+    **options: Any,
+) -> list[Generation]:
+    """Decodes requests with a vLLM that is started and ended for them.
+
+    Args:
+        options: as `VllmEngine` takes them; `max_length` by default leaves room for last drafts.
+    """
+    options.setdefault("max_length", positions(requests, k, sys.maxsize))
+    with VllmEngine(
+        target_folder,
+        head_folder,
+        k=k,
+        draft_probs=draft_probs,
+        knobs=knobs,
+        monitor=monitor,
+        **options,
+    ) as engine:
+        return list(engine.generate(requests))
+
+
+def _memory(knobs: VllmKnobs, device: torch.device | None) -> dict[str, Any]:
+    """draftlab's own target lies on the GPU too: vLLM may only take what is left."""
+    if device is None or device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"gpu_memory_utilization": knobs.memory_share or 0.9 * free / total}
+
+
+def _generation(
+    request: Request,
+    k: int,
+    tokens: list[int],
+    finish: str,
+    times: list[float] | None,
+    counted: dict[str, Any],
+) -> Generation:
+    """One request's result from vLLM's answer.
+
+    Raises:
+        UserError: when vLLM keeps no times of requests.
+    """
+    if times is None:
+        raise UserError(
+            "expected vLLM to tell the times of a request, found none",
+            where=f"prompt {request.id}",
+            do="take a vLLM whose RequestOutput.metrics are filled in",
+        )
+    counters = Counters(k, *(counted[key] for key in COUNTERS))
+    # Each step emits one token beside the accepted ones; the first token is the prefill's.
+    surplus = 1 + counters.drafts + counters.accepted - len(tokens)
+    counters.truncated_tokens = max(surplus, 0)
+    counters.undrafted_steps = max(-surplus, 0)
+    return Generation(
+        request.id,
+        tuple(tokens),
+        finish,
+        counters,
+        (),
+        _steps(k, counters, counted["steps"]) + ((0, 0),) * counters.undrafted_steps,
+        times[0],
+        times[1],
+    )
+
+
+def _steps(k: int, counters: Counters, accepted: list[int] | None) -> tuple[tuple[int, int], ...]:
+    """(drafted, accepted) of each step; where vLLM tells no steps, as many empty pairs.
+
+    vLLM tells how much was drafted in all: what is missing to K a step was cut by the length limit,
+    so it is missing at the end.
+    """
+    if accepted is None:
+        return ((0, 0),) * counters.drafts
+    missing = k * counters.drafts - counters.draft_tokens
+    steps = []
+    for count in reversed(accepted):
+        cut = min(missing, k - count)
+        missing -= cut
+        steps.append((k - cut, count))
+    return tuple(reversed(steps))

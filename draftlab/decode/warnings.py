@@ -1,0 +1,37 @@
+"""What an evaluation warns of."""
+
+from __future__ import annotations
+
+from draftlab.decode.knobs import EvalKnobs
+from draftlab.decode.self_check import complaint
+from draftlab.results import Row
+
+FEW_PROMPTS = 30
+FEW_TIMED = 10
+
+
+def suite_warnings(prompts: int, knobs: EvalKnobs) -> list[str]:
+    """Of every row with a drafter: too few prompts for an interval to be trusted."""
+    found = []
+    if prompts < FEW_PROMPTS:
+        found.append(f"{prompts} prompts are few: mind the interval")
+    if 0 < knobs.timing_prompts < FEW_TIMED:
+        found.append(
+            f"{knobs.timing_prompts} timed prompts are few: their intervals are too narrow "
+            f"(eval.timing_prompts, at least {FEW_TIMED})"
+        )
+    return found
+
+
+def row_warnings(row: Row) -> list[str]:
+    """Of one row: its K, its self-check, and drafting that does not pay."""
+    found = []
+    if row.k_trained is not None and row.k > row.k_trained:
+        found.append(f"K = {row.k} exceeds the {row.k_trained} steps of training")
+    if row.self_check and (failed := complaint(row.self_check)):
+        found.append(failed)
+    slow = [t for t in row.timings if t.speedup is not None and t.speedup < 1]
+    if slow:
+        where = ", ".join(f"{t.speedup:.2f}× at batch {t.batch}" for t in slow)
+        found.append(f"drafting slows decoding down here: {where}")
+    return found

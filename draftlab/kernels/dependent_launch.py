@@ -1,0 +1,48 @@
+"""Programmatic dependent launch: a kernel starts while the one before it still runs.
+
+A chain of short kernels leaves the memory bus idle between them: the last programs drain, the next
+grid is launched, its first loads travel. With the launch attribute set, the grid of kernel n + 1
+may take free places as soon as every program of kernel n has called `gdc_launch_dependents` (or has
+ended), and does what depends on nobody, such as fetching weights, before it calls `gdc_wait`.
+
+Why a chain of such kernels is right. `gdc_wait` returns when the previous grid has *completed* and
+its writes are visible. Every program of ours calls it, and before it touches anything but weights.
+So kernel n can only complete after its own wait, hence after kernel n − 1 has completed: by
+induction everything older is complete too, although n + 1 may have been started while n − 1 still
+ran. Nothing is written before the wait, so a buffer that an older kernel still reads cannot be
+overwritten. A kernel launched without the attribute starts after its predecessor has completed,
+whatever that predecessor triggered. A started grid cannot starve the one it waits for, because it
+starts only once all programs of that one are on the device.
+
+Weights are read before the wait: whoever changes weights on the device must let the device finish
+(`torch.cuda.synchronize`) before the next step. Graph capture keeps the attribute as an edge.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+ENABLED = True
+"""Whether kernels are launched so; results do not depend on it. Read at every launch."""
+
+
+@lru_cache
+def supported(device: torch.device) -> bool:
+    """Whether the device has the instructions (Hopper and later) and Triton launches with them."""
+    if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return False
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    has_option = "launch_pdl" in CUDAOptions.__dataclass_fields__
+    return has_option and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of a launch: the kernel's constexpr GDC, and Triton's own attribute."""
+    if not supported(device):
+        return {"GDC": False}
+    return {"GDC": True, "launch_pdl": ENABLED}

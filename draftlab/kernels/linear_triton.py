@@ -1,0 +1,153 @@
+"""The Triton kernel of `kernels/linear.py`: y = x Wᵀ for few rows, bound by reading W once.
+
+A program owns TILE rows of W and walks along size_in in steps of DEPTH; Triton keeps `num_stages`
+tiles in flight. W is the first operand of the product and x, padded to ROWS, the second: tensor
+cores want 16 or 64 rows of the first, and of the second as few as 8.
+
+RMS norm costs no pass of its own: Σ x² is gathered beside the product, x is multiplied by the norm
+weight on its way in, and the accumulator by 1 / rms at the end.
+
+Where W has too few rows to fill the device, SPLIT programs share a tile of rows. Each leaves its
+partial sums; the one that arrives last adds them up in a fixed order, so that results never depend
+on timing, and sets the counter of arrivals back to 0 for the next launch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(256)
+"""Elements (512 bytes) one prefetch instruction asks for."""
+
+
+@triton.jit
+def _prefetch(addresses):
+    """Asks L2 for CHUNK 16-bit elements at each address."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;",
+        "=r,l",
+        [addresses],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _write(
+    total, second, squares, bias, residual, out, n, m, num_rows, num_out, size_in, eps,
+    GATED: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Scales finished sums [TILE, ROWS], applies the epilogue and stores them as out [M, N]."""
+    if NORM:
+        scale = tl.rsqrt(squares / size_in + eps)[None, :]
+        total *= scale
+        if GATED:
+            second *= scale
+    if GATED:
+        total = total * tl.sigmoid(total) * second
+    if BIAS:
+        total += tl.load(bias + n, mask=n < num_out, other=0.0).to(tl.float32)[:, None]
+    at = m[None, :].to(tl.int64) * num_out + n[:, None]
+    inside = (m[None, :] < num_rows) & (n[:, None] < num_out)
+    if RESIDUAL:
+        total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "eps"])
+def skinny_kernel(
+    x, weight, up, norm_weight, bias, residual, out, partial, arrivals,
+    num_rows, num_out, size_in, x_stride, eps,
+    GATED: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+    EVEN: tl.constexpr, PREFETCH: tl.constexpr, WIDE: tl.constexpr, GDC: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows (or its SPLIT-th part) of W against all rows of x.
+
+    EVEN: size_in is a multiple of DEPTH · SPLIT. PREFETCH: elements of each row asked for before
+    the previous kernel is done. WIDE: multiply in float32 (the interpreter knows no bfloat16).
+    """
+    program = tl.program_id(0)
+    tile, part = program // SPLIT, program % SPLIT
+    n = tile * TILE + tl.arange(0, TILE)
+    m = tl.arange(0, ROWS)
+    k = tl.arange(0, DEPTH)
+    steps = tl.cdiv(size_in, DEPTH * SPLIT)
+    start = part * steps * DEPTH
+    # Rows past the end read the last one again; their sums are never stored.
+    row = tl.minimum(n, num_out - 1).to(tl.int64)[:, None] * size_in + start
+    if GDC:
+        tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH:
+            ahead = row + CHUNK * tl.arange(0, PREFETCH // CHUNK)[None, :]
+            _prefetch(weight + ahead)
+            if GATED:
+                _prefetch(up + ahead)
+        tl.extra.cuda.gdc_wait()
+
+    weights = weight + row + k[None, :]
+    ups = up + row + k[None, :]
+    xs = x + m[:, None] * x_stride + start + k[None, :]
+    norms = norm_weight + start + k
+    here = m[:, None] < num_rows
+    total = tl.zeros((TILE, ROWS), tl.float32)
+    second = tl.zeros((TILE, ROWS), tl.float32)
+    squared = tl.zeros((ROWS, DEPTH), tl.float32)
+    for step in range(steps):
+        left = size_in - start - step * DEPTH
+        if EVEN:
+            w = tl.load(weights, eviction_policy="evict_first")
+            x_tile = tl.load(xs, mask=here, other=0.0)
+        else:
+            w = tl.load(weights, mask=k[None, :] < left, other=0.0, eviction_policy="evict_first")
+            x_tile = tl.load(xs, mask=here & (k[None, :] < left), other=0.0)
+        if NORM:
+            x_wide = x_tile.to(tl.float32)
+            squared += x_wide * x_wide
+            scale = tl.load(norms) if EVEN else tl.load(norms, mask=k < left, other=0.0)
+            x_tile = (x_wide * scale.to(tl.float32)[None, :]).to(x_tile.dtype)
+            norms += DEPTH
+        if WIDE:
+            w, x_tile = w.to(tl.float32), x_tile.to(tl.float32)
+        total = tl.dot(w, tl.trans(x_tile), total, input_precision="ieee")
+        if GATED:
+            if EVEN:
+                v = tl.load(ups, eviction_policy="evict_first")
+            else:
+                v = tl.load(ups, mask=k[None, :] < left, other=0.0, eviction_policy="evict_first")
+            if WIDE:
+                v = v.to(tl.float32)
+            second = tl.dot(v, tl.trans(x_tile), second, input_precision="ieee")
+            ups += DEPTH
+        weights += DEPTH
+        xs += DEPTH
+    squares = tl.sum(squared, 1)
+
+    if SPLIT == 1:
+        _write(
+            total, second, squares, bias, residual, out, n, m, num_rows, num_out, size_in, eps,
+            GATED, NORM, BIAS, RESIDUAL,
+        )  # fmt: skip
+    else:
+        # A part leaves TILE · ROWS sums and ROWS sums of squares.
+        SIZE: tl.constexpr = TILE * ROWS + ROWS
+        at = tl.arange(0, TILE)[:, None] * ROWS + m[None, :]
+        tl.store(partial + program * SIZE + at, total)
+        tl.store(partial + program * SIZE + TILE * ROWS + m, squares)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
+        if arrived == SPLIT - 1:
+            total = tl.zeros((TILE, ROWS), tl.float32)
+            squares = tl.zeros((ROWS,), tl.float32)
+            for other in range(SPLIT):
+                base = partial + (tile * SPLIT + other) * SIZE
+                # Other multiprocessors wrote these: past the L1 cache.
+                total += tl.load(base + at, cache_modifier=".cg")
+                squares += tl.load(base + TILE * ROWS + m, cache_modifier=".cg")
+            tl.store(arrivals + tile, 0)
+            _write(
+                total, second, squares, bias, residual, out, n, m, num_rows, num_out, size_in,
+                eps, GATED, NORM, BIAS, RESIDUAL,
+            )  # fmt: skip

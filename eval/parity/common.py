@@ -1,0 +1,155 @@
+"""What the parity drivers share: environments, the head under test, and the page of results."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftlab import pipeline
+from draftlab.base import Monitor, UserError, write_json, write_text
+from draftlab.chat.render import stop_ids
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.folder import load_head
+from draftlab.target.model import Target, TargetKnobs, load_target, load_tokenizer
+
+HERE = Path(__file__).resolve().parent
+EQUAL, DIFFERENT, UNUSABLE, SKIPPED = 0, 1, 2, 77
+TITLE = "# Parity with other programs"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A head, its target and prompts, in float32 on the CPU.
+
+    Attributes:
+        name: as tables call the head. folder: where it lies.
+        prompts: the first held-out ones: ids and token ids.
+        stops: tokens that end an answer.
+    """
+
+    name: str
+    folder: Path
+    head: Eagle3Head
+    knobs: TargetKnobs
+    target: Target
+    prompts: tuple[tuple[str, tuple[int, ...]], ...]
+    stops: frozenset[int]
+
+    def export(self, layout: Path, k: int | None = None) -> None:
+        """Writes the head in speculators layout, in float32."""
+        pipeline.export(
+            self.folder,
+            self.knobs,
+            layout,
+            "speculators",
+            k=k,
+            dtype="float32",
+            monitor=Monitor(),
+        )
+
+
+def subject_options(parser: ArgumentParser, prompts: int) -> None:
+    """The options that choose a subject, and the page of results."""
+    parser.add_argument("--head", help="head folder or 'reference'; default: the latest run's")
+    parser.add_argument("--target", help="its target; default: the run's, or the embedded one")
+    parser.add_argument("--prompts", type=int, default=prompts, help="first held-out prompts")
+    parser.add_argument("--write", type=Path, help="Markdown page that gets the result's rows")
+
+
+def load_subject(head: str | None, target: str | None, prompts: int) -> Subject:
+    """The head asked for; by default the latest run's, else the reference head."""
+    chosen = choose(head, target)
+    knobs = chosen.target.model_copy(update={"dtype": "float32", "device": "cpu"})
+    loaded, tokenizer = load_target(knobs), load_tokenizer(knobs)
+    embeddings = loaded.parts.embeddings.to("cpu", torch.float32)
+    folder = chosen.head
+    return Subject(
+        folder.parent.name if folder.name == "head" else folder.name,
+        folder,
+        load_head(folder, embeddings=embeddings, dtype=torch.float32, device="cpu"),
+        knobs,
+        loaded,
+        pipeline.load_suite("embedded:heldout", tokenizer, Monitor()).prompts[:prompts],
+        stop_ids(tokenizer, loaded.folder),
+    )
+
+
+def choose(head: str | None, target: str | None) -> pipeline.Subject:
+    """The head asked for; by default the latest run's, else the reference head."""
+    if head is None:
+        try:
+            return pipeline.eval_subject(None, None, target)
+        except UserError as error:
+            print(f"{error}\nno run with a head, so: the reference head", file=sys.stderr)
+            head = pipeline.REFERENCE
+    return pipeline.eval_subject(None, head, target)
+
+
+def prepare(name: str) -> Path | None:
+    """The interpreter of a parity environment, installed when it is not there; None: impossible."""
+    script = HERE / f"setup_{name}.sh"
+    done = subprocess.run(["bash", str(script)], stderr=subprocess.PIPE, text=True)
+    lines = done.stderr.strip().splitlines()
+    if done.returncode:
+        print(f"SKIPPED: the {name} environment cannot be installed here:", *lines[-6:], sep="\n  ")
+        return None
+    folder = next(
+        line.split(": ", 1)[1]
+        for line in reversed(lines)
+        if line.startswith(("ready: ", "built: "))
+    )
+    return Path(folder.rsplit(" (", 1)[0]) / "bin" / "python"
+
+
+def client(python: Path, program: str, request: dict[str, Any], answer: Path) -> None:
+    """Runs a client program in its own environment.
+
+    Raises:
+        UserError: with the end of its output, when it fails.
+    """
+    file = answer.with_suffix(".request.json")
+    write_json(file, request)
+    command = [str(python), str(HERE / program), str(file), str(answer)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{program} failed:\n{(done.stdout + done.stderr)[-3000:]}")
+
+
+def versions() -> str:
+    """Of draftlab and what it stands on."""
+    return ", ".join(f"{p} {metadata.version(p)}" for p in ("draftlab", "torch", "transformers"))
+
+
+def add_row(page: Path, table: tuple[str, tuple[str, ...]], cells: Sequence[str]) -> None:
+    """Adds a row to a table of a Markdown page; what is missing of page and table is made.
+
+    Raises:
+        UserError: when the page has that table with other columns.
+    """
+    title, columns = table
+    lines = page.read_text().splitlines() if page.exists() else [TITLE]
+    heading, row = f"## {title}", "| " + " | ".join(cells) + " |"
+    head = "| " + " | ".join(columns) + " |"
+    if heading not in lines:
+        lines += ["", heading, "", head, "|" + "---|" * len(columns)]
+    at = lines.index(heading)
+    while at < len(lines) and not lines[at].startswith("|"):
+        at += 1
+    if at == len(lines) or lines[at] != head:
+        raise UserError(
+            f"expected a table with the columns {', '.join(columns)}",
+            where=f"{page}, {heading}",
+            do="take the old table out of the page, or give another page",
+        )
+    while at < len(lines) and lines[at].startswith("|"):
+        at += 1
+    lines.insert(at, row)
+    write_text(page, "\n".join(lines) + "\n")

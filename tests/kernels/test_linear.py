@@ -1,0 +1,136 @@
+"""Skinny products: the kernel in Triton's interpreter against the reference."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
+def test_in_the_interpreter() -> None:
+    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" in done.stdout  # this test, in there
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("split", [1, 3])
+@pytest.mark.parametrize("num_rows", [1, 3, 9])
+def test_linear(num_rows: int, split: int, dtype: torch.dtype) -> None:
+    """N and Kin divide into nothing; norm, bias and residual alone and together."""
+    from draftlab.kernels.linear import Config, _workspace, launch, linear_reference
+
+    x = random(num_rows, 104, seed=1, dtype=dtype, scale=3.0)
+    weight = random(40, 104, seed=2, dtype=dtype, scale=0.1)
+    norm = 1 + random(104, seed=3, dtype=dtype, scale=0.2)
+    bias = random(40, seed=4, dtype=dtype)
+    residual = random(num_rows, 40, seed=5, dtype=dtype)
+    config = Config(16, 32, split)
+    for norm_weight, b, r in (
+        (norm, bias, residual),
+        (norm, None, None),
+        (None, None, residual),
+        (None, bias, None),
+    ):
+        found = launch(x, weight, None, norm_weight, 0.5, b, r, config)
+        wide = [None if t is None else t.float() for t in (norm_weight, r, b)]
+        expected = linear_reference(
+            x.float(), weight.float(), norm_weight=wide[0], eps=0.5, residual=wide[1], bias=wide[2]
+        )
+        close(found, expected, dtype)
+    if split > 1:  # ready for the next launch
+        assert int(_workspace(x.device)[1].abs().sum()) == 0
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normed", [True, False])
+def test_gated_linear(normed: bool, dtype: torch.dtype) -> None:
+    from draftlab.kernels.linear import Config, gated_linear_reference, launch
+
+    x = random(5, 96, seed=1, dtype=dtype, scale=3.0)
+    gate, up = (random(40, 96, seed=s, dtype=dtype, scale=0.1) for s in (2, 3))
+    norm = 1 + random(96, seed=4, dtype=dtype, scale=0.2) if normed else None
+    found = launch(x, gate, up, norm, 1e-5, None, None, Config(16, 32, 2))
+    expected = gated_linear_reference(
+        x.float(),
+        gate.float(),
+        up.float(),
+        norm_weight=None if norm is None else norm.float(),
+        eps=1e-5,
+    )
+    close(found, expected, dtype)
+
+
+@inside
+def test_rows_that_are_no_rows_of_their_own() -> None:
+    """x may be a slice of wider rows; what lies beside and below it is never read into a sum."""
+    from draftlab.kernels.linear import Config, launch, linear_reference
+
+    wide = random(6, 96, seed=1, dtype=torch.float32)
+    wide[5], wide[:, 64:] = float("nan"), float("nan")
+    weight = random(33, 64, seed=2, dtype=torch.float32)
+    found = launch(wide[:5, :64], weight, None, None, 0.0, None, None, Config(16, 32, 2))
+    close(found, linear_reference(wide[:5, :64], weight), torch.float32)
+
+
+def test_references_are_the_modules() -> None:
+    """Against float64, written out: the references are what the kernels are measured by."""
+    from draftlab.kernels.linear import gated_linear, linear
+
+    x, norm = random(3, 24, seed=1, dtype=torch.float64), random(24, seed=2, dtype=torch.float64)
+    weight, up = (random(10, 24, seed=s, dtype=torch.float64) for s in (3, 4))
+    residual = random(3, 10, seed=5, dtype=torch.float64)
+    normed = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm
+    expected = residual + (normed[:, None] * weight).sum(-1)
+    found = linear(x, weight, norm_weight=norm, eps=1e-3, residual=residual)
+    torch.testing.assert_close(found, expected)
+    first, second = ((normed[:, None] * w).sum(-1) for w in (weight, up))
+    expected = first / (1 + torch.exp(-first)) * second
+    found = gated_linear(x, weight, up, norm_weight=norm, eps=1e-3)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 9, 17, 33, 64])
+@pytest.mark.parametrize("shape", [(1024, 896), (6144, 4096), (152064, 3584), (4096, 14336)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_configurations_fit_the_device(num_rows: int, shape: tuple[int, int], gated: bool) -> None:
+    """Shared memory of an H200, tiles Triton takes, and no split where it is not meant."""
+    from draftlab.kernels.linear import choose
+
+    config = choose(num_rows, *shape, gated)
+    rows = max(8, 1 << (num_rows - 1).bit_length())
+    tile_bytes = 2 * config.depth * ((1 + gated) * config.tile + rows + 1)
+    assert tile_bytes * (config.stages - 1) <= 227 * 1024
+    assert config.tile >= 16 * config.warps
+    assert config.depth & (config.depth - 1) == 0
+    assert config.split == 1 or not gated
+    assert config.prefetch % 256 == 0

@@ -1,0 +1,123 @@
+"""Rotation and paged writing: the reference against transformers, the kernel against both."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+from draftlab.kernels.rope_write import rope_angles, rope_write_reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+HEADS, KV_HEADS, HEAD_DIM, TOKENS, BLOCK = 10, 3, 12, 5, 4
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
+def test_in_the_interpreter() -> None:
+    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+class Case:
+    """Random operands; block 0 and everything no slot names must stay as it is."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+        # Rows of a wider buffer, as a product with padded columns would leave them.
+        self.qkv = random(TOKENS, width + 8)[:, :width]
+        self.q_norm, self.k_norm = (1 + 0.3 * random(HEAD_DIM) for _ in range(2))
+        self.positions = torch.tensor([7, 8, 0, 70_000, -1])
+        self.inv_freq = 1.0 / 10_000.0 ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
+        self.slots = torch.tensor([4, 11, 5, -1, -1])
+        self.pools = random(3, BLOCK, KV_HEADS, HEAD_DIM), random(3, BLOCK, KV_HEADS, HEAD_DIM)
+
+    def angles(self) -> tuple[Tensor, Tensor]:
+        return rope_angles(self.positions, self.inv_freq, 1.2, self.qkv.dtype)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_the_reference_is_what_transformers_does(norms: bool) -> None:
+    case = Case()
+    pools = [pool.clone() for pool in case.pools]
+    weights = {"q_norm": case.q_norm, "k_norm": case.k_norm} if norms else {}
+    query = rope_write_reference(case.qkv, case.angles(), *pools, case.slots, **weights, eps=1e-3)
+
+    heads = case.qkv.unflatten(-1, (-1, HEAD_DIM)).transpose(0, 1)[None]  # [1, heads, T, head_dim]
+    q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], 1)
+    if norms:
+        both = []
+        for x, weight in ((q, case.q_norm), (k, case.k_norm)):
+            norm = Qwen3RMSNorm(HEAD_DIM, eps=1e-3)
+            norm.weight.data = weight
+            both.append(norm(x))
+        q, k = both
+    angle = case.positions.clamp(min=0)[:, None] * case.inv_freq
+    angle = torch.cat([angle, angle], -1)[None]
+    q, k = apply_rotary_pos_emb(q, k, angle.cos() * 1.2, angle.sin() * 1.2)
+    torch.testing.assert_close(query, q[0].transpose(0, 1))
+    for pool, before, new in zip(pools, case.pools, (k, v), strict=True):
+        expected = before.clone().flatten(0, 1)
+        for token, slot in enumerate(case.slots.tolist()):
+            if slot >= 0:
+                expected[slot] = new[0, :, token]
+        torch.testing.assert_close(pool.flatten(0, 1), expected)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("norms", [False, True])
+def test_kernel(norms: bool, dtype: torch.dtype) -> None:
+    """Heads that fill no program, head_dim that is no power of two, pools with strides."""
+    from draftlab.kernels.rope_write import launch
+
+    case = Case(dtype)
+    weights = {"q_norm": case.q_norm, "k_norm": case.k_norm} if norms else {}
+    expected_pools = [pool.clone() for pool in case.pools]
+    expected = rope_write_reference(
+        case.qkv.float(),
+        tuple(half.float() for half in case.angles()),
+        *(wide := [pool.float() for pool in expected_pools]),
+        case.slots,
+        **{name: weight.float() for name, weight in weights.items()},
+        eps=1e-3,
+    )
+    # Keys in the order [P, kv heads, S, head_dim] in memory.
+    key_pool = case.pools[0].transpose(1, 2).contiguous().transpose(1, 2)
+    value_pool = case.pools[1].clone()
+    query = launch(case.qkv, case.angles(), key_pool, value_pool, case.slots, **weights, eps=1e-3)
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    for found, want in ((query, expected), (key_pool, wide[0]), (value_pool, wide[1])):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), want, atol=tolerance, rtol=tolerance)
+    untouched = [slot for slot in range(3 * BLOCK) if slot not in (4, 11, 5)]
+    for pool, before in zip((key_pool, value_pool), case.pools, strict=True):
+        assert torch.equal(pool.flatten(0, 1)[untouched], before.flatten(0, 1)[untouched])
+
+
+@inside
+def test_angles_kernel() -> None:
+    from draftlab.kernels.rope_write import launch_angles
+
+    case = Case()
+    found = launch_angles(case.positions, case.inv_freq, 1.2, torch.float32)
+    torch.testing.assert_close(found, case.angles(), atol=1e-5, rtol=0)
+    assert torch.equal(found[0][4], torch.full((HEAD_DIM // 2,), 1.2))  # padding counts as 0
