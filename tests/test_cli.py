@@ -181,6 +181,26 @@ def test_eval_measures_a_grid_with_further_heads(tmp_path: Path) -> None:
     assert "advice, small, T = 0" in plain.stdout
 
 
+def test_a_failed_certificate_is_exit_code_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from draftlab.decode import certify
+
+    def made(passed: bool) -> certify.Certificate:
+        return certify.Certificate(
+            level="L1" if passed else "L3", test="G-test", statistic=1.0, p_value=0.5, n=9,
+            n_for_99_power=8, prompts_equal=1.0, passed=passed, arms=[], lines=["seen"],
+        )  # fmt: skip
+
+    options = ("eval", "--temps", "0", "--certify", "--out", str(tmp_path))
+    for passed in (True, False):
+        monkeypatch.setattr(certify, "certify", lambda *_, passed=passed, **__: made(passed))
+        result = draftlab(finished(), *options)
+        assert result.exit_code == (0 if passed else 1)
+        assert "certificate, small:" in result.stdout
+        assert ("FAILED" in result.stdout) is not passed
+
+
 def test_raw_prompts_know_no_template(tmp_path: Path) -> None:
     options = ("--temps", "0", "--raw", "--out", str(tmp_path), "--json")
     result = draftlab(finished(), "eval", *options)

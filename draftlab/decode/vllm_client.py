@@ -1,10 +1,10 @@
 """Runs an installed vLLM on token ids and reports tokens, counters and times.
 
 `decode/vllm.py` starts a copy of this file with the interpreter that has vLLM, so it imports
-nothing of draftlab and nothing of draftlab's environment. It talks in JSON, one object a line: the setup comes
-first on standard input and is answered when the engine is ready; every further line asks for some
-prompts and is answered when they are decoded; the end of the input ends the program. Answers go to
-what was standard output; whatever vLLM prints goes to standard error.
+nothing of draftlab and nothing of draftlab's environment. It talks in JSON, one object a line: the
+setup comes first on standard input and is answered when the engine is ready; every further line
+asks for some prompts and is answered when they are decoded; the end of the input ends the program.
+Answers go to what was standard output; whatever vLLM prints goes to standard error.
 
 Setup (unknown keys are refused)::
 

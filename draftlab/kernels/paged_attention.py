@@ -24,7 +24,7 @@ def write_paged(
 
     Args:
         key, value: [B, M, kv heads, head_dim], any strides with a last one of 1.
-        key_pool, value_pool: [P, S, kv heads, head_dim], of the same dtype.
+        key_pool, value_pool: [P, S, kv heads, head_dim], contiguous, of the same dtype.
         slots: int64 [B, M], block · S + offset, all different; −1 writes nothing.
     """
     if key.is_cuda:
@@ -101,7 +101,8 @@ def write_paged_reference(
     slots, key, value = slots.flatten(), key.flatten(0, 1), value.flatten(0, 1)
     real = slots >= 0
     if not real.all():
-        slots, key, value = slots[real], key[real], value[real]
+        kept = real.nonzero().squeeze(1)
+        slots, key, value = (x.index_select(0, kept) for x in (slots, key, value))
     # A view, not a reshape: of pools that cannot be viewed so, a copy would be written to.
     for pool, new in ((key_pool, key), (value_pool, value)):
         pool.view(-1, *pool.shape[2:]).index_copy_(0, slots, new)
@@ -121,38 +122,47 @@ def attend_paged_reference(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """`attend_paged`, eager, one row at a time: so each reads only what it sees, and in place."""
-    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    num_rows, num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = key_pool.shape[1:3]
-    group = query.shape[2] // num_kv_heads
+    group = num_heads // num_kv_heads
+    # The queries that share a kv head side by side: [B, kv heads, tokens · group, head_dim].
+    shape = num_rows, num_tokens, num_kv_heads, group, head_dim
+    grouped = query.reshape(shape).transpose(1, 2).flatten(2, 3)
+    output = torch.zeros_like(grouped, memory_format=torch.contiguous_format)
+    tables = block_table.tolist() if block_table.shape[1] == 1 else None
     for b, row in enumerate(positions.tolist()):
         count = sum(position >= 0 for position in row)
         if not count:
             continue
         first, low = row[0], _lowest(row[0], window, chunk)
-        blocks = block_table[b, low // block_size : (first + count - 1) // block_size + 1]
-        keys = slice(low % block_size, low % block_size + first + count - low)
-        # [1, kv heads, keys, head_dim]
-        key, value = (
-            _blocks(pool, blocks)[keys].transpose(0, 1)[None] for pool in (key_pool, value_pool)
-        )
-        # The queries that share a kv head side by side: [1, kv heads, tokens · group, head_dim].
-        grouped = query[b, :count].unflatten(1, (num_kv_heads, group)).transpose(0, 1)
-        grouped = grouped.flatten(1, 2)[None]
-        # Masks are the same in every layer; those of prefill are large and soon outdated.
-        make_mask = _mask if count <= 32 else _mask.__wrapped__
-        mask = (
-            make_mask(first, count, low, group, window, chunk, query.dtype, query.device)
-            if count > 1
-            else None
-        )
-        if softcap is None and sinks is None:
-            attended = F.scaled_dot_product_attention(
-                grouped, key, value, attn_mask=mask, scale=scale
+        if tables:
+            key, value = (
+                pool[tables[b][0], low : first + count] for pool in (key_pool, value_pool)
             )
         else:
-            attended = _attend_written_out(grouped, key, value, mask, scale, softcap, sinks)
-        output[b, :count] = attended[0].unflatten(1, (count, group)).transpose(0, 1).flatten(1, 2)
-    return output
+            blocks = block_table[b, low // block_size : (first + count - 1) // block_size + 1]
+            start = low % block_size
+            keys = slice(start, start + first + count - low)
+            key, value = (pool[blocks].flatten(0, 1)[keys] for pool in (key_pool, value_pool))
+        mask = None
+        if count > 1:
+            # Masks are the same in every layer; those of prefill are large and soon outdated.
+            make_mask = _mask if count <= 32 else _mask.__wrapped__
+            mask = make_mask(first, count, low, group, window, chunk, query.dtype, query.device)
+        # [1, kv heads, keys or tokens · group, head_dim]
+        rows = slice(b, b + 1), slice(None), slice(count * group)
+        attended = _attend(
+            grouped[rows],
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            mask,
+            scale,
+            softcap,
+            sinks,
+        )
+        output[rows] = attended
+    output = output.unflatten(2, (num_tokens, group)).transpose(1, 2)
+    return output.reshape(query.shape).contiguous()
 
 
 def _lowest(position: int, window: int | None, chunk: int | None) -> int:
@@ -160,11 +170,6 @@ def _lowest(position: int, window: int | None, chunk: int | None) -> int:
     by_window = 0 if window is None else position - window + 1
     by_chunk = 0 if chunk is None else position // chunk * chunk
     return max(0, by_window, by_chunk)
-
-
-def _blocks(pool: Tensor, blocks: Tensor) -> Tensor:
-    """The positions of some blocks one after another, [n · S, kv heads, head_dim]; one: a view."""
-    return pool[int(blocks[0])] if len(blocks) == 1 else pool[blocks].flatten(0, 1)
 
 
 @lru_cache(maxsize=64)
@@ -190,7 +195,7 @@ def _mask(
     return mask.repeat_interleave(group, 0)
 
 
-def _attend_written_out(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -199,18 +204,20 @@ def _attend_written_out(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with what SDPA lacks: capped scores and sinks. Shapes as it takes them."""
+    """SDPA; written out for what it lacks, capped scores and sinks. Shapes as it takes them."""
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = (query @ key.mT).float() * scale
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores + mask
-    if sinks is not None:
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
         # [heads] → [1, kv heads, tokens · group, 1]: one more column, dropped after the softmax.
         num_kv_heads, rows = scores.shape[1:3]
-        column = sinks.float().view(1, num_kv_heads, 1, -1)
-        column = column.expand(-1, -1, rows // column.shape[-1], -1).reshape(1, num_kv_heads, -1, 1)
+        column = sinks.float().view(num_kv_heads, -1)
+        column = column.repeat(1, rows // column.shape[1])[None, :, :, None]
         weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
     return weights.to(value.dtype) @ value

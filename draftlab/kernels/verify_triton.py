@@ -134,7 +134,7 @@ def resample(
         if (part == 0) | (temperature > 0):
             seed, prompt = tl.load(seeds + row), tl.load(prompts + row)
             position = tl.load(positions + row)
-            accepted, top, total, best, draft, p = _judge(
+            accepted, top, total, best, draft, passing = _judge(
                 row, logits, row_stride, depth_stride, vocab, drafts, count, position, seed,
                 prompt, temperature, q_logits, q_row_stride, q_depth_stride, q_log_sum,
                 q_temperature, drawn, index, tops, sums, bests, num_blocks,
@@ -144,7 +144,7 @@ def resample(
                 tl.store(accepted_out + row, accepted)
                 tl.store(emitted_out + row, best)
                 depth = tl.arange(0, DEPTHS)
-                chance = tl.where(drawn, 0.0, p)
+                chance = tl.where(drawn, 0.0, passing)
                 tl.store(probability_out + row * (WIDTH - 1) + depth, chance, depth < WIDTH - 1)
             if temperature > 0:
                 at = part * SIZE + tl.arange(0, SIZE)

@@ -289,7 +289,16 @@ def _read_layer(layer: Any, config: Any) -> _Layer:
 
 
 def _share(parameters: list[nn.Parameter]) -> Tensor:
-    """One tensor of these, stacked; each becomes a view of its part."""
+    """One tensor of these, stacked; each becomes a view of its part. Done once a model."""
+    first = parameters[0].detach()
+    size = [sum(len(p) for p in parameters), *first.shape[1:]]
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for p in parameters:
+        if p.untyped_storage().data_ptr() != storage or p.data_ptr() != end:
+            break
+        end += p.numel() * p.element_size()
+    else:
+        return first.as_strided(size, first.stride())
     stacked = torch.cat([p.detach() for p in parameters])
     parts = stacked.split([len(p) for p in parameters])
     for parameter, part in zip(parameters, parts, strict=True):

@@ -194,3 +194,26 @@ def test_the_reference_engine_counts_the_same(target: Target, head: Eagle3Head) 
     assert [r.counters for r in mine.rows] == [r.counters for r in reference.rows]
     assert {r.engine for r in mine.rows} == {"draftlab"}
     assert {r.engine for r in reference.rows} == {"draftlab-reference"}
+
+
+def test_a_certificate_fills_the_sampled_rows(
+    target: Target, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from draftlab.decode import certify
+
+    made = certify.Certificate(
+        level="L3", test="G-test", statistic=99.0, p_value=1e-9, n=500, n_for_99_power=400,
+        prompts_equal=1.0, passed=False, arms=[], lines=["it differs"],
+    )  # fmt: skip
+    monkeypatch.setattr(certify, "certify", lambda *_, **__: made)
+    heard = Heard()
+    report = evaluate(target, head, monitor=heard, timing_prompts=0, certify=True)
+    assert "certificate of a head: it differs" in heard.lines
+    greedy, sampled = report.rows[1], report.rows[4]
+    assert greedy.lossless.level == "L2"
+    assert (sampled.lossless.level, sampled.lossless.p_value, sampled.lossless.n) == (
+        "L3", 1e-9, 500,
+    )  # fmt: skip
+    assert "certificate failed: G-test" in sampled.warnings
+    assert report.rows[3].lossless == sampled.lossless
+    assert report.environment["certificates"]["a head"]["passed"] is False

@@ -237,3 +237,14 @@ def test_partial_reports_still_make_a_page(rows: list, tmp_path: Path) -> None:
 def test_flatten() -> None:
     nested = {"a": {"b": 1, "c": [1, 2]}, "d": None, "e": "x"}
     assert flatten(nested) == [("a.b", "1"), ("a.c", "1, 2"), ("d", "–"), ("e", "x")]
+
+
+def test_a_certificate_has_its_own_section() -> None:
+    report = sample.report()
+    report.environment["certificates"] = {
+        "reference": {"level": "L1", "passed": False, "lines": ["G = 63.1", "p = 1e-9 <b>"]}
+    }
+    found = page(report)
+    assert "reference: L1, FAILED" in found.text
+    assert "p = 1e-9 <b>" in found.text
+    assert "certificates" not in found.text  # and no dump of it among the environment's facts

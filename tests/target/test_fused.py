@@ -96,6 +96,9 @@ def test_states_and_logits_are_transformers(target: Target) -> None:
         for p in (attention.q_proj, attention.k_proj, attention.v_proj)
     }
     assert storages == {fused.layers[0].qkv.untyped_storage().data_ptr()}  # nothing is held twice
+    for one, other in zip(FusedDecoder(target).layers, fused.layers, strict=True):
+        assert one.qkv.data_ptr() == other.qkv.data_ptr()
+        assert torch.equal(one.qkv, other.qkv)
 
 
 def test_a_cpu_target_keeps_to_transformers(target: Target) -> None:
