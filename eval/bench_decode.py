@@ -8,9 +8,9 @@ that those before it did), as in the vLLM measurement it is compared with (ANCHO
 the same GPU model); the verifier that decides so is passed in by this file and runs the real one
 first, so nothing is left out of the step. Times are the engine's own, host included.
 
-Floor: bytes of the target's weights once and of the head's K times (fc in the first pass only), over
-the rate at which weights can be streamed: 4.15 TB/s where a copy moves 4.30 (ANCHORS), scaled by
-the copy rate measured at the start. vLLM's times are scaled likewise.
+Floor: bytes of the target's weights once and of the head's K times (fc in the first pass only),
+over the rate at which weights can be streamed: 4.15 TB/s where a copy moves 4.30 (ANCHORS), scaled
+by the copy rate measured at the start. vLLM's times are scaled likewise.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Bench:
     tokens_s: float
 
 
-def synthetic_verify(logits: Tensor, drafts: Tensor, num_drafts: Tensor, *rest: Any, **options: Any):
+def synthetic_verify(
+    logits: Tensor, drafts: Tensor, num_drafts: Tensor, *rest: Any, **options: Any
+) -> Verdict:
     """The real verifier's work, then acceptance by a coin of `SYNTHETIC` for each draft."""
     found = verify(logits, drafts, num_drafts, *rest, **options)
     positions, rows = rest[1], rest[2]
@@ -167,7 +169,8 @@ def measure(target: Target, drafter: ChainDrafter | None, batch: int) -> tuple[f
     def requests(count: int, new: int, name: str) -> list[Request]:
         ids = torch.randint(10, 120_000, (count, PROMPT), generator=generator).tolist()
         return [
-            Request(f"{name}{i}", tuple(row), new, Sampling(temperature)) for i, row in enumerate(ids)
+            Request(f"{name}{i}", tuple(row), new, Sampling(temperature))
+            for i, row in enumerate(ids)
         ]
 
     list(engine.generate(requests(batch, 16, "warm")))
@@ -203,7 +206,8 @@ def main() -> None:
             for probs in (False, True) if k else (False,):
                 drafter = ChainDrafter(head, k, draft_probs=probs) if k else None
                 step_ms, each, speed = measure(target, drafter, batch)
-                floor = 1e3 * (streamed + k * head_pass + (fc if k else 0)) * VLLM_COPY / (STREAM * rate)
+                moved = streamed + k * head_pass + (fc if k else 0)
+                floor = 1e3 * moved * VLLM_COPY / (STREAM * rate)
                 vllm = VLLM_STEP_MS.get(k) if batch == 1 else None
                 vllm = vllm and vllm * VLLM_COPY / rate
                 row = Bench(batch, k, probs, step_ms, floor, vllm, each - 1, speed)

@@ -141,22 +141,18 @@ def step_ms(k: int, steps: dict[int, float], others: dict[int, float]) -> float:
     """Milliseconds of a step with `k` drafts.
 
     Args:
-        steps: measured, by K; at least one.
-        others: of the same head and batch under other conditions; they give the slope where
-            `steps` has one point only.
+        steps: measured, by K; two, or one and two `others`.
+        others: of the same head and batch under other conditions; they give the slope outside of
+            what `steps` spans.
     """
     known = sorted(steps)
-    if len(known) == 1:
-        base = known[0]
-        if k == base:
-            return steps[base]
-        depths = sorted(others)
-        return steps[base] + _slope(depths, others) * (k - base)
-    if k < known[0] or k > known[-1]:
-        pair = known[:2] if k < known[0] else known[-2:]
-        end = known[0] if k < known[0] else known[-1]
-        return steps[end] + _slope(pair, steps) * (k - end)
-    return float(np.interp(k, known, [steps[i] for i in known]))
+    if known[0] <= k <= known[-1]:
+        return float(np.interp(k, known, [steps[i] for i in known]))
+    end = known[0] if k < known[0] else known[-1]
+    if len(others) > 1:
+        return steps[end] + _slope(sorted(others), others) * (k - end)
+    pair = known[:2] if k < known[0] else known[-2:]
+    return steps[end] + _slope(pair, steps) * (k - end)
 
 
 def _slope(depths: Sequence[int], steps: dict[int, float]) -> float:

@@ -3,109 +3,44 @@
 At T = 0 tokens must equal plain decoding's. At T > 0, with top-k, a few tokens behind a context
 have few possible answers, whose exact probabilities the target gives alone (`decode/tree.py`); the
 engine answers the same context many times, with and without draft probabilities, and a G-test
-compares. Contexts are chosen so that known faults would show (`decode/faults.py`): a head that is
-always right, or always wrong, hides them.
+compares. The context is one in which known faults would show (`decode/contexts.py`): a head that is
+always right, or always wrong, hides them. Tokens and acceptance must add up too, since a decoder
+that drops its bonus is lossless.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 
-from draftlab.base import Knobs, Monitor, UserError
-from draftlab.decode.drafter import ChainDrafter, Drafter
+from draftlab.base import Monitor, UserError
+from draftlab.decode.certificate import (
+    ARMS,
+    ArmResult,
+    Certificate,
+    CertifyKnobs,
+    arm_lines,
+    arm_name,
+)
+from draftlab.decode.contexts import Chosen, Sampled, choose, windows
+from draftlab.decode.drafter import ChainDrafter
 from draftlab.decode.engine import Engine
-from draftlab.decode.faults import Fault, emitted
-from draftlab.decode.goodness import g_test, samples_for
+from draftlab.decode.goodness import g_test
 from draftlab.decode.sampling import Generation, Request, Sampling
-from draftlab.decode.tree import Tree, grow
+from draftlab.decode.self_check import self_check
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.results import Counters
 from draftlab.target.model import Target
 
-POWER = 0.99
+__all__ = ["Certificate", "CertifyKnobs", "certify"]
 
-
-class CertifyKnobs(Knobs):
-    """How hard the engine is tried."""
-
-    k: int = Field(default=2, ge=1)
-    """Drafts a step at T > 0. Two put accepted, recovered and bonus tokens among three judged."""
-    judged: int = Field(default=3, ge=1, le=6)
-    """Tokens whose joint distribution is judged, behind the prefill's; top_k ** judged cells."""
-    top_k: int = Field(default=4, ge=2)
-    """Tokens the target may choose from."""
-    temperature: float = Field(default=1.5, gt=0)
-    """Of the target's sampling."""
-    draft_temperature: float | None = Field(default=0.7, gt=0)
-    """Of sampled drafts; None: the target's. Cooler drafts are accepted now and then at high T."""
-    context: int = Field(default=24, ge=1)
-    """Tokens of an answer that serve as the prompt; a short one is cheap to sample from."""
-    contexts: int = Field(default=64, ge=1)
-    """Contexts searched for one that would show every fault early."""
-    alpha: float = Field(default=1e-3, gt=0, lt=1)
-    """Chance that a right engine fails, over all T > 0 tests."""
-    samples: int | None = Field(default=None, ge=100)
-    """Samples of each test; None: as many as 99 % power against every fault needs."""
-    max_samples: int = Field(default=40_000, ge=100)
-    """At most so many, when `samples` is None."""
-    batch: int = Field(default=256, ge=1)
-    """Requests decoded at once."""
-    equal_prompts: int = Field(default=32, ge=1)
-    """Prompts whose tokens are compared at T = 0."""
-    equal_tokens: int = Field(default=64, ge=2)
-    """Tokens of their answers."""
-    seed: int = 0
-    """Of every noise."""
-
-
-class ArmResult(BaseModel):
-    """One G-test of the engine at T > 0."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    draft_probs: bool
-    statistic: float | None
-    """None: infinite, the engine emitted what the target cannot."""
-    freedom: int
-    p_value: float
-    n: int
-    needed: dict[str, int | None]
-    """Samples for 99 % power against each fault in this context; None: over ten million."""
-
-    @property
-    def n_for_99_power(self) -> int | None:
-        """For the fault that is hardest to find."""
-        known = [n for n in self.needed.values() if n is not None]
-        return max(known) if len(known) == len(self.needed) else None
-
-
-class Certificate(BaseModel):
-    """What was shown. The figures are those of the T > 0 test with the smallest p-value.
-
-    `level`: L1, equal in distribution, tested with 99 % power, and equal tokens at T = 0; L2, equal
-    tokens at T = 0 in float32; L3, neither is shown.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    level: Literal["L1", "L2", "L3"]
-    test: str
-    statistic: float | None
-    p_value: float
-    n: int
-    n_for_99_power: int | None
-    prompts_equal: float
-    passed: bool
-    arms: list[ArmResult]
-    lines: list[str]
+Prompts = Sequence[tuple[str, tuple[int, ...]]]
 
 
 class Decodes(Protocol):
@@ -122,7 +57,7 @@ EngineFactory = Callable[..., Decodes]
 def certify(
     target: Target,
     head: Eagle3Head,
-    prompts: Sequence[tuple[str, tuple[int, ...]]],
+    prompts: Prompts,
     stop_ids: frozenset[int],
     knobs: CertifyKnobs,
     *,
@@ -138,15 +73,13 @@ def certify(
         k: drafts a step at T = 0.
         engine: makes the engine on trial; None: the product's.
 
-    Returns:
-        The certificate; its lines are ready to print.
-
     Raises:
         UserError: without prompts, or when no context can be judged.
     """
     if not prompts:
         raise UserError("expected prompts to certify the engine on, found none")
-    return _Trial(target, head, engine or Engine, stop_ids, knobs, monitor).run(prompts, k)
+    trial = _Trial(target, head, engine or Engine, stop_ids, knobs, monitor)
+    return trial.run(prompts[: knobs.equal_prompts], k)
 
 
 @dataclass(frozen=True)
@@ -157,38 +90,37 @@ class _Trial:
     stop_ids: frozenset[int]
     knobs: CertifyKnobs
     monitor: Monitor
+    faults: list[str] = field(default_factory=list)
 
-    def run(self, prompts: Sequence[tuple[str, tuple[int, ...]]], k: int) -> Certificate:
-        knobs, lines, faults = self.knobs, [], []
-        answers, equal = self._greedy(prompts[: knobs.equal_prompts], k, faults)
+    def run(self, prompts: Prompts, k: int) -> Certificate:
+        knobs, exact = self.knobs, self.target.dtype == torch.float32
+        texts, equal = self._greedy(prompts, k)
         dtype = str(self.target.dtype).removeprefix("torch.")
-        exact = self.target.dtype == torch.float32
-        lines.append(
-            f"T = 0: tokens of {equal:.1%} of {len(answers)} prompts equal plain decoding's "
-            f"({dtype}, K = {k})" + ("" if exact else "; rounding alone may part them")
-        )
-        windows = self._windows(answers)
+        lines = [
+            f"T = 0, K = {k}, {dtype}: tokens of {equal:.1%} of {len(texts)} prompts equal plain "
+            f"decoding's" + ("" if exact else " (rounding alone may part them)")
+        ]
+        if exact and equal < 1:
+            self.faults.append("T = 0: tokens differ from plain decoding's in float32")
         arms = []
-        for draft_probs in (True, False):
-            tree, needed = self._choose(windows, draft_probs)
-            arm, told = self._judge(tree, needed, draft_probs, faults)
+        for draft_probs in ARMS:
+            arm, told = self._judge(self._choose(texts, draft_probs), draft_probs)
             arms.append(arm)
             lines += told
         worst = min(arms, key=lambda arm: arm.p_value)
-        level = knobs.alpha / len(arms)
-        fits = worst.p_value >= level and not faults
-        passed = fits and (equal == 1 or not exact)
-        strong = all(arm.n_for_99_power and arm.n >= arm.n_for_99_power for arm in arms)
+        passed, strong = not self.faults, all(arm.strong for arm in arms)
         if not strong:
-            lines.append("some fault needs more samples than were drawn: not shown in distribution")
-        kind: Literal["L1", "L2", "L3"] = "L3"
+            lines.append("some fault needs more samples than were drawn: L1 is not shown")
+        level: Literal["L1", "L2", "L3"] = "L3"
         if passed and exact:
-            kind = "L1" if strong else "L2"
-        verdict = "passed" if passed else "FAILED"
-        lines += faults
-        lines.append(f"losslessness certificate: {verdict}, level {kind} (each p ≥ {level:g})")
+            level = "L1" if strong else "L2"
+        lines += [f"FAULT: {fault}" for fault in self.faults]
+        lines.append(
+            f"{'passed' if passed else 'FAILED'}, level {level} (each p must reach "
+            f"{knobs.level:g}: {knobs.alpha:g} of right engines fail)"
+        )
         return Certificate(
-            level=kind,
+            level=level,
             test=f"G-test of {knobs.judged} tokens at T = {knobs.temperature:g}, "
             f"top-k {knobs.top_k}, K = {knobs.k}; tokens at T = 0",
             statistic=worst.statistic,
@@ -197,13 +129,12 @@ class _Trial:
             n_for_99_power=worst.n_for_99_power,
             prompts_equal=equal,
             passed=passed,
+            faults=self.faults,
             arms=arms,
             lines=lines,
         )
 
-    def _greedy(
-        self, prompts: Sequence[tuple[str, tuple[int, ...]]], k: int, faults: list[str]
-    ) -> tuple[list[tuple[int, ...]], float]:
+    def _greedy(self, prompts: Prompts, k: int) -> tuple[list[tuple[int, ...]], float]:
         """Prompts with their plain answers, and the share the speculative engine answers alike."""
         knobs = self.knobs
         requests = [
@@ -211,19 +142,20 @@ class _Trial:
         ]
         longest = max(len(request.prompt_ids) for request in requests)
         room = min(longest + knobs.equal_tokens + k + 1, self.target.max_length)
-        batch = min(len(requests), 32)
         found = []
         for drafter in (None, ChainDrafter(self.head, k)):
-            engine = self.engine(self.target, drafter, batch=batch, max_length=room)
-            found.append(self._decode(engine, requests, "certify T=0", faults))
+            engine = self.engine(
+                self.target, drafter, batch=min(len(requests), 32), max_length=room
+            )
+            found.append(self._decode(engine, requests, "certify T = 0"))
         plain, drafted = found
-        equal = float(np.mean([plain[r.id].token_ids == drafted[r.id].token_ids for r in requests]))
-        return [(*r.prompt_ids, *plain[r.id].token_ids) for r in requests], equal
+        equal = np.mean([plain[r.id].token_ids == drafted[r.id].token_ids for r in requests])
+        return [(*r.prompt_ids, *plain[r.id].token_ids) for r in requests], float(equal)
 
     def _decode(
-        self, engine: Decodes, requests: Sequence[Request], stage: str, faults: list[str]
+        self, engine: Decodes, requests: Sequence[Request], stage: str
     ) -> dict[str, Generation]:
-        """Decodes, and checks that every token is accounted for: a lost bonus is lossless."""
+        """Generations by id; every token must be accounted for."""
         done: dict[str, Generation] = {}
         for generation in engine.generate(requests):
             done[generation.id] = generation
@@ -233,132 +165,53 @@ class _Trial:
         try:
             total.check_tokens(sum(len(g.token_ids) for g in done.values()), len(done))
         except AssertionError as error:
-            faults.append(f"{stage}: {error}")
+            self.faults.append(f"{stage}: {error}")
         return done
 
-    def _windows(self, answers: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Pieces of prompts and answers, spread evenly: one more token must follow each."""
-        size = self.knobs.context
-        ends = [(ids, end) for ids in answers for end in range(min(size, len(ids)), len(ids) + 1)]
-        picked = np.unique(np.linspace(0, len(ends) - 1, self.knobs.contexts).astype(int))
-        return [ids[max(end - size, 0) : end] for ids, end in (ends[i] for i in picked)]
-
-    def _choose(
-        self, windows: Sequence[tuple[int, ...]], draft_probs: bool
-    ) -> tuple[Tree, dict[Fault, int | None]]:
-        """The context in which the fault that is hardest to find needs the fewest samples."""
+    def _choose(self, texts: Sequence[tuple[int, ...]], draft_probs: bool) -> Chosen:
         knobs = self.knobs
-        level = knobs.alpha / 2
-        margin = 1e-3 if self.target.dtype == torch.float32 else 0.1
-        # Argmax drafts use no noise that they could share.
-        tried = [fault for fault in Fault if draft_probs or fault is not Fault.SHARED]
-        best: tuple[Tree, dict[Fault, int | None]] | None = None
-        fewest = 10**7
-        for number, context in enumerate(windows):
-            tree = grow(
-                self.target,
-                self.head,
-                context,
-                levels=knobs.judged,
-                top_k=knobs.top_k,
-                temperature=knobs.temperature,
-                k=knobs.k,
-                draft_temperature=(knobs.draft_temperature or knobs.temperature)
-                if draft_probs
-                else 0.0,
-            )
-            self.monitor.progress("certify: contexts", number + 1, len(windows))
-            if tree.margin < margin:
-                continue
-            joint, needed = tree.joint(), {}
-            for fault in tried:
-                faulty = emitted(tree, fault, knobs.k)
-                needed[fault] = samples_for(POWER, joint, faulty, level, limit=fewest)
-                if needed[fault] is None and best is not None:
-                    break
-            if best is None or None not in needed.values():
-                known = [n for n in needed.values() if n is not None]
-                best = tree, needed
-                fewest = max(known) if len(known) == len(tried) else fewest
-        if best is None:
-            raise UserError(
-                f"expected a context whose top {knobs.top_k} tokens stand out from the rest, found "
-                f"none among {len(windows)}",
-                do="give more prompts, or raise certify.contexts",
-            )
-        return best
+        heat = (knobs.draft_temperature or knobs.temperature) if draft_probs else 0.0
+        return choose(
+            self.target,
+            self.head,
+            windows(texts, knobs.context, knobs.contexts),
+            Sampled(knobs.judged, knobs.top_k, knobs.temperature, knobs.k, heat),
+            finalists=knobs.finalists,
+            enough=knobs.enough,
+            level=knobs.level,
+            monitor=self.monitor,
+        )
 
-    def _judge(
-        self,
-        tree: Tree,
-        needed: dict[Fault, int | None],
-        draft_probs: bool,
-        faults: list[str],
-    ) -> tuple[ArmResult, list[str]]:
+    def _judge(self, chosen: Chosen, draft_probs: bool) -> tuple[ArmResult, list[str]]:
         """Answers one context many times and tests the joint. The number is fixed beforehand."""
-        knobs = self.knobs
-        known = [n for n in needed.values() if n is not None]
-        wanted = max(known) if len(known) == len(needed) else knobs.max_samples
-        count = knobs.samples or min(max(wanted, 2000), knobs.max_samples)
-        name = f"draft probabilities {'on' if draft_probs else 'off'}"
+        knobs, tree, name = self.knobs, chosen.tree, arm_name(draft_probs)
+        wanted = max(chosen.hardest or knobs.max_samples, 2000)
+        count = knobs.samples or min(wanted, knobs.max_samples)
         sampling = Sampling(knobs.temperature, knobs.top_k, None, knobs.seed)
-        new = 1 + knobs.judged
+        new = 1 + knobs.judged  # the prefill's token, then those of verify steps
         requests = [
             Request(f"certify {name} {i}", tree.context, new, sampling) for i in range(count)
         ]
-        drafter: Drafter = ChainDrafter(
+        drafter = ChainDrafter(
             self.head, knobs.k, draft_probs=draft_probs, draft_temperature=knobs.draft_temperature
         )
-        room = len(tree.context) + new + 2 * knobs.k + 1  # the limit caps no drafts
+        room = len(tree.context) + new + 2 * knobs.k + 1  # the limit must cap no drafts
         engine = self.engine(self.target, drafter, batch=min(knobs.batch, count), max_length=room)
-        done = self._decode(engine, requests, f"certify T>0, {name}", faults)
+        done = list(self._decode(engine, requests, f"certify T > 0, {name}").values())
         joint = tree.joint()
-        cells = [tree.cell(g.token_ids) for g in done.values()]
-        found = g_test(np.bincount(cells, minlength=len(joint)), joint)
+        seen = np.bincount([tree.cell(g.token_ids) for g in done], minlength=len(joint))
+        found, accepted = g_test(seen, joint), self_check(done, knobs.k)
         arm = ArmResult(
             draft_probs=draft_probs,
             statistic=found.statistic if np.isfinite(found.statistic) else None,
             freedom=found.freedom,
             p_value=found.p_value,
-            n=len(cells),
-            needed={str(fault): n for fault, n in needed.items()},
+            acceptance_p_value=accepted.p_value if accepted else None,
+            n=len(done),
+            needed={str(fault): n for fault, n in chosen.needed.items()},
         )
-        return arm, _told(arm, knobs, list(done.values()), name)
-
-
-def _told(
-    arm: ArmResult, knobs: CertifyKnobs, generations: Sequence[Generation], name: str
-) -> list[str]:
-    """An arm in words."""
-    shares = origins(generations, knobs.judged)
-    statistic = (
-        "∞ (the target cannot give some)" if arm.statistic is None else f"{arm.statistic:.1f}"
-    )
-    needed = "; ".join(
-        f"{fault}: {'over 10,000,000' if n is None else f'{n:,}'}"
-        for fault, n in arm.needed.items()
-    )
-    return [
-        f"T = {knobs.temperature:g}, top-k {knobs.top_k}, K = {knobs.k}, {name}: G = {statistic} on "
-        f"{arm.freedom} degrees of freedom, p = {arm.p_value:.2g}, {arm.n:,} samples",
-        f"  judged tokens: {shares['accepted']:.0%} accepted drafts, {shares['recovered']:.0%} "
-        f"recovered, {shares['bonus']:.0%} bonus",
-        f"  samples for 99 % power: {needed}",
-    ]
-
-
-def origins(generations: Sequence[Generation], judged: int) -> dict[str, float]:
-    """Shares of the judged tokens that were accepted drafts, recovered, or a bonus."""
-    seen = {"accepted": 0, "recovered": 0, "bonus": 0}
-    for generation in generations:
-        left = judged
-        for drafted, accepted in generation.steps:
-            seen["accepted"] += min(accepted, left)
-            left -= accepted
-            if left > 0:
-                seen["recovered" if accepted < drafted else "bonus"] += 1
-                left -= 1
-            if left <= 0:
-                break
-    total = max(sum(seen.values()), 1)
-    return {name: count / total for name, count in seen.items()}
+        if arm.p_value < knobs.level:
+            self.faults.append(f"{name}: the joint of {knobs.judged} tokens is not the target's")
+        if accepted and accepted.p_value < knobs.level:
+            self.faults.append(f"{name}: drafts are not accepted as often as they should be")
+        return arm, arm_lines(arm, knobs, done)

@@ -49,7 +49,7 @@ class Engine:
         drafter: what proposes; None decodes plainly.
         batch: requests decoded at once.
         max_length: positions a row may take (prompt and answer); drafts are capped near it.
-        block_size: positions in a block of the pool; None: 16 on a GPU, on a CPU one block a row
+        block_size: positions in a block of the pool; None: 64 on a GPU, on a CPU one block a row
             (keys then lie in one piece).
         num_blocks: blocks in the pool; None: enough for every row, as far as memory goes.
         prefill_tokens: prompt tokens in a forward pass.
@@ -75,7 +75,7 @@ class Engine:
         self.target, self.drafter, self.max_length = target, drafter, max_length
         self.k = drafter.k if drafter else 0
         on_gpu = target.device.type == "cuda"
-        block_size = block_size or (16 if on_gpu else max_length)
+        block_size = block_size or (64 if on_gpu else max_length)
         width = -(-max_length // block_size)
         self.pool = BlockPool(num_blocks or batch * width, block_size)
         if self.pool.num_blocks < width:

@@ -15,6 +15,7 @@ from typing import Any
 from draftlab.base import Monitor, UserError
 from draftlab.decode.adviser import StepPoint, advise
 from draftlab.decode.bandwidth import copy_rate
+from draftlab.decode.cautions import row_warnings, suite_warnings
 from draftlab.decode.drafter import ChainDrafter
 from draftlab.decode.engine import Engine
 from draftlab.decode.grid import PLAIN, Arm, NamedHead, Suite
@@ -28,7 +29,6 @@ from draftlab.decode.measure import (
 )
 from draftlab.decode.reference import ReferenceEngine
 from draftlab.decode.timing import Decoder
-from draftlab.decode.warnings import row_warnings, suite_warnings
 from draftlab.decode.work import Measured, Work
 from draftlab.results import Lossless, Report, Row
 from draftlab.target.model import Target
@@ -96,11 +96,11 @@ def measure_own(work: Work) -> Measured:
 
 
 def _probe_arms(work: Work, temperature: float) -> list[Arm]:
-    """K = 1 of each head that is measured at one K alone: the adviser needs a slope."""
+    """K = 1 of each head that is not measured there: the adviser then need not extrapolate."""
     found = []
     for head in work.heads:
         own = [arm for arm in work.arms_at(temperature) if arm.head is head]
-        if len({arm.k for arm in own}) == 1 and own[0].k > 1:
+        if all(arm.k > 1 for arm in own):
             found.append(replace(own[0], k=1))
     return found
 
@@ -167,8 +167,9 @@ class Evaluator:
         rows = [_certified(row, certificates) for row in rows]
         for row in rows:
             for text in row_warnings(row):
-                name = f"{row.head}, K = {row.k}" if row.head else "no drafting"
-                work.monitor.say(f"warning: T = {row.temperature:g}, {name}: {text}")
+                probs = ", draft probs on" if row.draft_probs else ""
+                name = f"T = {row.temperature:g}, {row.head}, K = {row.k}{probs}"
+                work.monitor.say(f"warning: {name}: {text}")
         return Report(
             target=self._target(),
             environment=environment(device)

@@ -71,7 +71,7 @@ def g_test(seen: np.ndarray, probability: np.ndarray) -> GTest:
 
 
 def power(samples: int, probability: np.ndarray, faulty: np.ndarray, level: float) -> float:
-    """Chance that `samples` draws from `faulty` are rejected at `level` as draws from `probability`.
+    """Chance that `samples` draws from `faulty` are rejected at `level`.
 
     G is then close to a noncentral chi-square with noncentrality 2 · samples · KL(faulty ‖ exact);
     one impossible outcome rejects by itself.
@@ -93,9 +93,9 @@ def samples_for(
     """The fewest samples (within 1 %) whose `power` is `wanted`; None beyond `limit`."""
     low, high = 0, 64
     while power(high, probability, faulty, level) < wanted:
-        low, high = high, 2 * high
-        if low >= limit:
+        if high >= limit:
             return None
+        low, high = high, min(2 * high, limit)
     while high - low > max(high // 100, 1):
         middle = (low + high) // 2
         if power(middle, probability, faulty, level) < wanted:

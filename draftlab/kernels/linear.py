@@ -134,13 +134,27 @@ def _takes(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def choose(num_rows: int, num_out: int, size_in: int, gated: bool) -> Config:
-    """The configuration for a product of `num_rows` rows with W [num_out, size_in] on an H200.
+def choose(num_rows: int, num_out: int, size_in: int, gated: bool, normed: bool) -> Config:
+    """The configuration for a product of `num_rows` rows with W [num_out, size_in].
 
-    Measured by `eval/gpu/linear.py`.
+    The winners of `eval/gpu/linear.py` on an H200 (docs/results/decode.md) at the shapes of
+    Llama-3.1-8B, by what decides them: a folded norm keeps Σx² in registers and wants wider tiles,
+    and few rows of W are split so that every multiprocessor has work.
     """
+    if num_rows <= 8:
+        if gated:
+            return Config(32, 128, 1, 2, 6)
+        if normed:
+            return Config(32, 256, 1 if num_out >= 8448 else 2, 2, 4)
+        return Config(16, 256, 1 if num_out >= 6144 else 2, 1, 5, 1024)
     if num_rows <= 16:
-        return Config(16 if num_rows <= 8 else 32, 256, 1, 1 if num_rows <= 8 else 2, 4, 1024)
+        if gated or (normed and num_out >= 8448):
+            return Config(64, 64, 1, 4, 6)
+        if normed:
+            return Config(64, 64, 4, 4, 6)
+        if size_in >= 12288:
+            return Config(16, 512, 1, 1, 4)
+        return Config(32, 256, 2, 2, 4, 1024) if size_in >= 8192 else Config(64, 128, 4, 4, 4)
     tiles = -(-num_out // 64)
     split = 1
     while not gated and split < 8 and tiles * split < 264 and size_in // (split * 2) >= 1024:
@@ -184,7 +198,8 @@ def launch(
         x, norm_weight = _normed(x, norm_weight, eps), None
     num_rows, size_in = x.shape
     num_out = len(weight)
-    config = config or choose(num_rows, num_out, size_in, up is not None)
+    normed = norm_weight is not None
+    config = config or choose(num_rows, num_out, size_in, up is not None, normed)
     rows = max(8, 1 << (num_rows - 1).bit_length())
     tiles = -(-num_out // config.tile)
     split = config.split

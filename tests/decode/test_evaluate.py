@@ -182,7 +182,7 @@ def test_what_is_decoded_and_what_is_doubtful_is_said(target: Target, head: Eagl
     assert "4 of 6 prompts of toy, up to 16 tokens each; T = 0; K = 3" in text
     assert "4 prompts are few" in text
     assert "2 timed prompts are few" in text
-    slow = [row for row in report.rows if row.speedup is not None and row.speedup < 1]
+    slow = [row for row in report.rows if row.speedup is not None and row.speedup < 0.995]
     assert all("drafting slows decoding down here" in row.warnings[-1] for row in slow)
     assert ("drafting slows decoding down" in text) == bool(slow)
 

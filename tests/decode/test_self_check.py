@@ -118,3 +118,13 @@ def test_nothing_to_check() -> None:
     assert self_check(simulate(middling, 3, prompts=2, steps=0), K) is None
     unknown = [dataclasses.replace(g, expected=()) for g in generations]  # vLLM tells no chances
     assert self_check(unknown, K) is None
+
+
+def test_unlikely_events_that_have_not_happened_are_no_fault() -> None:
+    """64 drafts of chance 0.05, none accepted: 4 % of right engines do that."""
+    counters = Counters(1)
+    counters.add_step(1, 0)
+    one = Generation("p", (0, 0), "length", counters, (0.05,), ((1, 0),), 0.0, 1.0)
+    check = self_check([one] * 64, 1)
+    assert check.z[0] == pytest.approx(-0.05 * 64 / (64 * 0.05 * 0.95) ** 0.5)
+    assert check.passed

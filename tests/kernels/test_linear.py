@@ -122,11 +122,14 @@ def test_references_are_the_modules() -> None:
 @pytest.mark.parametrize("num_rows", [1, 4, 9, 17, 33, 64])
 @pytest.mark.parametrize("shape", [(1024, 896), (6144, 4096), (152064, 3584), (4096, 14336)])
 @pytest.mark.parametrize("gated", [False, True])
-def test_configurations_fit_the_device(num_rows: int, shape: tuple[int, int], gated: bool) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_configurations_fit_the_device(
+    num_rows: int, shape: tuple[int, int], gated: bool, normed: bool
+) -> None:
     """Shared memory of an H200, tiles Triton takes, and no split where it is not meant."""
     from draftlab.kernels.linear import choose
 
-    config = choose(num_rows, *shape, gated)
+    config = choose(num_rows, *shape, gated, normed)
     rows = max(8, 1 << (num_rows - 1).bit_length())
     tile_bytes = 2 * config.depth * ((1 + gated) * config.tile + rows + 1)
     assert tile_bytes * (config.stages - 1) <= 227 * 1024

@@ -128,6 +128,9 @@ def test_speedup_by_batch_needs_two_batches() -> None:
         assert list(bar.lines[0].get_ydata()) == [t.speedup for t in row.timings]
     ticks = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert ticks == ["1", "8"]
+    styles = {c.get_label(): c.lines[0].get_linestyle() for c in figure.axes[1].containers}
+    assert {style for name, style in styles.items() if name.endswith("off")} == {"--"}
+    assert {style for name, style in styles.items() if name.endswith("on")} == {"-"}
     once = [row.model_copy(update={"timings": row.timings[:1]}) for row in report.rows]
     assert plots.speedup_by_batch(once, "") is None
     assert plots.speedup_by_batch(sample.report().rows, "") is None

@@ -1,0 +1,123 @@
+"""Choosing the context that is judged: one in which the known faults would show early."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from draftlab.base import Monitor, UserError
+from draftlab.decode.faults import Fault, emitted
+from draftlab.decode.goodness import samples_for
+from draftlab.decode.tree import Tree, grow
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.target.model import Target
+
+POWER = 0.99
+LIMIT = 10**7  # samples nobody draws
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """How the judged tokens are sampled: the arguments of `tree.grow` of the same names."""
+
+    levels: int
+    top_k: int
+    temperature: float
+    k: int
+    draft_temperature: float
+
+    def first_draft(self) -> Sampled:
+        """The same, of one judged token, which is a first draft or recovered from one."""
+        return Sampled(1, self.top_k, self.temperature, 1, self.draft_temperature)
+
+    def grow(self, target: Target, head: Eagle3Head, context: tuple[int, ...]) -> Tree:
+        """The tree behind a context."""
+        return grow(target, head, context, **vars(self))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A context's tree, and by fault the samples that find it; None: more than `LIMIT`."""
+
+    tree: Tree
+    needed: dict[Fault, int | None]
+
+    @property
+    def hardest(self) -> int | None:
+        """Samples for the fault that is hardest to find."""
+        known = [n for n in self.needed.values() if n is not None]
+        return max(known) if len(known) == len(self.needed) else None
+
+
+def windows(texts: Sequence[tuple[int, ...]], size: int, count: int) -> list[tuple[int, ...]]:
+    """At most `count` pieces of `size` tokens, spread evenly over the texts; short texts whole."""
+    ends = [(ids, end) for ids in texts for end in range(min(size, len(ids)), len(ids) + 1)]
+    picked = np.unique(np.linspace(0, len(ends) - 1, count).astype(int))
+    return [ids[max(end - size, 0) : end] for ids, end in (ends[i] for i in picked)]
+
+
+def choose(
+    target: Target,
+    head: Eagle3Head,
+    pieces: Sequence[tuple[int, ...]],
+    sampled: Sampled,
+    *,
+    finalists: int,
+    enough: int,
+    level: float,
+    monitor: Monitor,
+) -> Chosen:
+    """The context in which the fault that is hardest to find needs the fewest samples.
+
+    All are ranked by how early a first draft accepted too often would show, which is cheap to know
+    and mostly the hardest to find; the best `finalists` are looked at in full.
+
+    Args:
+        finalists: contexts looked at in full, at most.
+        enough: samples that are few enough to stop looking.
+        level: of the test.
+
+    Raises:
+        UserError: when rounding could change what may be emitted, in every context.
+    """
+    margin = 1e-3 if target.dtype == torch.float32 else 0.1
+    # Argmax drafts use no noise that they could share.
+    tried = [f for f in Fault if sampled.draft_temperature > 0 or f is not Fault.SHARED]
+    ranked = []
+    for number, context in enumerate(pieces):
+        tree = sampled.first_draft().grow(target, head, context)
+        if tree.margin >= margin:
+            needed = _needed(tree, Fault.OFTEN, 1, level, LIMIT)
+            ranked.append((LIMIT if needed is None else needed, context))
+        monitor.progress("certify: contexts", number + 1, len(pieces))
+    ranked.sort(key=lambda entry: entry[0])
+    best: Chosen | None = None
+    for number, (_, context) in enumerate(ranked[:finalists]):
+        tree = sampled.grow(target, head, context)
+        monitor.progress("certify: best contexts", number + 1, min(finalists, len(ranked)))
+        if tree.margin < margin:
+            continue
+        limit = (best and best.hardest) or LIMIT
+        found = Chosen(tree, {})
+        for fault in tried:
+            found.needed[fault] = _needed(tree, fault, sampled.k, level, limit)
+            if found.needed[fault] is None and limit < LIMIT:
+                break  # already worse than the best
+        if best is None or found.hardest is not None:
+            best = found
+        if best.hardest is not None and best.hardest <= enough:
+            break
+    if best is None:
+        raise UserError(
+            f"expected a context whose top {sampled.top_k} tokens stand out from the rest, found "
+            f"none among {len(pieces)}",
+            do="give more prompts, or raise certify's `contexts`",
+        )
+    return best
+
+
+def _needed(tree: Tree, fault: Fault, k: int, level: float, limit: int) -> int | None:
+    return samples_for(POWER, tree.joint(), emitted(tree, fault, k), level, limit=limit)

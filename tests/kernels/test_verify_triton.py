@@ -1,0 +1,308 @@
+"""Verification and sampling kernels in Triton's interpreter: the tokens of the reference.
+
+The certificate needs 200,000 samples and runs on a GPU (`eval/gpu/verify.py`); here every token of
+many kinds of rows must be the one that the certified reference emits.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftlab.kernels import noise, verify
+from draftlab.kernels.noise import Purpose
+from draftlab.kernels.verify import DraftDistribution, RowKeys, Verdict, draft_index
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+inside = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+
+if INTERPRETED:
+    import triton
+    import triton.language as tl
+
+    from draftlab.kernels import noise_triton, sampling_triton, verify_launch
+
+    @triton.jit
+    def draw_noise(keys, bits, uniform, exponential, PURPOSE: tl.constexpr, SIZE: tl.constexpr):
+        seed, prompt, position = tl.load(keys), tl.load(keys + 1), tl.load(keys + 2)
+        key = noise_triton.keyed_bits(seed, prompt, position, PURPOSE)
+        tl.store(bits, key)
+        tl.store(uniform, noise_triton.keyed_uniform(seed, prompt, position, PURPOSE))
+        token = tl.arange(0, SIZE)
+        tl.store(exponential + token, noise_triton.exponential(key, token.to(tl.int64)))
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
+def test_in_the_interpreter() -> None:
+    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" in done.stdout  # this test, in there
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks a row, and of the draft vocabulary, for a vocabulary of a thousand."""
+    set_blocks(monkeypatch, 256, 512)
+
+
+def set_blocks(monkeypatch: pytest.MonkeyPatch, survey: int, race: int) -> None:
+    monkeypatch.setattr(verify_launch, "SURVEY_BLOCK", survey)
+    monkeypatch.setattr(verify_launch, "RACE_BLOCK", race)
+    monkeypatch.setattr(sampling_triton, "BLOCK", race)
+
+
+TEMPERATURES = (0.0, 0.7, 1.0, 1.5, 0.01, 5.0)
+
+
+def make_keys(count: int, *, limited: bool = False, seed: int = 0) -> RowKeys:
+    """All temperatures in turn; limited: with and without top-k and top-p."""
+    generator = torch.Generator().manual_seed(seed)
+    row = torch.arange(count)
+    return RowKeys(
+        torch.tensor(TEMPERATURES)[row % len(TEMPERATURES)],
+        row % 3 * 20 * limited,
+        1.0 - (row % 4 == 1) * 0.3 * limited,
+        torch.randint(0, 99, (count,), generator=generator),
+        torch.randint(-(2**62), 2**62, (count,), generator=generator),
+    )
+
+
+def make_batch(
+    count: int,
+    k: int,
+    vocab: int,
+    size: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    limited: bool = False,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, DraftDistribution | None, Tensor, RowKeys]:
+    """Arguments of `verify`: a target and a head that knows it roughly; each sixth row drafts its
+    argmax at every temperature, and there are 0 to K drafts, mostly K.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(count, k + 1, vocab, generator=generator) * 3).to(dtype)
+    ids = torch.randperm(vocab, generator=generator)[:size].sort().values
+    head = logits[:, :k, ids].float() + torch.randn(count, k, size, generator=generator) * 0.7
+    keys = make_keys(count, limited=limited, seed=seed)
+    positions = torch.randint(1, 999, (count,), generator=generator)
+    row = torch.arange(count)
+    sampled = (keys.temperature > 0) & (row // len(TEMPERATURES) % 3 > 0)
+    number = (row % (2 * k + 1)).clamp(max=k)
+    if k == 0:
+        return logits, positions.new_empty(count, 0), number, None, positions, keys
+    head = head.to(dtype)
+    settings = keys.temperature, sampled
+    found = [verify.sample_draft(head[:, i], positions + i, keys, *settings) for i in range(k)]
+    distribution = DraftDistribution(
+        head, torch.stack([f[1] for f in found], 1), *settings, ids, draft_index(ids, vocab)
+    )
+    drafts = ids[torch.stack([f[0] for f in found], 1)]
+    return logits, drafts, number, distribution, positions, keys
+
+
+def assert_same(found: Verdict, expected: Verdict) -> None:
+    assert torch.equal(found.accepted, expected.accepted)
+    assert torch.equal(found.emitted, expected.emitted)
+    torch.testing.assert_close(found.probability, expected.probability, atol=1e-5, rtol=0)
+
+
+@inside
+def test_noise_is_the_references() -> None:
+    extremes = (0, -1, 2**63 - 1, -(2**63), 12345)
+    for i, purpose in enumerate(Purpose):
+        keys = torch.tensor([extremes[i], extremes[i + 1], extremes[i + 2]])
+        bits, uniform = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
+        found = torch.zeros(2**16)
+        draw_noise[(1,)](keys, bits, uniform, found, int(purpose), len(found))
+        parts = keys[0:1], keys[1:2], keys[2:3]
+        assert torch.equal(bits, noise.keyed_bits(*parts, purpose))
+        assert torch.equal(uniform, noise.keyed_uniform(*parts, purpose))
+        expected = noise.keyed_exponential(*parts, purpose, len(found))[0]
+        assert float(expected.min()) < 1e-4  # small values keep their relative precision
+        torch.testing.assert_close(found, expected, rtol=5e-7, atol=0)
+
+
+@inside
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("dtype", "limited"),
+    [
+        (torch.float32, False),
+        (torch.float32, True),
+        (torch.bfloat16, True),
+        (torch.float16, False),
+    ],
+)
+def test_mixed_rows(dtype: torch.dtype, limited: bool) -> None:
+    batch = make_batch(24, 4, 1003, 257, dtype, limited=limited, seed=1)
+    expected = verify.verify(*batch)
+    assert len(expected.accepted.unique()) >= 3  # recovered, partial and bonus
+    assert_same(verify_launch.verify(*batch), expected)
+
+
+@inside
+@pytest.mark.parametrize(
+    ("k", "vocab", "size"), [(0, 1003, 1), (1, 50, 20), (2, 5, 4), (16, 70, 9)]
+)
+def test_other_shapes(k: int, vocab: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_blocks(monkeypatch, 256, 512 if vocab > 512 else 64)
+    batch = make_batch(18, k, vocab, size, seed=2)
+    assert_same(verify_launch.verify(*batch), verify.verify(*batch))
+
+
+@inside
+@pytest.mark.parametrize(("vocab", "dtype"), [(128_256, torch.bfloat16), (201_088, torch.float32)])
+def test_big_vocabularies(vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_blocks(monkeypatch, 2**16, 2**15)
+    batch = make_batch(9, 2, vocab, 32_000, dtype, seed=3)
+    expected = verify.verify(*batch)
+    assert int(expected.emitted.max()) > 2**16
+    assert_same(verify_launch.verify(*batch), expected)
+    logits, *_, positions, keys = batch
+    first = verify.sample_first(logits[:, 0], positions, keys)
+    assert torch.equal(sampling_triton.sample_first(logits[:, 0], positions, keys), first)
+
+
+@inside
+@pytest.mark.usefixtures("small_blocks")
+def test_argmax_drafts_and_options() -> None:
+    """Without a distribution, with one that no row uses, without an index, without Σ min(p, q)."""
+    batch = make_batch(18, 2, 1003, 257, seed=4)
+    *start, q, positions, keys = batch
+    assert q is not None
+    plain = verify.verify(*start, None, positions, keys)
+    assert_same(verify_launch.verify(*start, None, positions, keys), plain)
+    unused = replace(q, sampled=torch.zeros_like(q.sampled))
+    assert_same(verify_launch.verify(*start, unused, positions, keys, limited=False), plain)
+    full = verify.verify(*batch)
+    anew = replace(q, index=None)
+    assert_same(verify_launch.verify(*start, anew, positions, keys), full)
+    hurried = verify_launch.verify(*batch, expect=False)
+    assert_same(hurried, verify.verify(*batch, expect=False))
+    assert torch.equal(hurried.emitted, full.emitted)
+    with pytest.raises(ValueError, match="expected a draft index of 1003"):
+        verify_launch.verify(
+            *start, replace(q, index=torch.zeros(9, dtype=torch.int32)), positions, keys
+        )
+
+
+@inside
+@pytest.mark.usefixtures("small_blocks")
+def test_views_of_larger_tensors() -> None:
+    logits, drafts, number, q, positions, keys = make_batch(12, 2, 1003, 257, seed=5)
+    assert q is not None
+    expected = verify.verify(logits, drafts, number, q, positions, keys)
+    padded = torch.full((12, 5, 1100), 99.0)
+    padded[:, 1:4, 7:1010] = logits
+    head = torch.full((2, 12, 300), 99.0)
+    head[:, :, :257] = q.logits.transpose(0, 1)
+    view = replace(q, logits=head.transpose(0, 1)[:, :, :257])
+    found = verify_launch.verify(
+        padded[:, 1:4, 7:1010], drafts.T.contiguous().T, number, view, positions, keys
+    )
+    assert_same(found, expected)
+    turned = logits.transpose(1, 2).contiguous().transpose(1, 2)
+    assert_same(verify_launch.verify(turned, drafts, number, q, positions, keys), expected)
+
+
+@inside
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drafts(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(6)
+    logits = (torch.randn(48, 1003, generator=generator) * 3).to(dtype)
+    keys, positions = make_keys(48), torch.arange(48)
+    sampled = torch.arange(48) // len(TEMPERATURES) % 2 == 0
+    for temperature in (keys.temperature, torch.full((48,), 0.6)):
+        settings = positions, keys, temperature, sampled
+        index, log_sum = verify.sample_draft(logits, *settings)
+        found, found_sum = sampling_triton.sample_draft(logits, *settings)
+        assert torch.equal(found, index)
+        torch.testing.assert_close(found_sum, log_sum)
+        assert torch.equal(index[~sampled], logits.argmax(-1)[~sampled])
+        assert not torch.equal(index[sampled], logits.argmax(-1)[sampled])
+
+
+@inside
+@pytest.mark.usefixtures("small_blocks")
+def test_ties_go_to_the_lowest_id() -> None:
+    """Within a block and across blocks; greedy drafts too."""
+    logits = torch.zeros(2, 2, 1003)
+    logits[0, :, [300, 301, 900]] = 2.0
+    logits[1, :, [5, 1002]] = 2.0
+    keys, positions = make_keys(7)[torch.tensor([0, 6])], torch.tensor([3, 4])
+    assert keys.temperature.tolist() == [0.0, 0.0]
+    number = torch.ones(2, dtype=torch.int64)
+    for drafts, accepted in (([300, 5], [1, 1]), ([301, 1002], [0, 0])):
+        found = verify_launch.verify(
+            logits, torch.tensor(drafts)[:, None], number, None, positions, keys
+        )
+        assert found.accepted.tolist() == accepted
+        assert found.emitted.tolist() == [300, 5]
+    flat = logits[:, 0]
+    assert sampling_triton.sample_first(flat, positions, keys).tolist() == [300, 5]
+    sampled = torch.zeros(2, dtype=torch.bool)
+    drafted, _ = sampling_triton.sample_draft(flat, positions, keys, torch.ones(2), sampled)
+    assert drafted.tolist() == [300, 5]
+
+
+@inside
+@pytest.mark.usefixtures("small_blocks")
+def test_a_perfect_head_is_always_accepted() -> None:
+    logits, _, _, _, positions, keys = make_batch(24, 3, 600, 600, seed=7)
+    rows = keys.temperature >= 0.5
+    logits, positions, keys = logits[rows], positions[rows], keys[rows]
+    settings = keys.temperature, torch.ones(len(positions), dtype=torch.bool)
+    found = [verify.sample_draft(logits[:, i], positions + i, keys, *settings) for i in range(3)]
+    q = DraftDistribution(
+        logits[:, :3], torch.stack([f[1] for f in found], 1), *settings, torch.arange(600)
+    )
+    drafts = torch.stack([f[0] for f in found], 1)
+    verdict = verify_launch.verify(logits, drafts, positions * 0 + 3, q, positions, keys)
+    assert verdict.accepted.tolist() == [3] * len(positions)
+    torch.testing.assert_close(verdict.probability, torch.ones(len(positions), 3))
+    # Twice q is no distribution: half of the drafts are rejected and nothing is left to recover
+    # from, so p itself is.
+    doubled = replace(q, log_sum=q.log_sum - torch.tensor(2.0).log())
+    arguments = logits, drafts, positions * 0 + 3, doubled, positions, keys
+    expected = verify.verify(*arguments)
+    assert bool((expected.accepted < 3).any())
+    assert_same(verify_launch.verify(*arguments), expected)
+
+
+@inside
+@pytest.mark.usefixtures("small_blocks")
+def test_broken_logits_still_give_a_token() -> None:
+    """NaN and infinities, in some entries or all: ids stay in range, healthy rows undisturbed."""
+    logits, drafts, number, q, positions, keys = make_batch(24, 2, 1003, 257, seed=8)
+    assert q is not None
+    healthy = verify.verify(logits, drafts, number, q, positions, keys)
+    logits[1::4] = float("nan")
+    logits[2::4, :, ::3] = float("nan")
+    logits[3::4, :, 17] = float("inf")
+    q.logits[1::8] = float("nan")
+    q.log_sum[1::8] = float("nan")
+    found = verify_launch.verify(logits, drafts, number, q, positions, keys)
+    assert bool(((found.emitted >= 0) & (found.emitted < 1003)).all())
+    assert bool(((found.accepted >= 0) & (found.accepted <= number)).all())
+    assert found.emitted[1::4].tolist() == [0] * 6
+    assert torch.equal(found.emitted[::4], healthy.emitted[::4])
+    assert bool((found.emitted[3::4][found.accepted[3::4] == 0] == 17).all())
+    first = sampling_triton.sample_first(logits[:, 0], positions, keys)
+    assert bool(((first >= 0) & (first < 1003)).all())
+    assert first[3::4].tolist() == [17] * 6
