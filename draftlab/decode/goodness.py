@@ -80,7 +80,10 @@ def power(samples: int, probability: np.ndarray, faulty: np.ndarray, level: floa
     impossible = float(faulty[probability == 0].sum())
     unseen = (1 - min(impossible, 1.0)) ** samples
     true, false = (_pool(cells, probability * samples) for cells in (probability, faulty))
-    true, false = true[true > 0], false[true > 0] / false[true > 0].sum()
+    true, false = true[true > 0], false[true > 0]
+    if false.sum() == 0:
+        return 1 - unseen
+    false /= false.sum()
     divergence = float((false * np.log(np.where(false > 0, false, 1) / true)).sum())
     freedom = max(len(true) - 1, 1)
     border = chi2_isf(level, freedom)

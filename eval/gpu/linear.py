@@ -71,6 +71,10 @@ _WIDE = [
 ]
 
 
+def _chosen(num_rows: int, num_out: int, size_in: int, kind: str) -> Config:
+    return choose(num_rows, num_out, size_in, kind == "gated", kind in ("gated", "norm"))
+
+
 def candidates(num_rows: int, num_out: int, size_in: int, kind: str) -> list[Config]:
     """Configurations worth a try: they fit, and give most multiprocessors something to do."""
     rows = max(8, 1 << (num_rows - 1).bit_length())
@@ -78,7 +82,7 @@ def candidates(num_rows: int, num_out: int, size_in: int, kind: str) -> list[Con
     some = [*(_NARROW if rows <= 16 else []), *_WIDE]
     some += [replace(c, prefetch=1024) for c in some]
     fitting = []
-    for c in {*some, choose(num_rows, num_out, size_in, kind == "gated", kind != "residual")}:
+    for c in {*some, _chosen(num_rows, num_out, size_in, kind)}:
         shared = 2 * c.depth * (weights * c.tile + rows + 1) * (c.stages - 1)
         programs = -(-num_out // c.tile) * c.split
         if shared > 220_000 or programs < 100 or (c.split > 1 and programs > 1600):
@@ -245,9 +249,7 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__, f"overlap {overlap}")
     check()
     plans = {
-        (name, m): [choose(m, n, k, kind == "gated", kind != "residual")]
-        if options.table
-        else candidates(m, n, k, kind)
+        (name, m): [_chosen(m, n, k, kind)] if options.table else candidates(m, n, k, kind)
         for name, (n, k, kind) in SHAPES.items()
         for m in CLASSES
     }
