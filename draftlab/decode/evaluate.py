@@ -266,7 +266,7 @@ def _certified(row: Row, certificates: dict[str, dict[str, Any]]) -> Row:
     if not found or row.temperature == 0 or row.engine not in ENGINES.values():
         return row
     fields = {key: found[key] for key in ("level", "test", "p_value", "n")}
-    warnings = [] if found["passed"] else [f"certificate failed: {found['test']}"]
+    warnings = [] if found["passed"] else [f"certificate failed: {'; '.join(found['faults'])}"]
     return row.model_copy(
         update={"lossless": Lossless(**fields), "warnings": row.warnings + warnings}
     )

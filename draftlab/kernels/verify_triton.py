@@ -95,8 +95,8 @@ def _judge(
 
 @triton.jit
 def _overlap(
-    row, depth, block, logits, ids, num_ids, temperature, q_logits, q_log_sum, q_temperature,
-    tops, sums, num_blocks, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
+    block, logits, ids, num_ids, temperature, q_logits, q_log_sum, q_temperature, tops, sums,
+    num_blocks, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Σ min(p, q) over a block of the draft vocabulary; the pointers are those of one draft."""
     part = tl.arange(0, BLOCKS)
@@ -134,7 +134,7 @@ def resample(
         if (part == 0) | (temperature > 0):
             seed, prompt = tl.load(seeds + row), tl.load(prompts + row)
             position = tl.load(positions + row)
-            accepted, top, total, best, draft, passing = _judge(
+            accepted, top, total, best, draft, p_drafts = _judge(
                 row, logits, row_stride, depth_stride, vocab, drafts, count, position, seed,
                 prompt, temperature, q_logits, q_row_stride, q_depth_stride, q_log_sum,
                 q_temperature, drawn, index, tops, sums, bests, num_blocks,
@@ -144,7 +144,7 @@ def resample(
                 tl.store(accepted_out + row, accepted)
                 tl.store(emitted_out + row, best)
                 depth = tl.arange(0, DEPTHS)
-                chance = tl.where(drawn, 0.0, passing)
+                chance = tl.where(drawn, 0.0, p_drafts)
                 tl.store(probability_out + row * (WIDTH - 1) + depth, chance, depth < WIDTH - 1)
             if temperature > 0:
                 at = part * SIZE + tl.arange(0, SIZE)
@@ -175,8 +175,8 @@ def resample(
         block = part - num_races - depth * num_overlaps
         if drawn & (depth < count):
             total = _overlap(
-                row, depth, block, logits + row * row_stride + depth * depth_stride, ids, num_ids,
-                temperature, q_logits + row * q_row_stride + depth * q_depth_stride,
+                block, logits + row * row_stride + depth * depth_stride, ids, num_ids, temperature,
+                q_logits + row * q_row_stride + depth * q_depth_stride,
                 q_log_sum + row * (WIDTH - 1) + depth, q_temperature,
                 tops + (row * WIDTH + depth) * num_blocks,
                 sums + (row * WIDTH + depth) * num_blocks, num_blocks, BLOCKS, SIZE,

@@ -33,6 +33,8 @@ def _figures(rows: list[Row]) -> list[Column]:
         ("acceptance\nat 1…K", _acceptance),
         ("speed-up", lambda row: wording.times(row.speedup)),
     ]
+    if len({row.engine for row in rows}) > 1:
+        columns.insert(0, ("engine", lambda row: row.engine.partition(" (")[0]))
     return [c for c in columns if c[0] != "expected\nAL" or _expects(rows)]
 
 
@@ -71,7 +73,7 @@ def _table(rows: list[Row], columns: list[Column]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
     table.add_column("# ", justify="right", no_wrap=True)
     for name, _ in columns:
-        left = name in ("drafter", "head", "acceptance\nat 1…K")
+        left = name in ("engine", "drafter", "head", "acceptance\nat 1…K")
         table.add_column(name, justify="left" if left else "right")
     for i, row in enumerate(rows, 1):
         # Text, not str: a name in square brackets must not be read as markup

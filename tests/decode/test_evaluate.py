@@ -203,7 +203,7 @@ def test_a_certificate_fills_the_sampled_rows(
 
     made = certify.Certificate(
         level="L3", test="G-test", statistic=99.0, p_value=1e-9, n=500, n_for_99_power=400,
-        prompts_equal=1.0, passed=False, arms=[], lines=["it differs"],
+        prompts_equal=1.0, passed=False, faults=["p = 1e-9"], arms=[], lines=["it differs"],
     )  # fmt: skip
     monkeypatch.setattr(certify, "certify", lambda *_, **__: made)
     heard = Heard()
@@ -214,6 +214,6 @@ def test_a_certificate_fills_the_sampled_rows(
     assert (sampled.lossless.level, sampled.lossless.p_value, sampled.lossless.n) == (
         "L3", 1e-9, 500,
     )  # fmt: skip
-    assert "certificate failed: G-test" in sampled.warnings
+    assert "certificate failed: p = 1e-9" in sampled.warnings
     assert report.rows[3].lossless == sampled.lossless
     assert report.environment["certificates"]["a head"]["passed"] is False

@@ -38,7 +38,11 @@ SOURCE = {
     Fault.UNCLAMPED: FAULTS["residual is |p − q|"],
     Fault.ONE_U: FAULTS["one u a step"],
     Fault.BONUS: FAULTS["bonus from q"],
-    Fault.SHARED: ("Purpose.DRAFT", "Purpose.EMIT"),
+    # The noise of a token in both, whatever its place in the draft vocabulary.
+    Fault.SHARED: (
+        "Purpose.DRAFT, logits.shape[-1])",
+        f"Purpose.EMIT, {VOCAB})[..., torch.tensor({DRAFT_IDS.tolist()})]",
+    ),
 }
 CASES = {
     "sampled": Case(temperature=1.2, top_k=TOP_K),

@@ -38,6 +38,8 @@ if INTERPRETED:
         tl.store(exponential + token, noise_triton.exponential(key, token.to(tl.int64)))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # about 60 s of one core
 @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
 def test_in_the_interpreter() -> None:
     """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
@@ -97,7 +99,7 @@ def make_batch(
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(count, k + 1, vocab, generator=generator) * 3).to(dtype)
     ids = torch.randperm(vocab, generator=generator)[:size].sort().values
-    head = logits[:, :k, ids].float() + torch.randn(count, k, size, generator=generator) * 0.7
+    head = logits[:, :k, ids].float() + torch.randn(count, k, size, generator=generator) * 0.3
     keys = make_keys(count, limited=limited, seed=seed)
     positions = torch.randint(1, 999, (count,), generator=generator)
     row = torch.arange(count)
@@ -149,9 +151,11 @@ def test_noise_is_the_references() -> None:
     ],
 )
 def test_mixed_rows(dtype: torch.dtype, limited: bool) -> None:
-    batch = make_batch(24, 4, 1003, 257, dtype, limited=limited, seed=1)
+    batch = make_batch(24, 4, 1003, 757, dtype, limited=limited, seed=1)
     expected = verify.verify(*batch)
-    assert len(expected.accepted.unique()) >= 3  # recovered, partial and bonus
+    full = expected.accepted == batch[2]
+    assert bool((full & (batch[2] > 1)).any())  # bonus tokens
+    assert {0, 1} <= set(expected.accepted[~full].tolist())  # and recovered ones
     assert_same(verify_launch.verify(*batch), expected)
 
 

@@ -112,6 +112,15 @@ def test_two_heads_are_told_apart_in_the_first_table() -> None:
     assert len(lines_of(text, "2*")) == 2  # no third table repeats it
 
 
+def test_two_engines_stand_side_by_side() -> None:
+    rows = [sample.row(), sample.row(engine="vllm (V1, cpu)", expected_acceptance=None)]
+    text = printed(sample.report(rows))
+    assert [lines_of(text, mark)[0].split()[1] for mark in ("1*", "2*")] == [
+        "draftlab-eager", "vllm",
+    ]  # fmt: skip
+    assert "vllm (V1, cpu) 0.1.0" in text  # in full among the conditions that differ
+
+
 def test_batches_and_advice() -> None:
     report = sample.timed_report()
     text = printed(report)
