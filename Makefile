@@ -32,7 +32,7 @@ lint: setup  ## style and the import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-parity-vllm: setup  ## tokens and counters equal to a real vLLM (own environment, 3.4 GB)
+parity-vllm: setup  ## T = 0 equal to a real vLLM, T = 0.7 and 1.5 within intervals (3.4 GB)
 	$(BIN)/python eval/parity/parity_vllm.py
 
 parity-speculators: setup  ## logits equal to the speculators library (own environment)

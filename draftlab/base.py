@@ -79,6 +79,26 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def check_folder(path: Path) -> None:
+    """Refuses a folder that could not be written to, before anything is computed for it.
+
+    Raises:
+        UserError: `path` is a file, or it or the folder it would be made in is not ours to write.
+    """
+    there = path.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        found = f"a file, {there}"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        found = f"no permission to write to {there}"
+    else:
+        return
+    raise UserError(
+        f"expected a folder to write to, found {found}", where=path, do="name another folder"
+    )
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a text file atomically."""
     with atomic_path(path) as temporary:

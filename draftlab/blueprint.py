@@ -10,17 +10,18 @@ from draftlab.base import Monitor, UserError
 from draftlab.chat.render import stop_ids
 from draftlab.data.draft_vocab import DraftVocabulary, build_draft_vocabulary
 from draftlab.data.manifest import StoreIdentity
+from draftlab.data.mask_token import MASK, choose_mask_token, token_counts
 from draftlab.data.store import Store
+from draftlab.decode.beside import check_knobs
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.recipe import Recipe
 from draftlab.target.model import (
     TargetKnobs,
     check_boundaries,
     default_boundaries,
+    load_tokenizer,
     resolve_target,
 )
-
-MASK = "<|mask|>"
 
 
 def target_config(target: TargetKnobs) -> Any:
@@ -48,7 +49,8 @@ def check_early(recipe: Recipe) -> None:
     """Refuses what would otherwise fail after hours of answering or recording.
 
     Raises:
-        UserError: boundaries outside the target, position encodings that cannot be lent.
+        UserError: boundaries outside the target, position encodings that cannot be lent, a mask
+            token that will not do, an evaluation by a vLLM that is not there.
     """
     config = target_config(recipe.target).get_text_config()
     if recipe.record.boundaries is not None:
@@ -57,16 +59,35 @@ def check_early(recipe: Recipe) -> None:
         except UserError as error:
             raise UserError(error.what, where="record.boundaries", do=error.do) from None
     _rope(recipe.target, config)
+    if recipe.head.family == "ptd":
+        tokenizer = load_tokenizer(recipe.target)
+        stops = stop_ids(tokenizer, resolve_target(recipe.target))
+        choose_mask_token(recipe.head.mask_token, tokenizer, config.vocab_size, stops, None)
+    if recipe.eval.engine == "vllm":
+        check_knobs(recipe.eval)
+
+
+def mask_token(recipe: Recipe, store: Store, tokenizer: Any, monitor: Monitor) -> int | None:
+    """The token of a parallel head's masked slots, which the store never holds, said; else None."""
+    if recipe.head.family != "ptd":
+        return None
+    stops = stop_ids(tokenizer, resolve_target(recipe.target))
+    rows = store.identity.vocab_size
+    token = choose_mask_token(recipe.head.mask_token, tokenizer, rows, stops, token_counts(store))
+    name = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
+    monitor.say(f"mask token: {name or 'an embedding that no token has'} (id {token})")
+    return token
 
 
 def draft_vocabulary(
-    recipe: Recipe, store: Store, tokenizer: Any, monitor: Monitor
+    recipe: Recipe, store: Store, tokenizer: Any, monitor: Monitor, *, mask: int | None = None
 ) -> DraftVocabulary:
-    """The store's draft vocabulary under the recipe, its coverage said."""
+    """The store's draft vocabulary under the recipe, without the mask token; coverage said."""
     special = set(tokenizer.all_special_ids)
     stops = stop_ids(tokenizer, resolve_target(recipe.target))
-    mask = tokenizer.convert_tokens_to_ids(MASK)
-    never = {mask} if mask in special else set()
+    usual = tokenizer.convert_tokens_to_ids(MASK)
+    never = {usual} if usual in special else set()
+    never |= {mask} if mask is not None else set()
     size = store.identity.vocab_size
     vocabulary = build_draft_vocabulary(
         store, recipe.draft_vocab.size, (special | stops) - never, never, size
@@ -78,14 +99,25 @@ def draft_vocabulary(
     return vocabulary
 
 
-def head_config(recipe: Recipe, identity: StoreIdentity, draft_vocab_size: int) -> HeadConfig:
-    """The head's draftlab.json: the target's shapes where the recipe names none."""
+def head_config(
+    recipe: Recipe, identity: StoreIdentity, draft_vocab_size: int, mask: int | None = None
+) -> HeadConfig:
+    """The head's draftlab.json: the target's shapes where the recipe names none.
+
+    Args:
+        mask: of `mask_token`.
+    """
     knobs = recipe.head
     whole = target_config(recipe.target)
     config = whole.get_text_config()
     heads = knobs.num_attention_heads or config.num_attention_heads
     size = config.hidden_size
     return HeadConfig(
+        family=knobs.family,
+        num_layers=knobs.num_layers,
+        qk_norm=knobs.qk_norm,
+        mask_token_id=mask,
+        embeddings="target" if mask is None else "own",
         boundaries=identity.boundaries,
         target_num_layers=identity.num_layers,
         target_hidden_size=identity.hidden_size,

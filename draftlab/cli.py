@@ -150,7 +150,7 @@ def export(
     """Write a head for other programs; it is read back and compared before success is said."""
     with guard(debug):
         from draftlab.recipe import changed
-        from draftlab.verbs import eval_subject
+        from draftlab.subject import eval_subject
 
         subject = eval_subject(run_name, head, target)
         asked = {"formats": (to,) if to else None, "k": k, "dtype": dtype}

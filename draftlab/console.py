@@ -5,6 +5,9 @@ Everything for people goes to stderr, but for the tables a verb was asked for.
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -97,13 +100,21 @@ def block(console: Console, title: str, text: Text) -> None:
         console.print(Text(f"{title}: ").append_text(text), soft_wrap=True)
 
 
+NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+RESUMES = "the same command goes on where it stopped"
+STARTS_ANEW = "nothing was written, and the same command starts anew"
+
+
 @contextmanager
-def user_errors(monitor: ConsoleMonitor, *, debug: bool) -> Iterator[None]:
+def user_errors(
+    monitor: ConsoleMonitor, *, debug: bool, interrupted: str = RESUMES
+) -> Iterator[None]:
     """Turns a `UserError` into one block and exit code 2; others into a block and exit code 1.
 
     Args:
         monitor: whose console is printed to; its bars are taken away first.
         debug: also print the traceback.
+        interrupted: what an interruption leaves.
     """
     console = monitor.console
     try:
@@ -111,23 +122,22 @@ def user_errors(monitor: ConsoleMonitor, *, debug: bool) -> Iterator[None]:
     except UserError as error:
         monitor.close()
         _traceback(console, debug)
-        text = Text(error.what)
-        if error.where:
-            text.append(f"\nwhere: {error.where}", style="dim")
-        if error.do:
-            text.append(f"\ndo: {error.do}", style="bold")
-        block(console, "error", text)
+        _mistake(console, error)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         monitor.close()
         _traceback(console, debug)
-        console.print("interrupted; the same command goes on where it stopped")
+        console.print(f"interrupted; {interrupted}")
         raise typer.Exit(130) from None
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
         monitor.close()
         _traceback(console, debug)
+        if isinstance(error, OSError) and error.errno in NOT_OURS:
+            what = f"expected to write a file, found: {error.strerror}"
+            _mistake(console, UserError(what, where=str(error.filename or "")))
+            raise typer.Exit(2) from None
         text = Text(f"{type(error).__name__}: {error}\nThis is a fault of draftlab, not yours.")
         if not debug:
             text.append(" The same command with --debug prints the traceback for a report.")
@@ -137,19 +147,29 @@ def user_errors(monitor: ConsoleMonitor, *, debug: bool) -> Iterator[None]:
         monitor.close()
 
 
+def _mistake(console: Console, error: UserError) -> None:
+    text = Text(error.what)
+    if error.where:
+        text.append(f"\nwhere: {error.where}", style="dim")
+    if error.do:
+        text.append(f"\ndo: {error.do}", style="bold")
+    block(console, "error", text)
+
+
 def _traceback(console: Console, debug: bool) -> None:
     if debug:
         console.print(Text(traceback.format_exc()), soft_wrap=True)
 
 
 errors = Console(stderr=True)
-output = Console()
+# In a file or a pipe rich assumes 80 columns, in which a report's tables break names apart.
+output = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 110)
 monitor = ConsoleMonitor(errors)
 
 
-def guard(debug: bool) -> AbstractContextManager[None]:
+def guard(debug: bool, interrupted: str = RESUMES) -> AbstractContextManager[None]:
     """`user_errors` of the command line's own monitor."""
-    return user_errors(monitor, debug=debug)
+    return user_errors(monitor, debug=debug, interrupted=interrupted)
 
 
 def show(report: Report, as_json: bool, path: Path) -> None:

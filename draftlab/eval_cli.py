@@ -9,10 +9,11 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from draftlab.base import UserError
-from draftlab.console import Debug, Json, guard, monitor, show
+from draftlab.console import STARTS_ANEW, Debug, Json, guard, monitor, show
 
 T = TypeVar("T")
 
+_HELP = "`draftlab eval --help` explains every option"
 GRID, PROMPTS, TIMES, MORE = "What is measured", "Prompts and answers", "Times", "Engines, files"
 
 
@@ -21,9 +22,11 @@ def _list(text: str | None, kind: Callable[[str], T], option: str, example: str)
     if text is None:
         return None
     try:
-        return tuple(kind(part.strip()) for part in text.split(","))
+        return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
     except ValueError:
-        raise UserError(f"expected {option} such as {example}, found {text!r}") from None
+        raise UserError(
+            f"expected {option} such as {example}, found {text!r}", where="command line", do=_HELP
+        ) from None
 
 
 def _option(help_: str, panel: str, *names: str, metavar: str | None = None) -> Any:
@@ -53,6 +56,12 @@ def eval_(
     compare: Annotated[
         str | None,
         _option("Further heads in the same report: folders, reference.", GRID, metavar="HEAD,…"),
+    ] = None,
+    draft_temperature: Annotated[
+        float | None, _option("Of sampled drafts; default: the row's own.", GRID)
+    ] = None,
+    greedy_below: Annotated[
+        float | None, _option("Rows at a lower temperature draft greedily.", GRID)
     ] = None,
     top_k: Annotated[int | None, _option("Keep the k most likely tokens.", GRID)] = None,
     top_p: Annotated[float | None, _option("Keep this probability mass.", GRID)] = None,
@@ -90,9 +99,9 @@ def eval_(
 
     Without arguments it takes the head of the latest run and that run's eval knobs.
     """
-    with guard(debug):
+    with guard(debug, STARTS_ANEW):
         from draftlab.recipe import changed
-        from draftlab.verbs import eval_subject
+        from draftlab.subject import eval_subject
 
         subject = eval_subject(run_name, head, target)
         asked: dict[str, Any] = {
@@ -104,6 +113,8 @@ def eval_(
             "k": _list(k, int, "--k", "4 or 3,5"),
             "temperatures": _list(temps, float, "--temps", "0,0.7,1.5"),
             "draft_probs": draft_probs,
+            "draft_temperature": draft_temperature,
+            "greedy_below": greedy_below,
             "top_k": top_k,
             "top_p": top_p,
             "max_new_tokens": max_new_tokens,
@@ -113,8 +124,15 @@ def eval_(
             "seed": seed,
             "certify": certify or None,
         }
-        knobs = changed(subject.knobs, asked, where="command line")
-        target_knobs = changed(subject.target, {"dtype": dtype}, where="command line")
+        names = {key: f"--{key.replace('_', '-')}" for key in asked} | {"temperatures": "--temps"}
+        knobs = changed(subject.knobs, asked, where="command line", options=names, do=_HELP)
+        target_knobs = changed(
+            subject.target,
+            {"dtype": dtype},
+            where="command line",
+            options={"dtype": "--dtype"},
+            do=_HELP,
+        )
         report, folder = subject.evaluate(target_knobs, knobs, out, monitor=monitor)
         show(report, as_json, folder / "report.json")
         certificates = report.environment.get("certificates", {})

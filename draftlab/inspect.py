@@ -16,8 +16,9 @@ from draftlab.heads.folder import CONFIG, load_config
 from draftlab.report import print_report
 from draftlab.results import Report
 from draftlab.run import STAGES, find_run
+from draftlab.subject import recipe_of
 from draftlab.target.model import load_tokenizer
-from draftlab.verbs import REFERENCE, recipe_of, reference_head
+from draftlab.verbs import REFERENCE, reference_head
 
 
 def inspect_path(what: str | None, sample: int, console: Console) -> None:

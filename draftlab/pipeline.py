@@ -19,9 +19,16 @@ from typing import Any
 import torch
 
 from draftlab.base import Monitor, sha256_file, write_json
-from draftlab.blueprint import check_early, choose_boundaries, draft_vocabulary, head_config
+from draftlab.blueprint import (
+    check_early,
+    choose_boundaries,
+    draft_vocabulary,
+    head_config,
+    mask_token,
+)
 from draftlab.chat.render import template_sha256, tokenizer_sha256
 from draftlab.data.conversations import (
+    Conversation,
     conversation_file,
     load_prompts,
     read_conversations,
@@ -32,9 +39,11 @@ from draftlab.data.regenerate import regenerate
 from draftlab.data.samples import samples
 from draftlab.data.store import Store, StoreIdentity
 from draftlab.decode.evaluate import environment
-from draftlab.heads.folder import save_head
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.folder import WEIGHTS, load_head, save_head
 from draftlab.recipe import Recipe, flat, to_yaml
 from draftlab.run import RUNS, STAGES, Run, Status, find_run, git_commit, lock
+from draftlab.subject import Subject, eval_subject, input_files, recipe_of
 from draftlab.target.model import (
     EMBEDDED,
     Target,
@@ -43,20 +52,10 @@ from draftlab.target.model import (
     load_tokenizer,
     resolve_target,
 )
-from draftlab.target.parts import load_parts
+from draftlab.target.parts import TargetParts, load_parts
 from draftlab.train.loop import Trainer
 from draftlab.train.validate import Validation
-from draftlab.verbs import (
-    REFERENCE,
-    Subject,
-    eval_subject,
-    evaluate,
-    export,
-    input_files,
-    load_suite,
-    recipe_of,
-    reference_head,
-)
+from draftlab.verbs import REFERENCE, evaluate, export, head_path, load_suite, reference_head
 
 
 @dataclass
@@ -84,7 +83,15 @@ class Pipeline:
             },
             "eval": input_files(self.recipe.eval),
         }
+        initial = self.recipe.head.init
+        if initial is not None:
+            files["head"] = {"head.init.sha256": sha256_file(head_path(initial) / WEIGHTS)}
         return Run(self.runs / self.recipe.name, flat(self.recipe), files)
+
+    @cached_property
+    def prompts(self) -> list[Conversation]:
+        """The conversations to be answered."""
+        return load_prompts(self.recipe.prompts, self.monitor)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -112,6 +119,8 @@ class Pipeline:
         """
         run = self.run
         check_early(self.recipe)
+        if run.status(STAGES["answers"]).state != "done":
+            _ = self.prompts  # a broken file must not leave a run folder
         with lock(run.folder):
             statuses = run.plan(*last)
             if not force:
@@ -162,11 +171,10 @@ class Pipeline:
 
     def _answers(self, path: Path) -> None:
         recipe = self.recipe
-        prompts = load_prompts(recipe.prompts, self.monitor)
         regenerate(
             self.target if recipe.regenerate.enabled else None,
             self.tokenizer,
-            prompts,
+            self.prompts,
             recipe.regenerate,
             path,
             seed=recipe.seed,
@@ -190,17 +198,19 @@ class Pipeline:
         recipe, monitor = self.recipe, self.monitor
         store = Store.open(self.run.folder / STAGES["store"].artefact)
         target_folder = resolve_target(recipe.target)
-        vocabulary = draft_vocabulary(recipe, store, self.tokenizer, monitor)
+        mask = mask_token(recipe, store, self.tokenizer, monitor)
+        vocabulary = draft_vocabulary(recipe, store, self.tokenizer, monitor, mask=mask)
         parts = load_parts(target_folder, trust_remote_code=recipe.target.trust_remote_code)
         trainer = Trainer(
             store,
             parts,
-            head_config(recipe, store.identity, len(vocabulary.target_ids)),
+            head_config(recipe, store.identity, len(vocabulary.target_ids), mask),
             vocabulary,
             recipe.train,
             seed=recipe.seed,
             folder=self.run.folder / "train",
             monitor=monitor,
+            initial=self._initial_head(parts),
         )
         validation = trainer.run()
         head = trainer.head
@@ -208,6 +218,16 @@ class Pipeline:
             update={"provenance": _training_provenance(trainer, validation, vocabulary)}
         )
         save_head(folder, head, torch.bfloat16)
+
+    def _initial_head(self, parts: TargetParts) -> Eagle3Head | None:
+        if self.recipe.head.init is None:
+            return None
+        return load_head(
+            head_path(self.recipe.head.init),
+            embeddings=parts.embeddings.float(),
+            dtype=torch.float32,
+            device="cpu",
+        )
 
     def _eval(self, folder: Path) -> None:
         evaluate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -206,14 +206,31 @@ def _type_name(kind: Any) -> str:
     return getattr(kind, "__name__", str(kind))
 
 
-def changed(knobs: K, asked: dict[str, Any], *, where: str) -> K:
-    """A copy of knobs with what was asked for (None: not asked), validated."""
+def changed(
+    knobs: K,
+    asked: Mapping[str, Any],
+    *,
+    where: str,
+    options: Mapping[str, str] | None = None,
+    do: str = "",
+) -> K:
+    """A copy of knobs with what was asked for (None: not asked), validated.
+
+    Args:
+        options: what an error calls a knob, where that is not its own name.
+        where, do: of an error.
+    """
     fields = {key: value for key, value in asked.items() if value is not None}
     try:
         return type(knobs).model_validate(knobs.model_dump() | fields)
     except ValidationError as error:
+        found = error.errors()
+        # Of a list whose items do not fit pydantic also says that it is empty.
+        listed = {e["loc"][0] for e in found if len(e["loc"]) > 1}
         lines = [
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']}; found {e['input']!r}"
-            for e in error.errors()
+            f"expected {(options or {}).get(name, name)} "
+            f"{e['msg'].removeprefix('Input should be ')}, found {e['input']!r}"
+            for e in found
+            if (name := str(e["loc"][0])) not in listed or len(e["loc"]) > 1
         ]
-        raise UserError("a value does not fit:\n  " + "\n  ".join(lines), where=where) from None
+        raise UserError("\n".join(lines), where=where, do=do) from None

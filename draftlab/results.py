@@ -8,13 +8,10 @@ a is counted before truncation by a stop token or the token limit. Acceptance le
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from draftlab.base import UserError, read_json, write_json
@@ -97,61 +94,6 @@ class Counters:
                 f"{self.drafts} drafts + {self.accepted} accepted + {self.undrafted_steps} "
                 f"undrafted − {self.truncated_tokens} truncated = {expected}"
             )
-
-
-def repetition_rate(answers: Iterable[Sequence[int]], n: int = 4) -> float:
-    """Mean over answers of the share of n-grams that repeat an earlier one of the same answer.
-
-    Answers shorter than n tokens have no n-gram and do not count.
-    """
-    shares = []
-    for answer in answers:
-        grams = Counter(tuple(answer[i : i + n]) for i in range(len(answer) - n + 1))
-        if grams:
-            shares.append(1 - len(grams) / grams.total())
-    return float(np.mean(shares)) if shares else 0.0
-
-
-def bootstrap_interval(
-    statistic: Callable[[np.ndarray], float],
-    count: int,
-    *,
-    samples: int = 2000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """Percentile bootstrap over prompts.
-
-    Args:
-        statistic: from an index array [count] of resampled prompts to the figure.
-        count: number of prompts.
-        samples: number of resamples.
-        level: confidence.
-        seed: of numpy's generator, local to this call.
-
-    Returns:
-        Lower and upper end.
-    """
-    generator = np.random.default_rng(seed)
-    values = [statistic(generator.integers(0, count, count)) for _ in range(samples)]
-    low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
-
-
-def acceptance_interval(
-    per_prompt: Sequence[Counters], **options: Any
-) -> tuple[float, float] | None:
-    """Bootstrap interval of AL over prompts (a ratio of sums); None when nothing was drafted."""
-    drafts = np.array([c.drafts for c in per_prompt], dtype=float)
-    accepted = np.array([c.accepted for c in per_prompt], dtype=float)
-    if drafts.sum() == 0:
-        return None
-
-    def al(index: np.ndarray) -> float:
-        total = drafts[index].sum()
-        return 1 + accepted[index].sum() / total if total else float("nan")
-
-    return bootstrap_interval(al, len(per_prompt), **options)
 
 
 class Lossless(BaseModel):

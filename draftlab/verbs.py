@@ -1,29 +1,25 @@
-"""The verbs that need no recipe: evaluating and exporting a head, of a run or on its own."""
+"""The verbs that need no recipe: evaluating and exporting a head."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftlab.base import Monitor, UserError, sha256_file
+from draftlab.base import Monitor, UserError, check_folder
 from draftlab.chat.render import stop_ids, template_sha256, tokenizer_sha256
-from draftlab.data.suites import load_suite, suite_sha256
+from draftlab.data.suites import load_suite
+from draftlab.decode.beside import check_knobs
 from draftlab.decode.evaluate import EvalKnobs, Evaluator, NamedHead
-from draftlab.export import ExportKnobs, find_layout
+from draftlab.export import find_layout
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.folder import CONFIG, WEIGHTS, load_config, load_head
-from draftlab.recipe import Recipe, flat, load_recipe
+from draftlab.heads.folder import load_config, load_head
 from draftlab.report import write_html
 from draftlab.results import Report
-from draftlab.run import RUNS, STAGES, find_run, making_otherwise
 from draftlab.target.model import (
-    EMBEDDED,
     Target,
     TargetKnobs,
     load_target,
@@ -50,13 +46,20 @@ def head_path(source: str) -> Path:
     return path
 
 
-def check_fits(head: HeadConfig, target: Target, tokenizer: Any, folder: Path) -> None:
-    """Refuses a head that was trained for another target, tokenizer or template."""
+def check_fits(
+    head: HeadConfig, target: Target, tokenizer: Any, folder: Path, *, raw: bool = False
+) -> None:
+    """Refuses a head that was trained for another target, tokenizer or template.
+
+    Args:
+        raw: prompts are plain text, so that the template plays no part.
+    """
     pairs = {
         "target": (head.target.fingerprint, target.fingerprint),
         "tokenizer": (head.target.tokenizer_sha256, tokenizer_sha256(tokenizer)),
-        "chat template": (head.target.template_sha256, template_sha256(tokenizer)),
     }
+    if not raw:
+        pairs["chat template"] = (head.target.template_sha256, template_sha256(tokenizer))
     faults = [
         f"{name}: the head was trained with {trained[:12]}, found {found[:12]}"
         for name, (trained, found) in pairs.items()
@@ -90,7 +93,7 @@ def _compared(
         folder = head_path(source)
         config = load_config(folder)
         try:
-            check_fits(config, target, tokenizer, folder)
+            check_fits(config, target, tokenizer, folder, raw=knobs.raw)
         except UserError:
             monitor.say(
                 f"warning: eval.compare: {source} is left out, it was trained for "
@@ -102,6 +105,44 @@ def _compared(
             name = str(folder)
         taken.add(name)
         yield _load_named(folder, name, target)
+
+
+def new_evaluator(
+    target_knobs: TargetKnobs,
+    head_folder: Path | None,
+    knobs: EvalKnobs,
+    *,
+    monitor: Monitor,
+    target: Target | None = None,
+    head_name: str | None = None,
+) -> Evaluator:
+    """Loads what an evaluation needs; every mistake in what was asked shows here.
+
+    Args:
+        head_folder: None measures plain decoding only.
+        target: the loaded target, when there is one already.
+        head_name: as rows call it; None: the folder's name.
+    """
+    if knobs.engine == "vllm":
+        check_knobs(knobs)
+    target = target or load_target(target_knobs)
+    tokenizer = load_tokenizer(target_knobs)
+    heads = []
+    if head_folder is not None:
+        config = load_config(head_folder)
+        check_fits(config, target, tokenizer, head_folder, raw=knobs.raw)
+        name = head_name or head_folder.resolve().name
+        heads.append(_load_named(head_folder, name, target))
+        heads += _compared(knobs, {name}, target, tokenizer, monitor)
+    longest = target.max_length - max(knobs.max_new_tokens, knobs.timing_tokens)
+    return Evaluator(
+        target,
+        heads,
+        load_suite(knobs.suite, tokenizer, monitor, raw=knobs.raw, longest=max(longest, 1)),
+        stop_ids(tokenizer, target.folder),
+        knobs,
+        monitor=monitor,
+    )
 
 
 def evaluate(
@@ -116,31 +157,21 @@ def evaluate(
 ) -> Report:
     """Evaluates a head and writes report.json, report.html and plots into `out`.
 
-    Args:
-        head_folder: None measures plain decoding only.
-        target: the loaded target, when there is one already.
-        head_name: as rows call it; None: the folder's name.
+    The other arguments are those of `new_evaluator`.
     """
-    target = target or load_target(target_knobs)
-    tokenizer = load_tokenizer(target_knobs)
-    heads = []
-    if head_folder is not None:
-        check_fits(load_config(head_folder), target, tokenizer, head_folder)
-        name = head_name or head_folder.resolve().name
-        heads.append(_load_named(head_folder, name, target))
-        heads += _compared(knobs, {name}, target, tokenizer, monitor)
-    longest = target.max_length - max(knobs.max_new_tokens, knobs.timing_tokens)
-    report = Evaluator(
-        target,
-        heads,
-        load_suite(knobs.suite, tokenizer, monitor, raw=knobs.raw, longest=max(longest, 1)),
-        stop_ids(tokenizer, target.folder),
-        knobs,
-        monitor=monitor,
-    ).run()
+    check_folder(out)
+    evaluator = new_evaluator(
+        target_knobs, head_folder, knobs, monitor=monitor, target=target, head_name=head_name
+    )
+    return write_report(evaluator, out)
+
+
+def write_report(evaluator: Evaluator, out: Path) -> Report:
+    """Measures, and writes report.json, report.html and plots into `out`."""
+    report = evaluator.run()
     report.write(out / "report.json")
     write_html(report, out)
-    monitor.say(f"report: {out / 'report.html'}")
+    evaluator.work.monitor.say(f"report: {out / 'report.html'}")
     return report
 
 
@@ -166,118 +197,3 @@ def export(
     )
     monitor.say(f"export: {path} holds the head in {layout} layout, read back and equal")
     return path
-
-
-def input_files(knobs: EvalKnobs) -> dict[str, str]:
-    """Content hashes of the files an evaluation reads, as they enter its stage's key."""
-    suite = suite_sha256(knobs.suite)
-    found = {"eval.suite.sha256": suite} if suite else {}
-    return found | {
-        f"eval.compare.{source}.sha256": sha256_file(head_path(source) / WEIGHTS)
-        for source in knobs.compare
-    }
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A head with its target, for `eval` and `export` on their own.
-
-    Attributes:
-        head: head folder. name: as reports call it. target: its target.
-        knobs, exports: to start from; a run's are its recipe's.
-        folder: where eval/ and export/ go. is_run: whether that is a run folder.
-    """
-
-    head: Path
-    name: str
-    target: TargetKnobs
-    knobs: EvalKnobs
-    exports: ExportKnobs
-    folder: Path
-    is_run: bool
-
-    def evaluate(
-        self, target: TargetKnobs, knobs: EvalKnobs, out: Path | None, *, monitor: Monitor
-    ) -> tuple[Report, Path]:
-        """Evaluates into `out` (None: the subject's own eval/); the report and its folder."""
-        folder = out or self.folder / "eval"
-        booked = flat(knobs, "eval.") | flat(target, "target.") | input_files(knobs)
-        monitor.say(f"eval: {self.head}")
-        with self._booking("eval", booked, out):
-            report = evaluate(
-                target, self.head, knobs, folder, monitor=monitor, head_name=self.name
-            )
-        return report, folder
-
-    def export(self, knobs: ExportKnobs, out: Path | None, *, monitor: Monitor) -> list[Path]:
-        """Exports to every layout; one alone goes into `out` itself (None: export/<layout>)."""
-        folder = out or self.folder / "export"
-        with self._booking("export", flat(knobs, "export."), out):
-            return [
-                export(
-                    self.head,
-                    self.target,
-                    folder if out and len(knobs.formats) == 1 else folder / layout,
-                    layout,
-                    k=knobs.k,
-                    dtype=knobs.dtype,
-                    monitor=monitor,
-                )
-                for layout in knobs.formats
-            ]
-
-    @contextmanager
-    def _booking(self, stage: str, knobs: dict[str, Any], out: Path | None) -> Iterator[None]:
-        if self.is_run and out is None:
-            with making_otherwise(self.folder, STAGES[stage], knobs):
-                yield
-        else:
-            yield
-
-
-def eval_subject(run_name: str | None, head: str | None, target: str | None) -> Subject:
-    """The head of a run (None: the latest), or a head folder with its target.
-
-    Raises:
-        UserError: no such run or head, or a head folder without a target.
-    """
-    if head is None:
-        folder = find_run(run_name)
-        recipe = recipe_of(folder)
-        if not (folder / "head" / CONFIG).is_file():
-            raise UserError(
-                "expected the run to have a trained head, found none",
-                where=folder,
-                do=f"`draftlab train {folder / 'recipe.yaml'}` finishes it",
-            )
-        knobs = recipe.target
-        if target is not None:
-            knobs = knobs.model_copy(update={"path": target})
-        return Subject(
-            folder / "head", folder.name, knobs, recipe.eval, recipe.export, folder, True
-        )
-    if run_name is not None:
-        raise UserError(
-            f"expected a run or a head, found both: {run_name} and {head}", where="command line"
-        )
-    path = head_path(head)
-    trained_for = load_config(path).target.name
-    if target is None and trained_for != EMBEDDED:
-        raise UserError(
-            f"expected --target beside --head (it was trained for {trained_for})", where=path
-        )
-    name = path.resolve().name
-    return Subject(
-        path,
-        name,
-        TargetKnobs(path=target or EMBEDDED),
-        EvalKnobs(),
-        ExportKnobs(),
-        RUNS / f"eval-{name}",
-        False,
-    )
-
-
-def recipe_of(run_folder: Path) -> Recipe:
-    """The resolved recipe a run was made with."""
-    return load_recipe(run_folder / "recipe.yaml")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -208,6 +209,21 @@ def test_raw_prompts_know_no_template(tmp_path: Path) -> None:
     assert {row["template"] for row in json.loads(result.stdout)["rows"]} == {"none (raw text)"}
 
 
+def test_raw_prompts_need_no_template(tmp_path: Path) -> None:
+    """Neither the target must have one, nor the one that the head was trained with."""
+    folder = copy_of_finished(tmp_path)
+    config = folder / "toy" / "tokenizer_config.json"
+    fields = json.loads(config.read_text())
+    fields.pop("chat_template", None)
+    config.write_text(json.dumps(fields))
+    (folder / "toy" / "chat_template.jinja").unlink(missing_ok=True)
+    options = ("eval", "--temps", "0", "--out", str(folder / "out"))
+    assert "template" in refused(folder, *options)
+    result = draftlab(folder, *options, "--raw", "--compare", "runs/small/head", "--json")
+    assert result.exit_code == 0, result.output
+    assert len({row["head"] for row in json.loads(result.stdout)["rows"]}) == 3
+
+
 def test_eval_elsewhere_leaves_the_run_alone(tmp_path: Path) -> None:
     before = snapshot(finished() / "runs")
     options = ("--run", "small", "--temps", "0", "--out", str(tmp_path / "out"))
@@ -273,12 +289,18 @@ def test_inspect_shows_run_store_head_and_report() -> None:
         (("train", "small.yaml", "target=./nowhere"), ("config.json", "where: nowhere")),
         (("train", "small.yaml", "prompts.source=no.jsonl"), ("no.jsonl",)),
         (("eval", "--run", "nothing"), ("expected a run, found none", "none named 'nothing'")),
-        (("eval", "--temps", "0,hot"), ("0,0.7,1.5", "'0,hot'")),
-        (("eval", "--k", "0"), ("k.0: ", "found 0")),
+        (("eval", "--temps", "0,hot"), ("0,0.7,1.5", "'0,hot'", "eval --help")),
+        (("eval", "--temps", "-1"), ("expected --temps greater than or equal to 0, found -1",)),
+        (("eval", "--k", "0"), ("expected --k greater", "found 0", "command line", "eval --help")),
+        (("eval", "--batch", "0"), ("expected --batch ", "found 0")),
+        (("eval", "--timing-batches", "8,0"), ("expected --timing-batches ", "found 0")),
+        (("eval", "--top-p", "0"), ("expected --top-p greater than 0, found 0",)),
+        (("eval", "--out", "small.yaml"), ("expected a folder to write to, found a file",)),
+        (("eval", "--out", "small.yaml/x"), ("expected a folder to write to, found a file",)),
         (("eval", "--k", "3,x"), ("4 or 3,5", "'3,x'")),
         (("eval", "--engine", "fast"), ("engine", "'fast'")),
         (("eval", "--compare", "nothing"), ("draftlab.json", "nothing")),
-        (("eval", "--draft-probs", "maybe"), ("draft_probs", "'maybe'")),
+        (("eval", "--draft-probs", "maybe"), ("expected --draft-probs 'on', ", "'maybe'")),
         (("eval", "--prompts", "no.jsonl"), ("no.jsonl",)),
         (("eval", "--head", "nothing"), ("draftlab.json", "nothing")),
         (("recipe", "show", "none.yaml"), ("expected a recipe",)),
@@ -326,6 +348,40 @@ def test_interrupting_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None
     assert "goes on where it stopped" in result.stderr
 
 
+def test_an_interrupted_evaluation_starts_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from draftlab.decode.evaluate import Evaluator
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Evaluator, "run", interrupted)
+    result = draftlab(finished(), "eval", "--out", str(tmp_path / "out"))
+    assert result.exit_code == 130
+    assert "nothing was written" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_broken_suite_leaves_the_runs_books_alone(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    (folder / "bad.jsonl").write_text('{"text": "no messages"}\n')
+    before = snapshot(folder / "runs")
+    said = refused(folder, "eval", "--suite", "bad.jsonl")
+    assert "expected messages, found text" in said
+    assert "bad.jsonl:1" in said
+    assert snapshot(folder / "runs") == before
+
+
+def test_broken_prompts_leave_no_run_folder(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    (folder / "bad.jsonl").write_text("not json\n")
+    before = snapshot(folder / "runs")
+    refused(folder, "run", "small.yaml", "name=other", "prompts.source=bad.jsonl")
+    assert snapshot(folder / "runs") == before
+    assert not (folder / "runs" / "other").exists()
+
+
 def test_an_error_takes_the_progress_bar_away() -> None:
     # A live bar hides the terminal's cursor; who dies without stopping it leaves it hidden.
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
@@ -336,6 +392,17 @@ def test_an_error_takes_the_progress_bar_away() -> None:
     shown = console.file.getvalue()
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
     assert shown.index("expected this") > shown.rindex("7 tokens/s")
+
+
+def test_a_disk_that_is_full_is_no_fault_of_ours() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    with pytest.raises(typer.Exit) as ended, user_errors(ConsoleMonitor(console), debug=False):
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/a/report.json")
+    assert ended.value.exit_code == 2
+    assert console.file.getvalue() == (
+        "error: expected to write a file, found: No space left on device\n"
+        "where: runs/a/report.json\n"
+    )
 
 
 def test_long_lines_stay_whole_in_a_log() -> None:

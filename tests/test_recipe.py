@@ -198,5 +198,5 @@ def test_changed_validates_what_was_asked() -> None:
     knobs = TrainKnobs()
     assert changed(knobs, {"steps": 5, "clip": None}, where="here").steps == 5
     assert changed(knobs, {"clip": None}, where="here") == knobs
-    with pytest.raises(UserError, match=r"steps: .*found -1"):
+    with pytest.raises(UserError, match=r"expected steps .*found -1"):
         changed(knobs, {"steps": -1}, where="here")

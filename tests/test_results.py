@@ -14,16 +14,8 @@ from pydantic import ValidationError
 from scipy import stats
 
 from draftlab.base import UserError
-from draftlab.results import (
-    SCHEMA_VERSION,
-    Counters,
-    Lossless,
-    Report,
-    Row,
-    acceptance_interval,
-    bootstrap_interval,
-    repetition_rate,
-)
+from draftlab.results import SCHEMA_VERSION, Counters, Lossless, Report, Row
+from draftlab.statistics import acceptance_interval, bootstrap_interval, repetition_rate
 from tests.report import sample
 
 K = st.integers(1, 7)

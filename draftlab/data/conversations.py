@@ -133,8 +133,11 @@ def _parse(line: bytes, path: Path, number: int) -> _Line:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the line"
-        found = "" if first["type"] == "missing" else f", found {str(first['input'])[:60]!r}"
-        raise UserError(f"{place}: {first['msg']}{found}", where=where, do=_HINT) from None
+        if first["type"] == "missing":
+            text = f"expected {place}, found {', '.join(first['input']) or 'nothing'}"
+        else:
+            text = f"{place}: {first['msg']}, found {str(first['input'])[:60]!r}"
+        raise UserError(text, where=where, do=_HINT) from None
     except UnicodeEncodeError as error:
         raise UserError(
             f"expected Unicode text, found half a surrogate pair: {error}", where=where
@@ -227,7 +230,14 @@ def conversation_file(source: str) -> Path:
 
 
 def load_prompts(knobs: PromptKnobs, monitor: Monitor) -> list[Conversation]:
-    """The conversations a recipe names; those a target cannot answer are dropped and counted.
+    """`usable_prompts`, counted aloud."""
+    taken = usable_prompts(knobs, monitor)
+    monitor.say(f"prompts: {len(taken):,} conversations from {knobs.source}")
+    return taken
+
+
+def usable_prompts(knobs: PromptKnobs, monitor: Monitor) -> list[Conversation]:
+    """The conversations a source has; those a target cannot answer are dropped and counted.
 
     Raises:
         UserError: a missing, broken or empty source, or one of which everything was dropped.
@@ -250,8 +260,7 @@ def load_prompts(knobs: PromptKnobs, monitor: Monitor) -> list[Conversation]:
         monitor.say(f"prompts: dropped {count:,} conversations that {reason}")
     if not taken and dropped:
         raise UserError("expected conversations with a user turn, found none", where=path, do=_HINT)
-    monitor.say(f"prompts: {len(_some(taken, path)):,} conversations from {knobs.source}")
-    return taken
+    return _some(taken, path)
 
 
 def with_answers(conversations: list[Conversation], monitor: Monitor) -> list[Conversation]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -39,7 +39,9 @@ def loss_reach(spans: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows that step k of the unroll still runs (compaction), padded to the longest row.
+    """The rows that step k of an unroll still runs (compaction), padded to the longest row.
+
+    Depth d of parallel drafting is step d here: it has the same predictions and teachers.
 
     Attributes:
         select: int64 [B, R], which of the previous step's rows they are (step 0: which positions).
@@ -62,7 +64,7 @@ class Batch:
         tokens, documents, positions: int64 [B, S]; document −1 is padding; positions restart with
             each conversation.
         features: [B, S, F]. last: [B, S, Ht]. logsumexp: float32 [B, S]. argmax: int64 [B, S].
-        steps: the rows of each unrolled step.
+        passes: the rows of each step, for each pass over the batch (see `pack`).
         records: how many conversations. num_tokens: how many real positions.
     """
 
@@ -73,21 +75,39 @@ class Batch:
     last: Tensor
     logsumexp: Tensor
     argmax: Tensor
-    steps: tuple[StepRows, ...]
+    passes: tuple[tuple[StepRows, ...], ...]
     records: int
     num_tokens: int
 
     @property
+    def steps(self) -> tuple[StepRows, ...]:
+        """The rows of each step, of a batch of one pass."""
+        (steps,) = self.passes
+        return steps
+
+    @property
+    def counts(self) -> list[int]:
+        """N_k: how many positions carry loss at each step, over all passes."""
+        return [sum(len(rows.loss) for rows in step) for step in zip(*self.passes, strict=True)]
+
+    @property
     def num_anchors(self) -> int:
-        """Number of w_0 positions, what the loss is normalised by."""
-        return len(self.steps[0].loss)
+        """Number of w_0 positions, N_0."""
+        return self.counts[0]
+
+    def split(self) -> Iterator[Batch]:
+        """A batch for each pass; they share all but their rows."""
+        return (replace(self, passes=(steps,)) for steps in self.passes)
 
     def to(self, device: torch.device) -> Batch:
         """The batch on another device."""
         move = lambda t: t.to(device, non_blocking=True)  # noqa: E731
-        steps = tuple(
-            StepRows(move(s.select), move(s.index), move(s.loss), move(s.teacher))
-            for s in self.steps
+        passes = tuple(
+            tuple(
+                StepRows(move(s.select), move(s.index), move(s.loss), move(s.teacher))
+                for s in steps
+            )
+            for steps in self.passes
         )
         return Batch(
             move(self.tokens),
@@ -97,7 +117,7 @@ class Batch:
             move(self.last),
             move(self.logsumexp),
             move(self.argmax),
-            steps,
+            passes,
             self.records,
             self.num_tokens,
         )
@@ -120,8 +140,33 @@ def step_rows(reach: Tensor, num_steps: int) -> tuple[StepRows, ...]:
     return tuple(steps)
 
 
-def pack(records: Sequence[Sequence[Record]], row_tokens: int, num_steps: int) -> Batch:
-    """Builds a batch from the records of each row; rows are trimmed to the longest one."""
+def deal(reach: Tensor, num_steps: int, passes: int) -> list[Tensor]:
+    """Cuts the anchors of reach [B, S] into `passes` parts; in each, the others' reach is 0.
+
+    An anchor is a position with its steps. Each row's anchors are cut in order, so that a part sees
+    few teachers of another's, into parts of about as many predictions.
+    """
+    work = reach.clamp(max=num_steps)
+    before = work.cumsum(1) - work
+    part = before * passes // work.sum(1, keepdim=True).clamp(min=1)
+    return [torch.where(part == number, reach, 0) for number in range(passes)]
+
+
+def pack(
+    records: Sequence[Sequence[Record]],
+    row_tokens: int,
+    num_steps: int,
+    *,
+    keep: Callable[[Record], Tensor] | None = None,
+    passes: int = 1,
+) -> Batch:
+    """Builds a batch from the records of each row; rows are trimmed to the longest one.
+
+    Args:
+        keep: how many steps each position of a record may have at most, int64 [T]; None: all.
+        passes: parts that the anchors are dealt to, to be run one after the other: less memory, the
+            same sum of losses.
+    """
     num_rows = len(records)
     width = max(sum(len(r.tokens) for r in row) for row in records)
     sample = records[0][0]
@@ -140,6 +185,8 @@ def pack(records: Sequence[Sequence[Record]], row_tokens: int, num_steps: int) -
             tokens[b, at], documents[b, at] = record.tokens, number
             positions[b, at] = torch.arange(len(record.tokens))
             reach[b, at], argmax[b, at] = loss_reach(record.spans), record.argmax
+            if keep is not None:
+                reach[b, at] = reach[b, at].minimum(keep(record))
             features[b, at], last[b, at] = record.features, record.last
             logsumexp[b, at] = record.logsumexp
             start = at.stop
@@ -151,7 +198,7 @@ def pack(records: Sequence[Sequence[Record]], row_tokens: int, num_steps: int) -
         last,
         logsumexp,
         argmax,
-        step_rows(reach, num_steps),
+        tuple(step_rows(part, num_steps) for part in deal(reach, num_steps, passes)),
         sum(len(row) for row in records),
         int((documents >= 0).sum()),
     )

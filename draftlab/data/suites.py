@@ -13,7 +13,7 @@ from typing import Any
 
 from draftlab.base import Monitor, UserError, canonical_json, sha256_file, sha256_text
 from draftlab.chat.render import RenderError, prompt_ids, template_sha256
-from draftlab.data.conversations import EMBEDDED, PromptKnobs, conversation_file, load_prompts
+from draftlab.data.conversations import EMBEDDED, PromptKnobs, conversation_file, usable_prompts
 from draftlab.data.suite_files import Layout, Source, read_rows
 from draftlab.decode.evaluate import Suite
 
@@ -131,7 +131,7 @@ def _conversations(source: str, monitor: Monitor) -> list[tuple[str, list[dict[s
     """The turns before the first answer of each conversation."""
     _check_known(source)
     chats = []
-    for prompt in load_prompts(PromptKnobs(source=source), monitor):
+    for prompt in usable_prompts(PromptKnobs(source=source), monitor):
         roles = [message["role"] for message in prompt.messages]
         end = roles.index("assistant") if "assistant" in roles else len(roles)
         chats.append((prompt.id, prompt.messages[:end]))

@@ -24,6 +24,8 @@ import numpy as np
 
 from draftlab.results import Row
 
+CLOSE = 0.05
+
 
 @dataclass(frozen=True)
 class StepPoint:
@@ -38,9 +40,10 @@ class StepPoint:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What K drafts a step would give; `measured_speedup` and `error` only where K was timed.
+    """What K drafts a step would give; the last three only where K was timed.
 
-    `error` is predicted / measured − 1.
+    `error` is predicted / measured − 1; `met` tells whether the prediction lies in the interval of
+    the measured speed-up, or within `CLOSE` of it.
     """
 
     k: int
@@ -50,6 +53,7 @@ class Prediction:
     speedup: float
     measured_speedup: float | None
     error: float | None
+    met: bool | None
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,10 @@ class Advice:
 
 
 def advise(rows: Sequence[Row], probes: Iterable[StepPoint] = ()) -> dict[str, Any] | None:
-    """`report.adviser`: {"advice": [Advice, …]}; None where nothing was timed.
+    """`report.adviser`: {"advice": [Advice, …], "check": …}; None where nothing was timed.
+
+    "check" says how well the predictions met what was measured: `timed` predictions, how many of
+    them `met` it, and their `mean_error` and `worst_error` in size.
 
     Args:
         rows: of a report.
@@ -86,8 +93,18 @@ def advise(rows: Sequence[Row], probes: Iterable[StepPoint] = ()) -> dict[str, A
         for group in groups
         for batch in (timing.batch for timing in group[-1].timings)
     ]
-    found = [asdict(one) for one in advice if one is not None]
-    return {"advice": found} if found else None
+    found = [one for one in advice if one is not None]
+    if not found:
+        return None
+    timed = [p for one in found for p in one.predictions if p.error is not None]
+    errors = [abs(p.error or 0.0) for p in timed]
+    check = {
+        "timed": len(timed),
+        "met": sum(bool(p.met) for p in timed),
+        "mean_error": float(np.mean(errors)),
+        "worst_error": max(errors),
+    }
+    return {"advice": [asdict(one) for one in found], "check": check if timed else None}
 
 
 def _groups(rows: Sequence[Row]) -> list[list[Row]]:
@@ -121,8 +138,14 @@ def _advice(group: Sequence[Row], batch: int, probes: Sequence[StepPoint]) -> Ad
         step = max(step_ms(k, steps, others), plain)
         speedup = plain * length / step
         measured = timed[k].speedup if k in timed else None
-        error = speedup / measured - 1 if measured else None
-        predictions.append(Prediction(k, length, step, step / length, speedup, measured, error))
+        error, met = None, None
+        if measured is not None:
+            low, high = timed[k].speedup_ci or (measured, measured)
+            error = speedup / measured - 1
+            met = low <= speedup <= high or abs(error) <= CLOSE
+        predictions.append(
+            Prediction(k, length, step, step / length, speedup, measured, error, met)
+        )
     best = max(predictions, key=lambda p: p.speedup)
     return Advice(
         deepest.engine,
@@ -161,7 +184,10 @@ def _slope(depths: Sequence[int], steps: dict[int, float]) -> float:
 
 
 def _text(best: Prediction, predictions: Sequence[Prediction], batch: int) -> str:
-    """ "best K = 5 at batch 1: predicted 1.90×; measured at K = 4: 1.80×, predicted 1.82×"."""
+    """ "best K = 5 at batch 1: predicted 1.90×; measured at K = 4: 1.80×, predicted 1.82×".
+
+    A prediction that a measurement refutes says so.
+    """
     text = f"best K = {best.k} at batch {batch}: predicted {best.speedup:.2f}×"
     measured = [p for p in predictions if p.measured_speedup is not None]
     if best.measured_speedup is not None:
@@ -172,6 +198,10 @@ def _text(best: Prediction, predictions: Sequence[Prediction], batch: int) -> st
             f"; measured at K = {near.k}: {near.measured_speedup:.2f}×, "
             f"predicted {near.speedup:.2f}×"
         )
+    refuted = [p for p in predictions if p.met is False]
+    if refuted:
+        worst = max(refuted, key=lambda p: abs(p.error or 0.0))
+        text += f"; NOT MET: {100 * (worst.error or 0.0):+.0f} % off at K = {worst.k}"
     if best.speedup <= 1:
         text += "; drafting does not pay here"
     elif best.k == predictions[-1].k:

@@ -8,24 +8,36 @@ from __future__ import annotations
 
 from draftlab.base import UserError
 from draftlab.decode.grid import Arm
+from draftlab.decode.knobs import EvalKnobs
 from draftlab.decode.timing import Timed
-from draftlab.decode.vllm import VllmEngine, positions
+from draftlab.decode.vllm import VllmEngine, find_python, positions
 from draftlab.decode.work import Measured, Work
+
+
+def check_knobs(knobs: EvalKnobs) -> None:
+    """Refuses what vLLM could not measure, before draftlab's engine has spent minutes.
+
+    Raises:
+        UserError: knobs that vLLM has not, or no vLLM.
+    """
+    asked = {"draft_temperature": knobs.draft_temperature, "greedy_below": knobs.greedy_below}
+    foreign = [f"{name} = {value:g}" for name, value in asked.items() if value]
+    if foreign:
+        raise UserError(
+            f"expected knobs that vLLM has too, found {' and '.join(foreign)}",
+            where="engine = vllm",
+            do="leave them out (vLLM drafts at the request's temperature), or measure without vLLM",
+        )
+    find_python(knobs.vllm)
 
 
 def measure_vllm(work: Work) -> Measured:
     """Counts and times every arm with vLLM.
 
     Raises:
-        UserError: no vLLM, or knobs that it does not have.
+        UserError: a vLLM that does not start, or cannot do what is asked.
     """
     knobs = work.knobs
-    if knobs.draft_temperature is not None or knobs.greedy_below:
-        raise UserError(
-            "expected knobs that vLLM has, found draft_temperature or greedy_below",
-            where="eval.engine = vllm",
-            do="leave them out: vLLM drafts at the request's temperature",
-        )
     found = Measured("vllm", "")
     times: dict[tuple[float, int], dict[Arm, Timed]] = {}
     requests = [r for timed in (False, True) for r in work.requests(0.0, timed=timed)]

@@ -120,10 +120,12 @@ def arm_lines(arm: ArmResult, knobs: CertifyKnobs, generations: Sequence[Generat
         f"{fault} {'too many' if n is None else f'{n:,}'}" for fault, n in arm.needed.items()
     )
     accepted = arm.acceptance_p_value
+    heat = knobs.draft_temperature or knobs.temperature
+    drafts = f"drafts sampled at T = {heat:g}" if arm.draft_probs else "argmax drafts"
     return [
         f"T = {knobs.temperature:g}, top-k {knobs.top_k}, K = {knobs.k}, "
-        f"{arm_name(arm.draft_probs)}: G = {statistic} on {arm.freedom} degrees of freedom, "
-        f"p = {arm.p_value:.2g}, {arm.n:,} samples"
+        f"{arm_name(arm.draft_probs)} ({drafts}): G = {statistic} on {arm.freedom} degrees of "
+        f"freedom, p = {arm.p_value:.2g}, {arm.n:,} samples"
         + ("" if accepted is None else f"; acceptance as expected: p = {accepted:.2g}"),
         f"  judged tokens: {shares['accepted']:.0%} accepted drafts, {shares['recovered']:.0%} "
         f"recovered, {shares['bonus']:.0%} bonus",

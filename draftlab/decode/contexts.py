@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +10,15 @@ import torch
 
 from draftlab.base import Monitor, UserError
 from draftlab.decode.faults import Fault, emitted
-from draftlab.decode.goodness import samples_for
+from draftlab.decode.goodness import RARE, samples_for
 from draftlab.decode.tree import Tree, grow
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.target.model import Target
 
 POWER = 0.99
+BROAD = 0.25
+"""Share of a tree's answers that must be likely enough to be counted one by one: known faults show
+in a context with one likely answer too, but faults that nobody has thought of would hide there."""
 LIMIT = 10**7  # samples nobody draws
 
 
@@ -73,7 +76,8 @@ def choose(
     """The context in which the fault that is hardest to find needs the fewest samples.
 
     All are ranked by how early a first draft accepted too often would show, which is cheap to know
-    and mostly the hardest to find; the best `finalists` are looked at in full.
+    and mostly the hardest to find; the best `finalists` are looked at in full. Narrow ones (see
+    `BROAD`) are taken only where there is no other.
 
     Args:
         finalists: contexts looked at in full, at most.
@@ -84,8 +88,6 @@ def choose(
         UserError: when rounding could change what may be emitted, in every context.
     """
     margin = 1e-3 if target.dtype == torch.float32 else 0.1
-    # Argmax drafts use no noise that they could share.
-    tried = [f for f in Fault if sampled.draft_temperature > 0 or f is not Fault.SHARED]
     ranked = []
     for number, context in enumerate(pieces):
         tree = sampled.first_draft().grow(target, head, context)
@@ -93,13 +95,36 @@ def choose(
             needed = _needed(tree, Fault.OFTEN, 1, level, LIMIT)
             ranked.append((LIMIT if needed is None else needed, context))
         monitor.progress("certify: contexts", number + 1, len(pieces))
-    ranked.sort(key=lambda entry: entry[0])
+    ranked = sorted(ranked, key=lambda entry: entry[0])[:finalists]
+    narrow: list[Tree] = []
+
+    def broad() -> Iterator[Tree]:
+        for number, (_, context) in enumerate(ranked):
+            tree = sampled.grow(target, head, context)
+            monitor.progress("certify: best contexts", number + 1, len(ranked))
+            if tree.margin >= margin:
+                likely = (tree.joint() * enough >= RARE).sum()
+                if likely >= BROAD * tree.target[-1].size:
+                    yield tree
+                else:
+                    narrow.append(tree)
+
+    best = _best(broad(), sampled, enough, level) or _best(iter(narrow), sampled, enough, level)
+    if best is None:
+        raise UserError(
+            f"expected a context whose top {sampled.top_k} tokens stand out from the rest, found "
+            f"none among {len(pieces)}",
+            do="give more prompts, or raise certify's `contexts`",
+        )
+    return best
+
+
+def _best(trees: Iterator[Tree], sampled: Sampled, enough: int, level: float) -> Chosen | None:
+    """The tree whose hardest fault needs the fewest samples; the first for which they are few."""
+    # Argmax drafts use no noise that they could share.
+    tried = [f for f in Fault if sampled.draft_temperature > 0 or f is not Fault.SHARED]
     best: Chosen | None = None
-    for number, (_, context) in enumerate(ranked[:finalists]):
-        tree = sampled.grow(target, head, context)
-        monitor.progress("certify: best contexts", number + 1, min(finalists, len(ranked)))
-        if tree.margin < margin:
-            continue
+    for tree in trees:
         limit = (best and best.hardest) or LIMIT
         found = Chosen(tree, {})
         for fault in tried:
@@ -110,12 +135,6 @@ def choose(
             best = found
         if best.hardest is not None and best.hardest <= enough:
             break
-    if best is None:
-        raise UserError(
-            f"expected a context whose top {sampled.top_k} tokens stand out from the rest, found "
-            f"none among {len(pieces)}",
-            do="give more prompts, or raise certify's `contexts`",
-        )
     return best
 
 

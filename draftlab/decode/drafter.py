@@ -8,12 +8,14 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from draftlab.decode.fused_head import FusedHead
+from draftlab.decode.fused_head import FusedHead, Pass
+from draftlab.decode.packed_head import PackedHead
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.kernels.noise import first_argmax
+from draftlab.kernels.chain_layout import chain_layout, last_rows
 from draftlab.kernels.paged_attention import attend_paged, write_paged
-from draftlab.kernels.verify import DraftDistribution, RowKeys, draft_index, sample_draft
-from draftlab.target.paged import slot_mapping
+from draftlab.kernels.rope_write import rope_angles
+from draftlab.kernels.rows import DraftDistribution, RowKeys, draft_index
+from draftlab.kernels.verify import argmax_draft, sample_draft
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Observed:
         counts: int64 [B], real entries of each row (1 for a row of padding alone).
         block_table: int32 [B, N], where the rows' keys are.
         keys: sampling parameters and noise keys of the rows.
+        sampling: what `Drafter.sampling` says of the keys, where it is known already.
     """
 
     tokens: Tensor
@@ -35,6 +38,7 @@ class Observed:
     counts: Tensor
     block_table: Tensor
     keys: RowKeys
+    sampling: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,11 @@ class Drafter(Protocol):
     draft_index: Tensor
     draft_vocab: tuple[int, torch.dtype] | None
 
-    def start(self, num_blocks: int, block_size: int) -> None:
-        """Makes room for the keys of `num_blocks` blocks, those of the target's tables."""
+    def start(self, num_blocks: int, block_size: int, *, packed: bool = False) -> None:
+        """Makes room for the keys of `num_blocks` blocks, those of the target's tables.
+
+        `packed`: on a CPU, run on weights packed for oneDNN.
+        """
 
     def observe(self, observed: Observed) -> Tensor:
         """Takes in true features; returns what `draft` needs of each row's last pair, [B, …]."""
@@ -114,7 +121,7 @@ class ChainDrafter:
         self.boundaries = head.config.boundaries
         self.draft_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
         self.draft_index = draft_index(self.draft_ids, len(head.t2d))
-        self.fused: FusedHead | None = None
+        self.fused: FusedHead | PackedHead | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -125,13 +132,17 @@ class ChainDrafter:
     def draft_vocab(self) -> tuple[int, torch.dtype] | None:
         return (len(self.draft_ids), self.dtype) if self.draft_probs else None
 
-    def start(self, num_blocks: int, block_size: int) -> None:
+    def start(self, num_blocks: int, block_size: int, *, packed: bool = False) -> None:
         config = self.head.config
         shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
         self.key_pool = torch.zeros(shape, dtype=self.dtype, device=self.draft_ids.device)
         self.value_pool = torch.zeros_like(self.key_pool)
-        if self.fused is None and FusedHead.suits(self.head):
-            self.fused = FusedHead(self.head)
+        if FusedHead.suits(self.head):
+            self.fused = self.fused or FusedHead(self.head)
+        elif packed and PackedHead.suits(self.head):
+            self.fused = PackedHead(self.head)
+        else:
+            self.fused = None
 
     def sampling(self, keys: RowKeys) -> tuple[Tensor, Tensor]:
         sampled = (keys.temperature > 0) & (keys.temperature >= self.greedy_below)
@@ -142,82 +153,118 @@ class ChainDrafter:
 
     @torch.inference_mode()
     def propose(self, observed: Observed) -> Proposal:
-        last = observed.positions.gather(1, (observed.counts - 1)[:, None])[:, 0]
-        return self.draft(self.observe(observed), last, observed.block_table, observed.keys)
+        chain = self._lay_out(
+            observed.positions, observed.counts, observed.block_table, later=self.k - 1
+        )
+        sampling = observed.sampling or self.sampling(observed.keys)
+        seen = self._observe(observed, chain)
+        return self._draft(seen, chain, observed.block_table, observed.keys, sampling)
 
     @torch.inference_mode()
     def observe(self, observed: Observed) -> Tensor:
-        output = self._forward(
-            observed.tokens,
-            (self.fused or self.head).fuse(observed.features.to(self.dtype)),
-            observed.positions,
-            observed.block_table,
-        )
-        last = (observed.counts - 1)[:, None, None]
-        return output.gather(1, last.expand(-1, 1, output.shape[-1]))[:, 0]
+        chain = self._lay_out(observed.positions, observed.counts, observed.block_table, later=0)
+        return self._observe(observed, chain)
 
     @torch.inference_mode()
     def draft(
         self, seen: Tensor, positions: Tensor, block_table: Tensor, keys: RowKeys
     ) -> Proposal:
-        output, drafts, drawn_from, log_sums = seen[:, None], [], [], []
+        one = torch.ones_like(positions)
+        chain = self._lay_out(positions[:, None], one, block_table, later=self.k - 1)
+        return self._draft(seen, chain, block_table, keys, self.sampling(keys))
+
+    def _lay_out(
+        self, positions: Tensor, counts: Tensor, block_table: Tensor, *, later: int
+    ) -> list[Pass]:
+        """The passes over the pairs at `positions` [B, M], and over `later` pairs behind each row.
+
+        A later pass feeds the pair (draft, own output), one position on.
+        """
+        block_size = self.key_pool.shape[1]
+        chain = chain_layout(positions, counts, block_table, block_size, later)
+        if self.fused is None:
+            angles = self.head.rope.angles(chain.positions.clamp(min=0))
+        else:
+            angles = rope_angles(
+                chain.positions, self.head.rope.frequencies, 1.0, self.key_pool.dtype
+            )
+        passes = []
+        for number in range(later + 1):
+            slots, at = (chain.of_pass(x, number) for x in (chain.slots, chain.positions))
+            cos, sin = (chain.of_pass(half, number) for half in angles)
+            first = number == 0 and chain.width > 1
+            last = at[:, 0] if number else chain.last
+            passes.append(Pass(slots, (cos, sin), last, counts if first else None))
+        return passes
+
+    def _observe(self, observed: Observed, chain: list[Pass]) -> Tensor:
+        """Outputs [B, H] of the rows' last pairs."""
+        hidden = (self.fused or self.head).fuse(observed.features.to(self.dtype))
+        return self._forward(observed.tokens, hidden, chain[0], observed.block_table)
+
+    def _draft(
+        self,
+        output: Tensor,
+        chain: list[Pass],
+        block_table: Tensor,
+        keys: RowKeys,
+        sampling: tuple[Tensor, Tensor],
+    ) -> Proposal:
+        """K drafts behind the last pairs of `chain[0]`, whose outputs [B, H] are given."""
+        # One pass behind the other, so each writes to one piece of memory.
+        shape = self.k, len(output)
+        tokens = keys.seed.new_empty(shape)
+        logits = log_sum = None
+        if self.draft_probs:
+            logits = output.new_empty(*shape, len(self.draft_ids))
+            log_sum = keys.temperature.new_empty(shape)
         for step in range(self.k):
             if step:
-                # The pair (draft, own output) sits one position on; a row of padding stays one.
-                at = (positions + step).where(positions >= 0, -1)[:, None]
-                output = self._forward(drafts[-1][:, None], output, at, block_table)
-            logits = (self.fused or self.head).logits(output[:, 0])
-            token, log_sum = self._choose(logits, positions + 2 + step, keys)
-            drafts.append(token)
-            drawn_from.append(logits)
-            log_sums.append(log_sum)
-        return Proposal(torch.stack(drafts, 1), self._distribution(drawn_from, log_sums, keys))
-
-    def _choose(
-        self, logits: Tensor, positions: Tensor, keys: RowKeys
-    ) -> tuple[Tensor, Tensor | None]:
-        """A draft for `positions` [B] from logits [B, W], as target ids, and logsumexp(q's) [B]."""
-        if not self.draft_probs:
-            return self.head.target_ids(first_argmax(logits)), None
-        index, log_sum = sample_draft(logits, positions, keys, *self.sampling(keys))
-        return self.head.target_ids(index), log_sum
-
-    def _distribution(
-        self, logits: list[Tensor], log_sums: list[Tensor | None], keys: RowKeys
-    ) -> DraftDistribution | None:
-        """What K calls of `_choose` drew from: their logits [B, W] and what they returned."""
-        known = [log_sum for log_sum in log_sums if log_sum is not None]
-        if not known:
-            return None
-        return DraftDistribution(
-            torch.stack(logits, 1),
-            torch.stack(known, 1),
-            *self.sampling(keys),
-            self.draft_ids,
-            self.draft_index,
-        )
-
-    def _forward(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, block_table: Tensor
-    ) -> Tensor:
-        """Pre-norm outputs [B, M, H] of pairs at `positions`; their keys enter the cache."""
-        slots = slot_mapping(block_table, positions, self.key_pool.shape[1])
-        if self.fused is not None:
-            return self.fused.forward(
-                tokens, hidden, positions, slots, block_table, self.key_pool, self.value_pool
+                output = self._forward(
+                    tokens[step - 1][:, None], output[:, None], chain[step], block_table
+                )
+            if logits is None or log_sum is None:
+                argmax_draft(self._logits(output), ids=self.draft_ids, out=tokens[step])
+                continue
+            sample_draft(
+                self._logits(output, logits[step]),
+                chain[0].last,
+                keys,
+                *sampling,
+                ids=self.draft_ids,
+                ahead=2 + step,  # pair p predicts position p + 2
+                out=(tokens[step], log_sum[step]),
             )
-        head, layer = self.head, self.head.layer
-        x, residual = layer.inputs(head.embed_tokens(tokens), hidden)
-        angles = head.rope.angles(positions.clamp(min=0))
+        if logits is None or log_sum is None:
+            return Proposal(tokens.T)
+        drawn_from = logits.transpose(0, 1), log_sum.T, *sampling
+        return Proposal(tokens.T, DraftDistribution(*drawn_from, self.draft_ids, self.draft_index))
+
+    def _logits(self, output: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits [B, W] of outputs [B, H]; `out`: where they go."""
+        if self.fused is not None:
+            return self.fused.logits(output, out=out)
+        found = self.head.logits(output)
+        return found if out is None else out.copy_(found)
+
+    def _forward(self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor) -> Tensor:
+        """Pre-norm outputs [B, H] of each row's last pair; the keys of all enter the cache.
+
+        Args:
+            tokens: int64 [B, M].
+            hidden: [B, M, H].
+        """
+        pools = self.key_pool, self.value_pool
+        if self.fused is not None:
+            return self.fused.forward(tokens, hidden, place, block_table, *pools)
+        layer, angles = self.head.layer, place.angles
+        x, residual = layer.inputs(self.head.embed_tokens(tokens), hidden)
+        write_paged(*layer.self_attn.key_value(x, angles), *pools, place.slots)
+        if place.counts is not None:
+            x, residual, *angles = (
+                last_rows(t, place.counts) for t in (x, residual, *place.angles)
+            )
         query = layer.self_attn.query(x, angles)
-        key, value = layer.self_attn.key_value(x, angles)
-        write_paged(key, value, self.key_pool, self.value_pool, slots)
-        attended = attend_paged(
-            query,
-            self.key_pool,
-            self.value_pool,
-            block_table,
-            positions,
-            scale=query.shape[-1] ** -0.5,
-        )
-        return layer.output(attended, residual)
+        scale = query.shape[-1] ** -0.5
+        attended = attend_paged(query, *pools, block_table, place.last[:, None], scale=scale)
+        return layer.output(attended, residual)[:, 0]

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from draftlab.base import UserError
 from draftlab.decode.blocks import BlockPool
@@ -56,6 +55,8 @@ class Engine:
         verifier: decides what is accepted, with the signature of `kernels.verify.verify`.
         expect: also compute the expected acceptance of sampled drafts.
         graphs: replay CUDA graphs; None: on a GPU.
+        packed: on a CPU, run on weights packed for oneDNN where the target has that path
+            (`target/packed.py`): faster, and other in the last bits. Without effect on a GPU.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Engine:
         verifier: Verifier = verify,
         expect: bool = True,
         graphs: bool | None = None,
+        packed: bool = False,
     ) -> None:
         self.target, self.drafter, self.max_length = target, drafter, max_length
         self.k = drafter.k if drafter else 0
@@ -86,13 +88,14 @@ class Engine:
             )
         self.cache = target.new_paged_cache(self.pool.num_blocks + 1, block_size)
         if drafter:
-            drafter.start(self.pool.num_blocks + 1, block_size)
+            drafter.start(self.pool.num_blocks + 1, block_size, packed=packed)
         self.slots = Slots(
             batch,
             self.k,
             width,
             target.device,
             draft_vocab=drafter.draft_vocab if drafter else None,
+            sampling=drafter.sampling if drafter else None,
         )
         self.step = Step(
             target,
@@ -102,6 +105,7 @@ class Engine:
             max_length=max_length,
             verifier=verifier,
             expect=expect,
+            packed=packed,
         )
         self.prefill_tokens = prefill_tokens
         graphed = on_gpu if graphs is None else graphs
@@ -204,12 +208,9 @@ class Engine:
         if self.target.device.type != "cuda":
             return _InFlight(launched, result, None)
 
-        def to_host(tensor: Tensor) -> Tensor:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            return host.copy_(tensor, non_blocking=True)
-
-        fields = (result.tokens, result.accepted, result.num_drafts, result.chance)
-        sent = StepResult(*(to_host(field) for field in fields))
+        packed = result.packed
+        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        sent = StepResult(host.copy_(packed, non_blocking=True))
         ready = torch.cuda.Event()
         ready.record()
         return _InFlight(launched, sent, ready)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -32,6 +33,7 @@ from draftlab.decode.timing import Decoder
 from draftlab.decode.work import Measured, Work
 from draftlab.results import Lossless, Report, Row
 from draftlab.target.model import Target
+from draftlab.target.packed import products
 
 __all__ = ["EvalKnobs", "Evaluator", "NamedHead", "Suite", "environment", "new_engine"]
 
@@ -60,7 +62,9 @@ def new_engine(
         )
     if knobs.engine == "reference":
         return ReferenceEngine(target, drafter, batch=batch, max_length=max_length)
-    return Engine(target, drafter, batch=batch, max_length=max_length, expect=expect)
+    return Engine(
+        target, drafter, batch=batch, max_length=max_length, expect=expect, packed=knobs.packed
+    )
 
 
 def measure_own(work: Work) -> Measured:
@@ -146,6 +150,8 @@ class Evaluator:
             f"T = {', '.join(f'{t:g}' for t in knobs.temperatures)}; "
             + (f"K = {', '.join(map(str, depths))}" if depths else "no drafting")
         )
+        if used := self._products():
+            work.monitor.say(f"eval: {used}")
         for text in self.warnings:
             work.monitor.say(f"warning: {text}")
 
@@ -174,10 +180,18 @@ class Evaluator:
             target=self._target(),
             environment=environment(device)
             | {"timing": self._timing_conditions()}
+            | ({"products": used} if (used := self._products()) else {})
             | ({"certificates": certificates} if certificates else {}),
             adviser=advise(rows, [probe for one in measured for probe in one.probes]),
             rows=rows,
         )
+
+    def _products(self) -> str | None:
+        """Which products the engine runs on; None where there is no choice."""
+        target, knobs = self.work.target, self.work.knobs
+        if target.device.type != "cpu" or knobs.engine == "reference":
+            return None
+        return products(target, packed=knobs.packed)
 
     def _certify(self) -> dict[str, dict[str, Any]]:
         """Each head's certificate, by its name; its lines are printed."""
@@ -195,7 +209,9 @@ class Evaluator:
                 CertifyKnobs(seed=work.knobs.seed),
                 k=max(head.depths(work.knobs)),
                 monitor=work.monitor,
-                engine=ReferenceEngine if work.knobs.engine == "reference" else None,
+                engine=ReferenceEngine
+                if work.knobs.engine == "reference"
+                else partial(Engine, packed=work.knobs.packed),
             )
             for line in certificate.lines:
                 work.monitor.say(f"certificate of {head.name}: {line}")

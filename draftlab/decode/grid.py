@@ -75,6 +75,8 @@ def arms(heads: Sequence[NamedHead], knobs: EvalKnobs, temperature: float) -> li
     ways = {"on": [True], "off": [False], "both": [False, True]}[knobs.draft_probs]
     if temperature == 0:
         ways = ways[:1]  # greedy decoding makes no use of draft probabilities: one row says it all
+    elif temperature < knobs.greedy_below:
+        ways = [False]
     return [
         PLAIN,
         *(Arm(head, k, way) for head in heads for k in head.depths(knobs) for way in ways),

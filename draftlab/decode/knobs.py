@@ -75,5 +75,9 @@ class EvalKnobs(Knobs):
     above."""
     seed: int = 0
     """Of every noise that sampling uses."""
+    packed: bool = True
+    """On a CPU, the engine "paged" multiplies with packed weights (oneDNN): a copy of the target's
+    and the head's, and results that differ in the last bits from the plain products of parity runs.
+    Without effect on a GPU, and where layers have no such path."""
     vllm: VllmKnobs = VllmKnobs()
     """Of the engine "vllm"."""

@@ -15,14 +15,8 @@ import torch
 from draftlab.decode.sampling import Generation
 from draftlab.decode.self_check import self_check
 from draftlab.decode.timing import Timed
-from draftlab.results import (
-    Counters,
-    Lossless,
-    Timing,
-    acceptance_interval,
-    bootstrap_interval,
-    repetition_rate,
-)
+from draftlab.results import Counters, Lossless, Timing
+from draftlab.statistics import acceptance_interval, bootstrap_interval, repetition_rate
 
 
 def counted_figures(generations: Sequence[Generation], *, greedy: bool) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from torch import Tensor
 from draftlab.decode.drafter import Observed
 from draftlab.decode.job import Job
 from draftlab.decode.step import Step, StepResult
+from draftlab.kernels.paged_attention import slot_mapping
+from draftlab.kernels.step_layout import pack
 from draftlab.kernels.verify import sample_first
-from draftlab.target.paged import slot_mapping
 
 
 @torch.inference_mode()
@@ -79,7 +80,7 @@ def prefill(step: Step, jobs: Sequence[Job], index: Tensor, chunk_tokens: int) -
     if drafter is not None and carried is not None:
         step.keep(index, drafter.draft(carried, lengths - 1, table, keys))
     none = torch.zeros_like(lengths)
-    return StepResult(newest[:, None], none, none - 1, none[:, None].float())
+    return StepResult(pack(newest[:, None], none, none - 1, newest.new_empty(len(jobs), 0)))
 
 
 def _columns(to_device, rows: Sequence[Sequence[int]], start: int, end: int) -> Tensor:

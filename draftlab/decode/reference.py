@@ -19,7 +19,8 @@ from torch import Tensor
 from draftlab.base import UserError
 from draftlab.decode.drafter import Drafter, Observed
 from draftlab.decode.sampling import Generation, Request, row_keys
-from draftlab.kernels.verify import DraftDistribution, sample_first, verify
+from draftlab.kernels.rows import DraftDistribution
+from draftlab.kernels.verify import sample_first, verify
 from draftlab.results import Counters
 from draftlab.target.model import Target
 

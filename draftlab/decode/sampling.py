@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from draftlab.kernels.noise import prompt_key
-from draftlab.kernels.verify import RowKeys
+from draftlab.kernels.rows import RowKeys
 from draftlab.results import Counters
 
 

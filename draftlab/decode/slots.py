@@ -1,21 +1,24 @@
 """What the device knows of the requests in work: one entry a slot, in static buffers.
 
 A decode step reads and writes these buffers only, so a captured CUDA graph can be replayed while
-requests come and go. The last slot is a dummy of length 0 that fills up a graph's batch.
+requests come and go. The last slot is a dummy of length 0 that fills up a graph's batch. What each
+buffer holds, and the kernels that read and write them, are in `kernels/step_layout.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from draftlab.decode.sampling import Request, row_keys
-from draftlab.kernels.verify import RowKeys
+from draftlab.kernels.rows import RowKeys
+from draftlab.kernels.step_layout import SlotBuffers
 
 
-class Slots:
+class Slots(SlotBuffers):
     """State of `num_slots` requests and the dummy.
 
     Args:
@@ -23,15 +26,7 @@ class Slots:
         k: drafts a step.
         table_width: blocks that a row can own.
         draft_vocab: entries and dtype of the drafts' distributions; None without.
-
-    Attributes:
-        length: int64 [R + 1], tokens known (prompt and answer); the newest has no key cached yet.
-        newest: int64 [R + 1], the last known token.
-        drafts: int64 [R + 1, K], proposed to follow it.
-        draft_logits: [R + 1, K, W], what sampled drafts were drawn from; None without.
-        draft_log_sum: float32 [R + 1, K], logsumexp of those over the draft temperature.
-        block_table: int32 [R + 1, N].
-        keys: sampling parameters and noise keys, each [R + 1].
+        sampling: `Drafter.sampling`, asked once a request; with `draft_vocab`.
     """
 
     def __init__(
@@ -42,26 +37,33 @@ class Slots:
         device: torch.device,
         *,
         draft_vocab: tuple[int, torch.dtype] | None,
+        sampling: Callable[[RowKeys], tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         self.num_slots, self.dummy, self.device = num_slots, num_slots, device
+        self._sampling_of = sampling
         entries = num_slots + 1
-        ints = {"dtype": torch.int64, "device": device}
-        self.length = torch.zeros(entries, **ints)
-        self.newest = torch.zeros(entries, **ints)
-        self.drafts = torch.zeros(entries, k, **ints)
-        self.block_table = torch.zeros(entries, table_width, dtype=torch.int32, device=device)
-        self.draft_logits = self.draft_log_sum = None
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(entries, *shape, dtype=dtype, device=device)
+
+        super().__init__(
+            length=zeros(),
+            newest=zeros(),
+            drafts=zeros(k),
+            block_table=zeros(table_width, dtype=torch.int32),
+            keys=RowKeys(
+                zeros(dtype=torch.float32),
+                zeros(),
+                torch.ones(entries, device=device),
+                zeros(),
+                zeros(),
+            ),
+        )
         if draft_vocab is not None:
             size, dtype = draft_vocab
-            self.draft_logits = torch.zeros(entries, k, size, dtype=dtype, device=device)
-            self.draft_log_sum = torch.zeros(entries, k, device=device)
-        self.keys = RowKeys(
-            torch.zeros(entries, device=device),
-            torch.zeros(entries, **ints),
-            torch.ones(entries, device=device),
-            torch.zeros(entries, **ints),
-            torch.zeros(entries, **ints),
-        )
+            self.sampling = zeros(dtype=torch.float32), zeros(dtype=torch.bool)
+            self.draft_logits = zeros(k, size, dtype=dtype)
+            self.draft_log_sum = zeros(k, dtype=torch.float32)
 
     def index(self, slots: Sequence[int], size: int | None = None) -> Tensor:
         """Slot numbers int64 [B] on the device, filled up to `size` with the dummy."""
@@ -78,9 +80,13 @@ class Slots:
     def admit(self, index: Tensor, requests: Sequence[Request]) -> None:
         """Writes the sampling parameters of requests that take the slots `index`."""
         found = row_keys(requests, torch.device("cpu"))
-        for name in ("temperature", "top_k", "top_p", "seed", "prompt"):
-            values = getattr(found, name)
-            getattr(self.keys, name)[index] = values.to(self.device, non_blocking=True)
+        pairs = [
+            (getattr(self.keys, field.name), getattr(found, field.name)) for field in fields(found)
+        ]
+        if self.sampling is not None and self._sampling_of is not None:
+            pairs += zip(self.sampling, self._sampling_of(found), strict=True)
+        for buffer, values in pairs:
+            buffer[index] = values.to(self.device, non_blocking=True)
 
     def own(self, slot: int, blocks: Sequence[int]) -> None:
         """Writes a slot's row of the block table; what it does not own is block 0."""

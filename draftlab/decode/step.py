@@ -14,29 +14,51 @@ from torch import Tensor
 
 from draftlab.decode.drafter import Drafter, Observed, Proposal
 from draftlab.decode.slots import Slots
-from draftlab.kernels.verify import DraftDistribution, Verdict, verify
+from draftlab.kernels.rows import DraftDistribution
+from draftlab.kernels.step_layout import StepLayout, advance, keep, lay_out
+from draftlab.kernels.verify import Verdict, verify
 from draftlab.target.fused import fused_decoder
 from draftlab.target.model import Target
-from draftlab.target.paged import PagedCache, slot_mapping
+from draftlab.target.packed import packed_decoder
+from draftlab.target.paged import PagedCache
 
 Verifier = Callable[..., Verdict]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the host must learn of a step.
+    """What the host must learn of a step, in one tensor, so that one copy brings it.
 
     Attributes:
-        tokens: int64 [B, K + 1]; of row b the first accepted[b] + 1 are emitted.
-        accepted: int64 [B], drafts accepted.
-        num_drafts: int64 [B], drafts that were verified.
-        chance: float32 [B, K], expected acceptance of each draft given that it was reached.
+        packed: int32 [B, 2K + 3] of `step_layout.pack`.
     """
 
-    tokens: Tensor
-    accepted: Tensor
-    num_drafts: Tensor
-    chance: Tensor
+    packed: Tensor
+
+    @property
+    def k(self) -> int:
+        """Drafts a step."""
+        return (self.packed.shape[1] - 3) // 2
+
+    @property
+    def tokens(self) -> Tensor:
+        """int32 [B, K + 1]; of row b the first accepted[b] + 1 are emitted."""
+        return self.packed[:, : self.k + 1]
+
+    @property
+    def accepted(self) -> Tensor:
+        """int32 [B], drafts accepted."""
+        return self.packed[:, self.k + 1]
+
+    @property
+    def num_drafts(self) -> Tensor:
+        """int32 [B], drafts that were verified."""
+        return self.packed[:, self.k + 2]
+
+    @property
+    def chance(self) -> Tensor:
+        """float32 [B, K], expected acceptance of each draft given that it was reached."""
+        return self.packed[:, self.k + 3 :].view(torch.float32)
 
 
 class Step:
@@ -50,6 +72,7 @@ class Step:
         max_length: positions a row may take; drafts are capped near it.
         verifier: decides what is accepted, with the signature of `kernels.verify.verify`.
         expect: also compute Σ min(p, q) where drafts were sampled.
+        packed: on a CPU, run on weights packed for oneDNN where the target has that path.
     """
 
     def __init__(
@@ -62,13 +85,14 @@ class Step:
         max_length: int,
         verifier: Verifier = verify,
         expect: bool = True,
+        packed: bool = False,
     ) -> None:
         self.target, self.cache, self.slots, self.drafter = target, cache, slots, drafter
-        self.decoder = fused_decoder(target) or target
+        self.decoder = fused_decoder(target) or (packed_decoder(target) if packed else None)
+        self.decoder = self.decoder or target
         self.max_length, self.verifier, self.expect = max_length, verifier, expect
         self.k = drafter.k if drafter else 0
         self.boundaries = drafter.boundaries if drafter else ()
-        self.depth = torch.arange(self.k + 1, device=target.device)
 
     @torch.inference_mode()
     def __call__(self, index: Tensor, *, limited: bool) -> StepResult:
@@ -78,70 +102,74 @@ class Step:
             index: slot numbers; the dummy's entries compute nothing that anyone reads.
             limited: whether any of them samples with top-k or top-p.
         """
-        slots, depth = self.slots, self.depth
-        length, drafts = slots.length[index], slots.drafts[index]
-        live = length > 0
-        # Draft d is fed at position length + d, and the token after the last draft must fit too:
-        # the limit vLLM's scheduler keeps (docs/results/parity.md).
-        num_drafts = (self.max_length - 1 - length).clamp(0, self.k).where(live, 0)
-        real = (depth <= num_drafts[:, None]) & live[:, None]
-        positions = (length[:, None] - 1 + depth).where(real, -1)
-        table = slots.block_table[index]
-        tokens = torch.cat([slots.newest[index, None], drafts], 1)
+        slots, cache = self.slots, self.cache
+        layout = lay_out(slots, index, max_length=self.max_length, block_size=cache.block_size)
+        table, positions = layout.block_table, layout.positions
         states = self.decoder.states(
-            tokens,
+            layout.tokens,
             self.boundaries,
             positions=positions,
-            cache=self.cache.at(
-                table, positions, slot_mapping(table, positions, self.cache.block_size)
-            ),
+            cache=cache.at(table, positions, layout.slots),
         )
-        keys = slots.keys[index]
         verdict = self.verifier(
             self.decoder.logits(states.last),
-            drafts,
-            num_drafts,
-            self._distribution(index),
-            length,
-            keys,
+            layout.tokens[:, 1:],
+            layout.num_drafts,
+            self._distribution(layout),
+            layout.length,
+            layout.keys,
             limited=limited,
             expect=self.expect,
         )
-        accepted = verdict.accepted
-        # drafts shifted into place, the emitted token behind the accepted ones
-        emitted = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], 1)
-        emitted = emitted.scatter(1, accepted[:, None], verdict.emitted[:, None])
-        slots.length[index] = (length + accepted + 1).where(live, 0)
-        slots.newest[index] = verdict.emitted
+        outcome = advance(slots, layout, verdict)
         if self.drafter is not None:
-            kept = (depth <= accepted[:, None]) & live[:, None]
             observed = Observed(
-                emitted, states.features, positions.where(kept, -1), accepted + 1, table, keys
+                outcome.tokens,
+                states.features,
+                outcome.positions,
+                outcome.counts,
+                table,
+                layout.keys,
+                layout.sampling,
             )
             self.keep(index, self.drafter.propose(observed))
-        return StepResult(emitted, accepted, num_drafts, verdict.probability)
+        return StepResult(outcome.packed)
 
     def keep(self, index: Tensor, proposal: Proposal) -> None:
         """Stores the drafts of the slots `index` for their next step."""
-        slots = self.slots
-        slots.drafts[index] = proposal.tokens
-        if proposal.distribution is not None:
-            slots.draft_logits[index] = proposal.distribution.logits
-            slots.draft_log_sum[index] = proposal.distribution.log_sum
+        drawn_from = proposal.distribution
+        if drawn_from is None:
+            keep(self.slots, index, proposal.tokens)
+        else:
+            keep(self.slots, index, proposal.tokens, drawn_from.logits, drawn_from.log_sum)
 
-    def _distribution(self, index: Tensor) -> DraftDistribution | None:
+    def _distribution(self, layout: StepLayout) -> DraftDistribution | None:
         slots = self.slots
-        if self.drafter is None or slots.draft_logits is None:
+        if (
+            self.drafter is None
+            or layout.sampling is None
+            or slots.draft_logits is None
+            or slots.draft_log_sum is None
+        ):
             return None
-        temperature, sampled = self.drafter.sampling(slots.keys[index])
         return DraftDistribution(
-            slots.draft_logits[index],
-            slots.draft_log_sum[index],
-            temperature,
-            sampled,
+            slots.draft_logits,
+            slots.draft_log_sum,
+            *layout.sampling,
             self.drafter.draft_ids,
             self.drafter.draft_index,
+            rows=layout.index,
         )
+
+
+@dataclass
+class _Graph:
+    """A captured step, the tensor it reads its slots from, and the slots that lie there."""
+
+    graph: torch.cuda.CUDAGraph
+    index: Tensor
+    result: StepResult
+    slots: tuple[int, ...] = ()
 
 
 class GraphedStep:
@@ -155,7 +183,7 @@ class GraphedStep:
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor, StepResult]] = {}
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, slots: tuple[int, ...], *, limited: bool) -> StepResult:
@@ -164,12 +192,14 @@ class GraphedStep:
         key = (size, limited)
         if key not in self._graphs:
             self._graphs[key] = self._capture(size, limited)
-        graph, index, result = self._graphs[key]
-        index.copy_(self.step.slots.index(slots, size), non_blocking=True)
-        graph.replay()
-        return result
+        graph = self._graphs[key]
+        if graph.slots != slots:
+            graph.index.copy_(self.step.slots.index(slots, size))
+            graph.slots = slots
+        graph.graph.replay()
+        return graph.result
 
-    def _capture(self, size: int, limited: bool) -> tuple[torch.cuda.CUDAGraph, Tensor, StepResult]:
+    def _capture(self, size: int, limited: bool) -> _Graph:
         # Warm-up and capture see only the dummy, so no request's state changes.
         index = self.step.slots.index([], size)
         stream = torch.cuda.Stream()
@@ -181,4 +211,4 @@ class GraphedStep:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             result = self.step(index, limited=limited)
-        return graph, index, result
+        return _Graph(graph, index, result)

@@ -224,34 +224,6 @@ class VllmEngine:
         )
 
 
-def run_vllm(
-    head_folder: Path | None,
-    target_folder: Path,
-    requests: Sequence[Request],
-    k: int,
-    draft_probs: bool,
-    knobs: VllmKnobs,
-    monitor: Monitor,
-    **options: Any,
-) -> list[Generation]:
-    """Decodes requests with a vLLM that is started and ended for them.
-
-    Args:
-        options: as `VllmEngine` takes them; `max_length` by default leaves room for last drafts.
-    """
-    options.setdefault("max_length", positions(requests, k, sys.maxsize))
-    with VllmEngine(
-        target_folder,
-        head_folder,
-        k=k,
-        draft_probs=draft_probs,
-        knobs=knobs,
-        monitor=monitor,
-        **options,
-    ) as engine:
-        return list(engine.generate(requests))
-
-
 def _memory(knobs: VllmKnobs, device: torch.device | None) -> dict[str, Any]:
     """draftlab's own target lies on the GPU too: vLLM may only take what is left."""
     if device is None or device.type != "cuda":

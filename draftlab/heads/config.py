@@ -24,16 +24,20 @@ class TargetIdentity(BaseModel):
 
 
 class HeadConfig(BaseModel):
-    """Shape, boundaries and conventions of an EAGLE3 head (METHODS §2, CONTRACTS §1.3).
+    """Shape, boundaries and conventions of a head (METHODS §2, §4; CONTRACTS §1.3, §1.5).
 
     A boundary b is the state entering layer b of the target (b = number of layers: the state before
     the final norm); `boundary_meaning` says so in the file, because other programs count outputs.
+
+    Families: "eagle3" drafts one token a pass; "ptd" drafts all K in one, from slots that hold
+    `mask_token_id` and a learned feature, and ships embeddings of its own, since that token's row
+    is trained.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: int = Field(default=HEAD_SCHEMA, alias="schema")
-    family: Literal["eagle3"] = "eagle3"
+    family: Literal["eagle3", "ptd"] = "eagle3"
     boundaries: tuple[int, ...]
     boundary_meaning: Literal["input-of-layer"] = "input-of-layer"
     target_num_layers: int
@@ -48,7 +52,10 @@ class HeadConfig(BaseModel):
     max_position_embeddings: int
     vocab_size: int
     draft_vocab_size: int
+    num_layers: int = Field(default=1, ge=1, le=4)
     norm_before_residual: bool = False
+    qk_norm: bool = False
+    mask_token_id: int | None = None
     embeddings: Literal["target", "own"] = "target"
     k_trained: int
     target: TargetIdentity
@@ -73,6 +80,7 @@ class HeadConfig(BaseModel):
                 f"{self.num_attention_heads} attention heads are not a multiple of "
                 f"{self.num_key_value_heads} key-value heads"
             )
+        self._check_family()
         try:
             rope_frequencies(self.head_dim, self.rope_parameters)
         except KeyError as error:
@@ -80,6 +88,26 @@ class HeadConfig(BaseModel):
                 f"rope_parameters {self.rope_parameters} lack the key {error}"
             ) from None
         return self
+
+    def _check_family(self) -> None:
+        if self.family == "eagle3":
+            if self.num_layers != 1:
+                raise ValueError(f"an EAGLE3 head has num_layers 1, found {self.num_layers}")
+            if self.mask_token_id is not None:
+                raise ValueError(f"an EAGLE3 head has no mask_token_id, found {self.mask_token_id}")
+            return
+        if self.mask_token_id is None:
+            raise ValueError("a PTD head needs mask_token_id, found none")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id {self.mask_token_id} lies outside the {self.vocab_size} rows of "
+                "the embeddings (vocab_size)"
+            )
+        if self.embeddings != "own":
+            raise ValueError(
+                'a PTD head has "embeddings": "own" (the mask token\'s row is trained), found '
+                f'"{self.embeddings}"'
+            )
 
     @property
     def feature_size(self) -> int:

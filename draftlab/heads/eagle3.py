@@ -1,4 +1,4 @@
-"""The EAGLE3 head (METHODS §2; CONTRACTS §1.3).
+"""The EAGLE3 head (METHODS §2; CONTRACTS §1.3), and what every family of heads shares with it.
 
 Parameter names are those that vLLM and speculators read.
 
@@ -8,6 +8,8 @@ output is fed back as the hidden state of the next draft.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,32 +17,47 @@ from torch import Tensor, nn
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.layers import Attention, RMSNorm, Rope, SwiGLU
 
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Layer number, rotated query, rotated key, value → attended values, shaped like the query."""
 
-class Eagle3Layer(nn.Module):
-    """One decoder layer; its attention reads cat[norm(embedding), norm(hidden)], in that order."""
 
-    def __init__(self, config: HeadConfig) -> None:
+class DecoderLayer(nn.Module):
+    """A plain decoder layer; `width` times the hidden size is what its attention reads."""
+
+    def __init__(self, config: HeadConfig, *, width: int = 1) -> None:
         super().__init__()
         size = config.hidden_size
-        self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(size, config.rms_norm_eps)
-        self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         self.self_attn = Attention(
-            2 * size, size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+            width * size,
+            size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
         )
         self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
         self.mlp = SwiGLU(size, config.intermediate_size)
+
+    def output(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Pre-norm output [..., H] from attended values [..., heads, head_dim]."""
+        hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Layer(DecoderLayer):
+    """A first layer; its attention reads cat[norm(embedding), norm(hidden)], in that order."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config, width=2)
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads [..., 2H], and the residual [..., H]."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         return torch.cat([self.input_layernorm(embedding), normed], dim=-1), residual
-
-    def output(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """Pre-norm output [..., H] from attended values [..., heads, head_dim]."""
-        hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3Head(nn.Module):
@@ -56,7 +73,8 @@ class Eagle3Head(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.embed_tokens.weight.requires_grad_(False)
         self.fc = nn.Linear(config.feature_size, size, bias=False)
-        self.layers = nn.ModuleList([Eagle3Layer(config)])
+        later = (DecoderLayer(config) for _ in range(config.num_layers - 1))
+        self.layers = nn.ModuleList([Eagle3Layer(config), *later])
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.rope = Rope(config.head_dim, config.rope_parameters)
@@ -65,8 +83,43 @@ class Eagle3Head(nn.Module):
 
     @property
     def layer(self) -> Eagle3Layer:
-        """The head's single layer."""
+        """The first layer, of an EAGLE3 head the only one."""
         return self.layers[0]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., H] of token ids [...]."""
+        return self.embed_tokens(tokens)
+
+    def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Pre-norm outputs [..., M, H] of a pass whose inputs are all at hand.
+
+        Args:
+            tokens: int64 [..., M].
+            hidden: [..., M, H], `fuse`d features, or the head's own earlier output.
+            positions: int64 [..., M].
+            attend: what a slot sees is its business; it is called once a layer, in order.
+        """
+        angles = self.rope.angles(positions)
+        for number, layer in enumerate(self.layers):
+            if number == 0:
+                x, residual = layer.inputs(self.embed(tokens), hidden)
+            else:
+                x, residual = layer.input_layernorm(hidden), hidden
+            key, value = layer.self_attn.key_value(x, angles)
+            attended = attend(number, layer.self_attn.query(x, angles), key, value)
+            hidden = layer.output(attended, residual)
+        return hidden
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by the name it has in files."""
+        return self.state_dict()
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Takes in what `tensors` gives, from a file."""
+        self.load_state_dict(tensors)
+
+    def initialise_masks(self, generator: torch.Generator) -> None:
+        """Initial values of what stands in masked slots, of which this family has none."""
 
     def set_draft_vocabulary(self, target_ids: Tensor) -> None:
         """Sets d2t and t2d from ascending unique target ids, int64 [D]."""
@@ -113,7 +166,7 @@ def initialise_head(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
-            if parameter.ndim == 2 and not name.startswith(("embed_tokens", "lm_head")):
+            if parameter.ndim == 2 and not name.startswith(("embed_tokens", "lm_head", "mask_")):
                 scale = parameter.shape[1] ** -0.5
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     scale *= 0.5**0.5
@@ -123,3 +176,4 @@ def initialise_head(
         head.norm.weight.copy_(final_norm)
         head.lm_head.weight.copy_(lm_head[target_ids])
         head.set_draft_vocabulary(target_ids)
+        head.initialise_masks(generator)

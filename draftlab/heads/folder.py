@@ -18,9 +18,15 @@ from torch import Tensor
 from draftlab.base import UserError, atomic_path, read_json, write_json
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.ptd import PtdHead
 
 CONFIG, WEIGHTS, NATIVE = "draftlab.json", "model.safetensors", "config.json"
 EMBEDDINGS = "embed_tokens.weight"
+
+
+def new_head(config: HeadConfig) -> Eagle3Head:
+    """A head of the family that `config` names, its values yet to be set."""
+    return PtdHead(config) if config.family == "ptd" else Eagle3Head(config)
 
 
 def native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
@@ -29,16 +35,21 @@ def native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
     rope.setdefault("rope_type", "default")
     scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
     nested = [b - 1 for b in config.boundaries]  # SGLang counts outputs of layers
+    # The name that becomes vLLM's class with norms of q and k; it has no other for these heads.
+    architecture = "Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"
+    mask = config.mask_token_id
+    # Readers differ in the key they look for (CONTRACTS §1.5).
+    names = ("mask_token_id", "ptd_token_id", "pard_token") if mask is not None else ()
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": "qwen3" if config.qk_norm else "llama",
         "dtype": dtype,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.num_layers,
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "attention_bias": False,
@@ -62,14 +73,15 @@ def native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
         "norm_before_fc": False,
         "fc_norm": False,
         "norm_output": False,
+        **dict.fromkeys(names, mask),
     }
 
 
 def head_tensors(head: Eagle3Head, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Every tensor of the head by its name, floating ones cast to `dtype`, on the CPU."""
+    """Every tensor by its name in files, floating ones cast to `dtype`, on the CPU."""
     return {
         name: (t.to(dtype) if t.is_floating_point() else t).detach().cpu().contiguous()
-        for name, t in head.state_dict().items()
+        for name, t in head.tensors().items()
     }
 
 
@@ -104,7 +116,7 @@ def load_config(folder: Path) -> HeadConfig:
 def load_head(
     folder: Path, *, embeddings: Tensor | None, dtype: torch.dtype, device: torch.device | str
 ) -> Eagle3Head:
-    """Loads a head for inference.
+    """Loads a head for inference: a `PtdHead` where draftlab.json says so.
 
     Args:
         folder: the head folder.
@@ -140,12 +152,12 @@ def load_head(
                 "the head uses its target's embeddings, and none were given", where=folder
             )
         tensors[EMBEDDINGS] = embeddings
-    head = Eagle3Head(config)
+    head = new_head(config)
     if config.draft_vocab_size == config.vocab_size:
         head.set_draft_vocabulary(torch.arange(config.vocab_size))
         tensors |= {"d2t": head.d2t, "t2d": head.t2d}
     check_tensors(head, tensors, folder / WEIGHTS)
-    head.load_state_dict(tensors)
+    head.load_tensors(tensors)
     members = torch.nonzero(head.t2d).flatten()
     if not torch.equal(members, torch.arange(len(head.d2t)) + head.d2t):
         raise UserError(
@@ -158,14 +170,14 @@ def load_head(
 
 def check_tensors(head: Eagle3Head, tensors: dict[str, Tensor], where: Path) -> None:
     """Raises a `UserError` that lists every missing, unknown, misshapen or non-finite tensor."""
-    expected = head.state_dict()
+    expected = head.tensors()
     faults = [f"missing {name}" for name in expected.keys() - tensors.keys()]
     faults += [f"unknown {name}" for name in tensors.keys() - expected.keys()]
     for name in expected.keys() & tensors.keys():
         if expected[name].shape != tensors[name].shape:
             faults.append(
                 f"{name}: expected shape {list(expected[name].shape)}, "
-                f"found {list(tensors[name].shape)}"
+                f"found {list(tensors[name].shape)}{_of_boundaries(head.config, name)}"
             )
         elif tensors[name].is_floating_point() and not bool(tensors[name].isfinite().all()):
             faults.append(f"{name}: not finite")
@@ -173,3 +185,11 @@ def check_tensors(head: Eagle3Head, tensors: dict[str, Tensor], where: Path) -> 
         raise UserError(
             "the head's tensors do not fit:\n  " + "\n  ".join(sorted(faults)), where=where
         )
+
+
+def _of_boundaries(config: HeadConfig, name: str) -> str:
+    """Where the expected width comes from, of a tensor that reads features."""
+    if name not in ("fc.weight", "mask_hidden"):
+        return ""
+    count, size = len(config.boundaries), config.target_hidden_size
+    return f" ({count} boundaries of {size} are {config.feature_size} wide)"

@@ -95,10 +95,22 @@ def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Projections of grouped-query attention; who attends to what is the caller's business."""
+    """Projections of grouped-query attention; who attends to what is the caller's business.
+
+    With `qk_norm_eps` (Qwen3) queries and keys are RMS-normed, head by head, before they are
+    rotated. Angles may have more leading dimensions than x: one input at many positions is
+    projected once.
+    """
 
     def __init__(
-        self, size_in: int, size: int, num_heads: int, num_kv_heads: int, head_dim: int
+        self,
+        size_in: int,
+        size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        qk_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
@@ -106,13 +118,18 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(size_in, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(size_in, num_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * head_dim, size, bias=False)
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None:
+            self.q_norm, self.k_norm = (RMSNorm(head_dim, qk_norm_eps) for _ in range(2))
 
     def query(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Rotated queries [..., heads, head_dim]."""
-        return rotate(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)), angles)
+        query = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        return rotate(query if self.q_norm is None else self.q_norm(query), angles)
 
     def key_value(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values, each [..., kv heads, head_dim]."""
+        """Rotated keys [..., kv heads, head_dim], and values, whose leading dimensions are x's."""
         shape = (self.num_kv_heads, self.head_dim)
-        key = rotate(self.k_proj(x).unflatten(-1, shape), angles)
+        key = self.k_proj(x).unflatten(-1, shape)
+        key = rotate(key if self.k_norm is None else self.k_norm(key), angles)
         return key, self.v_proj(x).unflatten(-1, shape)

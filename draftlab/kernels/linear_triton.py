@@ -4,8 +4,11 @@ A program owns TILE rows of W and walks along size_in in steps of DEPTH; Triton 
 tiles in flight. W is the first operand of the product and x, padded to ROWS, the second: tensor
 cores want 16 or 64 rows of the first, and of the second as few as 8.
 
-RMS norm costs no pass of its own: Σ x² is gathered beside the product, x is multiplied by the norm
-weight on its way in, and the accumulator by 1 / rms at the end.
+RMS norm costs no pass of its own. The product that makes y also writes y times the weight of the
+norm that follows, and each tile's part of Σ y²; the product that reads it adds the parts up and
+multiplies its accumulator by 1 / rms at the end (`Normed` in linear.py). Where x comes from
+elsewhere the reader does all of it: it gathers Σ x² beside the product and multiplies x by the
+norm's weight on its way in.
 
 Where W has too few rows to fill the device, SPLIT programs share a tile of rows. Each leaves its
 partial sums; the one that arrives last adds them up in a fixed order, so that results never depend
@@ -17,30 +20,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CHUNK = tl.constexpr(256)
-"""Elements (512 bytes) one prefetch instruction asks for."""
-
-
-@triton.jit
-def _prefetch(addresses):
-    """Asks L2 for CHUNK 16-bit elements at each address."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;",
-        "=r,l",
-        [addresses],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+from draftlab.kernels.prefetch_triton import CHUNK, prefetch
 
 
 @triton.jit
 def _write(
-    total, second, squares, bias, residual, out, n, m, num_rows, num_out, size_in, eps,
-    GATED: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    total, second, squares, bias, residual, out, next_norm, scaled, next_squares,
+    tile, n, m, num_rows, num_out, size_in, eps,
+    GATED: tl.constexpr, DIVIDE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    NEXT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Scales finished sums [TILE, ROWS], applies the epilogue and stores them as out [M, N]."""
-    if NORM:
+    """Scales finished sums [TILE, ROWS], applies the epilogue and stores them as out [M, N].
+
+    NEXT: also out · next_norm, and this tile's Σ out² of each row.
+    """
+    if DIVIDE:
         scale = tl.rsqrt(squares / size_in + eps)[None, :]
         total *= scale
         if GATED:
@@ -53,19 +47,28 @@ def _write(
     inside = (m[None, :] < num_rows) & (n[:, None] < num_out)
     if RESIDUAL:
         total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+    rounded = total.to(out.dtype.element_ty)
+    tl.store(out + at, rounded, mask=inside)
+    if NEXT:
+        y = tl.where(inside, rounded.to(tl.float32), 0.0)
+        weight = tl.load(next_norm + n, mask=n < num_out, other=0.0).to(tl.float32)[:, None]
+        tl.store(scaled + at, (y * weight).to(scaled.dtype.element_ty), mask=inside)
+        tl.store(next_squares + tile * ROWS + m, tl.sum(y * y, 0))
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps"])
 def skinny_kernel(
-    x, weight, up, norm_weight, bias, residual, out, partial, arrivals,
-    num_rows, num_out, size_in, x_stride, eps,
-    GATED: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    x, weight, up, norm_weight, x_squares, bias, residual, out, next_norm, scaled, next_squares,
+    partial, arrivals, num_rows, num_out, size_in, x_stride, eps,
+    GATED: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NEXT: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
     EVEN: tl.constexpr, PREFETCH: tl.constexpr, WIDE: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows (or its SPLIT-th part) of W against all rows of x.
 
+    NORM: x is still to be normed. PARTS: x is a norm's product without the division by the rms, and
+    x_squares has Σ x² in PARTS parts (PADDED to a power of two), [PARTS, ROWS].
     EVEN: size_in is a multiple of DEPTH · SPLIT. PREFETCH: elements of each row asked for before
     the previous kernel is done. WIDE: multiply in float32 (the interpreter knows no bfloat16).
     """
@@ -82,11 +85,15 @@ def skinny_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH:
             ahead = row + CHUNK * tl.arange(0, PREFETCH // CHUNK)[None, :]
-            _prefetch(weight + ahead)
+            prefetch(weight + ahead)
             if GATED:
-                _prefetch(up + ahead)
+                prefetch(up + ahead)
         tl.extra.cuda.gdc_wait()
 
+    if PARTS:
+        # Asked for now and added up after the products, when they have long arrived.
+        at = tl.arange(0, PADDED)[:, None]
+        squares_in = tl.load(x_squares + at * ROWS + m[None, :], mask=at < PARTS, other=0.0)
     weights = weight + row + k[None, :]
     ups = up + row + k[None, :]
     xs = x + m[:, None] * x_stride + start + k[None, :]
@@ -124,30 +131,37 @@ def skinny_kernel(
         weights += DEPTH
         xs += DEPTH
     squares = tl.sum(squared, 1)
+    if PARTS:
+        squares = tl.sum(squares_in, 0)
 
     if SPLIT == 1:
         _write(
-            total, second, squares, bias, residual, out, n, m, num_rows, num_out, size_in, eps,
-            GATED, NORM, BIAS, RESIDUAL,
+            total, second, squares, bias, residual, out, next_norm, scaled, next_squares,
+            tile, n, m, num_rows, num_out, size_in, eps,
+            GATED, NORM or PARTS > 0, BIAS, RESIDUAL, NEXT, ROWS,
         )  # fmt: skip
     else:
         # A part leaves TILE · ROWS sums and ROWS sums of squares.
         SIZE: tl.constexpr = TILE * ROWS + ROWS
         at = tl.arange(0, TILE)[:, None] * ROWS + m[None, :]
         tl.store(partial + program * SIZE + at, total)
-        tl.store(partial + program * SIZE + TILE * ROWS + m, squares)
+        if NORM:
+            tl.store(partial + program * SIZE + TILE * ROWS + m, squares)
         tl.debug_barrier()  # all threads have stored before one of them says so
         arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
         if arrived == SPLIT - 1:
             total = tl.zeros((TILE, ROWS), tl.float32)
-            squares = tl.zeros((ROWS,), tl.float32)
+            if NORM:
+                squares = tl.zeros((ROWS,), tl.float32)
             for other in range(SPLIT):
                 base = partial + (tile * SPLIT + other) * SIZE
                 # Other multiprocessors wrote these: past the L1 cache.
                 total += tl.load(base + at, cache_modifier=".cg")
-                squares += tl.load(base + TILE * ROWS + m, cache_modifier=".cg")
+                if NORM:
+                    squares += tl.load(base + TILE * ROWS + m, cache_modifier=".cg")
             tl.store(arrivals + tile, 0)
             _write(
-                total, second, squares, bias, residual, out, n, m, num_rows, num_out, size_in,
-                eps, GATED, NORM, BIAS, RESIDUAL,
+                total, second, squares, bias, residual, out, next_norm, scaled, next_squares,
+                tile, n, m, num_rows, num_out, size_in, eps,
+                GATED, NORM or PARTS > 0, BIAS, RESIDUAL, NEXT, ROWS,
             )  # fmt: skip

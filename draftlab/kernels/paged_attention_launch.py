@@ -9,10 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
+from draftlab.kernels import dependent_launch
 from draftlab.kernels.dependent_launch import launch_options
 from draftlab.kernels.paged_attention_triton import attend_kernel, join_kernel, write_kernel
 
 MOST_SPLITS = 16  # more cost more in joining than they save
+MOST_AHEAD = 32 << 20  # bytes of weights asked into L2, about half of it
+MOST_ROWS_AHEAD = 16  # with more tokens, attention itself needs the memory
 
 
 class Plan(NamedTuple):
@@ -103,6 +106,7 @@ def attend_paged_triton(
     chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    ahead: Tensor | None = None,
     plan: Plan | None = None,
 ) -> Tensor:
     """`attend_paged`, on the device; `plan` overrides how the call is cut up."""
@@ -130,6 +134,11 @@ def attend_paged_triton(
         **launch_options(query.device),
     }
     num_tiles = triton.cdiv(num_tokens, plan.rows // shared["GROUP"])
+    programs = num_kv_heads * num_tiles * plan.splits * num_rows
+    chunks = 0
+    few = num_rows * num_tokens <= MOST_ROWS_AHEAD
+    if ahead is not None and few and dependent_launch.supported(query.device):
+        chunks = min(ahead.numel() * ahead.element_size(), MOST_AHEAD) // 512
     with torch.cuda.device_of(query):
         attend_kernel[num_kv_heads, num_tiles * plan.splits, num_rows](
             query,
@@ -143,6 +152,8 @@ def attend_paged_triton(
             statistics,
             scale,
             softcap or 0.0,
+            ahead if chunks else query,
+            chunks,
             num_tokens,
             block_table.shape[1],
             *query.stride()[:3],
@@ -150,6 +161,7 @@ def attend_paged_triton(
             *value_pool.stride()[:3],
             BLOCK_SIZE=key_pool.shape[1],
             SOFTCAP=softcap is not None,
+            AHEAD=triton.next_power_of_2(triton.cdiv(chunks, programs)) if chunks else 0,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=plan.warps,
             num_stages=plan.stages,

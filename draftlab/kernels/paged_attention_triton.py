@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from draftlab.kernels.prefetch_triton import prefetch_share
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -114,44 +116,23 @@ def _key_tiles(
 
 @triton.jit
 def attend_kernel(
-    query,
-    key_pool,
-    value_pool,
-    block_table,
-    positions,
-    sinks,
-    output,
-    partial,
-    statistics,
-    scale,
-    softcap,
-    num_tokens,
-    table_width,
-    query_row,
-    query_token,
-    query_head,
-    key_block,
-    key_offset,
-    key_head,
-    value_block,
-    value_offset,
-    value_head,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GDC: tl.constexpr,
-):
-    """One program per kv head, per tile of rows and split, and per row of the batch."""
+    query, key_pool, value_pool, block_table, positions, sinks, output, partial, statistics,
+    scale, softcap, ahead, ahead_chunks, num_tokens, table_width,
+    query_row, query_token, query_head,
+    key_block, key_offset, key_head, value_block, value_offset, value_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr, AHEAD: tl.constexpr, GDC: tl.constexpr,
+):  # fmt: skip
+    """One program per kv head, per tile of rows and split, and per row of the batch.
+
+    AHEAD: chunks of the weights `ahead` that each program asks L2 for, or 0.
+    """
+    if AHEAD:
+        axis = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+        prefetch_share(ahead, ahead_chunks, axis * tl.num_programs(0) + tl.program_id(0), AHEAD)
     if GDC:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -263,6 +244,8 @@ def join_kernel(
     GDC: tl.constexpr,
 ):
     """Joins the splits of one token's query head."""
+    if GDC:
+        tl.extra.cuda.gdc_launch_dependents()
     head, token, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     # Before the wait: which splits there are. Positions are older than the kernel waited for,
     # which lets this one start only after its own wait.
@@ -277,7 +260,6 @@ def join_kernel(
     place = (batch * num_tokens + token) * HEADS + head
     if GDC:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     top = tl.load(statistics + (place * SPLITS + split) * 2, used, other=float("-inf"))
     total = tl.load(statistics + (place * SPLITS + split) * 2 + 1, used, other=0.0)
     gathered = tl.load(

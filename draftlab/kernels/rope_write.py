@@ -112,7 +112,7 @@ def launch_angles(
             scaling,
             HALF=half,
             PADDED=1 << (half - 1).bit_length(),
-            EXACT=positions.is_cuda,
+            EXACT=positions.device.type == "cuda",
             **launch_options(positions.device),
         )
     return cos, sin

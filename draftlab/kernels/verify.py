@@ -12,77 +12,7 @@ import torch
 from torch import Tensor
 
 from draftlab.kernels.noise import Purpose, first_argmax, keyed_exponential, keyed_uniform, race
-
-
-@dataclass(frozen=True)
-class RowKeys:
-    """Per row of a batch: sampling parameters and the keys of its noise, each [B].
-
-    Attributes:
-        temperature: float32; 0 means greedy.
-        top_k: int64; 0 means off.
-        top_p: float32; 1 means off.
-        seed: int64.
-        prompt: int64, from `prompt_key`.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    seed: Tensor
-    prompt: Tensor
-
-    def __getitem__(self, index: Tensor) -> RowKeys:
-        return RowKeys(
-            self.temperature[index],
-            self.top_k[index],
-            self.top_p[index],
-            self.seed[index],
-            self.prompt[index],
-        )
-
-
-@dataclass(frozen=True)
-class DraftDistribution:
-    """What B rows' drafts were drawn from, as logits: q(w) = exp(logits / temperature − log_sum).
-
-    Attributes:
-        logits: [B, K, W] over the draft vocabulary, in the head's dtype.
-        log_sum: float32 [B, K], logsumexp of logits / temperature.
-        temperature: float32 [B], of the drafts; > 0 where `sampled`, not read elsewhere.
-        sampled: bool [B]; False: the row's drafts are the argmax and q is one-hot.
-        ids: int64 [W], ascending target ids of the draft vocabulary.
-        index: int32 [V], the inverse of `ids`, −1 outside; made once a head by `draft_index`. The
-            reference does without; the kernels make it anew in every call when it is missing.
-    """
-
-    logits: Tensor
-    log_sum: Tensor
-    temperature: Tensor
-    sampled: Tensor
-    ids: Tensor
-    index: Tensor | None = None
-
-    def __getitem__(self, rows: Tensor | slice) -> DraftDistribution:
-        return DraftDistribution(
-            self.logits[rows],
-            self.log_sum[rows],
-            self.temperature[rows],
-            self.sampled[rows],
-            self.ids,
-            self.index,
-        )
-
-    def probabilities(self) -> Tensor:
-        """q, float32 [B, K, W]; of no meaning in rows that are not `sampled`."""
-        temperature = _divisor(self.temperature)[:, None, None]
-        return (self.logits.float() / temperature - self.log_sum[..., None]).exp()
-
-
-def draft_index(ids: Tensor, vocab: int) -> Tensor:
-    """Where each target id sits in the draft vocabulary: int32 [vocab], −1 outside of `ids` [W]."""
-    index = torch.full((vocab,), -1, dtype=torch.int32, device=ids.device)
-    return index.scatter_(0, ids, torch.arange(len(ids), dtype=torch.int32, device=ids.device))
+from draftlab.kernels.rows import DraftDistribution, RowKeys, divisor
 
 
 @dataclass(frozen=True)
@@ -101,11 +31,6 @@ class Verdict:
     probability: Tensor
 
 
-def _divisor(temperature: Tensor) -> Tensor:
-    """Temperatures to divide by: 1 for greedy rows, whose quotients are not used."""
-    return temperature.where(temperature > 0, 1.0)
-
-
 def target_probabilities(logits: Tensor, rows: RowKeys, *, limited: bool | None = None) -> Tensor:
     """The distribution each row samples from: temperature, then top-k, then top-p.
 
@@ -121,7 +46,7 @@ def target_probabilities(logits: Tensor, rows: RowKeys, *, limited: bool | None 
     logits = limit_logits(logits, rows) if has_limits(rows, limited) else logits.float()
     # Less the maximum first: quotients near 0 keep their precision however low the temperature.
     relative = logits - logits.amax(-1, keepdim=True)
-    probabilities = (relative / _divisor(rows.temperature)[:, None, None]).softmax(-1)
+    probabilities = (relative / divisor(rows.temperature)[:, None, None]).softmax(-1)
     if bool(greedy.any()):
         hot = torch.zeros_like(logits).scatter_(-1, first_argmax(logits)[..., None], 1.0)
         probabilities = probabilities.where(~greedy[:, None, None], hot)
@@ -146,7 +71,7 @@ def limit_logits(logits: Tensor, rows: RowKeys) -> Tensor:
     top_k = rows.top_k.where(rows.top_k > 0, logits.shape[-1])[:, None, None]
     values = values.masked_fill(rank >= top_k, float("-inf"))
     relative = values - values[..., :1]
-    probabilities = (relative / _divisor(rows.temperature)[:, None, None]).softmax(-1)
+    probabilities = (relative / divisor(rows.temperature)[:, None, None]).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
     # Off is 1, and a running sum may round to 1 before the tail has been seen.
     top_p = rows.top_p.where(rows.top_p < 1, 2.0)[:, None, None]
@@ -169,33 +94,66 @@ def sample_first(
 
 
 def sample_draft(
-    logits: Tensor, positions: Tensor, rows: RowKeys, temperature: Tensor, sampled: Tensor
+    logits: Tensor,
+    positions: Tensor,
+    rows: RowKeys,
+    temperature: Tensor,
+    sampled: Tensor,
+    *,
+    ids: Tensor | None = None,
+    ahead: int = 0,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draws one draft a row from q = softmax(logits / temperature), or takes the argmax.
 
     Args:
         logits: [B, W] over the draft vocabulary, bfloat16, float16 or float32.
-        positions: int64 [B], the positions that the drafts would take.
+        positions: int64 [B]; the drafts would take the positions `ahead` further on.
         rows: noise keys; their sampling parameters are the target's and not looked at.
         temperature: float32 [B], of the drafts; 0 takes the argmax (ties: lowest index).
         sampled: bool [B]; False takes the argmax too.
+        ids: int64 [W], what the entries of the vocabulary are called; None: by their index.
+        ahead: see `positions`.
+        out: two contiguous tensors that the results are written to.
 
     Returns:
-        Indices into the draft vocabulary, int64 [B]; logsumexp(logits / temperature), float32 [B]
-        (of logits where the temperature is 0).
+        Tokens by `ids`, int64 [B]; logsumexp(logits / temperature), float32 [B] (of logits where
+        the temperature is 0).
     """
     if logits.is_cuda:
         from draftlab.kernels import sampling_triton
 
-        return sampling_triton.sample_draft(logits, positions, rows, temperature, sampled)
-    scaled = logits.float() / _divisor(temperature)[:, None]
-    log_sum, best = scaled.logsumexp(-1), first_argmax(logits)
+        return sampling_triton.sample_draft(
+            logits, positions, rows, temperature, sampled, ids=ids, ahead=ahead, out=out
+        )
+    scaled = logits.float() / divisor(temperature)[:, None]
+    log_sum, index = scaled.logsumexp(-1), first_argmax(logits)
     sampled = sampled & (temperature > 0)
-    if not bool(sampled.any()):
-        return best, log_sum
-    noise = keyed_exponential(rows.seed, rows.prompt, positions, Purpose.DRAFT, logits.shape[-1])
-    drawn = race((scaled - scaled.amax(-1, keepdim=True)).exp(), noise)
-    return drawn.where(sampled, best), log_sum
+    if bool(sampled.any()):
+        at = positions + ahead
+        noise = keyed_exponential(rows.seed, rows.prompt, at, Purpose.DRAFT, logits.shape[-1])
+        drawn = race((scaled - scaled.amax(-1, keepdim=True)).exp(), noise)
+        index = drawn.where(sampled, index)
+    tokens = index if ids is None else ids[index]
+    if out is None:
+        return tokens, log_sum
+    return out[0].copy_(tokens), out[1].copy_(log_sum)
+
+
+def argmax_draft(logits: Tensor, *, ids: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Takes the argmax of each row (ties: lowest index): what `sample_draft` does without sampling.
+
+    Args:
+        logits, ids: as `sample_draft` has them.
+        out: contiguous int64 [B]; where the tokens go.
+    """
+    if logits.is_cuda:
+        from draftlab.kernels import sampling_triton
+
+        return sampling_triton.argmax_draft(logits, ids=ids, out=out)
+    index = first_argmax(logits)
+    tokens = index if ids is None else ids[index]
+    return tokens if out is None else out.copy_(tokens)
 
 
 def verify(
@@ -239,6 +197,8 @@ def verify(
             limited=limited,
             expect=expect,
         )
+    if not bool((rows.temperature > 0).any()):
+        return _verify_greedy(logits, drafts, num_drafts)
     p = target_probabilities(logits, rows, limited=limited)
     num_rows, width, vocab = p.shape
     k = width - 1
@@ -275,3 +235,12 @@ def verify(
         weights = without.where(usable[:, None], weights)
     noise = keyed_exponential(rows.seed, rows.prompt, positions + accepted, Purpose.EMIT, vocab)
     return Verdict(accepted, race(weights, noise), probability * real)
+
+
+def _verify_greedy(logits: Tensor, drafts: Tensor, num_drafts: Tensor) -> Verdict:
+    """`verify` where every row is greedy: p is one-hot, so nothing is left to chance."""
+    best = first_argmax(logits)
+    depth = torch.arange(drafts.shape[1], device=drafts.device)
+    hits = (best[:, :-1] == drafts) & (depth < num_drafts[:, None])
+    accepted = hits.long().cumprod(-1).sum(-1)
+    return Verdict(accepted, best.gather(1, accepted[:, None])[:, 0], hits.float())

@@ -6,14 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
-from draftlab.kernels.verify import (
-    DraftDistribution,
-    RowKeys,
-    Verdict,
-    draft_index,
-    has_limits,
-    limit_logits,
-)
+from draftlab.kernels.dependent_launch import launch_options
+from draftlab.kernels.rows import DraftDistribution, RowKeys, draft_index
+from draftlab.kernels.verify import Verdict, has_limits, limit_logits
 from draftlab.kernels.verify_triton import resample, settle, survey
 
 SURVEY_BLOCK = 4096  # tokens a program surveys
@@ -65,6 +60,8 @@ def verify(
     temperatures, num_drafts = rows.temperature.contiguous(), num_drafts.contiguous()
     sampled = None if q is None else q.sampled.contiguous()
     depths = triton.next_power_of_2(width)
+    drafts = drafts if drafts.stride(-1) == 1 else drafts.contiguous()
+    options = launch_options(logits.device)
     survey[(num_rows * width, num_blocks)](
         *target,
         temperatures,
@@ -75,15 +72,18 @@ def verify(
         WIDTH=width,
         SIZE=SURVEY_BLOCK,
         num_warps=8,
+        **options,
     )
     resample[(num_rows, num_races + (width - 1) * num_overlaps)](
         *target,
-        drafts.contiguous(),
+        drafts,
+        drafts.stride(0),
         num_drafts,
         positions.contiguous(),
         rows.seed.contiguous(),
         rows.prompt.contiguous(),
         temperatures,
+        None if q is None else q.rows,
         q_logits,
         *((0, 0) if q_logits is None else q_logits.stride()[:2]),
         None if q is None else q.log_sum.contiguous(),
@@ -109,6 +109,7 @@ def verify(
         BLOCKS=triton.next_power_of_2(num_blocks),
         SIZE=RACE_BLOCK,
         HAS_Q=q is not None,
+        **options,
     )
     settle[(num_rows,)](
         num_drafts,
@@ -125,5 +126,6 @@ def verify(
         DEPTHS=depths,
         RACES=triton.next_power_of_2(num_races),
         OVERLAPS=triton.next_power_of_2(num_overlaps) if num_overlaps else 0,
+        **options,
     )
     return Verdict(accepted, emitted, probability)

@@ -20,9 +20,12 @@ _NOWHERE = tl.constexpr(2**31 - 1)
 @triton.jit
 def survey(
     logits, row_stride, depth_stride, vocab, temperatures, tops, sums, bests, num_blocks,
-    WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Grid (B · WIDTH, blocks), WIDTH = K + 1; what a block found goes to [B, WIDTH, blocks]."""
+    if GDC:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     line, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = line // WIDTH
     at = block * SIZE + tl.arange(0, SIZE)
@@ -52,11 +55,11 @@ def _draft_share(pointers, mask, temperature, log_sum):
 @triton.jit
 def _judge(
     row, logits, row_stride, depth_stride, vocab, drafts, num_drafts, position, seed, prompt,
-    temperature, q_logits, q_row_stride, q_depth_stride, q_log_sum, q_temperature, drawn, index,
-    tops, sums, bests, num_blocks,
+    temperature, q_logits, q_depth_stride, q_log_sum, q_temperature, drawn, index, tops,
+    sums, bests, num_blocks,
     WIDTH: tl.constexpr, DEPTHS: tl.constexpr, BLOCKS: tl.constexpr, HAS_Q: tl.constexpr,
 ):  # fmt: skip
-    """Judges a row's drafts.
+    """Judges a row's drafts; `drafts`, `q_logits` and `q_log_sum` point to the row's own.
 
     Returns:
         accepted; of the row of logits after these: maximum, Σ exp, argmax, draft; p of each draft
@@ -74,7 +77,7 @@ def _judge(
     best = tl.min(best, 1)
 
     real = depth < num_drafts
-    draft = tl.load(drafts + row * (WIDTH - 1) + depth, mask=real, other=-1)
+    draft = tl.load(drafts + depth, mask=real, other=-1)
     real = real & (draft >= 0) & (draft < vocab)
     x = load_logits(logits + row * row_stride + depth * depth_stride + draft, real)
     p = _share(weights(x, top, temperature), total)
@@ -83,8 +86,8 @@ def _judge(
     q = tl.zeros_like(p) + 1.0
     if HAS_Q:
         place = tl.where(drawn, tl.load(index + draft, mask=real, other=-1), -1)
-        log_sum = tl.load(q_log_sum + row * (WIDTH - 1) + depth, mask=real, other=0.0)
-        pointers = q_logits + row * q_row_stride + depth * q_depth_stride + place
+        log_sum = tl.load(q_log_sum + depth, mask=real, other=0.0)
+        pointers = q_logits + depth * q_depth_stride + place
         q = tl.where(drawn, _draft_share(pointers, place >= 0, q_temperature, log_sum), q)
     u = keyed_uniform(seed, prompt, position + depth, ACCEPT)
     passed = real & (u * q.to(tl.float64) < p.to(tl.float64))
@@ -114,21 +117,30 @@ def _overlap(
 
 @triton.jit
 def resample(
-    logits, row_stride, depth_stride, vocab, drafts, num_drafts, positions, seeds, prompts,
-    temperatures, q_logits, q_row_stride, q_depth_stride, q_log_sum, q_temperatures, sampled,
-    ids, index, num_ids, tops, sums, bests, num_blocks,
+    logits, row_stride, depth_stride, vocab, drafts, draft_stride, num_drafts, positions, seeds,
+    prompts, temperatures, q_rows, q_logits, q_row_stride, q_depth_stride, q_log_sum,
+    q_temperatures, sampled, ids, index, num_ids, tops, sums, bests, num_blocks,
     accepted_out, emitted_out, probability_out, values, tokens, num_races, overlaps, num_overlaps,
     WIDTH: tl.constexpr, DEPTHS: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
-    HAS_Q: tl.constexpr,
+    HAS_Q: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Grid (B, num_races + K · num_overlaps); a greedy row is decided by its first program."""
+    if GDC:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    drafts += row * draft_stride
     temperature = tl.load(temperatures + row)
     drawn = temperature < 0
     q_temperature = temperature
     if HAS_Q:
         drawn = (temperature > 0) & (tl.load(sampled + row) != 0)
         q_temperature = tl.where(drawn, tl.load(q_temperatures + row), 1.0)
+        q_row = row
+        if q_rows is not None:
+            q_row = tl.load(q_rows + row)
+        q_logits += q_row * q_row_stride
+        q_log_sum += q_row * (WIDTH - 1)
     count = tl.minimum(tl.load(num_drafts + row), WIDTH - 1)
     if part < num_races:
         if (part == 0) | (temperature > 0):
@@ -136,8 +148,8 @@ def resample(
             position = tl.load(positions + row)
             accepted, top, total, best, draft, p_drafts = _judge(
                 row, logits, row_stride, depth_stride, vocab, drafts, count, position, seed,
-                prompt, temperature, q_logits, q_row_stride, q_depth_stride, q_log_sum,
-                q_temperature, drawn, index, tops, sums, bests, num_blocks,
+                prompt, temperature, q_logits, q_depth_stride, q_log_sum, q_temperature, drawn,
+                index, tops, sums, bests, num_blocks,
                 WIDTH, DEPTHS, BLOCKS, HAS_Q,
             )  # fmt: skip
             if part == 0:
@@ -157,8 +169,8 @@ def resample(
                 if HAS_Q:
                     less_q = drawn & rejected
                     place = tl.where(less_q, tl.load(index + at, mask=at < vocab, other=-1), -1)
-                    log_sum = tl.load(q_log_sum + row * (WIDTH - 1) + accepted, less_q, other=0.0)
-                    base = q_logits + row * q_row_stride + accepted * q_depth_stride
+                    log_sum = tl.load(q_log_sum + accepted, less_q, other=0.0)
+                    base = q_logits + accepted * q_depth_stride
                     q = _draft_share(base + place, place >= 0, q_temperature, log_sum)
                     left = tl.where(less_q, tl.maximum(p - q, 0.0), left)
                 key = keyed_bits(seed, prompt, position + accepted, EMIT)
@@ -176,8 +188,7 @@ def resample(
         if drawn & (depth < count):
             total = _overlap(
                 block, logits + row * row_stride + depth * depth_stride, ids, num_ids, temperature,
-                q_logits + row * q_row_stride + depth * q_depth_stride,
-                q_log_sum + row * (WIDTH - 1) + depth, q_temperature,
+                q_logits + depth * q_depth_stride, q_log_sum + depth, q_temperature,
                 tops + (row * WIDTH + depth) * num_blocks,
                 sums + (row * WIDTH + depth) * num_blocks, num_blocks, BLOCKS, SIZE,
             )  # fmt: skip
@@ -188,9 +199,12 @@ def resample(
 def settle(
     num_drafts, temperatures, sampled, emitted, probability, values, tokens, num_races,
     overlaps, num_overlaps, WIDTH: tl.constexpr, DEPTHS: tl.constexpr, RACES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    OVERLAPS: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Grid (B,): the token that won, and Σ min(p, q) of each draft (OVERLAPS = 0: none)."""
+    if GDC:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     if temperature > 0:

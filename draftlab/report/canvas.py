@@ -44,7 +44,7 @@ def new_figure(
         axes = figure.add_subplot(-(-len(panels) // columns), columns, i, sharey=shared)
         shared = shared or axes
         name = f"{title}, {panel}" if panel else title
-        name = "\n".join(textwrap.wrap(plain(name), 100 // columns))
+        name = "\n".join(textwrap.wrap(plain(name), 72 if columns == 1 else 40))
         axes.set_title(name, fontsize=11 if columns == 1 else 9.5, loc="left", fontweight="bold")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="both", color="#E4E4E4", linewidth=0.8)
@@ -59,7 +59,7 @@ def legend(figure: Figure) -> None:
     for one in figure.axes:
         for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
-    options: dict[str, Any] = {"frameon": False, "fontsize": 8.5}
+    options: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "handlelength": 3.0}
     if len(figure.axes) == 1 and len(entries) <= 6:
         axes.legend(entries.values(), entries.keys(), **options)
         return

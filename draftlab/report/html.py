@@ -144,15 +144,15 @@ def _lossless(row: Row) -> str:
     )
 
 
-def _view(i: int, row: Row, label: str) -> dict[str, Any]:
-    """A row's texts, as the template prints them."""
+def _view(i: int, row: Row, label: str, *, heads: bool) -> dict[str, Any]:
+    """A row's texts, as the template prints them; `heads`: several are compared."""
     drafted = wording.drafted(row)
     return {
         "i": i,
         "label": label,
         "drafted": drafted,
         "mark": wording.DEFAULT_MARK if wording.is_vllm_default(row) else "",
-        "drafter": row.drafter,
+        "drafter": (row.head or "none") if heads else row.drafter,
         "k": str(row.k) if drafted else NONE,
         "temperature": wording.temperature(row.temperature),
         "draft_probs": wording.draft_probs(row),
@@ -211,8 +211,10 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     text = files("draftlab.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    heads = len({row.head for row in rows if row.head}) > 1
     views = [
-        _view(i, *pair) for i, pair in enumerate(zip(rows, wording.labels(rows), strict=True), 1)
+        _view(i, row, label, heads=heads)
+        for i, (row, label) in enumerate(zip(rows, wording.labels(rows), strict=True), 1)
     ]
     return environment.from_string(text).render(
         target=wording.target_name(report),
@@ -225,7 +227,9 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
         shared=conditions.shared,
         varying=conditions.varying,
         legend=wording.LEGEND,
+        drafter_column="head" if heads else "drafter",
         advice=_advice(report),
+        advice_check=wording.advice_check(report),
         certificates=wording.certificates(report),
         warnings=wording.warnings(report),
         plots=[

@@ -145,7 +145,10 @@ def print_report(report: Report, console: Console) -> None:
     console.print(_items([("conditions", "\n".join(conditions.lines(console.width - 12)))]))
     if advice := wording.advice(report):
         console.print()
-        console.print(_items([(f"advice, {of}:", text) for of, text in advice], "bold"))
+        items = [(f"advice, {of}:", text) for of, text in advice]
+        if check := wording.advice_check(report):
+            items.append(("the adviser:", check))
+        console.print(_items(items, "bold"))
     for head, lines in wording.certificates(report):
         console.print()
         console.print(_items([(f"certificate, {head}:", "\n".join(lines))], "bold"))

@@ -158,7 +158,6 @@ def _of_head(get: Callable[[Row], str]) -> Callable[[Row], str | None]:
 
 _CONDITIONS: dict[str, Callable[[Row], str | None]] = {
     "head": _of_head(lambda row: row.head or "unnamed"),
-    "trained K": _of_head(lambda row: NONE if row.k_trained is None else str(row.k_trained)),
     "draft temperature": _of_head(
         lambda row: (
             "as the target's" if row.draft_temperature is None else f"{row.draft_temperature:g}"
@@ -210,6 +209,12 @@ def conditions(rows: Sequence[Row]) -> Conditions:
             varying[name] = [NONE if value is None else value for value in values]
         elif distinct:
             shared[name] = distinct.pop()
+    trained = {row.head: row.k_trained for row in rows if row.k_trained is not None}
+    if trained:
+        several = len(set(trained.values())) > 1
+        shared["trained K"] = ", ".join(
+            dict.fromkeys(f"{k} ({head})" if several else f"{k}" for head, k in trained.items())
+        )
     return Conditions(shared, varying)
 
 
@@ -261,6 +266,18 @@ def advice(report: Report) -> list[tuple[str, str]]:
             parts.append(f"draft probs {'on' if one['draft_probs'] else 'off'}")
         lines.setdefault(key, (", ".join(parts), one["text"]))
     return list(lines.values())
+
+
+def advice_check(report: Report) -> str:
+    """How well the adviser's predictions met the measurements; empty where there are none."""
+    check = (report.adviser or {}).get("check")
+    if not check:
+        return ""
+    return (
+        f"{check['met']} of {check['timed']} predictions met the measured speed-up (within its "
+        f"interval, or 5 %); off by {100 * check['mean_error']:.0f} % on average, "
+        f"{100 * check['worst_error']:.0f} % at most"
+    )
 
 
 def certificates(report: Report) -> list[tuple[str, list[str]]]:

@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from draftlab.kernels.paged_attention import attend_paged
+from draftlab.kernels.paged_plan import attend_reads
 
 if TYPE_CHECKING:
     from draftlab.target.paged import PagedCache
@@ -123,19 +124,18 @@ def _attend(
     if (cache := _paged.get()) is not None:
         if not isinstance(attention_mask, Visible):
             raise TypeError(f"expected a mask rule with pages, found {type(attention_mask)}")
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend_paged(
-            query.transpose(1, 2),
-            key,
-            value,
-            cache.block_table,
-            cache.positions,
-            scale=scale,
-            window=attention_mask.window,
-            chunk=attention_mask.chunk,
-            softcap=softcap,
-            sinks=s_aux,
-        ), None
+        rule = {"window": attention_mask.window, "chunk": attention_mask.chunk}
+        scores = {
+            "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+            "softcap": softcap,
+            "sinks": s_aux,
+        }
+        query = query.transpose(1, 2)
+        if query.device.type == "cpu":  # planned once for all layers; a GPU needs no plan
+            reads = cache.reads(query.shape[2] // key.shape[2], query.dtype, **rule)
+            return attend_reads(query, key, value, reads, **scores), None
+        where = cache.block_table, cache.positions
+        return attend_paged(query, key, value, *where, **rule, **scores), None
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options

@@ -79,8 +79,8 @@ def use_experts(model: PreTrainedModel) -> None:
     """Makes a model's experts multiply in our way where transformers lets one choose.
 
     Left alone: models without experts, quantised experts (their own kernels), and experts that are
-    written out in the model: Llama 4's are batched products already; dbrx, doge, jetmoe and
-    longcat_flash loop, which is right, and cannot be captured.
+    written out in the model: Llama 4's are batched products already; those of dbrx, doge, jetmoe,
+    longcat_flash and step3p7 loop, which is right and cannot be captured (`probe.can_capture`).
     """
     if getattr(model.config, "quantization_config", None) is None:
         switchable = any(

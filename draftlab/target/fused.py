@@ -2,9 +2,9 @@
 
 transformers runs a decoder layer as some twenty kernels; at one token a row, launching and draining
 them costs as much as reading the weights. For the layers of `_LAYERS` the same computation is
-written here with the kernels of `kernels/`: qkv with the norm in front, rotation and cache write,
-attention, output product plus residual, gated product with the norm in front, down product plus
-residual. Everything else keeps going through transformers (`fused_decoder` gives None).
+written here with the kernels of `kernels/`: qkv, rotation and cache write, attention, output
+product plus residual, gated product, down product plus residual, the last two of which begin the
+norm of what follows. Everything else keeps going through transformers (`fused_decoder` gives None).
 
 `FusedDecoder.check` compares both on random tokens, so a release of transformers that changes one
 of these layers is found out when a target is loaded and not in its acceptance.
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftlab.base import UserError
-from draftlab.kernels.linear import gated_linear, linear
+from draftlab.kernels.linear import gated_linear, linear, linear_then_norm
 from draftlab.kernels.paged_attention import attend_paged
 from draftlab.kernels.rope_write import rope_angles, rope_write
 from draftlab.target.model import States, Target
@@ -69,6 +69,7 @@ class FusedDecoder:
         self.inv_freq, self.scaling = rope.inv_freq.float(), float(rope.attention_scaling)
         self.eps = float(target.norm.variance_epsilon)
         self.layers = [_read_layer(layer, target.config) for layer in target.layers]
+        self.norms = [*(layer.input_norm for layer in self.layers), target.norm.weight]
         attention = target.layers[0].self_attn
         self.head_dim: int = attention.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
@@ -94,16 +95,15 @@ class FusedDecoder:
         x = F.embedding(token_ids.flatten(), self.parts.embeddings)
         angles = rope_angles(positions.flatten(), self.inv_freq, self.scaling, x.dtype)
         slots = cache.slots.flatten()
-        taken = []
+        taken, normed = [], None
         for number, (layer, pool) in enumerate(zip(self.layers, cache.layers, strict=True)):
             if number in boundaries:
                 taken.append(x)
             if not pool.is_initialized:
                 empty = x.new_empty(1, self.num_kv_heads, 0, self.head_dim)
                 pool.lazy_initialization(empty, empty)
-            qkv = linear(
-                x, layer.qkv, norm_weight=layer.input_norm, eps=self.eps, bias=layer.qkv_bias
-            )
+            norm = {} if normed else {"norm_weight": layer.input_norm, "eps": self.eps}
+            qkv = linear(normed or x, layer.qkv, bias=layer.qkv_bias, **norm)
             query = rope_write(
                 qkv,
                 angles,
@@ -122,10 +122,15 @@ class FusedDecoder:
                 cache.positions,
                 scale=layer.scale,
                 window=layer.window,
+                ahead=layer.out,
             ).view(len(x), -1)
-            x = linear(attended, layer.out, residual=x, bias=layer.out_bias)
-            inner = gated_linear(x, layer.gate, layer.up, norm_weight=layer.mlp_norm, eps=self.eps)
-            x = linear(inner, layer.down, residual=x)
+            x, normed = linear_then_norm(
+                attended, layer.out, layer.mlp_norm, self.eps, residual=x, bias=layer.out_bias
+            )
+            inner = gated_linear(normed, layer.gate, layer.up)
+            x, normed = linear_then_norm(
+                inner, layer.down, self.norms[number + 1], self.eps, residual=x
+            )
         if self.target.num_layers in boundaries:
             taken.append(x)
         last = x.view(*shape, -1)

@@ -41,6 +41,9 @@ class TargetKnobs(Knobs):
     """"cpu", "cuda", "cuda:1" …; "auto": a GPU when there is one."""
     trust_remote_code: bool = False
     """Whether code shipped with a checkpoint may run. Off unless you have read it."""
+    compile: bool = True
+    """On CUDA in 16 bit, torch.compile fuses small operations of layers that have no kernels of our
+    own. Off: they run as transformers writes them."""
 
 
 @dataclass(frozen=True)
@@ -318,4 +321,8 @@ def load_target(knobs: TargetKnobs) -> Target:
     replace_layers(model)
     target = Target(model.to(device).eval().requires_grad_(False), folder, knobs.path)
     target.check_parts()
+    if knobs.compile:
+        from draftlab.target.compiled import compile_small  # it knows what a target is
+
+        compile_small(target)
     return target

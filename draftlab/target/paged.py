@@ -16,20 +16,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from draftlab.kernels.paged_attention import slot_mapping as slot_mapping  # offered here too
 from draftlab.kernels.paged_attention import write_paged
+from draftlab.kernels.paged_plan import Read, Writes, plan_reads, plan_writes, write_rows
 from draftlab.target.attention import paged_step, step_positions
-
-
-def slot_mapping(block_table: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """Slots int64 [B, M] of positions [B, M] in tables int32 [B, N].
-
-    −1, which is never written, for padding (position −1), for positions beyond the table and for
-    those whose block is 0: the row does not own them.
-    """
-    inside = (positions >= 0) & (positions < block_table.shape[1] * block_size)
-    at = positions.where(inside, 0)
-    blocks = block_table.gather(1, at // block_size).long()
-    return (blocks * block_size + at % block_size).where(inside & (blocks > 0), -1)
 
 
 class _PagedLayer(CacheLayerMixin):
@@ -55,13 +45,12 @@ class _PagedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        write_paged(
-            key_states.transpose(1, 2),
-            value_states.transpose(1, 2),
-            self.keys,
-            self.values,
-            self.owner.slots,
-        )
+        key, value = key_states.transpose(1, 2), value_states.transpose(1, 2)
+        pools = self.keys, self.values
+        if key.device.type == "cpu":  # planned once for all layers; a GPU needs no plan
+            write_rows(key.flatten(0, 1), value.flatten(0, 1), *pools, self.owner.writes)
+        else:
+            write_paged(key, value, *pools, self.owner.slots)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -92,12 +81,40 @@ class PagedCache(Cache):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.block_table = torch.empty(0, 0, dtype=torch.int32)
         self.positions = self.slots = torch.empty(0, 0, dtype=torch.int64)
+        self._reads: dict[tuple[Any, ...], list[Read]] = {}
+        self._writes: Writes | None = None
         super().__init__(layers=[_PagedLayer(self) for _ in range(num_layers)])
 
     def at(self, block_table: Tensor, positions: Tensor, slots: Tensor) -> PagedCache:
         """Aims the next forward pass."""
         self.block_table, self.positions, self.slots = block_table, positions, slots
+        self._reads.clear()
+        self._writes = None
         return self
+
+    def reads(
+        self, group: int, dtype: torch.dtype, window: int | None, chunk: int | None = None
+    ) -> list[Read]:
+        """`plan_reads` of this pass, made once for all layers of one rule; for CPUs."""
+        rule = group, dtype, window, chunk
+        if rule not in self._reads:
+            self._reads[rule] = plan_reads(
+                self.block_table,
+                self.positions,
+                self.block_size,
+                group,
+                dtype,
+                window=window,
+                chunk=chunk,
+            )
+        return self._reads[rule]
+
+    @property
+    def writes(self) -> Writes:
+        """`plan_writes` of this pass, made once for all layers; for CPUs."""
+        if self._writes is None:
+            self._writes = plan_writes(self.slots)
+        return self._writes
 
     @contextmanager
     def step(self, positions: Tensor) -> Iterator[None]:

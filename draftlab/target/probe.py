@@ -7,6 +7,7 @@ dtype and find a fault of any size.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,44 @@ def check_pages(target: Target) -> None:
     # Another kernel rounds differently, and in half precision a router may then pick other experts.
     close = 1e-3 if target.dtype == torch.float32 else 0.3
     _ask(target, "reads its cache in a way that pages of keys do not serve", _pages, close)
+
+
+def can_capture(target: Target) -> bool:
+    """Whether a CUDA graph can hold the target's passes; without a GPU there is none.
+
+    It cannot where the host must look at what the device computes: a loop over the experts that
+    were hit, say (`target/experts.py` names those that keep theirs). A warning tells so.
+    """
+    if target.device.type != "cuda":
+        return False
+    reason = _waits(target)
+    if reason is not None:
+        warnings.warn(
+            f"{type(target.decoder).__name__} decodes without CUDA graphs, so more slowly: "
+            f"the host waits for the device in a pass ({reason})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return reason is None
+
+
+@torch.inference_mode()
+def _waits(target: Target) -> str | None:
+    """What torch says when a pass makes the host wait; None when nothing does."""
+    pages = PagedCache(target.num_layers, 3, 16)
+    table = torch.tensor([[1], [2]], dtype=torch.int32, device=target.device)
+    ids, positions = (x.repeat(2, 1) for x in _placed(target, [5, 6, 7], 0))
+    pages.at(table, positions, slot_mapping(table, positions, 16))
+    target.states(ids, positions=positions, cache=pages)  # allocates, compiles, loads libraries
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        target.states(ids, positions=positions, cache=pages)
+    except RuntimeError as error:
+        return str(error).split("\n")[0]
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return None
 
 
 @torch.inference_mode()

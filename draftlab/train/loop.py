@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,23 +23,18 @@ from draftlab.data.packing import Batch, batches, pack
 from draftlab.data.store import Store
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.eagle3 import Eagle3Head, initialise_head
+from draftlab.heads.folder import new_head
+from draftlab.heads.initial import fingerprint, start_from
 from draftlab.target.model import resolve_device
 from draftlab.target.parts import TargetParts
 from draftlab.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint, trainable
+from draftlab.train.families import OBJECTIVES
 from draftlab.train.knobs import FREE_KNOBS, TrainKnobs
 from draftlab.train.metrics import MetricsLog, truncate_metrics
-from draftlab.train.ttt import Sums, ttt_loss
+from draftlab.train.objective import Sums, weighted_loss
+from draftlab.train.optimizer import learning_rate, new_optimizer
+from draftlab.train.parallel import depths_kept
 from draftlab.train.validate import Validation, validate
-
-
-def learning_rate(step: int, knobs: TrainKnobs) -> float:
-    """Linear warm-up, then a cosine down to a share of the peak; a function of the step alone."""
-    warmup = max(1, round(knobs.warmup * knobs.steps))
-    if step < warmup:
-        return knobs.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, knobs.steps - warmup)
-    floor = knobs.final_learning_rate
-    return knobs.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def split(store: Store, share: float, seed: int) -> tuple[list[int], list[int]]:
@@ -49,7 +45,7 @@ def split(store: Store, share: float, seed: int) -> tuple[list[int], list[int]]:
 
 
 class Trainer:
-    """Fits an EAGLE3 head to a store.
+    """Fits a head to a store.
 
     Args:
         store: recorded hidden states.
@@ -60,6 +56,7 @@ class Trainer:
         seed: of initial values, split and order of the data.
         folder: gets metrics.jsonl and checkpoints/.
         monitor: for lines and progress.
+        initial: a trained head to start from.
     """
 
     def __init__(
@@ -73,9 +70,11 @@ class Trainer:
         seed: int,
         folder: Path,
         monitor: Monitor,
+        initial: Eagle3Head | None = None,
     ) -> None:
         self.store, self.knobs, self.seed = store, knobs, seed
         self.folder, self.monitor = folder, monitor
+        self.objective = OBJECTIVES[config.family]
         device = resolve_device(knobs.device)
         precision = knobs.precision
         if precision == "auto":
@@ -86,7 +85,7 @@ class Trainer:
         )
         self.device = self.accelerator.device
         self.training, self.held_out = split(store, knobs.validation_share, seed)
-        head = Eagle3Head(config)
+        head = new_head(config)
         initialise_head(
             head,
             embeddings=parts.embeddings.float(),
@@ -95,20 +94,10 @@ class Trainer:
             target_ids=vocabulary.target_ids,
             seed=seed,
         )
+        if initial is not None:
+            monitor.say(start_from(head, initial, "head.init"))
         self.parts = parts.to(self.device, torch.float32)
-        weights = trainable(head)
-        optimizer = torch.optim.AdamW(
-            [
-                {
-                    "params": [p for p in weights.values() if p.ndim > 1],
-                    "weight_decay": knobs.weight_decay,
-                },
-                {"params": [p for p in weights.values() if p.ndim == 1], "weight_decay": 0.0},
-            ],
-            lr=knobs.learning_rate,
-            betas=(0.9, knobs.beta2),
-            fused=self.device.type == "cuda",
-        )
+        optimizer = new_optimizer(head, knobs, self.device)
         self.head: Eagle3Head
         self.head, self.optimizer = self.accelerator.prepare(head, optimizer)
         if self.accelerator.num_processes > 1:
@@ -124,6 +113,7 @@ class Trainer:
                     vocabulary.target_ids.tolist(),
                     store.manifest.model_dump(mode="json"),
                     seed,
+                    fingerprint(initial) if initial is not None else None,
                 ]
             )
         )
@@ -148,7 +138,7 @@ class Trainer:
         knobs = self.knobs
         validation: Validation | None = None
         sums, started = Sums.zeros(knobs.ttt_steps, self.device), time.perf_counter()
-        tokens_logged, busy = self.tokens_seen, 0.0
+        tokens_logged = self.tokens_seen
         grad_norm = torch.zeros(())
         for micro in self._prefetched():
             rate = learning_rate(self.step, knobs)
@@ -159,9 +149,8 @@ class Trainer:
             last = self.step == knobs.steps
             if self.step % knobs.log_every == 0 or last:
                 busy, started = time.perf_counter() - started, time.perf_counter()
-                speed = (self.tokens_seen - tokens_logged) / busy
+                self._log(sums, rate, float(grad_norm), self.tokens_seen - tokens_logged, busy)
                 tokens_logged = self.tokens_seen
-                self._log(sums, rate, float(grad_norm), speed)
                 sums = Sums.zeros(knobs.ttt_steps, self.device)
             if knobs.validate_every and self.step % knobs.validate_every == 0 and not last:
                 self.validate()
@@ -179,43 +168,59 @@ class Trainer:
         for rows in batches(lengths, self.knobs.row_tokens, self.knobs.batch_rows, seed=self.seed):
             yield [[self.training[i] for i in row] for row in rows]
 
-    def _pack(self, rows: list[list[int]]) -> list[Batch]:
+    def _pack(self, step: int, rows: list[list[int]]) -> list[Batch]:
         """The micro-batches of an optimizer step."""
         knobs = self.knobs
+        keep = partial(
+            depths_kept,
+            num_depths=knobs.ttt_steps,
+            ratio=knobs.cod_ratio,
+            least=knobs.cod_min,
+            seed=self.seed,
+            step=step,
+        )
         size = knobs.micro_rows or len(rows)
         return [
             pack(
                 [[self.store[i] for i in row] for row in rows[at : at + size]],
                 knobs.row_tokens,
                 knobs.ttt_steps,
+                keep=keep if self.objective.drops else None,
+                passes=knobs.anchor_parts,
             )
             for at in range(0, len(rows), size)
         ]
 
     def _prefetched(self) -> Iterator[list[Batch]]:
         """The remaining steps' micro-batches, in order, packed ahead of time by threads."""
-        steps = islice(self._order(), self.step, self.knobs.steps)
+        steps = islice(enumerate(self._order()), self.step, self.knobs.steps)
         workers = 1 if self.device.type == "cpu" else 6
         with ThreadPoolExecutor(workers) as pool:
-            ahead = deque(pool.submit(self._pack, rows) for rows in islice(steps, 2 * workers))
+            ahead = deque(pool.submit(self._pack, *step) for step in islice(steps, 2 * workers))
             while ahead:
                 ready = ahead.popleft().result()
-                ahead.extend(pool.submit(self._pack, rows) for rows in islice(steps, 1))
+                ahead.extend(pool.submit(self._pack, *step) for step in islice(steps, 1))
                 yield ready
 
     def _optimize(self, micro: list[Batch], sums: Sums) -> torch.Tensor:
-        """One optimizer step; the loss is normalised by N_0 of all its micro-batches."""
-        knobs = self.knobs
-        anchors = max(1, sum(batch.num_anchors for batch in micro))
+        """One optimizer step; the loss is normalised by the counts of all its micro-batches."""
+        counts = [sum(n) for n in zip(*(batch.counts for batch in micro), strict=True)]
+        weights = self.objective.weights(self.knobs.gamma, counts)
         for batch in micro:
-            with self.accelerator.autocast() if self.device.type != "cpu" else self._cpu_cast():
-                loss, found = ttt_loss(
-                    self.head, self.parts, batch.to(self.device), gamma=knobs.gamma
-                )
-            self.accelerator.backward(loss / anchors)
-            sums.add(found)
+            for part in batch.to(self.device).split():
+                with self.accelerator.autocast() if self.device.type != "cpu" else self._cpu_cast():
+                    loss, found = weighted_loss(
+                        self.objective.outputs(self.head, part),
+                        self.head,
+                        self.parts,
+                        part,
+                        weights,
+                    )
+                if loss.requires_grad:  # or no position of this part carries loss
+                    self.accelerator.backward(loss / counts[0])
+                sums.add(found)
             self.tokens_seen += batch.num_tokens
-        norm = self.accelerator.clip_grad_norm_(trainable(self.head).values(), knobs.clip)
+        norm = self.accelerator.clip_grad_norm_(trainable(self.head).values(), self.knobs.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -225,7 +230,7 @@ class Trainer:
             return torch.autocast("cpu", torch.bfloat16)
         return nullcontext()
 
-    def _log(self, sums: Sums, rate: float, norm: float, speed: float) -> None:
+    def _log(self, sums: Sums, rate: float, norm: float, tokens: int, busy: float) -> None:
         count = sums.count.clamp(min=1)
         alpha, accuracy = (sums.alpha / count).tolist(), (sums.hits / count).tolist()
         losses = (sums.loss / count).tolist()
@@ -243,14 +248,15 @@ class Trainer:
             "accuracy": accuracy,
             "lr": rate,
             "grad_norm": norm,
-            "tokens_per_s": speed,
+            "tokens_per_s": tokens / busy,
+            "predictions_per_s": float(sums.count.sum()) / busy,
         }
         self.log.write(row)
         self.monitor.progress(
             "train",
             self.step,
             self.knobs.steps,
-            f"{speed:,.0f} tokens/s · loss {losses[0]:.3f} · α {alpha[0]:.3f}",
+            f"{tokens / busy:,.0f} tokens/s · loss {losses[0]:.3f} · α {alpha[0]:.3f}",
         )
 
     def validate(self) -> Validation:

@@ -4,6 +4,9 @@ The teacher-forced walk (METHODS §6) goes through an answer as a server does: f
 accepts the run of drafts that hit the recorded tokens, then continues behind them. On the target's
 greedy answers its counters are those of real decoding; on sampled answers the expectation of the
 acceptance rule takes the place of hits.
+
+For a parallel head "step" reads "depth": its drafts depend on no other draft, those of a chain on
+the recorded tokens in place of accepted drafts, so both are scored for all positions at once.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from draftlab.data.store import Record, Store
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.results import Counters
 from draftlab.target.parts import TargetParts
-from draftlab.train.ttt import Sums, teach, ttt_loss, unroll
+from draftlab.train.families import OBJECTIVES
+from draftlab.train.objective import Sums, teach, weighted_loss
 
 
 @dataclass
@@ -28,7 +32,7 @@ class Validation:
     """What validation found.
 
     Attributes:
-        alpha, accuracy: per step.
+        alpha, accuracy: per step (of a parallel head: depth).
         loss: per step, mean over rows.
         walk: counters over greedy answers, only steps whose K drafts lie inside the answer.
         sampled_al: predicted AL at temperature 1 over sampled answers; None without any.
@@ -112,7 +116,7 @@ def token_scores(head: Eagle3Head, parts: TargetParts, batch: Batch) -> tuple[Te
     hits = torch.zeros(rows * width, len(batch.steps), dtype=torch.bool, device=ids.device)
     ratios = torch.zeros(rows * width, len(batch.steps), device=ids.device)
     tokens = batch.tokens.flatten()
-    for k, step in enumerate(unroll(head, batch)):
+    for k, step in enumerate(OBJECTIVES[head.config.family].outputs(head, batch)):
         at, token = step.teacher - 1 - k, tokens[step.teacher + 1]
         draft = draft_of[token]
         known = draft >= 0
@@ -148,7 +152,8 @@ def validate(
         records: list[Record] = [store[i] for i in order[start : start + batch_rows]]
         longest = max(len(r.tokens) for r in records)
         batch = pack([[r] for r in records], longest, num_steps).to(device)
-        sums.add(ttt_loss(head, parts, batch, gamma=1.0)[1])
+        outputs = OBJECTIVES[head.config.family].outputs(head, batch)
+        sums.add(weighted_loss(outputs, head, parts, batch, [1.0] * num_steps)[1])
         hits, ratios = (x.cpu() for x in token_scores(head, parts, batch))
         for b, record in enumerate(records):
             if not record.temperature:

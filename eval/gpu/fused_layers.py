@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from draftlab.kernels import dependent_launch, paged_attention_launch
+from draftlab.kernels import dependent_launch
 from draftlab.kernels import linear as skinny
 from draftlab.kernels import rope_write as rope
 from draftlab.kernels.paged_attention import attend_paged, attend_paged_reference
 
 BANDWIDTH = 4.15e12
-HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4096, 14336, 32, 8, 128, 16
+HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4096, 14336, 32, 8, 128, 64
 EPS = 1e-5
 WEIGHTS = {
     "qkv": ((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN),
@@ -66,40 +66,61 @@ class Layers:
 
     def attend(self, query: Tensor, layer: int, attention: Callable = attend_paged) -> Tensor:
         query = query.view(*self.positions.shape, HEADS, HEAD_DIM)
-        scale = HEAD_DIM**-0.5
-        return attention(query, *self.pools[layer], self.table, self.positions, scale=scale)
+        options = {"ahead": self.weights[layer]["out"]} if attention is attend_paged else {}
+        return attention(
+            query, *self.pools[layer], self.table, self.positions, scale=HEAD_DIM**-0.5, **options
+        )
 
-    def run(self, reference: bool = False) -> Tensor:
-        """All layers, on the kernels or on their references."""
-        kernels = (skinny.linear, skinny.gated_linear, rope.rope_write, attend_paged)
-        if reference:
-            kernels = (
-                skinny.linear_reference,
-                skinny.gated_linear_reference,
-                rope.rope_write_reference,
-                attend_paged_reference,
+    def run(self, configs: dict[str, skinny.Config] | None = None) -> Tensor:
+        """All layers on the kernels, chained as `target/fused.py` chains them.
+
+        Args:
+            configs: of the products named; the others get what is chosen by shape.
+        """
+        config = lambda name: {"config": (configs or {}).get(name)}  # noqa: E731
+        x, normed = self.x, None
+        angles = rope.rope_angles(self.positions.flatten(), self.inv_freq, 1.0, x.dtype)
+        for number, w in enumerate(self.weights):
+            if normed is None:
+                qkv = skinny.linear(x, w["qkv"], norm_weight=w["first"], eps=EPS)
+            else:
+                qkv = skinny.linear(normed, w["qkv"], **config("qkv"))
+            query = rope.rope_write(qkv, angles, *self.pools[number], self.slots)
+            attended = self.attend(query, number).view(len(x), -1)
+            x, normed = skinny.linear_then_norm(
+                attended, w["out"], w["second"], EPS, residual=x, **config("out")
             )
-        linear, gated_linear, rope_write, attention = kernels
+            inner = skinny.gated_linear(normed, w["gate"], w["up"], **config("gate_up"))
+            after = self.weights[(number + 1) % len(self.weights)]["first"]
+            x, normed = skinny.linear_then_norm(
+                inner, w["down"], after, EPS, residual=x, **config("down")
+            )
+        return x
+
+    def run_reference(self) -> Tensor:
+        """The same on the references."""
         x = self.x
         angles = rope.rope_angles(self.positions.flatten(), self.inv_freq, 1.0, x.dtype)
         for number, w in enumerate(self.weights):
-            qkv = linear(x, w["qkv"], norm_weight=w["first"], eps=EPS)
-            query = rope_write(qkv, angles, *self.pools[number], self.slots)
-            attended = self.attend(query, number, attention).view(len(x), -1)
-            x = linear(attended, w["out"], residual=x)
-            inner = gated_linear(x, w["gate"], w["up"], norm_weight=w["second"], eps=EPS)
-            x = linear(inner, w["down"], residual=x)
+            qkv = skinny.linear_reference(x, w["qkv"], norm_weight=w["first"], eps=EPS)
+            query = rope.rope_write_reference(qkv, angles, *self.pools[number], self.slots)
+            attended = self.attend(query, number, attend_paged_reference).view(len(x), -1)
+            x = skinny.linear_reference(attended, w["out"], residual=x)
+            inner = skinny.gated_linear_reference(
+                x, w["gate"], w["up"], norm_weight=w["second"], eps=EPS
+            )
+            x = skinny.linear_reference(inner, w["down"], residual=x)
         return x
 
 
 def overlap(on: bool) -> None:
     """Programmatic dependent launch of all kernels, on or off."""
     dependent_launch.ENABLED = on
-    paged_attention_launch.PROGRAMMATIC_LAUNCH = on
 
 
 def graph_of(work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # what `work` reads may still be in the making
     with torch.cuda.stream(stream):
         work()
     stream.synchronize()
@@ -154,7 +175,7 @@ def check_rope() -> None:
 
 def check_layers(layers: Layers) -> None:
     """Against the references; and overlapped launches in a graph against none, bit for bit."""
-    expected = layers.run(reference=True)
+    expected = layers.run_reference()
     overlap(False)
     apart = layers.run()
     error = difference(apart, expected)
@@ -180,16 +201,15 @@ def parts(layers: Layers) -> dict[str, Callable[[], Tensor]]:
     def each(work: Callable[[int, dict], Tensor]) -> Callable[[], Tensor]:
         return lambda: [work(i, layers.weights[i]) for i in numbers][-1]
 
+    normed = skinny.linear_then_norm(x, layers.weights[0]["out"], layers.weights[0]["first"], EPS)[
+        1
+    ]
     return {
-        "qkv": each(lambda i, w: skinny.linear(x, w["qkv"], norm_weight=w["first"], eps=EPS)),
+        "qkv": each(lambda i, w: skinny.linear(normed, w["qkv"])),
         "rope": each(lambda i, w: rope.rope_write(qkv, angles, *layers.pools[i], layers.slots)),
         "attend": each(lambda i, w: layers.attend(query, i)),
         "out": each(lambda i, w: skinny.linear(x, w["out"], residual=x)),
-        "gate_up": each(
-            lambda i, w: skinny.gated_linear(
-                x, w["gate"], w["up"], norm_weight=w["second"], eps=EPS
-            )
-        ),
+        "gate_up": each(lambda i, w: skinny.gated_linear(normed, w["gate"], w["up"])),
         "down": each(lambda i, w: skinny.linear(inner, w["down"], residual=x)),
     }
 

@@ -26,14 +26,12 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.kernels import dependent_launch
 from draftlab.kernels.linear import (
-    Config,
-    choose,
     gated_linear,
     gated_linear_reference,
-    launch,
     linear,
     linear_reference,
 )
+from draftlab.kernels.linear_launch import Config, choose, launch
 
 BANDWIDTH = 4.15e12
 # name: rows of W (of gate and of up), Kin, kind
@@ -133,6 +131,7 @@ def compile_one(job: tuple[str, int, Config]) -> str | None:
 def microseconds(work, count: int, replays: int = 7) -> float:
     """Median time of one of `count` calls captured in one graph."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         work(0)
     stream.synchronize()

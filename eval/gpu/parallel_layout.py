@@ -107,6 +107,7 @@ def same(found: object, expected: object) -> None:
 def microseconds(work: Callable[[], object], count: int = 50, replays: int = 20) -> float:
     """Time of one call among many in a CUDA graph."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         work()
     torch.cuda.synchronize()

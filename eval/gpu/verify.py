@@ -23,14 +23,8 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from draftlab.kernels.verify import (
-    DraftDistribution,
-    RowKeys,
-    draft_index,
-    sample_draft,
-    sample_first,
-    verify,
-)
+from draftlab.kernels.rows import DraftDistribution, RowKeys, draft_index
+from draftlab.kernels.verify import sample_draft, sample_first, verify
 
 BANDWIDTH = 4.15e12
 # rows, drafts, vocabulary, draft vocabulary, dtype

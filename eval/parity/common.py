@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from draftlab import pipeline
+from draftlab import subject, verbs
 from draftlab.base import Monitor, UserError, write_json, write_text
 from draftlab.chat.render import stop_ids
 from draftlab.heads.eagle3 import Eagle3Head
@@ -45,7 +45,7 @@ class Subject:
 
     def export(self, layout: Path, k: int | None = None) -> None:
         """Writes the head in speculators layout, in float32."""
-        pipeline.export(
+        verbs.export(
             self.folder,
             self.knobs,
             layout,
@@ -77,20 +77,20 @@ def load_subject(head: str | None, target: str | None, prompts: int) -> Subject:
         load_head(folder, embeddings=embeddings, dtype=torch.float32, device="cpu"),
         knobs,
         loaded,
-        pipeline.load_suite("embedded:heldout", tokenizer, Monitor()).prompts[:prompts],
+        verbs.load_suite("embedded:heldout", tokenizer, Monitor()).prompts[:prompts],
         stop_ids(tokenizer, loaded.folder),
     )
 
 
-def choose(head: str | None, target: str | None) -> pipeline.Subject:
+def choose(head: str | None, target: str | None) -> subject.Subject:
     """The head asked for; by default the latest run's, else the reference head."""
     if head is None:
         try:
-            return pipeline.eval_subject(None, None, target)
+            return subject.eval_subject(None, None, target)
         except UserError as error:
             print(f"{error}\nno run with a head, so: the reference head", file=sys.stderr)
-            head = pipeline.REFERENCE
-    return pipeline.eval_subject(None, head, target)
+            head = verbs.REFERENCE
+    return subject.eval_subject(None, head, target)
 
 
 def prepare(name: str) -> Path | None:

@@ -1,6 +1,6 @@
 """Tokens and counters of draftlab's engine against a real vLLM on the same prompts, in float32.
 
-    .venv/bin/python eval/parity/parity_vllm.py [--head FOLDER|reference] [--k 4] [--temps 0.7,1.5]
+    .venv/bin/python eval/parity/parity_vllm.py [--head FOLDER|reference] [--k 4] [--prompts 64]
 
 At T = 0 everything must be equal: tokens, finish reasons, the accepted drafts of every verify step,
 counters of every prompt and their totals. draftlab decodes at batch 1 and at batch 8; vLLM serves
@@ -21,13 +21,12 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from common import (
@@ -48,9 +47,11 @@ from draftlab.decode.drafter import ChainDrafter
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Generation, Request, Sampling
 from draftlab.decode.vllm import COUNTERS, VllmEngine, VllmKnobs, positions
-from draftlab.results import Counters, acceptance_interval, bootstrap_interval
+from draftlab.results import Counters
+from draftlab.statistics import acceptance_interval, bootstrap_interval
 
 BATCHES = (1, 8)
+Table = tuple[str, tuple[str, ...]]
 EXACT = ("vLLM, T = 0: equal tokens and counters", (
     "date", "head", "vLLM reads", "versions", "runner", "K", "prompts", "tokens", "draftlab batch",
     "drafts / accepted / accepted_at: draftlab", "the same: vLLM", "equal",
@@ -221,24 +222,28 @@ def compare_sampled(
     return [*_common(bench, engine, drafts, f"{temperature:g}"), *shown, holds]
 
 
-def compare(bench: Bench, temperatures: Sequence[float]) -> list[tuple[Any, list[list[str]]]]:
-    """Everything, with as few starts of vLLM as there are (layout, drafts): tables and rows."""
+def compare(bench: Bench, temperatures: Sequence[float]) -> Iterator[tuple[Table, list[str]]]:
+    """Everything, with as few starts of vLLM as there are (layout, drafts): tables and their rows.
+
+    A row comes as soon as it is known.
+    """
     level = 1 - 0.05 / max(2 * len(temperatures), 1)
-    exact: list[list[str]] = []
-    sampled: list[list[str]] = []
     mine = {batch: bench.ours(0.0, batch) for batch in BATCHES}
     with tempfile.TemporaryDirectory() as place:
         layout = Path(place) / "speculators"
         bench.subject.export(layout, bench.k)
         with bench.theirs(layout) as engine:
-            exact += compare_greedy(bench, engine, "speculators", mine)
-            sampled += [compare_sampled(bench, engine, t, False, level) for t in temperatures]
+            for row in compare_greedy(bench, engine, "speculators", mine):
+                yield EXACT, row
+            for t in temperatures:
+                yield SAMPLED, compare_sampled(bench, engine, t, False, level)
         with bench.theirs(bench.subject.folder) as engine:
-            exact += compare_greedy(bench, engine, "native", mine)
+            for row in compare_greedy(bench, engine, "native", mine):
+                yield EXACT, row
         if temperatures:
             with bench.theirs(layout, probabilities=True) as engine:
-                sampled += [compare_sampled(bench, engine, t, True, level) for t in temperatures]
-    return [(EXACT, exact), (SAMPLED, sampled)]
+                for t in temperatures:
+                    yield SAMPLED, compare_sampled(bench, engine, t, True, level)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -248,12 +253,13 @@ def run(options: argparse.Namespace) -> int:
         return SKIPPED
     subject = load_subject(options.head, options.target, options.prompts)
     bench = Bench(subject, python, options.k, options.max_new_tokens, options.seed)
-    tables = compare(bench, options.temps)
-    if options.write:
-        for table, rows in tables:
-            for row in rows:
-                add_row(options.write, table, row)
-    return EQUAL if all(row[-1] == "yes" for _, rows in tables for row in rows) else DIFFERENT
+    status = EQUAL
+    for table, row in compare(bench, options.temps):
+        if options.write:
+            add_row(options.write, table, row)
+        if row[-1] != "yes":
+            status = DIFFERENT
+    return status
 
 
 def temperatures(text: str) -> list[float]:
@@ -267,11 +273,15 @@ def temperatures(text: str) -> list[float]:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    subject_options(parser, prompts=20)
+    subject_options(parser, prompts=64)
     parser.add_argument("--k", type=int, default=4, help="drafts a step")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument(
-        "--temps", type=temperatures, default=[], help="above 0, beside T = 0: 0.7,1.5"
+        "--temps",
+        type=temperatures,
+        default=[0.7, 1.5],
+        metavar="T,T,…",
+        help='above 0, beside T = 0; default 0.7,1.5; "" compares at T = 0 alone',
     )
     parser.add_argument("--seed", type=int, default=0, help="of sampling")
     try:

@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 
 from draftlab.decode.adviser import StepPoint, advise, step_ms
+from draftlab.report import wording
 from draftlab.results import Row, Timing
 from tests.report import sample
 
 PLAIN = 10.0
 
 
-def timed(row: Row, step: float, batch: int = 1, plain: float = PLAIN) -> Row:
-    """A row whose timed prompts accept as its suite does."""
-    tpot = step / row.acceptance_length
+def timed(
+    row: Row, step: float, batch: int = 1, plain: float = PLAIN, *, really: float = 1.0
+) -> Row:
+    """A row timed on prompts like its suite; steps take `really` times what is told."""
+    tpot = really * step / row.acceptance_length
     timing = Timing(
         batch=batch,
         prompts=10,
@@ -25,6 +28,7 @@ def timed(row: Row, step: float, batch: int = 1, plain: float = PLAIN) -> Row:
         step_ms=step,
         baseline_tpot_ms=plain,
         speedup=plain / tpot,
+        speedup_ci=(0.9 * plain / tpot, 1.1 * plain / tpot),
     )
     return row.model_copy(update={"timings": [*row.timings, timing]})
 
@@ -103,6 +107,28 @@ def test_the_line_names_the_nearest_measurement() -> None:
     assert advice["text"].startswith(
         f"best K = {best['k']} at batch 1: predicted {best['speedup']:.2f}×; measured at K = 1: "
     )
+
+
+def test_it_says_how_well_it_met_the_measurement() -> None:
+    right = [timed(sample.row(k=k, keep=0.6), linear(k)) for k in (2, 5)]
+    found = advise(right)
+    assert found["check"] == {
+        "timed": 2,
+        "met": 2,
+        "mean_error": pytest.approx(0, abs=0.01),
+        "worst_error": pytest.approx(0, abs=0.01),
+    }
+    assert "NOT MET" not in found["advice"][0]["text"]
+    # step costs that are wrong by 30 %: the measured speed-up refutes them
+    wrong = [timed(sample.row(k=k, keep=0.6), linear(k), really=1 / 1.3) for k in (2, 5)]
+    found = advise([sample.baseline(), *wrong])
+    assert (found["check"]["timed"], found["check"]["met"]) == (2, 0)
+    assert found["check"]["worst_error"] == pytest.approx(1 - 1 / 1.3, abs=0.01)
+    assert "NOT MET: -23 % off at K = " in found["advice"][0]["text"]
+    report = sample.report([sample.baseline(), *wrong]).model_copy(update={"adviser": found})
+    assert "0 of 2 predictions met the measured speed-up" in wording.advice_check(report)
+    assert "off by 23 % on average, 23 % at most" in wording.advice_check(report)
+    assert wording.advice_check(sample.report()) == ""
 
 
 def test_untimed_rows_get_no_advice() -> None:

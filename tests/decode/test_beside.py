@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftlab.base import Monitor, UserError
+from draftlab.decode.beside import check_knobs
 from draftlab.decode.evaluate import EvalKnobs, Evaluator, NamedHead, Suite
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.report import wording
@@ -65,11 +66,15 @@ def test_both_engines_are_told_apart(report: Report) -> None:
     assert advised == {"draftlab", "vllm (V1, cpu)"}
 
 
-def test_knobs_that_vllm_has_not_are_refused(target: Target, head: Eagle3Head) -> None:
-    from draftlab.decode.beside import measure_vllm
+@pytest.mark.parametrize("knob", ["draft_temperature", "greedy_below"])
+def test_knobs_that_vllm_has_not_are_refused(knob: str) -> None:
+    knobs = EvalKnobs.model_validate(ASKED | {knob: 0.5})
+    with pytest.raises(UserError, match=f"knobs that vLLM has too, found {knob} = 0.5") as error:
+        check_knobs(knobs)
+    assert "leave them out" in error.value.do
 
-    knobs = EvalKnobs.model_validate(ASKED | {"draft_temperature": 0.5})
-    named = NamedHead("a head", head, target.folder)
-    work = Evaluator(target, [named], SUITE, frozenset(), knobs, monitor=Monitor()).work
-    with pytest.raises(UserError, match="found draft_temperature"):
-        measure_vllm(work)
+
+def test_a_missing_vllm_shows_before_anything_is_decoded() -> None:
+    check_knobs(EvalKnobs.model_validate(ASKED))
+    with pytest.raises(UserError, match="found no program"):
+        check_knobs(EvalKnobs.model_validate(ASKED | {"vllm": {"python": "/no/python"}}))

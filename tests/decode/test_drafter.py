@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.decode.drafter import ChainDrafter, Observed
+from draftlab.decode.fused_head import FusedHead
 from draftlab.decode.sampling import Request, Sampling, row_keys
 from draftlab.heads.eagle3 import Eagle3Head
 
@@ -24,8 +26,12 @@ def dense(head: Eagle3Head, tokens: Tensor, hidden: Tensor) -> Tensor:
     return layer.output(attended.transpose(0, 1), residual)[-1]
 
 
-def test_probabilities_of_every_draft(head: Eagle3Head) -> None:
-    """Ragged rows over three steps; guesses of one step must not be seen by the next."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_probabilities_of_every_draft(fused: bool, head: Eagle3Head) -> None:
+    """Ragged rows over three steps; guesses of one step must not be seen by the next.
+
+    Fused: the passes that run on a GPU's kernels, here on their references.
+    """
     generator = torch.Generator().manual_seed(0)
     counts = [[5, 9, 2], [1, 4, 3], [3, 1, 5]]
     total = torch.tensor(counts).sum(0)
@@ -36,6 +42,8 @@ def test_probabilities_of_every_draft(head: Eagle3Head) -> None:
     )
     drafter = ChainDrafter(head, K)
     drafter.start(4, 24)  # a block a row; block 0 is nobody's
+    if fused:
+        drafter.fused = FusedHead(head)
     done = [0, 0, 0]
     for step in counts:
         width = max(step)
@@ -59,3 +67,31 @@ def test_probabilities_of_every_draft(head: Eagle3Head) -> None:
                 torch.testing.assert_close(q[row, depth], expected, rtol=1e-3, atol=1e-5)
                 seen = torch.cat([seen, found.tokens[row, depth : depth + 1]])
                 hidden = torch.cat([hidden, output[None]])
+
+
+@pytest.mark.parametrize("draft_probs", [False, True])
+def test_a_prompt_in_chunks_is_one_observation(draft_probs: bool, head: Eagle3Head) -> None:
+    """`observe` chunk by chunk, then `draft`: what `propose` says of everything at once."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 289, (2, 9), generator=generator)
+    features = torch.randn(2, 9, 96, generator=generator)
+    asked = [Request(str(i), (1,), 1, Sampling(temperature=1.0)) for i in range(2)]
+    keys, table = row_keys(asked, torch.device("cpu")), torch.tensor([[1], [2]]).int()
+    positions = torch.arange(9).expand(2, -1)
+
+    def part(start: int, end: int) -> Observed:
+        cut = tokens[:, start:end], features[:, start:end], positions[:, start:end]
+        return Observed(*cut, torch.tensor([end - start] * 2), table, keys)
+
+    drafter = ChainDrafter(head, K, draft_probs=draft_probs)
+    drafter.start(3, 24)
+    expected = drafter.propose(part(0, 9))
+    drafter.start(3, 24)
+    for start, end in ((0, 4), (4, 8), (8, 9)):
+        seen = drafter.observe(part(start, end))
+    found = drafter.draft(seen, torch.tensor([8, 8]), table, keys)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert (found.distribution is None) == (not draft_probs)
+    if found.distribution is not None and expected.distribution is not None:
+        torch.testing.assert_close(found.distribution.logits, expected.distribution.logits)
+        torch.testing.assert_close(found.distribution.log_sum, expected.distribution.log_sum)

@@ -143,6 +143,18 @@ def test_the_grid_decodes_plainly_once_a_temperature(target: Target, head: Eagle
     assert report.adviser is None
 
 
+def test_rows_below_the_threshold_draft_greedily(target: Target, head: Eagle3Head) -> None:
+    asked = {"temperatures": [0.5, 1.0], "draft_probs": "both", "timing_prompts": 0}
+    report = evaluate(target, head, greedy_below=0.8, **asked)
+    assert [(t, probs) for t, name, _, probs in cells(report) if name] == [
+        (0.5, False), (1.0, False), (1.0, True),
+    ]  # fmt: skip
+    plain = evaluate(target, head, **asked)
+    assert [r.counters for r in report.rows if r.temperature == 0.5] == [
+        r.counters for r in plain.rows if r.temperature == 0.5 and not r.draft_probs
+    ]
+
+
 def test_every_batch_is_timed_and_the_adviser_covers_every_k(
     target: Target, head: Eagle3Head
 ) -> None:

@@ -85,9 +85,9 @@ def test_another_rows_draft_probabilities_are_noticed(
 ) -> None:
     true = Step._distribution
 
-    def shuffled(self, index):
-        found = true(self, index)
-        return found if found is None else found[torch.arange(len(index)).roll(1)]
+    def shuffled(self, layout):
+        found = true(self, layout)
+        return found if found is None else found[torch.arange(len(layout.index)).roll(1)]
 
     monkeypatch.setattr(Step, "_distribution", shuffled)
     assert p_value(small, poor_head) < 1e-6

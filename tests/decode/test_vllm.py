@@ -13,7 +13,7 @@ import torch
 
 from draftlab.base import Monitor, UserError
 from draftlab.decode import vllm_client as client
-from draftlab.decode.sampling import Request, Sampling
+from draftlab.decode.sampling import Generation, Request, Sampling
 from draftlab.decode.vllm import (
     PYTHON_VARIABLE,
     VllmEngine,
@@ -21,7 +21,6 @@ from draftlab.decode.vllm import (
     _generation,
     find_python,
     positions,
-    run_vllm,
 )
 from tests.decode import fake_vllm
 
@@ -54,9 +53,19 @@ def ask(*firsts: int, count: int = 8, temperature: float = 0.0) -> list[Request]
     return [Request(f"p{i}", (i, 7), count, sampling, frozenset({2, 1})) for i in firsts]
 
 
+def run_vllm(
+    head: Path | None, target: Path, requests: list[Request], k: int, draft_probs: bool, **options
+) -> list[Generation]:
+    """Decodes with a vLLM that is started and ended for it."""
+    options.setdefault("max_length", positions(requests, k, sys.maxsize))
+    engine = VllmEngine(target, head, k=k, draft_probs=draft_probs, knobs=HERE, **options)
+    with engine:
+        return list(engine.generate(requests))
+
+
 def test_tokens_counters_steps_and_times_of_each_request(folder: Path, install) -> None:
     install()
-    one, two = run_vllm(folder, folder, ask(4, 6, count=9), 4, False, HERE, Monitor())
+    one, two = run_vllm(folder, folder, ask(4, 6, count=9), 4, False)
     assert (one.id, two.id) == ("p4", "p6")
     assert one.token_ids == tuple(range(4, 13))
     assert one.steps == ((4, 4), (4, 4))
@@ -72,7 +81,7 @@ def test_tokens_counters_steps_and_times_of_each_request(folder: Path, install) 
 
 def test_plain_decoding_has_steps_without_drafts(folder: Path, install) -> None:
     log = install()
-    (found,) = run_vllm(None, folder, ask(4), 4, True, HERE, Monitor())
+    (found,) = run_vllm(None, folder, ask(4), 4, True)
     assert found.steps == ((0, 0),) * 7
     assert (found.counters.k, found.counters.undrafted_steps) == (0, 7)
     assert "speculative_config" not in json.loads(log.read_text().splitlines()[0])
@@ -129,14 +138,14 @@ def test_an_old_vllm_counts_prompt_by_prompt_and_knows_no_draft_probabilities(
     folder: Path, install
 ) -> None:
     log = install(modern=False)
-    found = run_vllm(folder, folder, ask(4, 6), 4, False, HERE, Monitor())
+    found = run_vllm(folder, folder, ask(4, 6), 4, False)
     assert [g.counters.accepted for g in found] == [8, 4]
     assert [len(g.steps) for g in found] == [2, 4]
     assert "draft_sample_method" not in log.read_text()
     with pytest.raises(UserError, match="does not know draft_sample_method"):
-        run_vllm(folder, folder, ask(4), 4, True, HERE, Monitor())
+        run_vllm(folder, folder, ask(4), 4, True)
     with pytest.raises(UserError, match="counts no single request: take batch 1"):
-        run_vllm(folder, folder, ask(4), 4, False, HERE, Monitor(), batch=2)
+        run_vllm(folder, folder, ask(4), 4, False, batch=2)
 
 
 def test_counters_that_disagree_are_refused(
@@ -145,21 +154,21 @@ def test_counters_that_disagree_are_refused(
     install()
     monkeypatch.setenv("FAKE_EXTRA", "1")
     with pytest.raises(UserError, match=r"drafts: get_metrics\(\) says 3, the requests add"):
-        run_vllm(folder, folder, ask(4), 4, False, HERE, Monitor())
+        run_vllm(folder, folder, ask(4), 4, False)
 
 
 def test_bad_requests_are_named(folder: Path, install) -> None:
     install()
     long = [Request("long", (1,) * 60, 8)]
     with pytest.raises(UserError, match=r"60 tokens \+ 8 new ones exceed the 64 positions"):
-        run_vllm(None, folder, long, 0, False, HERE, Monitor(), max_length=64)
+        run_vllm(None, folder, long, 0, False, max_length=64)
     with pytest.raises(UserError, match="miscounts prompts of one token"):
-        run_vllm(folder, folder, [Request("a", (1,), 8)], 2, False, HERE, Monitor(), batch=2)
+        run_vllm(folder, folder, [Request("a", (1,), 8)], 2, False, batch=2)
     with pytest.raises(UserError, match=r"draft: expected a model folder with a config\.json"):
-        run_vllm(folder / "none", folder, ask(4), 2, False, HERE, Monitor())
+        run_vllm(folder / "none", folder, ask(4), 2, False)
     mixed = [*ask(4), *ask(6, temperature=1.0)]
     with pytest.raises(ValueError, match="one sampling"):
-        run_vllm(None, folder, mixed, 0, False, HERE, Monitor())
+        run_vllm(None, folder, mixed, 0, False)
 
 
 def test_a_vllm_that_does_not_start_is_an_error_with_its_words(
@@ -168,7 +177,7 @@ def test_a_vllm_that_does_not_start_is_an_error_with_its_words(
     install()
     monkeypatch.setenv("FAKE_FAILS", "1")
     with pytest.raises(UserError, match="no kernel for this machine"):
-        run_vllm(None, folder, ask(4), 0, False, HERE, Monitor())
+        run_vllm(None, folder, ask(4), 0, False)
 
 
 def test_a_python_without_vllm(folder: Path, tmp_path: Path, monkeypatch) -> None:
@@ -177,7 +186,7 @@ def test_a_python_without_vllm(folder: Path, tmp_path: Path, monkeypatch) -> Non
     site.write_text("raise ModuleNotFoundError('No module named vllm', name='vllm')\n")
     monkeypatch.setenv("PYTHONPATH", str(site.parent))
     with pytest.raises(UserError, match="found one without") as error:
-        run_vllm(None, folder, ask(4), 0, False, HERE, Monitor())
+        run_vllm(None, folder, ask(4), 0, False)
     assert PYTHON_VARIABLE in str(error.value)
     assert sys.executable in str(error.value)
 

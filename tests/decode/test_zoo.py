@@ -11,7 +11,7 @@ from torch import Tensor
 from draftlab.decode.drafter import Observed, Proposal
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Request
-from draftlab.kernels.verify import RowKeys, draft_index
+from draftlab.kernels.rows import RowKeys, draft_index
 from draftlab.target.model import TargetKnobs, load_target
 from tests.decode.answers import run
 from tests.target.zoo import SHAPE, ZOO, eager_model, zoo_folder
@@ -34,7 +34,7 @@ class BigramDrafter:
         for text in texts:
             self.follower[text[:-1]] = torch.tensor(text[1:])
 
-    def start(self, num_blocks: int, block_size: int) -> None:
+    def start(self, num_blocks: int, block_size: int, *, packed: bool = False) -> None:
         pass
 
     def observe(self, observed: Observed) -> Tensor:

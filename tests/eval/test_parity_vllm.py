@@ -75,6 +75,7 @@ def test_the_interval_of_the_difference_holds_0_for_equal_and_not_for_unequal_ac
 
 def test_temperatures_are_above_0() -> None:
     assert vllm.temperatures("0.7,1.5") == [0.7, 1.5]
+    assert vllm.temperatures("") == []
     for wrong in ("0", "-1,2", "nan"):
         with pytest.raises(ArgumentTypeError, match="above 0"):
             vllm.temperatures(wrong)

@@ -6,6 +6,7 @@ import torch
 
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.folder import new_head
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -15,6 +16,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+
+PTD = {"family": "ptd", "mask_token_id": 7, "embeddings": "own", "num_layers": 2}
 
 
 def make_config(**changed: object) -> HeadConfig:
@@ -46,7 +50,7 @@ def make_config(**changed: object) -> HeadConfig:
 
 def make_head(seed: int = 0, **changed: object) -> Eagle3Head:
     """A head in float64 whose weights are loud: quiet ones hide RoPE and norm mistakes."""
-    head = Eagle3Head(make_config(**changed)).double()
+    head = new_head(make_config(**changed)).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():

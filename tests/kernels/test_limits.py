@@ -11,13 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftlab.kernels.noise import prompt_key
-from draftlab.kernels.verify import (
-    DraftDistribution,
-    RowKeys,
-    sample_first,
-    target_probabilities,
-    verify,
-)
+from draftlab.kernels.rows import DraftDistribution, RowKeys
+from draftlab.kernels.verify import sample_first, target_probabilities, verify
 
 
 def rows(

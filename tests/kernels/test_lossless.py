@@ -20,9 +20,11 @@ from scipy import stats
 from torch import Tensor
 
 from draftlab.decode import drafter as drafter_module
-from draftlab.decode.drafter import ChainDrafter
+from draftlab.decode.drafter import ChainDrafter, Proposal
+from draftlab.decode.fused_head import Pass
 from draftlab.kernels import verify as verify_module
-from draftlab.kernels.verify import RowKeys, Verdict, sample_first
+from draftlab.kernels.rows import RowKeys
+from draftlab.kernels.verify import Verdict, sample_first
 from tests.kernels.test_limits import by_definition
 
 VOCAB, K, ROWS, START = 5, 2, 100_000, 0
@@ -81,9 +83,21 @@ def make_drafter(case: Case) -> ChainDrafter:
         t2d=torch.zeros(VOCAB, dtype=torch.bool),
         target_ids=lambda ids: ids + offsets[ids],
     )
-    return ChainDrafter(
+    drafter: Any = ChainDrafter(
         head, K, draft_probs=case.draft_probs, draft_temperature=case.draft_temperature
     )
+    # A pass's output is its token, and the logits are the token's entry in a table.
+    drafter._forward = lambda tokens, *_: tokens.float()
+    drafter._logits = lambda output, out=None: (
+        HEAD[output[:, 0].long()] if out is None else out.copy_(HEAD[output[:, 0].long()])
+    )
+    return drafter
+
+
+def propose(drafter: Any, last: Tensor, positions: Tensor, keys: RowKeys) -> Proposal:
+    """The chain of drafts behind tokens `last` [B], the first of them for `positions` [B]."""
+    chain = [Pass(None, None, positions - 2)] * K
+    return drafter._draft(last[:, None].float(), chain, None, keys, drafter.sampling(keys))
 
 
 def decode(
@@ -103,18 +117,13 @@ def decode(
         rows = (length < 3).nonzero()[:, 0]
         part, at = keys[rows], length[rows] + 1  # the prompt is START, at position 0
         last = torch.where(length[rows] > 0, tokens[rows, (length[rows] - 1).clamp(min=0)], START)
-        drafts, logits, log_sums = [], [], []
-        for depth in range(K):
-            logits.append(HEAD[drafts[-1] if drafts else last])
-            token, log_sum = drafter._choose(logits[-1], at + depth, part)
-            drafts.append(token)
-            log_sums.append(log_sum)
-        chain = torch.stack([last, *drafts], 1)
+        proposal = propose(drafter, last, at, part)
+        chain = torch.cat([last[:, None], proposal.tokens], 1)
         verdict = verify(
             TARGET[chain],
             chain[:, 1:],
             torch.full((len(rows),), K),
-            drafter._distribution(logits, log_sums, part),
+            proposal.distribution,
             at,
             part,
         )
@@ -231,10 +240,10 @@ def test_sampled_drafts_follow_q(draft_temperature: float | None) -> None:
     case = Case(temperature=1.3, draft_temperature=draft_temperature)
     keys, drafter = row_keys(case, 30_000), make_drafter(case)
     for context in range(VOCAB):
-        logits = HEAD[context].expand(30_000, -1)
-        tokens, log_sum = drafter._choose(logits, torch.full((30_000,), 3 + context), keys)
+        last, positions = torch.full((30_000,), context), torch.full((30_000,), 3 + context)
+        proposal = propose(drafter, last, positions, keys)
+        tokens, distribution = proposal.tokens[:, 0], proposal.distribution
         expected = (HEAD[context].double() / (draft_temperature or 1.3)).softmax(-1)
-        distribution = drafter._distribution([logits], [log_sum], keys)
         assert distribution is not None
         q = distribution.probabilities()[:, 0]
         torch.testing.assert_close(q, expected.float().expand_as(q))
@@ -249,10 +258,9 @@ def test_rows_below_greedy_below_draft_their_argmax() -> None:
     drafter.greedy_below = 0.8
     keys = row_keys(case, 100)
     keys = replace(keys, temperature=torch.tensor([0.5, 1.0]).repeat(50))
-    logits = HEAD[0].expand(100, -1)
-    tokens, log_sum = drafter._choose(logits, torch.full((100,), 3), keys)
+    proposal = propose(drafter, torch.zeros(100, dtype=torch.int64), torch.full((100,), 3), keys)
+    tokens, distribution = proposal.tokens[:, 0], proposal.distribution
     assert set(tokens[::2].tolist()) == {int(DRAFT_IDS[HEAD[0].argmax()])}
-    distribution = drafter._distribution([logits], [log_sum], keys)
     assert distribution is not None
     assert distribution.sampled.tolist() == [False, True] * 50
     assert len(set(tokens[1::2].tolist())) > 1

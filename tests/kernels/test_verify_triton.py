@@ -17,7 +17,8 @@ from torch import Tensor
 
 from draftlab.kernels import noise, verify
 from draftlab.kernels.noise import Purpose
-from draftlab.kernels.verify import DraftDistribution, RowKeys, Verdict, draft_index
+from draftlab.kernels.rows import DraftDistribution, RowKeys, draft_index
+from draftlab.kernels.verify import Verdict
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
@@ -226,20 +227,21 @@ def test_views_of_larger_tensors() -> None:
 
 @inside
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_drafts(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(6)
-    logits = (torch.randn(48, 1003, generator=generator) * 3).to(dtype)
-    keys, positions = make_keys(48), torch.arange(48)
-    sampled = torch.arange(48) // len(TEMPERATURES) % 2 == 0
-    for temperature in (keys.temperature, torch.full((48,), 0.6)):
-        settings = positions, keys, temperature, sampled
-        index, log_sum = verify.sample_draft(logits, *settings)
-        found, found_sum = sampling_triton.sample_draft(logits, *settings)
-        assert torch.equal(found, index)
-        torch.testing.assert_close(found_sum, log_sum)
-        assert torch.equal(index[~sampled], logits.argmax(-1)[~sampled])
-        assert not torch.equal(index[sampled], logits.argmax(-1)[sampled])
+def test_distributions_in_the_rows_of_something_larger() -> None:
+    logits, drafts, number, q, positions, keys = make_batch(18, 3, 1003, 257, seed=11)
+    assert q is not None
+    rows = torch.randperm(20, generator=torch.Generator().manual_seed(1))[:18]
+    large, sums = torch.full((20, 3, 257), 9.0), torch.full((20, 3), 9.0)
+    large[rows], sums[rows] = q.logits, q.log_sum
+    aimed = replace(q, logits=large, log_sum=sums, rows=rows)
+    chain = torch.cat([drafts[:, :1], drafts], 1)  # drafts as a step has them: part of a row
+    expected = verify.verify(logits, drafts, number, q, positions, keys)
+    assert bool((expected.accepted > 0).any() & (expected.accepted < number).any())
+    for module in (verify, verify_launch):
+        found = module.verify(logits, chain[:, 1:], number, aimed, positions, keys)
+        assert_same(found, expected)
+    some = torch.tensor([5, 2, 11])
+    assert torch.equal(aimed[some].probabilities(), q.probabilities()[some])
 
 
 @inside

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from draftlab.decode.adviser import advise
-from draftlab.results import Counters, Report, Row, Timing, acceptance_interval
+from draftlab.results import Counters, Report, Row, Timing
+from draftlab.statistics import acceptance_interval
 
 COMMON: dict[str, Any] = {
     "engine": "draftlab-eager",

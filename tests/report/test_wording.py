@@ -57,6 +57,19 @@ def test_labels_name_what_differs_and_are_unique() -> None:
     ]
 
 
+def test_each_heads_training_is_told_beside_its_name() -> None:
+    rows = [sample.baseline(), sample.row(head="a", k_trained=4), sample.row(head="b", k_trained=6)]
+    found = wording.conditions(rows)
+    assert found.shared["trained K"] == "4 (a), 6 (b)"
+    assert set(found.varying) == {"head"}
+    assert wording.labels(rows) == ["T = 0, no drafting", "T = 0, a", "T = 0, b"]
+
+
+def test_a_suite_without_a_template_says_so() -> None:
+    rows = [sample.row(template="none (raw text)")]
+    assert wording.conditions(rows).shared["template"] == "none (raw text)"
+
+
 def test_a_baseline_has_no_condition_of_a_head() -> None:
     """Otherwise every report with a baseline would list its head and K as differing."""
     conditions = wording.conditions(sample.report().rows)

@@ -11,6 +11,7 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from draftlab.base import UserError
 from draftlab.target import llama4, replacements
+from draftlab.target.fused import knows
 from draftlab.target.model import Target, TargetKnobs, load_target
 from draftlab.target.paged import slot_mapping
 from draftlab.target.parts import load_parts, text_decoder
@@ -108,6 +109,21 @@ def test_llama4_replaces_only_layers_with_a_temperature(tmp_path: Path) -> None:
     assert replaced == [False, True, False, True]
     plain = load(zoo_folder(tmp_path / "plain", "llama4_text", attn_temperature_tuning=False))
     assert not any(isinstance(layer, llama4.PositionedLayer) for layer in plain.layers)
+
+
+def test_replaced_layers_never_run_on_kernels_of_other_layers(tmp_path: Path) -> None:
+    """`target/fused.py` computes what it lists and nothing that was put in its place."""
+    assert not knows(load(zoo_folder(tmp_path / "llama4", "llama4_text")))
+    target = load(zoo_folder(tmp_path / "llama", "llama"))
+    assert knows(target)
+    for module in (target.layers[2], target.layers[2].self_attn, target.layers[2].mlp):
+        kind = type(module)
+        module.__class__ = type("Positioned", (kind,), {})  # as target/llama4.py replaces
+        assert not knows(target)
+        module.__class__ = type(kind.__name__, (kind,), {})  # of the same name, from elsewhere
+        assert not knows(target)
+        module.__class__ = kind
+    assert knows(target)
 
 
 def test_llama4_with_pictures_gives_its_text_tower(tmp_path: Path) -> None:

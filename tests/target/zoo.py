@@ -108,6 +108,47 @@ ZOO = {
     # Norms after each block, over whole queries and keys; windows.
     "olmo3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }
+# Sizes that GPU kernels know from real checkpoints, for `zoo_config(kind, **wide(kind))`.
+WIDE: dict[str, object] = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.08,
+}
+_FACTORS = [1.0 + i / 16 for i in range(32)]  # one for each frequency
+_WIDE = {
+    "mistral": {"sliding_window": 24},
+    "qwen3": {"head_dim": 128},
+    "gpt_oss": {"sliding_window": 24, "num_local_experts": 8},
+    "gemma2": {"sliding_window": 24, "head_dim": 128, "query_pre_attn_scalar": 128},
+    "granite": {"attention_multiplier": 0.125},
+    "llama4_text": {"attention_chunk_size": 16, "intermediate_size_mlp": 384},
+    "qwen3_moe": {"head_dim": 128, "moe_intermediate_size": 128},
+    "mixtral": {"sliding_window": 24},
+    "glm4_moe": {"moe_intermediate_size": 128},
+    "phi3": {
+        "original_max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": _FACTORS,
+            "long_factor": [2 * factor for factor in _FACTORS],
+            "original_max_position_embeddings": 256,
+        },
+    },
+    "cohere2": {"sliding_window": 24},
+    "gemma3_text": {"sliding_window": 24, "head_dim": 128, "query_pre_attn_scalar": 128},
+    "olmo3": {"sliding_window": 24},
+}
+
+
+def wide(kind: str) -> dict[str, object]:
+    """What to change of an architecture for `WIDE` sizes."""
+    return WIDE | _WIDE.get(kind, {})
+
+
 # Whose experts go through transformers' interface, so that ours multiply them.
 MIXTURES = ("gpt_oss", "qwen3_moe", "mixtral", "glm4_moe")
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from draftlab.data.store import Record
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head, initialise_head
+from draftlab.heads.folder import new_head
 from draftlab.heads.layers import RMSNorm
 from draftlab.target.parts import TargetParts
 
@@ -15,7 +16,7 @@ VOCAB, HIDDEN, BOUNDARIES = 40, 32, (1, 2)
 
 
 def config(**changes: object) -> HeadConfig:
-    """A tiny head's config."""
+    """A tiny head's config; `family="ptd"` gives it a mask token, id 5."""
     fields: dict = {
         "boundaries": BOUNDARIES,
         "target_num_layers": 4,
@@ -35,6 +36,8 @@ def config(**changes: object) -> HeadConfig:
             name="t", fingerprint="f", architecture="a", tokenizer_sha256="k", template_sha256="c"
         ),
     }
+    if changes.get("family") == "ptd":
+        fields |= {"mask_token_id": 5, "embeddings": "own"}
     return HeadConfig.model_validate(fields | changes)
 
 
@@ -48,7 +51,7 @@ def parts(seed: int = 0) -> TargetParts:
 
 def head(target: TargetParts, seed: int = 0, **changes: object) -> Eagle3Head:
     """A head with initial values; draft vocabulary: ids 3, 4, … (so offsets are not zero)."""
-    made = Eagle3Head(config(**changes))
+    made = new_head(config(**changes))
     size = made.config.draft_vocab_size
     initialise_head(
         made,

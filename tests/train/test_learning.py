@@ -12,6 +12,8 @@ from draftlab.data.draft_vocab import DraftVocabulary
 from draftlab.data.manifest import Manifest
 from draftlab.data.packing import pack
 from draftlab.data.store import Record
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.target.parts import TargetParts
 from draftlab.train.knobs import TrainKnobs
 from draftlab.train.loop import Trainer
@@ -85,6 +87,8 @@ def trained(
     store: ListStore,
     target: TargetParts,
     monitor: Monitor | None = None,
+    config: HeadConfig | None = None,
+    initial: Eagle3Head | None = None,
     **knobs: object,
 ) -> Trainer:
     """A trainer after its run."""
@@ -101,12 +105,13 @@ def trained(
     trainer = Trainer(
         store,  # type: ignore[arg-type]
         target,
-        synthetic.config(),
+        config or synthetic.config(),
         DraftVocabulary(torch.arange(10, 40), 1.0),
         TrainKnobs.model_validate(fields | knobs),
         seed=0,
         folder=folder,
         monitor=monitor or Monitor(),
+        initial=initial,
     )
     trainer.run()
     return trainer

@@ -1,0 +1,98 @@
+"""Starting a new head from one that is trained."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from draftlab.base import UserError
+from draftlab.heads.eagle3 import Eagle3Head
+
+_SHARED = (
+    "boundaries",
+    "target_num_layers",
+    "target_hidden_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_parameters",
+    "norm_before_residual",
+    "qk_norm",
+    "vocab_size",
+)
+"""What both heads must agree on for one's weights to mean the same in the other."""
+
+
+def start_from(head: Eagle3Head, source: Eagle3Head, where: Path | str) -> str:
+    """Copies fc, layers, norm and lm_head of `source` into a head that has its initial values.
+
+    Layers that `source` lacks begin as the identity: what they write into the residual stream is
+    zero. Rows of lm_head are matched by target id; those that `source` has not keep their values.
+    Masked slots take over the source's, where it has them.
+
+    Args:
+        where: the source's place, for errors.
+
+    Returns:
+        What was done, in a line.
+
+    Raises:
+        UserError: the two differ in shape, conventions or target, each difference named.
+    """
+    mine, theirs = head.config, source.config
+    faults = [
+        f"{name}: the new head has {getattr(mine, name)}, this one {getattr(theirs, name)}"
+        for name in _SHARED
+        if getattr(mine, name) != getattr(theirs, name)
+    ]
+    if theirs.num_layers > mine.num_layers:
+        faults.append(
+            f"num_layers: the new head has {mine.num_layers}, this one {theirs.num_layers}"
+        )
+    if theirs.target.fingerprint != mine.target.fingerprint:
+        faults.append(
+            f"target: the new head is for {mine.target.name} "
+            f"({mine.target.fingerprint[:12]}), this one for {theirs.target.name} "
+            f"({theirs.target.fingerprint[:12]})"
+        )
+    if faults:
+        raise UserError(
+            "a head cannot start from one that differs:\n  " + "\n  ".join(faults),
+            where=where,
+            do="change the knobs of head: and record:, or start from another head (head.init)",
+        )
+    state, found = head.state_dict(), source.state_dict()
+    copied = [
+        name
+        for name in found
+        if name in state and name.startswith(("fc.", "layers.", "norm.", "mask_"))
+    ]
+    with torch.no_grad():
+        for name in copied:
+            state[name].copy_(found[name])
+        for layer in head.layers[theirs.num_layers :]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        ids = head.target_ids(torch.arange(len(head.d2t)))
+        known = source.t2d[ids]
+        place = source.t2d.cumsum(0)[ids[known]] - 1
+        head.lm_head.weight[known] = source.lm_head.weight[place]
+    added = mine.num_layers - theirs.num_layers
+    return (
+        f"starts from a trained head ({theirs.family}, {theirs.num_layers} layer(s)), with "
+        f"{int(known.sum()):,} of {len(ids):,} rows of lm_head in common"
+        + (f"; {added} more layer(s) begin as the identity" if added else "")
+    )
+
+
+def fingerprint(head: Eagle3Head) -> str:
+    """Hex SHA-256 of a head's tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(head.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

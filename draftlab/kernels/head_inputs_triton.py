@@ -1,0 +1,49 @@
+"""The Triton kernel of `head_inputs.py`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["eps"])
+def head_inputs_kernel(
+    tokens, row_stride, column_stride, hidden, embeddings, embedding_norm, hidden_norm,
+    x_out, residual_out, counts, width, eps,
+    NORMED: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GDC: tl.constexpr,
+):  # fmt: skip
+    """Grid (B · M, 2): one pair's embedding, or its hidden state and residual.
+
+    `residual_out` None: nobody asks for it. `counts` None: every pair is its row's last.
+    """
+    if GDC:
+        tl.extra.cuda.gdc_launch_dependents()
+    pair, is_hidden = tl.program_id(0).to(tl.int64), tl.program_id(1) == 1
+    at = tl.arange(0, PADDED)
+    inside = at < SIZE
+    norm = embedding_norm
+    if is_hidden:
+        norm = hidden_norm
+    weight = tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
+    if GDC:
+        tl.extra.cuda.gdc_wait()
+    row = pair // width
+    column = pair - row * width
+    source = hidden + pair * SIZE
+    if not is_hidden:
+        token = tl.load(tokens + row * row_stride + column * column_stride)
+        source = embeddings + token * SIZE
+    x = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps) * weight
+    to = x_out + pair * (2 * SIZE) + tl.where(is_hidden, SIZE, 0) + at
+    tl.store(to, normed.to(x_out.dtype.element_ty), mask=inside)
+    if residual_out is not None:
+        last = is_hidden
+        if counts is not None:
+            last = is_hidden & (column == tl.load(counts + row) - 1)
+        if last:
+            kept = x
+            if NORMED:
+                kept = normed
+            to = residual_out + row * SIZE + at
+            tl.store(to, kept.to(residual_out.dtype.element_ty), mask=inside)

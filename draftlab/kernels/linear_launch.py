@@ -1,0 +1,201 @@
+"""Launching the kernel of `linear_triton.py`: how a product is cut up, and its workspace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from draftlab.kernels.dependent_launch import launch_options
+
+_PARTIAL_FLOATS = 1 << 23
+_MAX_TILES = 1 << 14
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the kernel cuts a product up.
+
+    Attributes:
+        tile: rows of W of one program.
+        depth: elements of a row read in one step.
+        split: programs that share a tile of rows (1 for gated products).
+        warps: of one program.
+        stages: tiles Triton keeps in flight, and one more.
+        prefetch: elements of each row that L2 is asked for before the previous kernel is done; a
+            power of two ≥ 256 and at most size_in / split, or 0.
+    """
+
+    tile: int
+    depth: int
+    split: int = 1
+    warps: int = 4
+    stages: int = 4
+    prefetch: int = 0
+
+
+@dataclass(frozen=True)
+class NextNorm:
+    """What a product also leaves for the norm that follows it; see `linear.Normed`.
+
+    Attributes:
+        weight: [N] of the norm.
+        rows: [M, N], y · weight.
+        squares: float32 [P, R], row r's Σ y² in P parts.
+    """
+
+    weight: Tensor
+    rows: Tensor
+    squares: Tensor
+
+
+def choose(num_rows: int, num_out: int, size_in: int, gated: bool, normed: bool) -> Config:
+    """The configuration for a product of `num_rows` rows with W [num_out, size_in].
+
+    Winners on an H200 at the shapes of Llama-3.1-8B (docs/results/decode.md): inside a chain of
+    layers (`eval/gpu/tune_layers.py`) for the products of a layer, on their own
+    (`eval/gpu/linear.py`) for the others. By what decides them: a norm folded in (`normed`) keeps
+    Σx² in registers and wants wider tiles; few rows of W are split, or read in deep steps, so that
+    every multiprocessor has enough on its way.
+    """
+    if num_rows <= 8:
+        if gated:
+            return Config(32, 128, 1, 2, 6, 512)
+        if normed:
+            return Config(32, 256, 1 if num_out >= 8448 else 2, 2, 4)
+        if size_in > 6144:
+            return Config(16, 256, 1 if num_out >= 6144 else 2, 1, 5, 512)
+        return Config(32, 256, 2, 2, 4, 512) if num_out >= 6144 else Config(16, 512, 1, 1, 4)
+    if num_rows <= 16:
+        if gated:
+            return Config(32, 128, 1, 2, 5)
+        if normed:
+            return Config(64, 64, 1 if num_out >= 8448 else 4, 4, 6)
+        if 8192 <= size_in < 12288:
+            return Config(32, 256, 2, 2, 4, 1024)
+        if num_out >= 6144 and size_in < 8192:
+            return Config(16, 256, 1, 1, 5, 512)
+        return Config(16, 512, 1, 1, 4)
+    tiles = -(-num_out // 64)
+    split = 1
+    while not gated and split < 8 and tiles * split < 264 and size_in // (split * 2) >= 1024:
+        split *= 2
+    return Config(64, 64, split, 4, 5, 512)
+
+
+@lru_cache
+def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Partial sums, and counters of arrivals (0 between launches), of split products.
+
+    Launches share them, so split products must follow one another on one stream.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the first product of a process came inside a graph capture, where its workspace would "
+            "belong to the graph: run the work once before capturing it"
+        )
+    partial = torch.empty(_PARTIAL_FLOATS, dtype=torch.float32, device=device)
+    arrivals = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # whichever stream comes next finds zeros
+    return partial, arrivals
+
+
+def padded_rows(num_rows: int) -> int:
+    """Rows of x as the kernel sees them: tensor cores take 8 at least, and powers of two."""
+    return max(8, 1 << (num_rows - 1).bit_length())
+
+
+def next_norm(weight: Tensor, x: Tensor, config: Config) -> NextNorm:
+    """Room for what `launch` leaves, of the product of x, for the norm with this weight."""
+    tiles = -(-len(weight) // config.tile)
+    squares = x.new_empty(tiles, padded_rows(len(x)), dtype=torch.float32)
+    return NextNorm(weight, x.new_empty(len(x), len(weight)), squares)
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    up: Tensor | None,
+    norm_weight: Tensor | None,
+    eps: float,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    config: Config | None = None,
+    *,
+    squares: Tensor | None = None,
+    following: NextNorm | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The kernel itself, on CUDA or in Triton's interpreter; arguments as `linear` has them.
+
+    Args:
+        squares: x is a `Normed`'s rows, and these are its squares.
+        following: filled for the norm that follows.
+        out: [M, N] contiguous, where the result goes.
+    """
+    from draftlab.kernels.linear_triton import skinny_kernel
+
+    num_rows, size_in = x.shape
+    num_out = len(weight)
+    normed = norm_weight is not None
+    config = config or choose(num_rows, num_out, size_in, up is not None, normed)
+    rows = padded_rows(num_rows)
+    tiles = -(-num_out // config.tile)
+    split = config.split
+    floats = tiles * split * (config.tile + 1) * rows
+    if up is not None or floats > _PARTIAL_FLOATS or tiles > _MAX_TILES:
+        split = 1
+    partial, arrivals = _workspace(x.device) if split > 1 else (x, x)
+    steps = -(-size_in // (config.depth * split))
+    # The last part is the shortest, and nothing beyond a row is asked for.
+    shortest = size_in - (split - 1) * steps * config.depth
+    prefetch = config.prefetch if config.prefetch <= shortest else 0
+    if residual is not None:
+        residual = residual.contiguous()
+    if out is None:
+        out = x.new_empty(num_rows, num_out)
+    options = launch_options(x.device)
+    if x.is_cuda:
+        options |= {"num_warps": config.warps, "num_stages": config.stages}
+    with torch.cuda.device_of(x):
+        skinny_kernel[(tiles * split,)](
+            x,
+            weight,
+            weight if up is None else up,
+            weight if norm_weight is None else norm_weight,
+            out if squares is None else squares,
+            weight if bias is None else bias,
+            out if residual is None else residual,
+            out,
+            *((weight, out, out) if following is None else _pointers(following)),
+            partial,
+            arrivals,
+            num_rows,
+            num_out,
+            size_in,
+            x.stride(0),
+            eps,
+            GATED=up is not None,
+            NORM=normed,
+            PARTS=0 if squares is None else len(squares),
+            PADDED=1 if squares is None else 1 << (len(squares) - 1).bit_length(),
+            BIAS=bias is not None,
+            RESIDUAL=residual is not None,
+            NEXT=following is not None,
+            ROWS=rows,
+            TILE=config.tile,
+            DEPTH=config.depth,
+            SPLIT=split,
+            EVEN=size_in == steps * config.depth * split,
+            PREFETCH=prefetch,
+            WIDE=not x.is_cuda,
+            **options,
+        )
+    return out
+
+
+def _pointers(following: NextNorm) -> tuple[Tensor, Tensor, Tensor]:
+    return following.weight, following.rows, following.squares

@@ -1,0 +1,205 @@
+"""The eager reference of paged attention, in two parts: where rows read and write, and doing it.
+
+Where they do is the same in every layer with the same window, so a decode pass plans it once
+(`PagedCache.reads`) and a layer pays for little more than its attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Where T new tokens are written, the same in every layer.
+
+    Attributes:
+        slots: int64 [W], none of them −1.
+        kept: int64 [W], which tokens these are of; None: all.
+    """
+
+    slots: Tensor
+    kept: Tensor | None
+
+
+def plan_writes(slots: Tensor) -> Writes:
+    """The writes to slots int64 [B, M], −1 for none."""
+    slots = slots.flatten()
+    real = slots >= 0
+    if bool(real.all()):
+        return Writes(slots, None)
+    kept = real.nonzero().squeeze(1)
+    return Writes(slots.index_select(0, kept), kept)
+
+
+def write_rows(
+    key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, writes: Writes
+) -> None:
+    """`write_paged` of keys and values [T, kv heads, head_dim] whose places are planned."""
+    for pool, new in ((key_pool, key), (value_pool, value)):
+        if writes.kept is not None:
+            new = new.index_select(0, writes.kept)
+        # A view, not a reshape: of pools that cannot be viewed so, a copy would be written to.
+        pool.view(-1, *pool.shape[2:]).index_copy_(0, writes.slots, new)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What the new tokens of one row read, the same in every layer with the same window.
+
+    Attributes:
+        row: of the batch; its first `count` tokens are real.
+        blocks: the block that holds all of its keys, or int32 [n], those it reads.
+        keys: where the keys lie in that block, or in those laid end to end.
+        mask: what to add to the scores, [count · group, keys]; None for one token.
+    """
+
+    row: int
+    count: int
+    blocks: int | Tensor
+    keys: slice
+    mask: Tensor | None
+
+
+def plan_reads(
+    block_table: Tensor,
+    positions: Tensor,
+    block_size: int,
+    group: int,
+    dtype: torch.dtype,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+) -> list[Read]:
+    """What each row with real tokens reads.
+
+    Args:
+        block_table, positions, window, chunk: as `attend_paged` has them.
+        block_size: positions in a block.
+        group: query heads of a kv head.
+        dtype: of the masks, the queries' own.
+    """
+    reads = []
+    tables = block_table.tolist() if block_table.shape[1] == 1 else None
+    for b, row in enumerate(positions.tolist()):
+        count = sum(position >= 0 for position in row)
+        if not count:
+            continue
+        first, low = row[0], _lowest(row[0], window, chunk)
+        if tables:
+            blocks, start = tables[b][0], low
+        else:
+            blocks = block_table[b, low // block_size : (first + count - 1) // block_size + 1]
+            start = low % block_size
+        mask = None
+        if count > 1:
+            mask = _mask(first, count, low, group, window, chunk, dtype, positions.device)
+        reads.append(Read(b, count, blocks, slice(start, start + first + count - low), mask))
+    return reads
+
+
+def attend_reads(
+    query: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    reads: list[Read],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`attend_paged` of rows whose reads are planned."""
+    num_rows, num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key_pool.shape[2]
+    group = num_heads // num_kv_heads
+    # The queries that share a kv head side by side: [B, kv heads, tokens · group, head_dim].
+    shape = num_rows, num_tokens, num_kv_heads, group, head_dim
+    grouped = query.reshape(shape).transpose(1, 2).flatten(2, 3)
+    alone = num_rows == 1 and len(reads) == 1 and reads[0].count == num_tokens
+    if not alone:
+        output = torch.zeros_like(grouped, memory_format=torch.contiguous_format)
+    for read in reads:
+        key, value = (
+            pool[read.blocks, read.keys]
+            if isinstance(read.blocks, int)
+            else pool[read.blocks].flatten(0, 1)[read.keys]
+            for pool in (key_pool, value_pool)
+        )
+        # [1, kv heads, keys or tokens · group, head_dim]
+        rows = slice(read.row, read.row + 1), slice(None), slice(read.count * group)
+        attended = _attend(
+            grouped if alone else grouped[rows],
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            read.mask,
+            scale,
+            softcap,
+            sinks,
+        )
+        if alone:
+            output = attended
+        else:
+            output[rows] = attended
+    output = output.unflatten(2, (num_tokens, group)).transpose(1, 2)
+    return output.reshape(query.shape).contiguous()
+
+
+def _lowest(position: int, window: int | None, chunk: int | None) -> int:
+    """The first key that a query at `position` sees."""
+    by_window = 0 if window is None else position - window + 1
+    by_chunk = 0 if chunk is None else position // chunk * chunk
+    return max(0, by_window, by_chunk)
+
+
+def _mask(
+    first: int,
+    count: int,
+    low: int,
+    group: int,
+    window: int | None,
+    chunk: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """What to add to the scores, [count · group, first + count − low]: 0 where seen, else −inf."""
+    queries = torch.arange(first, first + count, device=device)[:, None]
+    keys = torch.arange(low, first + count, device=device)
+    seen = keys <= queries
+    if window is not None:
+        seen &= keys > queries - window
+    if chunk is not None:
+        seen &= keys >= queries // chunk * chunk
+    mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
+    return mask.repeat_interleave(group, 0)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """SDPA; written out for what it lacks, capped scores and sinks. Shapes as it takes them."""
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    scores = (query @ key.mT).float() * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        # [heads] → [1, kv heads, tokens · group, 1]: one more column, dropped after the softmax.
+        num_kv_heads, rows = scores.shape[1:3]
+        column = sinks.float().view(num_kv_heads, -1)
+        column = column.repeat(1, rows // column.shape[1])[None, :, :, None]
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return weights.to(value.dtype) @ value

@@ -1,0 +1,253 @@
+"""The Triton kernels of `step_layout.py`: one program a row, every entry written by one program."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftlab.kernels.dependent_launch import launch_options
+from draftlab.kernels.rows import RowKeys
+from draftlab.kernels.step_layout import Outcome, SlotBuffers, StepLayout
+from draftlab.kernels.verify import Verdict
+
+_TABLE_TILE = 256  # entries of a block table copied at once
+_LOGITS_TILE = 8192  # draft logits one program copies
+
+
+@triton.jit
+def slot_of(table, table_width, position, block_size):
+    """Slots int64 of positions int64 in one row of a block table; −1 as `slot_mapping` has it."""
+    inside = (position >= 0) & (position < table_width * block_size)
+    block = tl.load(table + position // block_size, mask=inside, other=0).to(tl.int64)
+    return tl.where(inside & (block > 0), block * block_size + position % block_size, -1)
+
+
+@triton.jit
+def _move(source, slot, to, row):
+    tl.store(to + row, tl.load(source + slot))
+
+
+@triton.jit
+def lay_out_kernel(
+    index, length, newest, drafts, block_table, temperature, top_k, top_p, seed, prompt,
+    draft_temperature, sampled,
+    length_out, tokens_out, positions_out, slots_out, num_drafts_out, table_out, temperature_out,
+    top_k_out, top_p_out, seed_out, prompt_out, draft_temperature_out, sampled_out,
+    table_width, block_size, max_length,
+    WIDTH: tl.constexpr, DEPTHS: tl.constexpr, TILE: tl.constexpr, GDC: tl.constexpr,
+):  # fmt: skip
+    """Grid (B,); WIDTH = K + 1."""
+    if GDC:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(index + row)
+    known = tl.load(length + slot)
+    live = known > 0
+    count = tl.minimum(tl.maximum(max_length - 1 - known, 0), WIDTH - 1)
+    count = tl.where(live, count, 0)
+    depth = tl.arange(0, DEPTHS)
+    inside = depth < WIDTH
+    draft = drafts + slot * (WIDTH - 1) + depth - 1
+    draft = tl.load(draft, mask=inside & (depth > 0), other=0)
+    position = tl.where(live & (depth <= count), known - 1 + depth, -1)
+    table = block_table + slot * table_width
+    place = slot_of(table, table_width, position, block_size)
+    out = row * WIDTH + depth
+    tl.store(tokens_out + out, tl.where(depth == 0, tl.load(newest + slot), draft), mask=inside)
+    tl.store(positions_out + out, position, mask=inside)
+    tl.store(slots_out + out, place, mask=inside)
+    tl.store(length_out + row, known)
+    tl.store(num_drafts_out + row, count)
+    _move(temperature, slot, temperature_out, row)
+    _move(top_k, slot, top_k_out, row)
+    _move(top_p, slot, top_p_out, row)
+    _move(seed, slot, seed_out, row)
+    _move(prompt, slot, prompt_out, row)
+    if sampled is not None:
+        _move(draft_temperature, slot, draft_temperature_out, row)
+        _move(sampled, slot, sampled_out, row)
+    for start in range(0, table_width, TILE):
+        at = start + tl.arange(0, TILE)
+        block = tl.load(table + at, mask=at < table_width, other=0)
+        tl.store(table_out + row * table_width + at, block, mask=at < table_width)
+
+
+@triton.jit
+def advance_kernel(
+    index, length, tokens, positions, num_drafts, accepted, emitted, probability,
+    slot_length, slot_newest, shown_out, observed_out, counts_out, packed_out,
+    WIDTH: tl.constexpr, DEPTHS: tl.constexpr, GDC: tl.constexpr,
+):  # fmt: skip
+    """Grid (B,); WIDTH = K + 1."""
+    if GDC:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    slot, known = tl.load(index + row), tl.load(length + row)
+    taken, token = tl.load(accepted + row), tl.load(emitted + row)
+    live = known > 0
+    tl.store(slot_length + slot, tl.where(live, known + taken + 1, 0))
+    tl.store(slot_newest + slot, token)
+    tl.store(counts_out + row, taken + 1)
+    depth = tl.arange(0, DEPTHS)
+    inside, drafted = depth < WIDTH, depth < WIDTH - 1
+    at = row * WIDTH + depth
+    draft = tl.load(tokens + at + 1, mask=drafted, other=0)
+    shown = tl.where(depth == taken, token, draft)
+    position = tl.load(positions + at, mask=inside, other=-1)
+    chance = tl.load(probability + row * (WIDTH - 1) + depth, mask=drafted, other=0.0)
+    tl.store(shown_out + at, shown, mask=inside)
+    tl.store(observed_out + at, tl.where(live & (depth <= taken), position, -1), mask=inside)
+    packed = packed_out + row * (2 * WIDTH + 1)
+    tl.store(packed + depth, shown.to(tl.int32), mask=inside)
+    tl.store(packed + WIDTH, taken.to(tl.int32))
+    tl.store(packed + WIDTH + 1, tl.load(num_drafts + row).to(tl.int32))
+    bits = chance.to(tl.float32).to(tl.int32, bitcast=True)
+    tl.store(packed + WIDTH + 2 + depth, bits, mask=drafted)
+
+
+@triton.jit
+def keep_kernel(
+    index, drafts, draft_row, draft_depth, log_sum, sum_row, sum_depth,
+    logits, logit_row, logit_depth, vocab, blocks, slot_drafts, slot_log_sum, slot_logits,
+    K: tl.constexpr, DEPTHS: tl.constexpr, TILE: tl.constexpr, GDC: tl.constexpr,
+):  # fmt: skip
+    """Grid (B, K · blocks), or (B, 1) without logits; the first of a row also writes its drafts."""
+    if GDC:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(index + row)
+    if part == 0:
+        depth = tl.arange(0, DEPTHS)
+        inside = depth < K
+        draft = tl.load(drafts + row * draft_row + depth * draft_depth, mask=inside, other=0)
+        tl.store(slot_drafts + slot * K + depth, draft, mask=inside)
+        if logits is not None:
+            total = tl.load(log_sum + row * sum_row + depth * sum_depth, mask=inside, other=0.0)
+            tl.store(slot_log_sum + slot * K + depth, total, mask=inside)
+    if logits is not None:
+        depth = part // blocks
+        at = (part - depth * blocks) * TILE + tl.arange(0, TILE)
+        x = tl.load(logits + row * logit_row + depth * logit_depth + at, mask=at < vocab)
+        tl.store(slot_logits + (slot * K + depth) * vocab + at, x, mask=at < vocab)
+
+
+def lay_out_triton(
+    slots: SlotBuffers, index: Tensor, *, max_length: int, block_size: int
+) -> StepLayout:
+    """`lay_out` in one launch."""
+    rows, width = len(index), slots.drafts.shape[1] + 1
+    keys, sampling = slots.keys, slots.sampling
+    read = (keys.temperature, keys.top_k, keys.top_p, keys.seed, keys.prompt, *(sampling or ()))
+    found = [x.new_empty(rows) for x in read]
+    layout = StepLayout(
+        index,
+        index.new_empty(rows),
+        *index.new_empty(3, rows, width),
+        index.new_empty(rows),
+        slots.block_table.new_empty(rows, slots.block_table.shape[1]),
+        RowKeys(*found[:5]),
+        None if sampling is None else (found[5], found[6]),
+    )
+    none = () if sampling else (None, None)
+    with torch.cuda.device_of(index):
+        lay_out_kernel[(rows,)](
+            index,
+            slots.length,
+            slots.newest,
+            slots.drafts,
+            slots.block_table,
+            *read,
+            *none,
+            layout.length,
+            layout.tokens,
+            layout.positions,
+            layout.slots,
+            layout.num_drafts,
+            layout.block_table,
+            *found,
+            *none,
+            slots.block_table.shape[1],
+            block_size,
+            max_length,
+            WIDTH=width,
+            DEPTHS=triton.next_power_of_2(width),
+            TILE=_TABLE_TILE,
+            num_warps=1,
+            **launch_options(index.device),
+        )
+    return layout
+
+
+def advance_triton(slots: SlotBuffers, layout: StepLayout, verdict: Verdict) -> Outcome:
+    """`advance` in one launch."""
+    tokens = layout.tokens
+    rows, width = tokens.shape
+    outcome = Outcome(
+        torch.empty_like(tokens),
+        torch.empty_like(tokens),
+        tokens.new_empty(rows),
+        tokens.new_empty(rows, 2 * width + 1, dtype=torch.int32),
+    )
+    with torch.cuda.device_of(tokens):
+        advance_kernel[(rows,)](
+            layout.index,
+            layout.length,
+            tokens,
+            layout.positions,
+            layout.num_drafts,
+            verdict.accepted.contiguous(),
+            verdict.emitted.contiguous(),
+            verdict.probability.contiguous(),
+            slots.length,
+            slots.newest,
+            outcome.tokens,
+            outcome.positions,
+            outcome.counts,
+            outcome.packed,
+            WIDTH=width,
+            DEPTHS=triton.next_power_of_2(width),
+            num_warps=1,
+            **launch_options(tokens.device),
+        )
+    return outcome
+
+
+def keep_triton(
+    slots: SlotBuffers,
+    index: Tensor,
+    drafts: Tensor,
+    logits: Tensor | None = None,
+    log_sum: Tensor | None = None,
+) -> None:
+    """`keep` in one launch."""
+    rows, k = drafts.shape
+    vocab = blocks = 0
+    if logits is not None:
+        logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+        vocab = logits.shape[-1]
+        blocks = triton.cdiv(vocab, _LOGITS_TILE)
+    with torch.cuda.device_of(index):
+        keep_kernel[(rows, max(1, k * blocks))](
+            index,
+            drafts,
+            *drafts.stride(),
+            log_sum,
+            *((0, 0) if log_sum is None else log_sum.stride()),
+            logits,
+            *((0, 0) if logits is None else logits.stride()[:2]),
+            vocab,
+            blocks,
+            slots.drafts,
+            slots.draft_log_sum,
+            slots.draft_logits,
+            K=k,
+            DEPTHS=triton.next_power_of_2(k),
+            TILE=_LOGITS_TILE,
+            num_warps=8,
+            **launch_options(index.device),
+        )

@@ -1,0 +1,34 @@
+"""The objective of each family of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftlab.data.packing import Batch
+from draftlab.train.objective import StepOutput
+from draftlab.train.parallel import parallel_outputs, parallel_weights
+from draftlab.train.ttt import ttt_weights, unroll
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How a family of heads is trained.
+
+    Attributes:
+        outputs: (head, batch of one pass) → the output of each step that has rows, in order.
+        weights: (γ, N_k of a whole optimizer step) → weight of each step's sum of losses, before
+            all is divided by N_0.
+        drops: whether training keeps only some anchors at later steps (`train.cod_ratio`).
+    """
+
+    outputs: Callable[[Any, Batch], Iterator[StepOutput]]
+    weights: Callable[[float, Sequence[int]], list[float]]
+    drops: bool
+
+
+OBJECTIVES = {
+    "eagle3": Objective(unroll, ttt_weights, drops=False),
+    "ptd": Objective(parallel_outputs, parallel_weights, drops=True),
+}

@@ -1,0 +1,176 @@
+"""The layout of a chain's passes and what they are fed: references and kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftlab.heads.config import HeadConfig, TargetIdentity
+from draftlab.heads.eagle3 import Eagle3Layer
+from draftlab.kernels import chain_layout as module
+from draftlab.kernels.head_inputs import head_inputs_reference, launch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LAY_OUT: list[Callable] = [module.chain_layout_reference]
+LAST: list[Callable] = [module.last_rows_reference]
+INPUTS: list[Callable] = [head_inputs_reference]
+
+if INTERPRETED:
+    from draftlab.kernels import chain_layout_triton
+
+    chain_layout_triton._COLUMNS, chain_layout_triton._TILE = 4, 16  # several of each
+    LAY_OUT.append(chain_layout_triton.chain_layout_triton)
+    LAST.append(chain_layout_triton.last_rows_triton)
+    INPUTS.append(launch)
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
+def test_in_the_interpreter() -> None:
+    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+@settings(max_examples=40 if INTERPRETED else 150, deadline=None)
+@given(st.data())
+def test_passes(data: st.DataObject) -> None:
+    """Ragged rows, rows of padding, tables that are too short or do not own a block."""
+    rows, width = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    later, size = data.draw(st.integers(0, 7)), data.draw(st.sampled_from((1, 3, 16)))
+    blocks = st.lists(st.integers(0, 5), min_size=3, max_size=3)
+    table = torch.tensor([data.draw(blocks) for _ in range(rows)], dtype=torch.int32)
+    shown = [data.draw(st.integers(0, width)) for _ in range(rows)]
+    starts = [data.draw(st.integers(0, 3 * size)) for _ in range(rows)]
+    positions = torch.full((rows, width + 1), -1)[:, :width]  # rows of something wider
+    for row, (count, start) in enumerate(zip(shown, starts, strict=True)):
+        positions[row, :count] = torch.arange(start, start + count)
+    counts = torch.tensor(shown).clamp(min=1)
+
+    def slot(row: int, position: int) -> int:
+        if not 0 <= position < 3 * size:
+            return -1
+        block = int(table[row, position // size])
+        return block * size + position % size if block else -1
+
+    for operation in LAY_OUT:
+        found = operation(positions, counts, table, size, later)
+        last = [s + c - 1 if c else -1 for c, s in zip(shown, starts, strict=True)]
+        assert found.last.tolist() == last
+        for number in range(later + 1):
+            if number == 0:
+                expected = positions.tolist()
+            else:
+                expected = [[p + number if p >= 0 else -1] for p in last]
+            places = [[slot(row, p) for p in line] for row, line in enumerate(expected)]
+            assert found.of_pass(found.positions, number).tolist() == expected
+            assert found.of_pass(found.slots, number).tolist() == places
+            assert found.of_pass(found.slots, number).is_contiguous()
+        assert len(found.slots) == len(found.positions) == rows * (width + later)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_last_rows(dtype: torch.dtype) -> None:
+    x = torch.arange(3 * 4 * 2 * 11).view(3, 4, 2, 11).to(dtype)
+    counts = torch.tensor([4, 1, 2])
+    expected = torch.stack([x[0, 3:4], x[1, :1], x[2, 1:2]])
+    for operation in LAST:
+        assert torch.equal(operation(x, counts), expected)
+        turned = x.transpose(2, 3).contiguous().transpose(2, 3)
+        assert torch.equal(operation(turned, counts), expected)
+    one = x[:, :1]
+    assert module.last_rows(one, torch.ones(3, dtype=torch.int64)) is one  # nothing to pick
+
+
+def make_layer(size: int, norm_before_residual: bool) -> Eagle3Layer:
+    identity = TargetIdentity(
+        name="", fingerprint="", architecture="", tokenizer_sha256="", template_sha256=""
+    )
+    config = HeadConfig(
+        boundaries=(0,),
+        target_num_layers=1,
+        target_hidden_size=size,
+        hidden_size=size,
+        intermediate_size=8,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        max_position_embeddings=9,
+        vocab_size=7,
+        draft_vocab_size=7,
+        norm_before_residual=norm_before_residual,
+        k_trained=1,
+        target=identity,
+    )
+    layer = Eagle3Layer(config)
+    generator = torch.Generator().manual_seed(0)
+    for norm in (layer.input_layernorm, layer.hidden_norm):
+        norm.weight.data = 1 + 0.3 * torch.randn(size, generator=generator)
+    return layer
+
+
+def arguments(layer: Eagle3Layer, size: int, width: int, dtype: torch.dtype) -> tuple:
+    """Three rows; tokens that lie in memory column by column, as a chain's drafts do."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 7, (width, 3), generator=generator).T
+    hidden = torch.randn(3, width, size, generator=generator).to(dtype)
+    embeddings = torch.randn(7, size, generator=generator).to(dtype)
+    norms = (n.weight.data.to(dtype) for n in (layer.input_layernorm, layer.hidden_norm))
+    return tokens, hidden, embeddings, *norms, 1e-3
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(("size", "width"), [(64, 4), (40, 1), (24, 1)])
+def test_head_inputs_are_the_layers(size: int, width: int, before: bool) -> None:
+    layer = make_layer(size, before)
+    given = arguments(layer, size, width, torch.float32)
+    x, residual = layer.inputs(given[2][given[0]], given[1])
+    counts = torch.tensor([width, 1, max(width - 1, 1)]) if width > 1 else None
+    if counts is not None:
+        residual = residual[torch.arange(3), counts - 1][:, None]
+    for operation in INPUTS:
+        found = operation(*given, norm_before_residual=before, counts=counts)
+        torch.testing.assert_close(found, (x, residual), atol=2e-6, rtol=2e-6)
+        if not before:
+            assert torch.equal(found[1], residual)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+@pytest.mark.parametrize("before", [False, True])
+def test_rounding_is_the_eager_norms(before: bool) -> None:
+    """16 bit: all entries but some on the border between two numbers are the same."""
+    given = arguments(make_layer(512, before), 512, 3, torch.float16)
+    counts = torch.tensor([3, 1, 2])
+    found = launch(*given, norm_before_residual=before, counts=counts)
+    expected = head_inputs_reference(*given, norm_before_residual=before, counts=counts)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float16
+        assert one.shape == other.shape
+        assert float((one == other).float().mean()) > 0.995
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=2**-10)
+
+
+def test_rows_are_named_by_the_tokens() -> None:
+    """A lookup of the wrong token, or a swap of the halves, is seen."""
+    embeddings = torch.eye(7)
+    ones = torch.ones(7)
+    tokens, hidden = torch.tensor([[3], [5]]), torch.ones(2, 1, 7)
+    for operation in INPUTS:
+        x, _ = operation(tokens, hidden, embeddings, ones, ones, 0.0, norm_before_residual=False)
+        assert x[:, 0, :7].argmax(-1).tolist() == [3, 5]
+        torch.testing.assert_close(x[:, 0, 7:], torch.ones(2, 7))

@@ -1,0 +1,167 @@
+"""Every kernel compiles for an H200, in the dtypes and variants that decoding uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+from draftlab.kernels.verify import DraftDistribution, RowKeys
+from draftlab.target.model import TargetKnobs, load_target
+from tests.decode.conftest import untrained_head
+from tests.kernels.hopper import compiled, most_shared, on_gpu, pretend
+from tests.toys import toy_target_folder
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available(),
+    reason="needs the compiler, and no GPU",
+)
+SHARED = 227 * 1024  # bytes that a program may have on Hopper
+INT = {"dtype": torch.int64}
+
+
+@pytest.fixture
+def kernels() -> Iterator[dict[str, list[Any]]]:
+    with compiled() as found:
+        yield found
+    for name, variants in found.items():
+        assert all(len(kernel.asm["cubin"]) > 0 for kernel in variants), name
+        assert most_shared(variants) <= SHARED, name
+
+
+@pytest.mark.parametrize("num_rows", [1, 9, 32])
+def test_products(kernels: dict[str, list[Any]], num_rows: int) -> None:
+    from draftlab.kernels.linear import gated_linear, linear, linear_then_norm
+
+    x, bias = on_gpu(num_rows, 4096), on_gpu(6144)
+    norm = on_gpu(4096)
+    linear(x, on_gpu(6144, 4096), norm_weight=norm, eps=1e-5, bias=bias)
+    y, normed = linear_then_norm(x, on_gpu(4096, 4096), norm, 1e-5, residual=x)
+    gate = on_gpu(14336, 4096)
+    inner = gated_linear(normed, gate, gate)
+    linear_then_norm(inner, on_gpu(4096, 14336), norm, 1e-5, residual=y)
+    linear(normed, on_gpu(6144, 4096))
+    variants = kernels["skinny_kernel"]
+    assert len(variants) == 5
+    assert all("griddepcontrol.wait" in kernel.asm["ptx"] for kernel in variants)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("window", "softcap", "sinks"), [(None, None, False), (128, 30.0, True)])
+def test_attention(
+    kernels: dict[str, list[Any]],
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+) -> None:
+    from draftlab.kernels.paged_attention import attend_paged, write_paged
+
+    pool = on_gpu(40, 64, 8, 128, dtype=dtype)
+    new = on_gpu(1, 5, 8, 128, dtype=dtype)
+    write_paged(new, new, pool, pool, on_gpu(1, 5, **INT))
+    weights = on_gpu(4096, 4096)
+    for num_rows in (1, 40):  # with splits of the keys and without
+        attend_paged(
+            on_gpu(num_rows, 5, 32, 128, dtype=dtype),
+            pool,
+            pool,
+            on_gpu(num_rows, 32, dtype=torch.int32),
+            on_gpu(num_rows, 5, **INT),
+            scale=0.1,
+            window=window,
+            softcap=softcap,
+            sinks=on_gpu(32, dtype=dtype) if sinks else None,
+            ahead=weights,
+        )
+    assert {"write_kernel", "attend_kernel", "join_kernel"} <= kernels.keys()
+    one_row = kernels["attend_kernel"][0]
+    assert "cp.async.bulk.prefetch.L2" in one_row.asm["ptx"]
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_rotation(kernels: dict[str, list[Any]], norms: bool) -> None:
+    from draftlab.kernels.rope_write import rope_angles, rope_write
+
+    angles = rope_angles(on_gpu(5, **INT), on_gpu(64, dtype=torch.float32), 1.0, torch.bfloat16)
+    pool, norm = on_gpu(40, 64, 8, 128), on_gpu(128) if norms else None
+    slots = on_gpu(5, **INT)
+    rope_write(on_gpu(5, 48 * 128), angles, pool, pool, slots, q_norm=norm, k_norm=norm)
+    assert kernels.keys() == {"angles_kernel", "rope_write_kernel"}
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_verification(kernels: dict[str, list[Any]], dtype: torch.dtype, drawn: bool) -> None:
+    from draftlab.kernels.verify import verify
+
+    rows, k, vocab, drafted = 3, 4, 128_256, 32_000
+    keys = row_keys(rows)
+    q = DraftDistribution(
+        on_gpu(rows, k, drafted, dtype=dtype),
+        on_gpu(rows, k, dtype=torch.float32),
+        keys.temperature,
+        on_gpu(rows, dtype=torch.bool),
+        on_gpu(drafted, **INT),
+        on_gpu(vocab, dtype=torch.int32),
+    )
+    drafts, ints = on_gpu(rows, k, **INT), on_gpu(rows, **INT)
+    logits = on_gpu(rows, k + 1, vocab, dtype=dtype)
+    verify(logits, drafts, ints, q if drawn else None, ints, keys, limited=False)
+    assert kernels.keys() == {"survey", "resample", "settle"}
+
+
+@pytest.mark.parametrize("draft_probs", [False, True])
+def test_a_whole_step(
+    kernels: dict[str, list[Any]],
+    draft_probs: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Target of four layers and head in bfloat16: what a captured step launches.
+
+    Nothing but these kernels and the few torch operations between them may be in a step.
+    """
+    from draftlab.decode.drafter import ChainDrafter
+    from draftlab.decode.fused_head import FusedHead
+    from draftlab.decode.slots import Slots
+    from draftlab.decode.step import Step
+    from draftlab.target.fused import FusedDecoder
+
+    folder = toy_target_folder(tmp_path, layers=4)
+    target = load_target(TargetKnobs(path=str(folder), device="cpu", dtype="bfloat16"))
+    head = untrained_head(target, 3, 200).to(torch.bfloat16).eval()
+    drafter = ChainDrafter(head, k=3, draft_probs=draft_probs)
+    slots = Slots(2, 3, 4, target.device, draft_vocab=drafter.draft_vocab)
+    step = Step(target, target.new_paged_cache(9, 16), slots, drafter, max_length=64)
+    step.decoder = FusedDecoder(target)
+    drafter.start(9, 16)
+    drafter.fused = FusedHead(head)
+    for owner in (slots, slots.keys, drafter):
+        pretend(owner)
+    # Tokens are not computed, so they are none that have an embedding.
+    monkeypatch.setattr(F, "embedding", lambda ids, table: on_gpu(*ids.shape, table.shape[1]))
+    step(on_gpu(2, **INT), limited=False)
+    launched = {name: len(variants) for name, variants in kernels.items()}
+    assert launched["attend_kernel"] == 4 + 3  # target layers, head passes
+    assert launched["skinny_kernel"] == 4 * 4 + 1 + 1 + 3 * 5  # …, lm_head, fc, passes
+    assert launched["rope_write_kernel"] == launched["attend_kernel"]
+    assert launched["head_inputs_kernel"] == 3
+    assert launched["_draw"] == launched["_join"] == 3
+    for once in ("lay_out_kernel", "survey", "resample", "settle", "advance_kernel",
+                 "chain_layout_kernel", "last_rows_kernel", "keep_kernel"):  # fmt: skip
+        assert once in launched, once
+
+
+def row_keys(rows: int) -> RowKeys:
+    reals, ints = on_gpu(rows, dtype=torch.float32), on_gpu(rows, **INT)
+    return RowKeys(*({"temperature": reals, "top_p": reals}.get(f, ints) for f in FIELDS))
+
+
+FIELDS = tuple(RowKeys.__dataclass_fields__)

@@ -1,0 +1,100 @@
+"""Packed products and the norm beside them: torch's own, within rounding."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftlab.kernels.packed_linear import PackedGated, PackedLinear, RowNorm, why_not_packed
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SHAPES = [(1, 1), (7, 5), (33, 47), (256, 128), (123, 300)]
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(
+    why_not_packed(CPU, torch.float32) is not None, reason="no packed products here"
+)
+
+
+def made(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    """Within rounding of the largest entry; `expected` in float64."""
+    assert found.shape == expected.shape
+    scale = float(expected.abs().max().clamp(min=1e-3))
+    error = float((found.double() - expected).abs().max()) / scale
+    assert error <= TOLERANCE[found.dtype], error
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    if (reason := why_not_packed(CPU, request.param)) is not None:
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_any_rows_multiply_as_linear_does(
+    shape: tuple[int, int], biased: bool, dtype: torch.dtype
+) -> None:
+    weight = made(*shape, dtype=dtype)
+    bias = made(shape[0], dtype=dtype) if biased else None
+    packed, gate = PackedLinear(weight, bias), PackedLinear(weight, bias, activation="swish")
+    assert packed.num_bytes == weight.numel() * weight.element_size()
+    wide = weight.double(), None if bias is None else bias.double()
+    for rows in (1, 2, 3, 5, 8, 9, 16, 17, 63, 64):
+        x = made(rows, shape[1], dtype=dtype, seed=1)
+        other = made(rows, shape[0], dtype=dtype, seed=2)
+        before, exact = other.clone(), F.linear(x.double(), *wide)
+        with torch.inference_mode():
+            assert_close(packed(x), exact)
+            assert_close(gate(x), F.silu(exact))
+            assert_close(packed.added_to(other, x), other.double() + exact)
+            assert_close(packed.times(other, x), other.double() * exact)
+        assert torch.equal(other, before)
+
+
+def test_later_changes_of_a_weight_are_not_seen() -> None:
+    weight, x = made(8, 4, dtype=torch.float32), made(2, 4, dtype=torch.float32)
+    packed = PackedLinear(weight)
+    before = packed(x)
+    weight.zero_()
+    assert torch.equal(packed(x), before)
+
+
+def test_the_feed_forward_is_llamas(dtype: torch.dtype) -> None:
+    gate, up = made(48, 33, dtype=dtype), made(48, 33, dtype=dtype, seed=1)
+    down = made(33, 48, dtype=dtype, seed=2)
+    x, residual = made(5, 33, dtype=dtype, seed=3), made(5, 33, dtype=dtype, seed=4)
+    wide = [t.double() for t in (x, gate, up, down, residual)]
+    inner = F.silu(wide[0] @ wide[1].T) * (wide[0] @ wide[2].T)
+    with torch.inference_mode():
+        found = PackedGated(gate, up, down).added_to(residual, x)
+    assert_close(found, wide[4] + inner @ wide[3].T)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_the_norm_is_torchs(scale: float, dtype: torch.dtype) -> None:
+    weight, x = made(33, dtype=dtype), made(4, 3, 33, dtype=dtype, seed=1) * scale
+    x[0, 0] = 0
+    expected = F.rms_norm(x.double(), (33,), weight.double(), 1e-5)
+    found = RowNorm(weight, 1e-5)(x)
+    assert found.dtype == dtype
+    assert_close(found, expected)
+
+
+def test_packing_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not for cuda" in (why_not_packed(torch.device("cuda"), torch.float32) or "")
+    assert "float16" in (why_not_packed(CPU, torch.float16) or "")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+        assert "release" in (why_not_packed(CPU, torch.float32) or "")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert "no oneDNN" in (why_not_packed(CPU, torch.float32) or "")

@@ -1,0 +1,94 @@
+"""Sampling kernels in Triton's interpreter: drafts as the reference draws them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from draftlab.kernels import verify
+from tests.kernels.test_verify_triton import INTERPRETED, TEMPERATURES, inside, make_keys
+
+if INTERPRETED:
+    from draftlab.kernels import sampling_triton
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
+def test_in_the_interpreter() -> None:
+    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks a row, for a vocabulary of a thousand."""
+    monkeypatch.setattr(sampling_triton, "BLOCK", 512)
+
+
+@inside
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drafts(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(6)
+    logits = (torch.randn(48, 1003, generator=generator) * 3).to(dtype)
+    keys, positions = make_keys(48), torch.arange(48)
+    sampled = torch.arange(48) // len(TEMPERATURES) % 2 == 0
+    for temperature in (keys.temperature, torch.full((48,), 0.6)):
+        settings = positions, keys, temperature, sampled
+        index, log_sum = verify.sample_draft(logits, *settings)
+        found, found_sum = sampling_triton.sample_draft(logits, *settings)
+        assert torch.equal(found, index)
+        torch.testing.assert_close(found_sum, log_sum)
+        assert torch.equal(index[~sampled], logits.argmax(-1)[~sampled])
+        assert not torch.equal(index[sampled], logits.argmax(-1)[sampled])
+
+
+@inside
+@pytest.mark.usefixtures("small_blocks")
+def test_where_drafts_come_from_and_go() -> None:
+    """Ids instead of indices, noise of positions further on, results in given tensors."""
+    generator = torch.Generator().manual_seed(9)
+    logits = (torch.randn(24, 1003, generator=generator) * 3).half()
+    keys, positions = make_keys(24), torch.arange(24)
+    ids = torch.randint(0, 2**40, (1003,), generator=generator)
+    settings = keys, keys.temperature, keys.temperature > 0.5
+    index, log_sum = verify.sample_draft(logits, positions + 5, *settings)
+    for module in (verify, sampling_triton):
+        out = torch.zeros(3, 24, dtype=torch.int64), torch.zeros(3, 24)
+        places = out[0][1], out[1][1]
+        found = module.sample_draft(logits, positions, *settings, ids=ids, ahead=5, out=places)
+        assert all(a is b for a, b in zip(found, places, strict=True))
+        assert torch.equal(out[0][1], ids[index])
+        torch.testing.assert_close(out[1][1], log_sum)
+        assert not out[0][[0, 2]].any()
+        assert not out[1][[0, 2]].any()
+        elsewhere, _ = module.sample_draft(logits, positions, *settings, ids=ids)
+        assert not torch.equal(elsewhere, ids[index])
+
+
+@inside
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_argmax_drafts(dtype: torch.dtype) -> None:
+    logits = torch.randn(9, 1003, generator=torch.Generator().manual_seed(10)).to(dtype)
+    logits[0, [77, 600, 1002]] = 30.0  # ties, in a block and across
+    logits[1] = float("-inf")
+    ids = 5 * torch.arange(1003) + 2
+    out = torch.zeros(2, 9, dtype=torch.int64)
+    for module in (verify, sampling_triton):
+        assert torch.equal(module.argmax_draft(logits), logits.argmax(-1))
+        module.argmax_draft(logits, ids=ids, out=out[1])
+        assert out[1].tolist() == (5 * logits.argmax(-1) + 2).tolist()
+        assert out[1, :2].tolist() == [5 * 77 + 2, 2]
+        out.zero_()

@@ -1,0 +1,221 @@
+"""Layout and books of a step: references and kernels against the rules written out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from draftlab.decode.step import StepResult
+from draftlab.kernels import step_layout
+from draftlab.kernels.rows import RowKeys
+from draftlab.kernels.step_layout import SlotBuffers, StepLayout
+from draftlab.kernels.verify import Verdict
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LAY_OUT: list[Callable] = [step_layout.lay_out_reference]
+ADVANCE: list[Callable] = [step_layout.advance_reference]
+KEEP: list[Callable] = [step_layout.keep_reference]
+
+if INTERPRETED:
+    from draftlab.kernels import step_layout_triton
+
+    step_layout_triton._TABLE_TILE, step_layout_triton._LOGITS_TILE = 2, 4  # several of each
+    LAY_OUT.append(step_layout_triton.lay_out_triton)
+    ADVANCE.append(step_layout_triton.advance_triton)
+    KEEP.append(step_layout_triton.keep_triton)
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
+def test_in_the_interpreter() -> None:
+    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+def make_slots(
+    lengths: list[int], k: int, width: int, vocab: int | None, seed: int, dtype=torch.float32
+) -> SlotBuffers:
+    """Random buffers of these requests and the dummy; some blocks are nobody's."""
+    generator = torch.Generator().manual_seed(seed)
+    entries = len(lengths) + 1
+
+    def ints(*shape: int, high: int = 99) -> Tensor:
+        return torch.randint(0, high, (entries, *shape), generator=generator)
+
+    def floats(*shape: int) -> Tensor:
+        return torch.randn(entries, *shape, generator=generator)
+
+    table = ints(width, high=6).int()  # block 0, of which a table may have any number
+    slots = SlotBuffers(
+        torch.tensor([*lengths, 0]),
+        ints(),
+        ints(k),
+        table,
+        RowKeys(floats(), ints(), floats(), ints() << 40, -ints()),
+    )
+    if vocab is not None:
+        slots.sampling = floats(), ints(high=2).bool()
+        slots.draft_logits = floats(k, vocab).to(dtype)
+        slots.draft_log_sum = floats(k)
+    return slots
+
+
+def equal(one: SlotBuffers, other: SlotBuffers, rows: slice = slice(None)) -> bool:
+    """Whether the buffers agree; the dummy's may be left out, whose rows race for one place."""
+    names = ("length", "newest", "drafts", "block_table", "draft_logits", "draft_log_sum")
+    pairs = [(getattr(one, name), getattr(other, name)) for name in names]
+    pairs += [(one.keys.temperature, other.keys.temperature), (one.keys.seed, other.keys.seed)]
+    return all(a is b is None or torch.equal(a[rows], b[rows]) for a, b in pairs)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[SlotBuffers, Tensor, int, int]:
+    """Slots, an index with the dummy behind it, the length limit and the block size."""
+    k, limit = draw(st.integers(0, 8)), draw(st.integers(2, 40))
+    block_size, width = draw(st.sampled_from((1, 3, 4, 16))), draw(st.integers(1, 5))
+    lengths = draw(st.lists(st.integers(0, limit), min_size=1, max_size=5))
+    vocab = draw(st.sampled_from((None, 1, 9)))
+    slots = make_slots(lengths, k, width, vocab if k else None, draw(st.integers(0, 99)))
+    index = draw(st.permutations(range(len(lengths))))[: draw(st.integers(1, 5))]
+    dummies = [len(lengths)] * draw(st.integers(0, 3))
+    return slots, torch.tensor([*index, *dummies]), limit, block_size
+
+
+@settings(max_examples=40 if INTERPRETED else 150, deadline=None)
+@given(steps())
+def test_lay_out(case: tuple[SlotBuffers, Tensor, int, int]) -> None:
+    slots, index, limit, block_size = case
+    k, span = slots.drafts.shape[1], slots.block_table.shape[1] * block_size
+    for operation in LAY_OUT:
+        before = deepcopy(slots)
+        found = operation(slots, index, max_length=limit, block_size=block_size)
+        assert equal(slots, before)
+        for row, slot in enumerate(index.tolist()):
+            length, table = int(slots.length[slot]), slots.block_table[slot].tolist()
+            room = min(max(limit - 1 - length, 0), k) if length else 0
+            positions = [length - 1 + d if length and d <= room else -1 for d in range(k + 1)]
+            places = [
+                table[p // block_size] * block_size + p % block_size
+                if 0 <= p < span and table[p // block_size] > 0
+                else -1
+                for p in positions
+            ]
+            assert found.positions[row].tolist() == positions
+            assert found.slots[row].tolist() == places
+            assert found.num_drafts[row] == room
+            assert found.tokens[row].tolist() == [
+                int(slots.newest[slot]),
+                *slots.drafts[slot].tolist(),
+            ]
+            assert max(positions) < limit
+        assert torch.equal(found.length, slots.length[index])
+        assert torch.equal(found.block_table, slots.block_table[index])
+        for name in ("temperature", "top_k", "top_p", "seed", "prompt"):
+            gathered = getattr(found.keys, name)
+            assert torch.equal(gathered, getattr(slots.keys, name)[index])
+            assert gathered.dtype == getattr(slots.keys, name).dtype
+        assert (found.sampling is None) == (slots.sampling is None)
+        for gathered, buffer in zip(found.sampling or (), slots.sampling or (), strict=True):
+            assert torch.equal(gathered, buffer[index])
+
+
+@settings(max_examples=40 if INTERPRETED else 150, deadline=None)
+@given(steps(), st.integers(0, 99))
+def test_advance(case: tuple[SlotBuffers, Tensor, int, int], seed: int) -> None:
+    slots, index, limit, block_size = case
+    layout = step_layout.lay_out(slots, index, max_length=limit, block_size=block_size)
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = layout.tokens.shape
+    verdict = Verdict(
+        (torch.rand(rows, generator=generator) * (layout.num_drafts + 1)).long(),
+        torch.randint(100, 2**31 - 1, (rows,), generator=generator),
+        torch.rand(rows, width - 1, generator=generator),
+    )
+    for operation in ADVANCE:
+        after = deepcopy(slots)
+        outcome = operation(after, layout, verdict)
+        result = StepResult(outcome.packed)
+        for row, slot in enumerate(index.tolist()):
+            accepted, token = int(verdict.accepted[row]), int(verdict.emitted[row])
+            drafts = layout.tokens[row, 1:].tolist()
+            shown = [*drafts[:accepted], token, *drafts[accepted + 1 :]]
+            shown += [0] * (width - len(shown))  # behind the last draft there is nothing
+            assert outcome.tokens[row].tolist() == result.tokens[row].tolist() == shown
+            live = int(slots.length[slot]) > 0
+            kept = accepted + 1 if live else 0
+            expected = layout.positions[row].tolist()[:kept] + [-1] * (width - kept)
+            assert outcome.positions[row].tolist() == expected
+            assert int(outcome.counts[row]) == accepted + 1
+            assert int(result.accepted[row]) == accepted
+            length = int(slots.length[slot])
+            assert int(after.length[slot]) == (length + accepted + 1 if live else 0)
+            if slot < len(slots.length) - 1:
+                assert int(after.newest[slot]) == token
+        assert torch.equal(result.num_drafts.long(), layout.num_drafts)
+        assert torch.equal(result.chance, verdict.probability)  # bit by bit
+        others = [s for s in range(len(slots.length)) if s not in index.tolist()]
+        assert torch.equal(after.newest[others], slots.newest[others])
+        assert torch.equal(after.length[others], slots.length[others])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("k", "vocab"), [(1, 1), (3, 9), (8, 4), (2, None)])
+def test_keep(k: int, vocab: int | None, dtype: torch.dtype) -> None:
+    slots = make_slots([7, 8, 9], k, 2, vocab, 0, dtype)
+    index = torch.tensor([2, 0, 3, 3])
+    generator = torch.Generator().manual_seed(1)
+    drafts = torch.randint(100, 999, (k, 4), generator=generator).T
+    drawn: tuple = ()
+    if vocab is not None:
+        logits = torch.randn(k, 4, vocab + 3, generator=generator).to(dtype)
+        drawn = logits.transpose(0, 1)[..., :vocab], torch.randn(k, 4, generator=generator).T
+    for operation in KEEP:
+        after = deepcopy(slots)
+        operation(after, index, drafts, *drawn)
+        expected = deepcopy(slots)
+        for row, slot in ((0, 2), (1, 0)):
+            expected.drafts[slot] = drafts[row]
+            if drawn:
+                expected.draft_logits[slot], expected.draft_log_sum[slot] = (x[row] for x in drawn)
+        assert equal(after, expected, slice(3))
+        assert not equal(after, slots, slice(3))
+        assert after.drafts[3].tolist() in drafts[2:].tolist()
+
+
+def test_a_result_takes_one_copy() -> None:
+    """What a prefill packs has no drafts, and counts below zero keep their sign."""
+    tokens, none = torch.tensor([[5], [7]]), torch.zeros(2, dtype=torch.int64)
+    result = StepResult(step_layout.pack(tokens, none, none - 1, torch.zeros(2, 0)))
+    assert result.packed.shape == (2, 3)
+    assert result.k == 0
+    assert result.num_drafts.tolist() == [-1, -1]
+    assert result.tokens.tolist() == [[5], [7]]
+    assert result.chance.tolist() == [[], []]
+
+
+def test_the_layout_of_a_row_near_the_limit() -> None:
+    """Written out: limit 10, 8 tokens known, so one draft of three fits, and block 0 is skipped."""
+    slots = make_slots([8], 3, 3, None, 0)
+    slots.block_table[0] = torch.tensor([2, 0, 5])
+    layout: StepLayout = step_layout.lay_out(
+        slots, torch.tensor([0, 1]), max_length=10, block_size=4
+    )
+    assert layout.num_drafts.tolist() == [1, 0]
+    assert layout.positions.tolist() == [[7, 8, -1, -1], [-1] * 4]
+    assert layout.slots.tolist() == [[-1, 20, -1, -1], [-1] * 4]

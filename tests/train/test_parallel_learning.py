@@ -1,0 +1,205 @@
+"""Parallel heads trained by draftlab: what they learn; how a step is cut changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftlab.base import Monitor
+from draftlab.data.packing import Batch, pack
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.folder import EMBEDDINGS, load_head, save_head
+from draftlab.heads.ptd import PtdHead
+from draftlab.train.loop import Trainer
+from draftlab.train.validate import token_scores, validate
+from tests.train import synthetic
+from tests.train.test_learning import (
+    ANSWER,
+    PROMPT,
+    ListStore,
+    orthogonal_parts,
+    toy_answer,
+    trained,
+)
+
+DEPTHS = 4
+
+
+def ptd(**changes: object) -> HeadConfig:
+    return synthetic.config(family="ptd", k_trained=DEPTHS, **changes)
+
+
+def store(count: int) -> ListStore:
+    target = orthogonal_parts()
+    return ListStore([toy_answer(target, i) for i in range(count)])
+
+
+def same(left: Trainer, right: Trainer) -> None:
+    for (name, a), (_, b) in zip(
+        left.head.state_dict().items(), right.head.state_dict().items(), strict=True
+    ):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_every_depth_is_learnt(num_layers: int, tmp_path: Path) -> None:
+    """Answers count up: from an anchor alone, depth d is d further, which chance hits 1 in 20."""
+    target = orthogonal_parts()
+    trainer = trained(
+        tmp_path,
+        store(300),
+        target,
+        config=ptd(num_layers=num_layers),
+        steps=150,
+        ttt_steps=DEPTHS,
+    )
+    records = [toy_answer(target, 1000 + i) for i in range(30)]
+    hits, _ = token_scores(trainer.head, target, pack([[r] for r in records], 64, DEPTHS))
+    for depth in range(DEPTHS):
+        # Anchors behind the answer's first token: their own token says what follows.
+        found = hits[:, PROMPT : PROMPT + ANSWER - 2 - depth, depth].float().mean()
+        assert found > 0.9, depth
+
+
+def test_only_the_mask_token_s_embedding_changes(tmp_path: Path) -> None:
+    target = orthogonal_parts()
+    trainer = trained(tmp_path, store(20), target, config=ptd(), steps=3, ttt_steps=DEPTHS)
+    before = torch.nn.functional.normalize(synthetic.parts().embeddings) * 4
+    head = trainer.head
+    assert isinstance(head, PtdHead)
+    assert torch.equal(head.embed_tokens.weight, before)
+    save_head(tmp_path / "head", head, torch.float32)
+    loaded = load_head(tmp_path / "head", embeddings=None, dtype=torch.float32, device="cpu")
+    changed = (loaded.tensors()[EMBEDDINGS] != before).any(1).nonzero()[:, 0]
+    assert changed.tolist() == [head.mask_token_id]
+    everything = torch.arange(synthetic.VOCAB)
+    assert torch.equal(loaded.embed(everything), head.embed(everything))
+    assert torch.equal(loaded.embed_tokens(everything), head.embed(everything))
+
+
+def test_masked_slots_are_trained(tmp_path: Path) -> None:
+    target = orthogonal_parts()
+    knobs = {"config": ptd(), "ttt_steps": DEPTHS, "learning_rate": 1e-2, "warmup": 0.0}
+    one, two = (trained(tmp_path / str(n), store(20), target, steps=n, **knobs) for n in (1, 4))
+    for name in ("mask_hidden", "mask_embedding"):
+        moved = one.head.get_parameter(name) - two.head.get_parameter(name)
+        assert moved.abs().min() > 0, name
+
+
+def test_vectors_do_not_decay_even_as_matrices_of_one_row(tmp_path: Path) -> None:
+    target = orthogonal_parts()
+    trainer = trained(
+        tmp_path,
+        store(10),
+        target,
+        config=ptd(num_layers=2, qk_norm=True),
+        steps=1,
+        ttt_steps=DEPTHS,
+        weight_decay=0.1,
+    )
+    head = trainer.head
+    decayed, rest = ({id(p) for p in group["params"]} for group in trainer.optimizer.param_groups)
+    assert trainer.optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert trainer.optimizer.param_groups[1]["weight_decay"] == 0
+    assert {id(head.mask_hidden), id(head.mask_embedding), id(head.norm.weight)} <= rest
+    assert {id(head.fc.weight), id(head.layers[1].mlp.up_proj.weight)} <= decayed
+    assert id(head.embed_tokens.weight) not in decayed | rest
+
+
+def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
+    target = orthogonal_parts()
+    fields = {"config": ptd(num_layers=2), "ttt_steps": DEPTHS, "steps": 12, "anchor_parts": 2}
+    whole = trained(tmp_path / "whole", store(40), target, **fields)
+
+    class Interrupts(Monitor):
+        def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
+            if done == 9:
+                raise KeyboardInterrupt
+
+    knobs = fields | {"checkpoint_every": 4, "log_every": 1}
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "cut", store(40), target, monitor=Interrupts(), **knobs)
+    same(whole, trained(tmp_path / "cut", store(40), target, **knobs))
+
+
+@pytest.mark.parametrize("cut", [{"micro_rows": 1}, {"anchor_parts": 3}], ids=str)
+def test_how_a_step_is_cut_changes_nothing(cut: dict, tmp_path: Path) -> None:
+    target = orthogonal_parts()
+    fields = {"config": ptd(num_layers=2), "ttt_steps": DEPTHS, "steps": 5}
+    whole = trained(tmp_path / "a", store(30), target, **fields)
+    pieces = trained(tmp_path / "b", store(30), target, **fields, **cut)
+    for (name, a), (_, b) in zip(
+        whole.head.state_dict().items(), pieces.head.state_dict().items(), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def entries(trainer: Trainer, batches: list[Batch]) -> set[tuple]:
+    """Predictions of an optimizer step, by content: depth, and the features at the anchor."""
+    return {
+        (depth, *batch.features.flatten(0, 1)[int(teacher) - 1 - depth, :3].tolist())
+        for batch in batches
+        for steps in batch.passes
+        for depth, rows in enumerate(steps)
+        for teacher in rows.teacher
+    }
+
+
+def test_what_is_dropped_depends_on_the_step_and_not_on_how_it_is_cut(tmp_path: Path) -> None:
+    target = orthogonal_parts()
+    made = [
+        trained(
+            tmp_path / str(i), store(24), target, config=ptd(), steps=1, ttt_steps=DEPTHS, **cut
+        )
+        for i, cut in enumerate(({}, {"micro_rows": 1}, {"anchor_parts": 2}))
+    ]
+    rows = next(made[0]._order())
+    first, *others = (entries(t, t._pack(7, rows)) for t in made)
+    assert others == [first, first]
+    assert entries(made[0], made[0]._pack(8, rows)) != first
+    whole = pack([[made[0].store[i] for i in row] for row in rows], 64, DEPTHS)
+    assert whole.counts[0] < len(first) < sum(whole.counts)
+
+
+def test_validation_sees_every_depth_of_every_anchor(tmp_path: Path) -> None:
+    """Nothing is dropped where a head is measured."""
+    target = orthogonal_parts()
+    data = store(12)
+    head = synthetic.head(target, family="ptd")
+    found = validate(head, target, data, range(12), num_steps=DEPTHS)
+    everything = pack([[r] for r in data.records], 64, DEPTHS)
+    assert len(found.alpha) == len(found.accuracy) == DEPTHS
+    hits, _ = token_scores(head, target, everything)
+    counts = torch.tensor(everything.counts)
+    agreed = torch.stack([hits[..., d].sum() / counts[d] for d in range(DEPTHS)])
+    # The toy's argmax is its next token, so accuracy is the share of hits.
+    assert found.accuracy == pytest.approx(agreed.tolist())
+    assert found.walk.k == DEPTHS
+    assert found.walk.drafts > 0
+
+
+def test_a_trained_chain_head_is_a_beginning(tmp_path: Path) -> None:
+    target = orthogonal_parts()
+    chain = trained(tmp_path / "chain", store(300), target, steps=120)
+    said: list[str] = []
+
+    class Says(Monitor):
+        def say(self, line: str) -> None:
+            said.append(line)
+
+    fields = {"config": ptd(num_layers=2), "ttt_steps": DEPTHS, "steps": 1, "warmup": 0.9}
+    trainer = trained(
+        tmp_path / "ptd", store(300), target, monitor=Says(), initial=chain.head, **fields
+    )
+    assert "1 more layer(s) begin as the identity" in said[0]
+    records = [toy_answer(target, 1000 + i) for i in range(30)]
+    batch = pack([[r] for r in records], 64, DEPTHS)
+    fresh = trained(tmp_path / "fresh", store(300), target, **fields)
+    begun, without = (
+        token_scores(t.head, target, batch)[0][..., 0].sum() for t in (trainer, fresh)
+    )
+    assert begun > 4 * without
+    # Another beginning is another training: its checkpoints do not go on from these.
+    assert trainer.key != fresh.key
