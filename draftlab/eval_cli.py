@@ -90,6 +90,14 @@ def eval_(
         _option("Prompts decoded at once when timed, such as 1,8,32.", TIMES, metavar="B,B,…"),
     ] = None,
     engine: Annotated[str | None, _option("paged, reference, or vllm (beside ours).", MORE)] = None,
+    packed: Annotated[
+        bool | None,
+        _option(
+            "On a CPU: packed products, faster, or the plain ones of parity runs.",
+            MORE,
+            "--packed/--no-packed",
+        ),
+    ] = None,
     dtype: Annotated[str | None, _option("auto, float32, bfloat16 or float16.", MORE)] = None,
     out: Annotated[Path | None, _option("Folder of the report.", MORE)] = None,
     as_json: Json = False,
@@ -123,6 +131,7 @@ def eval_(
             "timing_batches": _list(timing_batches, int, "--timing-batches", "1,8,32"),
             "seed": seed,
             "certify": certify or None,
+            "packed": packed,
         }
         names = {key: f"--{key.replace('_', '-')}" for key in asked} | {"temperatures": "--temps"}
         knobs = changed(subject.knobs, asked, where="command line", options=names, do=_HELP)

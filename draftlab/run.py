@@ -55,7 +55,7 @@ STAGES = {
     )
 }
 # These change how a stage runs, never what it makes.
-_FREE = {"target.device"} | {f"train.{knob}" for knob in FREE_KNOBS}
+_FREE = {"target.device", "target.compile"} | {f"train.{knob}" for knob in FREE_KNOBS}
 
 
 @dataclass(frozen=True)

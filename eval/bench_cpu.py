@@ -1,6 +1,6 @@
 """Decoding on one CPU thread: draftlab's engine beside a cached loop of Hugging Face's model.
 
-    python eval/bench_cpu.py [--prompts 24] [--tokens 64] [--k 2,3,4] [--dtype float32] [--plain]
+    python eval/bench_cpu.py [--prompts 24] [--start 0] [--tokens 64] [--k 2,3,4] [--plain]
 
 The embedded target and the reference head, greedy, one prompt at a time, stop tokens ignored. The
 baseline is the loop that `model.generate` runs, without its bookkeeping: one token a call, a
@@ -106,6 +106,7 @@ def copy_rate() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--start", type=int, default=0, help="prompts of the suite left out")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--k", default="2,3,4")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -115,7 +116,8 @@ def main() -> None:
     knobs = TargetKnobs(device="cpu", dtype=arguments.dtype)
     target = load_target(knobs)
     suite = load_suite("embedded:heldout", load_tokenizer(knobs), Monitor())
-    asked = [Request(id_, ids, arguments.tokens) for id_, ids in suite.prompts[: arguments.prompts]]
+    chosen = suite.prompts[arguments.start :][: arguments.prompts]
+    asked = [Request(id_, ids, arguments.tokens) for id_, ids in chosen]
     longest = max(len(request.prompt_ids) for request in asked) + arguments.tokens + 16
     ks = [int(k) for k in arguments.k.split(",")]
     decoders = ways(target, ks, longest, plain=arguments.plain)

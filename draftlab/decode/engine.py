@@ -29,6 +29,7 @@ from draftlab.decode.slots import Slots
 from draftlab.decode.step import GraphedStep, Step, StepResult, Verifier
 from draftlab.kernels.verify import verify
 from draftlab.target.model import Target
+from draftlab.target.probe import can_capture
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Engine:
             packed=packed,
         )
         self.prefill_tokens = prefill_tokens
-        graphed = on_gpu if graphs is None else graphs
+        graphed = can_capture(target) if graphs is None else graphs
         self.graphs = GraphedStep(self.step) if graphed else None
         # How many steps the device may be ahead of the host's books.
         self.lead = 1 if on_gpu else 0

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from draftlab.base import UserError
+from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target.model import States, Target
-from draftlab.target.paged import PagedCache, slot_mapping
+from draftlab.target.paged import PagedCache
 
 
 class DecodePath(Protocol):

@@ -6,7 +6,7 @@ written here with the kernels of `kernels/`: qkv, rotation and cache write, atte
 product plus residual, gated product, down product plus residual, the last two of which begin the
 norm of what follows. Everything else keeps going through transformers (`fused_decoder` gives None).
 
-`FusedDecoder.check` compares both on random tokens, so a release of transformers that changes one
+`check_agreement` compares both on random tokens, so a release of transformers that changes one
 of these layers is found out when a target is loaded and not in its acceptance.
 """
 
@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftlab.base import UserError
 from draftlab.kernels.linear import gated_linear, linear, linear_then_norm
 from draftlab.kernels.paged_attention import attend_paged
 from draftlab.kernels.rope_write import rope_angles, rope_write
+from draftlab.target.agreement import check_agreement
 from draftlab.target.model import States, Target
-from draftlab.target.paged import PagedCache, slot_mapping
+from draftlab.target.paged import PagedCache
 
 _LAYERS = {"Llama", "Mistral", "Qwen2", "Qwen3"}
 _fused: WeakKeyDictionary[Target, FusedDecoder | None] = WeakKeyDictionary()  # checked once
@@ -145,50 +145,6 @@ class FusedDecoder:
         found = linear(flat, self.parts.lm_head, norm_weight=norm, eps=self.eps)
         return found.view(*last.shape[:-1], -1)
 
-    @torch.inference_mode()
-    def check(self) -> None:
-        """Compares with transformers on random tokens: ragged rows, then more on top of them.
-
-        Raises:
-            UserError: when states or logits differ by more than rounding.
-        """
-        target = self.target
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, target.vocab_size, (2, 7), generator=generator).to(target.device)
-        table = torch.tensor([[2, 1], [3, 4]], dtype=torch.int32, device=target.device)
-        boundaries = tuple(range(target.num_layers + 1))
-        caches = [target.new_paged_cache(5, 8) for _ in range(2)]
-        # Rounding differs from layer to layer at random; 32 random layers gave 0.064 in bfloat16.
-        exact = target.dtype == torch.float32
-        tolerance = (1e-5 if exact else 2e-2) * max(target.num_layers, 12) ** 0.5
-        for first, counts in ((0, (7, 5)), (7, (3, 0)), (10, (1, 2))):
-            begin = torch.tensor([first, 5 if first else 0], device=target.device)[:, None]
-            depth = torch.arange(7, device=target.device)
-            real = depth < torch.tensor(counts, device=target.device)[:, None]
-            positions = (begin + depth).where(real, -1)
-            slots = slot_mapping(table, positions, 8)
-            ours, theirs = (
-                run.states(
-                    ids, boundaries, positions=positions, cache=cache.at(table, positions, slots)
-                )
-                for run, cache in zip((self, target), caches, strict=True)
-            )
-            for what, one, other in (
-                ("states", ours.features, theirs.features),
-                ("logits", self.logits(ours.last), target.logits(theirs.last)),
-            ):
-                one, other = one[real].float(), other[real].float()
-                error = float((one - other).norm() / other.norm().clamp(min=1e-6))
-                if not error <= tolerance:  # NaN is refused too
-                    raise UserError(
-                        f"the fused decode path and transformers differ in their {what} by "
-                        f"{error:.3g} (relative; expected at most {tolerance}): "
-                        f"{type(target.layers[0]).__name__} computes something draftlab does not "
-                        "know",
-                        where=target.folder,
-                        do="mend draftlab/target/fused.py, or take its architecture off the list",
-                    )
-
 
 def fused_decoder(target: Target) -> FusedDecoder | None:
     """The fused path of a target, checked; None where the target keeps to transformers.
@@ -202,7 +158,7 @@ def fused_decoder(target: Target) -> FusedDecoder | None:
         _fused[target] = None
         if knows(target):
             decoder = FusedDecoder(target)
-            decoder.check()
+            check_agreement(target, decoder, "the fused decode path")
             _fused[target] = decoder
     return _fused[target]
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftlab.kernels.paged_attention import slot_mapping as slot_mapping  # offered here too
 from draftlab.kernels.paged_attention import write_paged
 from draftlab.kernels.paged_plan import Read, Writes, plan_reads, plan_writes, write_rows
 from draftlab.target.attention import paged_step, step_positions

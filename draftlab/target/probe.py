@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from draftlab.base import UserError
+from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target.cache import RowCache
-from draftlab.target.paged import PagedCache, slot_mapping
+from draftlab.target.paged import PagedCache
 
 if TYPE_CHECKING:
     from draftlab.target.model import Target

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from draftlab.kernels.noise import prompt_key
 from draftlab.kernels.rows import DraftDistribution, RowKeys
-from draftlab.kernels.verify import sample_first, target_probabilities, verify
+from draftlab.kernels.verify import limit_logits, sample_first, target_probabilities, verify
 
 
 def rows(
@@ -204,3 +204,18 @@ def test_greedy_rows_do_not_look_at_draft_probabilities() -> None:
         assert torch.equal(verdict.accepted[::2], hits[::2])
         assert torch.equal(verdict.emitted[::2], best.gather(1, hits[:, None])[::2, 0])
     assert not torch.equal(with_q.accepted[1::2], without.accepted[1::2])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    values=st.lists(st.integers(-2, 2), min_size=1, max_size=9),
+    counts=st.lists(st.integers(0, 12), min_size=1, max_size=3),
+)
+def test_top_k_alone_is_what_sorting_gives(values: list[int], counts: list[int]) -> None:
+    """With many equal logits, and rows without a limit among the others."""
+    logits = torch.tensor(values).float().expand(len(counts), 2, len(values)).clone()
+    logits[:, 1] = logits[:, 1].flip(-1)
+    alone = [(1.0, count, 1.0) for count in counts]
+    with_top_p = rows(*alone, (1.0, 0, 0.5))  # which asks for sorting
+    sorted_ = limit_logits(torch.cat([logits, logits[:1]]), with_top_p)[:-1]
+    assert torch.equal(limit_logits(logits, rows(*alone)), sorted_)

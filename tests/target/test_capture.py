@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target import attention, experts, paged, probe
 from draftlab.target.model import Target, TargetKnobs, load_target
-from draftlab.target.paged import PagedCache, slot_mapping
+from draftlab.target.paged import PagedCache
 from tests.target.zoo import MIXTURES, ZOO, zoo_folder
 
 META = torch.device("meta")

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target import compiled
 from draftlab.target.compiled import compile_layers, compile_small
 from draftlab.target.fused import knows
 from draftlab.target.model import Target, TargetKnobs, load_target
-from draftlab.target.paged import slot_mapping
 from tests.target.zoo import SHAPE, zoo_folder
 
 # With the modules that get a compiled method in four layers.

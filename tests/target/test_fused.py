@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from draftlab.base import UserError
+from draftlab.kernels.paged_attention import slot_mapping
+from draftlab.target.agreement import check_agreement
 from draftlab.target.fused import FusedDecoder, fused_decoder, knows
 from draftlab.target.model import Target, TargetKnobs, load_target
-from draftlab.target.paged import slot_mapping
 from tests.target.zoo import SHAPE, zoo_folder
 
 # Windows of 8 bite: the sequences below are longer.
@@ -85,7 +86,7 @@ def test_states_and_logits_are_transformers(target: Target) -> None:
         torch.testing.assert_close(one / scale, other / scale, rtol=0, atol=2e-5)
     last = expected[-1]
     torch.testing.assert_close(fused.logits(last), target.logits(last), rtol=1e-4, atol=1e-4)
-    fused.check()
+    check_agreement(fused.target, fused, "the fused path")
 
     after = target.model.state_dict()
     assert after.keys() == before.keys()
@@ -137,7 +138,7 @@ def test_other_architectures_are_not_known(kind: str, tmp_path: Path) -> None:
 def test_check_finds_what_it_is_for(fault: str, fresh: Target) -> None:
     """Each a way in which a layer could differ from what is written in fused.py."""
     fused = FusedDecoder(fresh)
-    fused.check()
+    check_agreement(fused.target, fused, "the fused path")
     attention = fresh.layers[1].self_attn
     if fault == "scale":
         attention.scaling *= 1.1
@@ -150,4 +151,4 @@ def test_check_finds_what_it_is_for(fault: str, fresh: Target) -> None:
     else:
         object.__setattr__(fused.layers[3], "mlp_norm", fused.layers[3].mlp_norm + 0.02)
     with pytest.raises(UserError, match="differ in their"):
-        fused.check()
+        check_agreement(fused.target, fused, "the fused path")

@@ -13,10 +13,10 @@ import torch
 
 from draftlab.base import UserError
 from draftlab.kernels.packed_linear import why_not_packed
+from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target.agreement import check_agreement
 from draftlab.target.model import Target, TargetKnobs, load_target
 from draftlab.target.packed import PackedDecoder, packed_decoder, products, why_not
-from draftlab.target.paged import slot_mapping
 from tests.target.test_fused import KINDS, feed, load
 from tests.target.zoo import SHAPE, zoo_folder
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from draftlab.base import UserError
+from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target import llama4, replacements
 from draftlab.target.fused import knows
 from draftlab.target.model import Target, TargetKnobs, load_target
-from draftlab.target.paged import slot_mapping
 from draftlab.target.parts import load_parts, text_decoder
 from tests.target.zoo import SHAPE, ZOO, eager_model, zoo_config, zoo_folder
 
