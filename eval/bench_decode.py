@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftlab.decode.drafter import ChainDrafter
+from draftlab.decode.drafter import ChainDrafter, HeadDrafter
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Request, Sampling
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.folder import new_head
 from draftlab.kernels.noise import Purpose, keyed_uniform
 from draftlab.kernels.verify import Verdict, verify
 from draftlab.target.attention import ATTENTION
@@ -97,10 +98,11 @@ def random_target(device: torch.device, layers: int = 32) -> Target:
     return Target(model.eval().requires_grad_(False), Path("random"), "random Llama-3.1-8B shapes")
 
 
-def random_head(target: Target, device: torch.device) -> Eagle3Head:
-    """A one-layer EAGLE3 head for it, draft vocabulary 32,000."""
+def random_head(target: Target, device: torch.device, **changed: Any) -> Eagle3Head:
+    """A one-layer EAGLE3 head for it, draft vocabulary 32,000; `changed`: fields of its config."""
     layers = target.num_layers
     config = HeadConfig(
+        **changed,
         schema=1,
         boundaries=(2, layers // 2, layers - 3),
         target_num_layers=layers,
@@ -121,7 +123,7 @@ def random_head(target: Target, device: torch.device) -> Eagle3Head:
         ),
     )
     with device:
-        head = Eagle3Head(config).to(torch.bfloat16)
+        head = new_head(config).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim == 2:
@@ -153,7 +155,7 @@ def weight_bytes(target: Target, head: Eagle3Head) -> tuple[int, int, int]:
     return streamed, head_pass, size(head.fc)
 
 
-def measure(target: Target, drafter: ChainDrafter | None, batch: int) -> tuple[float, float, float]:
+def measure(target: Target, drafter: HeadDrafter | None, batch: int) -> tuple[float, float, float]:
     """Milliseconds a step, tokens a row and step, tokens a second."""
     engine = Engine(
         target,

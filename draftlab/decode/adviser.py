@@ -1,11 +1,12 @@
 """The K adviser: the speed-up that every K would give, from measured steps and acceptance.
 
 With K drafts a step emits AL(K) = 1 + Σ_{i≤K} a_i tokens, where a_i is the unconditional acceptance
-at position i. A chain's first K drafts are the same however deep it goes, so the a_i of the largest
-K serve every smaller one. A step costs s(K) milliseconds: K passes of the head and a target pass
-over K + 1 tokens, which is a line in K as long as both are bound by reading weights; between
-measured K's it is interpolated, beyond them the slope is kept. Plain decoding takes s(0) for a
-token, so
+at position i. The first K drafts are the same however many follow, so the a_i of the largest K
+serve every smaller one. A step costs s(K) milliseconds: a target pass over K + 1 tokens, and of a
+chain K passes of the head, of a parallel head one. As long as all are bound by reading weights that
+is a line in K, for a parallel head a flat one; between measured K's it is interpolated, beyond them
+the slope is kept (that of a parallel head timed at one K alone is 0). Plain decoding takes s(0) for
+a token, so
 
     speed-up(K) = s(0) · AL(K) / s(K).
 
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from draftlab.decode.break_even import break_even
 from draftlab.results import Row
 
 CLOSE = 0.05
@@ -61,6 +63,7 @@ class Advice:
     """The K's of one head at one temperature, drafter setting and batch.
 
     Attributes:
+        drafter: "chain" or "parallel".
         plain_ms: TPOT without drafting.
         best_k: of the highest predicted speed-up.
         text: the advice in one line.
@@ -68,6 +71,7 @@ class Advice:
 
     engine: str
     head: str | None
+    drafter: str
     temperature: float
     draft_probs: bool
     batch: int
@@ -78,7 +82,9 @@ class Advice:
 
 
 def advise(rows: Sequence[Row], probes: Iterable[StepPoint] = ()) -> dict[str, Any] | None:
-    """`report.adviser`: {"advice": [Advice, …], "check": …}; None where nothing was timed.
+    """`report.adviser`: {"advice": [Advice, …], "check": …, "break_even": [BreakEven, …]}.
+
+    None where nothing was timed.
 
     "check" says how well the predictions met what was measured: `timed` predictions, how many of
     them `met` it, and their `mean_error` and `worst_error` in size.
@@ -104,7 +110,11 @@ def advise(rows: Sequence[Row], probes: Iterable[StepPoint] = ()) -> dict[str, A
         "mean_error": float(np.mean(errors)),
         "worst_error": max(errors),
     }
-    return {"advice": [asdict(one) for one in found], "check": check if timed else None}
+    return {
+        "advice": [asdict(one) for one in found],
+        "check": check if timed else None,
+        "break_even": [asdict(one) for one in break_even(found)],
+    }
 
 
 def _groups(rows: Sequence[Row]) -> list[list[Row]]:
@@ -128,7 +138,9 @@ def _advice(group: Sequence[Row], batch: int, probes: Sequence[StepPoint]) -> Ad
         for p in probes
         if (p.engine, p.head, p.batch) == (deepest.engine, deepest.head, batch)
     }
-    if plain is None or not steps or (len(steps) < 2 and len(others) < 2 and deepest.k > 1):
+    flat = deepest.drafter == "parallel"
+    unknown = len(steps) < 2 and len(others) < 2 and deepest.k > 1 and not flat
+    if plain is None or not steps or unknown:
         return None
     acceptance = deepest.counters.acceptance_at or []
     predictions = []
@@ -150,6 +162,7 @@ def _advice(group: Sequence[Row], batch: int, probes: Sequence[StepPoint]) -> Ad
     return Advice(
         deepest.engine,
         deepest.head,
+        deepest.drafter,
         deepest.temperature,
         deepest.draft_probs,
         batch,
@@ -164,9 +177,9 @@ def step_ms(k: int, steps: dict[int, float], others: dict[int, float]) -> float:
     """Milliseconds of a step with `k` drafts.
 
     Args:
-        steps: measured, by K; two, or one and two `others`.
+        steps: measured, by K.
         others: of the same head and batch under other conditions; they give the slope outside of
-            what `steps` spans.
+            what `steps` spans. With one step and less than two of them it is 0.
     """
     known = sorted(steps)
     if known[0] <= k <= known[-1]:
@@ -174,6 +187,8 @@ def step_ms(k: int, steps: dict[int, float], others: dict[int, float]) -> float:
     end = known[0] if k < known[0] else known[-1]
     if len(others) > 1:
         return steps[end] + _slope(sorted(others), others) * (k - end)
+    if len(known) < 2:
+        return steps[end]
     pair = known[:2] if k < known[0] else known[-2:]
     return steps[end] + _slope(pair, steps) * (k - end)
 

@@ -1,7 +1,8 @@
 """The bandwidth floor of a decode step: its weights, each read once, at the device's copy rate.
 
-A step of few rows is bound by reading weights: the target's once, and the head's once a draft. The
-fc layer runs in the first pass only, later ones are fed the head's own output. Keys and values are
+A step of few rows is bound by reading weights: the target's once, and the head's once a pass, of
+which a chain has one for each draft and a parallel head one for all. The fc layer runs in the first
+pass only, later ones are fed the head's own output. Keys and values are
 left out (they are small at the lengths that are timed), so the floor is a floor.
 """
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.ptd import PtdHead
 from draftlab.target.model import Target
 
 COPY_BYTES = 2**30
@@ -68,6 +70,8 @@ def target_bytes(target: Target) -> int | None:
 def head_bytes(head: Eagle3Head, k: int) -> int:
     """Bytes of head weights that drafting `k` tokens reads, embeddings aside."""
     once = _bytes(p for name, p in head.named_parameters() if not name.startswith("embed_tokens"))
+    if isinstance(head, PtdHead):
+        return once
     return k * once - (k - 1) * _bytes(head.fc.parameters())
 
 

@@ -28,7 +28,8 @@ def row_warnings(row: Row) -> list[str]:
     """Of one row: its K, its self-check, and drafting that does not pay."""
     found = []
     if row.k_trained is not None and row.k > row.k_trained:
-        found.append(f"K = {row.k} exceeds the {row.k_trained} steps of training")
+        trained = "depths" if row.drafter == "parallel" else "steps"
+        found.append(f"K = {row.k} exceeds the {row.k_trained} {trained} of training")
     if row.self_check and (failed := complaint(row.self_check)):
         found.append(failed)
     slow = [t for t in row.timings if t.speedup is not None and t.speedup < SLOWER]

@@ -29,7 +29,7 @@ from draftlab.decode.certificate import (
     arm_name,
 )
 from draftlab.decode.contexts import Chosen, Sampled, choose, windows
-from draftlab.decode.drafter import ChainDrafter
+from draftlab.decode.drafter import new_drafter
 from draftlab.decode.engine import Engine
 from draftlab.decode.goodness import g_test
 from draftlab.decode.sampling import Generation, Request, Sampling
@@ -143,7 +143,7 @@ class _Trial:
         longest = max(len(request.prompt_ids) for request in requests)
         room = min(longest + knobs.equal_tokens + k + 1, self.target.max_length)
         found = []
-        for drafter in (None, ChainDrafter(self.head, k)):
+        for drafter in (None, new_drafter(self.head, k)):
             engine = self.engine(
                 self.target, drafter, batch=min(len(requests), 32), max_length=room
             )
@@ -192,7 +192,7 @@ class _Trial:
         requests = [
             Request(f"certify {name} {i}", tree.context, new, sampling) for i in range(count)
         ]
-        drafter = ChainDrafter(
+        drafter = new_drafter(
             self.head, knobs.k, draft_probs=draft_probs, draft_temperature=knobs.draft_temperature
         )
         room = len(tree.context) + new + 2 * knobs.k + 1  # the limit must cap no drafts

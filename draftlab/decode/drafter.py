@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from draftlab.decode.fused_head import FusedHead, Pass
+from draftlab.decode.fused_head import FusedHead
 from draftlab.decode.packed_head import PackedHead
+from draftlab.decode.plain_head import HeadPasses, Pass, PlainHead, Pools
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.kernels.chain_layout import chain_layout, last_rows
-from draftlab.kernels.paged_attention import attend_paged, write_paged
-from draftlab.kernels.rope_write import rope_angles
+from draftlab.heads.ptd import PtdHead
+from draftlab.kernels.chain_layout import chain_layout
 from draftlab.kernels.rows import DraftDistribution, RowKeys, draft_index
 from draftlab.kernels.verify import argmax_draft, sample_draft
 
@@ -40,6 +40,11 @@ class Observed:
     keys: RowKeys
     sampling: tuple[Tensor, Tensor] | None = None
 
+    def first_columns(self, width: int) -> Observed:
+        """Without the columns behind the first `width`."""
+        cut = {n: getattr(self, n)[:, :width] for n in ("tokens", "features", "positions")}
+        return replace(self, **cut)
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -56,6 +61,7 @@ class Drafter(Protocol):
     one, then `propose` after each decode step. All of them run on the device without waiting.
 
     Attributes:
+        kind: how it drafts.
         k: drafts a step.
         boundaries: of the target, whose states it is fed.
         draft_ids: int64 [W], target ids of its vocabulary; draft_index: int32 [V], the inverse.
@@ -69,10 +75,19 @@ class Drafter(Protocol):
     draft_index: Tensor
     draft_vocab: tuple[int, torch.dtype] | None
 
-    def start(self, num_blocks: int, block_size: int, *, packed: bool = False) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_length: int | None = None,
+        packed: bool = False,
+    ) -> None:
         """Makes room for the keys of `num_blocks` blocks, those of the target's tables.
 
-        `packed`: on a CPU, run on weights packed for oneDNN.
+        Args:
+            max_length: positions a row may take; None: as many as its blocks hold.
+            packed: on a CPU, run on weights packed for oneDNN.
         """
 
     def observe(self, observed: Observed) -> Tensor:
@@ -90,11 +105,9 @@ class Drafter(Protocol):
         """Draft temperature float32 [B], and bool [B]: which rows sample their drafts."""
 
 
-class ChainDrafter:
-    """An EAGLE3 head that drafts one token a pass, each from its own last output.
-
-    Accepted positions are run again with the target's true features before the next chain starts,
-    so the cache never keeps the head's own guesses (METHODS §5).
+class HeadDrafter:
+    """What the drafters of heads have in common: the head's cache, prompts, and how drafts are
+    drawn.
 
     Args:
         head: the head.
@@ -104,8 +117,6 @@ class ChainDrafter:
         draft_temperature: temperature of q; None takes each row's own.
         greedy_below: rows whose temperature is lower draft greedily (q one-hot).
     """
-
-    kind: Literal["chain"] = "chain"
 
     def __init__(
         self,
@@ -121,7 +132,7 @@ class ChainDrafter:
         self.boundaries = head.config.boundaries
         self.draft_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
         self.draft_index = draft_index(self.draft_ids, len(head.t2d))
-        self.fused: FusedHead | PackedHead | None = None
+        self.passes: HeadPasses = PlainHead(head)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,17 +143,36 @@ class ChainDrafter:
     def draft_vocab(self) -> tuple[int, torch.dtype] | None:
         return (len(self.draft_ids), self.dtype) if self.draft_probs else None
 
-    def start(self, num_blocks: int, block_size: int, *, packed: bool = False) -> None:
+    @property
+    def pools(self) -> Pools:
+        """Keys and values of each layer."""
+        return list(zip(self.key_pools, self.value_pools, strict=True))
+
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_length: int | None = None,
+        packed: bool = False,
+    ) -> None:
         config = self.head.config
         shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-        self.key_pool = torch.zeros(shape, dtype=self.dtype, device=self.draft_ids.device)
-        self.value_pool = torch.zeros_like(self.key_pool)
+        self.block_size, self.max_length = block_size, max_length or num_blocks * block_size
+        self.key_pools, self.value_pools = (
+            tuple(
+                torch.zeros(shape, dtype=self.dtype, device=self.draft_ids.device)
+                for _ in range(config.num_layers)
+            )
+            for _ in range(2)
+        )
         if FusedHead.suits(self.head):
-            self.fused = self.fused or FusedHead(self.head)
+            if not isinstance(self.passes, FusedHead):  # its copies serve every engine
+                self.passes = FusedHead(self.head)
         elif packed and PackedHead.suits(self.head):
-            self.fused = PackedHead(self.head)
+            self.passes = PackedHead(self.head)
         else:
-            self.fused = None
+            self.passes = PlainHead(self.head)
 
     def sampling(self, keys: RowKeys) -> tuple[Tensor, Tensor]:
         sampled = (keys.temperature > 0) & (keys.temperature >= self.greedy_below)
@@ -152,18 +182,70 @@ class ChainDrafter:
         return temperature, sampled
 
     @torch.inference_mode()
+    def observe(self, observed: Observed) -> Tensor:
+        place = self._lay_out(observed.positions, observed.counts, observed.block_table, later=0)
+        return self._observe(observed, place[0])[:, 0]
+
+    def _lay_out(
+        self, positions: Tensor, counts: Tensor, block_table: Tensor, *, later: int
+    ) -> list[Pass]:
+        """The passes over the pairs at `positions` [B, M], and over `later` pairs behind each row.
+
+        Of the first, the last pairs' outputs are asked for; a later one holds one pair a row, one
+        position on.
+        """
+        chain = chain_layout(positions, counts, block_table, self.block_size, later)
+        angles = self.passes.angles(chain.positions)
+        passes = []
+        for number in range(later + 1):
+            slots, at = (chain.of_pass(x, number) for x in (chain.slots, chain.positions))
+            cos, sin = (chain.of_pass(half, number) for half in angles)
+            first = number == 0 and chain.width > 1
+            asked = chain.last[:, None] if first else at
+            passes.append(Pass(slots, (cos, sin), at, asked, counts if first else None))
+        return passes
+
+    def _observe(self, observed: Observed, place: Pass) -> Tensor:
+        """Outputs [B, A, H] that a pass over what was observed is asked for."""
+        hidden = self.passes.fuse(observed.features.to(self.dtype))
+        return self._forward(observed.tokens, hidden, place, observed.block_table)
+
+    def _forward(self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor) -> Tensor:
+        return self.passes.forward(tokens, hidden, place, block_table, self.pools)
+
+    def _proposal(
+        self,
+        tokens: Tensor,
+        logits: Tensor | None,
+        log_sum: Tensor | None,
+        sampling: tuple[Tensor, Tensor],
+    ) -> Proposal:
+        """The proposal of tokens and log sums [K, B] and logits [K, B, W]."""
+        if logits is None or log_sum is None:
+            return Proposal(tokens.T)
+        drawn_from = logits.transpose(0, 1), log_sum.T, *sampling
+        return Proposal(tokens.T, DraftDistribution(*drawn_from, self.draft_ids, self.draft_index))
+
+
+class ChainDrafter(HeadDrafter):
+    """An EAGLE3 head that drafts one token a pass, each from its own last output.
+
+    Accepted positions are run again with the target's true features before the next chain starts,
+    so the cache never keeps the head's own guesses (METHODS §5).
+
+    Args: those of `HeadDrafter`.
+    """
+
+    kind: Literal["chain"] = "chain"
+
+    @torch.inference_mode()
     def propose(self, observed: Observed) -> Proposal:
         chain = self._lay_out(
             observed.positions, observed.counts, observed.block_table, later=self.k - 1
         )
         sampling = observed.sampling or self.sampling(observed.keys)
-        seen = self._observe(observed, chain)
+        seen = self._observe(observed, chain[0])
         return self._draft(seen, chain, observed.block_table, observed.keys, sampling)
-
-    @torch.inference_mode()
-    def observe(self, observed: Observed) -> Tensor:
-        chain = self._lay_out(observed.positions, observed.counts, observed.block_table, later=0)
-        return self._observe(observed, chain)
 
     @torch.inference_mode()
     def draft(
@@ -171,36 +253,7 @@ class ChainDrafter:
     ) -> Proposal:
         one = torch.ones_like(positions)
         chain = self._lay_out(positions[:, None], one, block_table, later=self.k - 1)
-        return self._draft(seen, chain, block_table, keys, self.sampling(keys))
-
-    def _lay_out(
-        self, positions: Tensor, counts: Tensor, block_table: Tensor, *, later: int
-    ) -> list[Pass]:
-        """The passes over the pairs at `positions` [B, M], and over `later` pairs behind each row.
-
-        A later pass feeds the pair (draft, own output), one position on.
-        """
-        block_size = self.key_pool.shape[1]
-        chain = chain_layout(positions, counts, block_table, block_size, later)
-        if self.fused is None:
-            angles = self.head.rope.angles(chain.positions.clamp(min=0))
-        else:
-            angles = rope_angles(
-                chain.positions, self.head.rope.frequencies, 1.0, self.key_pool.dtype
-            )
-        passes = []
-        for number in range(later + 1):
-            slots, at = (chain.of_pass(x, number) for x in (chain.slots, chain.positions))
-            cos, sin = (chain.of_pass(half, number) for half in angles)
-            first = number == 0 and chain.width > 1
-            last = at[:, 0] if number else chain.last
-            passes.append(Pass(slots, (cos, sin), last, counts if first else None))
-        return passes
-
-    def _observe(self, observed: Observed, chain: list[Pass]) -> Tensor:
-        """Outputs [B, H] of the rows' last pairs."""
-        hidden = (self.fused or self.head).fuse(observed.features.to(self.dtype))
-        return self._forward(observed.tokens, hidden, chain[0], observed.block_table)
+        return self._draft(seen[:, None], chain, block_table, keys, self.sampling(keys))
 
     def _draft(
         self,
@@ -210,7 +263,7 @@ class ChainDrafter:
         keys: RowKeys,
         sampling: tuple[Tensor, Tensor],
     ) -> Proposal:
-        """K drafts behind the last pairs of `chain[0]`, whose outputs [B, H] are given."""
+        """K drafts behind the last pairs of `chain[0]`, whose outputs [B, 1, H] are given."""
         # One pass behind the other, so each writes to one piece of memory.
         shape = self.k, len(output)
         tokens = keys.seed.new_empty(shape)
@@ -218,53 +271,29 @@ class ChainDrafter:
         if self.draft_probs:
             logits = output.new_empty(*shape, len(self.draft_ids))
             log_sum = keys.temperature.new_empty(shape)
+        last = chain[0].asked[:, 0]
         for step in range(self.k):
             if step:
-                output = self._forward(
-                    tokens[step - 1][:, None], output[:, None], chain[step], block_table
-                )
+                drafted = tokens[step - 1][:, None]
+                output = self._forward(drafted, output, chain[step], block_table)
             if logits is None or log_sum is None:
-                argmax_draft(self._logits(output), ids=self.draft_ids, out=tokens[step])
+                argmax_draft(self.passes.logits(output[:, 0]), ids=self.draft_ids, out=tokens[step])
                 continue
             sample_draft(
-                self._logits(output, logits[step]),
-                chain[0].last,
+                self.passes.logits(output[:, 0], out=logits[step]),
+                last,
                 keys,
                 *sampling,
                 ids=self.draft_ids,
                 ahead=2 + step,  # pair p predicts position p + 2
                 out=(tokens[step], log_sum[step]),
             )
-        if logits is None or log_sum is None:
-            return Proposal(tokens.T)
-        drawn_from = logits.transpose(0, 1), log_sum.T, *sampling
-        return Proposal(tokens.T, DraftDistribution(*drawn_from, self.draft_ids, self.draft_index))
+        return self._proposal(tokens, logits, log_sum, sampling)
 
-    def _logits(self, output: Tensor, out: Tensor | None = None) -> Tensor:
-        """Logits [B, W] of outputs [B, H]; `out`: where they go."""
-        if self.fused is not None:
-            return self.fused.logits(output, out=out)
-        found = self.head.logits(output)
-        return found if out is None else out.copy_(found)
 
-    def _forward(self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor) -> Tensor:
-        """Pre-norm outputs [B, H] of each row's last pair; the keys of all enter the cache.
+def new_drafter(head: Eagle3Head, k: int, **options: Any) -> HeadDrafter:
+    """The drafter of a head's family; `options` are those of `HeadDrafter`."""
+    from draftlab.decode.parallel import ParallelDrafter  # which is built on this file
 
-        Args:
-            tokens: int64 [B, M].
-            hidden: [B, M, H].
-        """
-        pools = self.key_pool, self.value_pool
-        if self.fused is not None:
-            return self.fused.forward(tokens, hidden, place, block_table, *pools)
-        layer, angles = self.head.layer, place.angles
-        x, residual = layer.inputs(self.head.embed_tokens(tokens), hidden)
-        write_paged(*layer.self_attn.key_value(x, angles), *pools, place.slots)
-        if place.counts is not None:
-            x, residual, *angles = (
-                last_rows(t, place.counts) for t in (x, residual, *place.angles)
-            )
-        query = layer.self_attn.query(x, angles)
-        scale = query.shape[-1] ** -0.5
-        attended = attend_paged(query, *pools, block_table, place.last[:, None], scale=scale)
-        return layer.output(attended, residual)[:, 0]
+    kind = ParallelDrafter if isinstance(head, PtdHead) else ChainDrafter
+    return kind(head, k, **options)

@@ -89,7 +89,8 @@ class Engine:
             )
         self.cache = target.new_paged_cache(self.pool.num_blocks + 1, block_size)
         if drafter:
-            drafter.start(self.pool.num_blocks + 1, block_size, packed=packed)
+            blocks = self.pool.num_blocks + 1
+            drafter.start(blocks, block_size, max_length=max_length, packed=packed)
         self.slots = Slots(
             batch,
             self.k,

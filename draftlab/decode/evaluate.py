@@ -17,7 +17,7 @@ from draftlab.base import Monitor, UserError
 from draftlab.decode.adviser import StepPoint, advise
 from draftlab.decode.bandwidth import copy_rate
 from draftlab.decode.cautions import row_warnings, suite_warnings
-from draftlab.decode.drafter import ChainDrafter
+from draftlab.decode.drafter import new_drafter
 from draftlab.decode.engine import Engine
 from draftlab.decode.grid import PLAIN, Arm, NamedHead, Suite
 from draftlab.decode.knobs import EvalKnobs
@@ -53,7 +53,7 @@ def new_engine(
     """
     drafter = None
     if arm.head is not None:
-        drafter = ChainDrafter(
+        drafter = new_drafter(
             arm.head.head,
             arm.k,
             draft_probs=arm.draft_probs,
@@ -260,7 +260,7 @@ class Evaluator:
             template=work.suite.template_sha256,
             max_new_tokens=knobs.max_new_tokens,
             seed=knobs.seed,
-            drafter="chain" if head else "none",
+            drafter=head.drafter if head else "none",
             k=arm.k,
             k_trained=head.k_trained if head else None,
             temperature=temperature,

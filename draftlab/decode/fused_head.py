@@ -1,9 +1,9 @@
-"""A head's decode pass on few kernels (CUDA, 16-bit); the eager head is the reference.
+"""A head's decode pass on few kernels (CUDA, 16-bit); `PlainHead` is the reference.
 
-One pass is: inputs (embedding and hidden state, normed, side by side), qkv, rotation and cache
-write, attention, output product plus residual, gated product with the norm in front, down product
-plus residual. Of many pairs a row, only the last one's output is asked for: behind the cache write
-the others end.
+One pass is: inputs (embedding and hidden state, normed, side by side), then for each layer qkv,
+rotation and cache write, attention, output product plus residual, gated product, down product plus
+residual; a product begins the norm of what follows it. In the last layer only what is asked for
+goes on behind the cache write.
 """
 
 from __future__ import annotations
@@ -13,45 +13,58 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.decode.plain_head import Pass, Pools, embedding_table
+from draftlab.heads.eagle3 import DecoderLayer, Eagle3Head
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.head_inputs import head_inputs
 from draftlab.kernels.linear import gated_linear, linear, linear_then_norm
 from draftlab.kernels.paged_attention import attend_paged
-from draftlab.kernels.rope_write import rope_write
+from draftlab.kernels.rope_write import rope_angles, rope_write
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Where the pairs of one pass are.
+class _Layer:
+    """A layer's parameters: its own storage, but for qkv, which is a stacked copy."""
 
-    Attributes:
-        slots: int64 [B, M], where their keys go.
-        angles: cosines and sines [B, M, …], as the head's path rotates by.
-        last: int64 [B], position of each row's last pair; −1 for a row of padding.
-        counts: int64 [B], pairs of each row (at least 1); None where M = 1.
-    """
+    qkv: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    mlp_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
 
-    slots: Tensor
-    angles: tuple[Tensor, Tensor]
-    last: Tensor
-    counts: Tensor | None = None
+
+def _read_layer(layer: DecoderLayer) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    return _Layer(
+        qkv=torch.cat([p.weight for p in projections]),
+        q_norm=None if attention.q_norm is None else attention.q_norm.weight,
+        k_norm=None if attention.k_norm is None else attention.k_norm.weight,
+        out=attention.o_proj.weight,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        gate=mlp.gate_proj.weight,
+        up=mlp.up_proj.weight,
+        down=mlp.down_proj.weight,
+    )
 
 
 class FusedHead:
-    """The passes of an EAGLE3 head; weights are the head's own, but qkv, which is a stacked copy.
+    """The passes of a head, with the interface of `HeadPasses`.
 
     Args:
         head: on CUDA, bfloat16 or float16.
     """
 
+    @torch.no_grad()
     def __init__(self, head: Eagle3Head) -> None:
-        self.head, self.layer, self.eps = head, head.layer, head.config.rms_norm_eps
-        attention = head.layer.self_attn
-        with torch.no_grad():
-            self.qkv = torch.cat(
-                [p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
-            )
+        self.head, self.eps = head, head.config.rms_norm_eps
+        self.layers = [_read_layer(layer) for layer in head.layers]
+        # The norm before each later layer's qkv.
+        self.norms = [layer.input_layernorm.weight for layer in head.layers[1:]]
+        self.embeddings = embedding_table(head)
 
     @staticmethod
     def suits(head: Eagle3Head) -> bool:
@@ -64,60 +77,66 @@ class FusedHead:
         )
 
     def fuse(self, features: Tensor) -> Tensor:
-        """`Eagle3Head.fuse`."""
+        """See `HeadPasses`."""
         return linear(features.flatten(0, -2), self.head.fc.weight).view(*features.shape[:-1], -1)
 
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """See `HeadPasses`."""
+        return rope_angles(positions, self.head.rope.frequencies, 1.0, self.head.fc.weight.dtype)
+
     def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """`Eagle3Head.logits`, [B, W] of outputs [B, H]; `out`: where they go."""
+        """See `HeadPasses`."""
         head = self.head
         norm = head.norm.weight
         return linear(output, head.lm_head.weight, norm_weight=norm, eps=self.eps, out=out)
 
     def forward(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        place: Pass,
-        block_table: Tensor,
-        key_pool: Tensor,
-        value_pool: Tensor,
+        self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor, pools: Pools
     ) -> Tensor:
-        """Pre-norm outputs [B, H] of each row's last pair; the keys of all enter the pools.
-
-        Args:
-            tokens: int64 [B, M].
-            hidden: [B, M, H].
-            place: where the pairs are.
-            block_table: int32 [B, N].
-            key_pool, value_pool: [P, S, kv heads, head_dim], written in place.
-        """
-        layer, mlp, eps = self.layer, self.layer.mlp, self.eps
+        """See `HeadPasses`."""
+        eps, shape, asked = self.eps, tokens.shape, place.asked.shape[1]
+        angles = tuple(half.flatten(0, 1) for half in place.angles)
+        slots = place.slots.flatten()
+        first = self.head.layer
         x, residual = head_inputs(
             tokens,
             hidden,
-            self.head.embed_tokens.weight,
-            layer.input_layernorm.weight,
-            layer.hidden_norm.weight,
+            self.embeddings,
+            first.input_layernorm.weight,
+            first.hidden_norm.weight,
             eps,
-            norm_before_residual=layer.norm_before_residual,
-            counts=place.counts,
+            norm_before_residual=first.norm_before_residual,
+            counts=place.counts if len(self.layers) == 1 else None,
+            ahead=asked,
+            masks=place.masks,
         )
-        angles = tuple(half.flatten(0, 1) for half in place.angles)
-        qkv = linear(x.flatten(0, 1), self.qkv)
-        query = rope_write(qkv, angles, key_pool, value_pool, place.slots.flatten())
-        query = query.view(*tokens.shape, *query.shape[1:])
-        attended = attend_paged(
-            query if place.counts is None else last_rows(query, place.counts),
-            key_pool,
-            value_pool,
-            block_table,
-            place.last[:, None],
-            scale=query.shape[-1] ** -0.5,
-            ahead=layer.self_attn.o_proj.weight,
-        ).flatten(1)
-        norm = layer.post_attention_layernorm.weight
-        y, normed = linear_then_norm(
-            attended, layer.self_attn.o_proj.weight, norm, eps, residual=residual[:, 0]
-        )
-        inner = gated_linear(normed, mlp.gate_proj.weight, mlp.up_proj.weight)
-        return linear(inner, mlp.down_proj.weight, residual=y)
+        x, y = x.flatten(0, 1), residual.flatten(0, 1)
+        parts = place.parts(len(self.layers))
+        for number, (layer, pool, (counts, positions)) in enumerate(
+            zip(self.layers, pools, parts, strict=True)
+        ):
+            qkv = linear(x, layer.qkv)
+            query = rope_write(
+                qkv, angles, *pool, slots, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps
+            )
+            query = query.view(*shape, *query.shape[1:])
+            if counts is not None:
+                query = last_rows(query, counts, asked)
+                if number:
+                    y = last_rows(y.view(*shape, -1), counts, asked).flatten(0, 1)
+            attended = attend_paged(
+                query,
+                *pool,
+                block_table,
+                positions,
+                scale=query.shape[-1] ** -0.5,
+                ahead=layer.out,
+            )
+            attended = attended.flatten(2).flatten(0, 1)
+            y, normed = linear_then_norm(attended, layer.out, layer.mlp_norm, eps, residual=y)
+            inner = gated_linear(normed, layer.gate, layer.up)
+            if number == len(self.layers) - 1:
+                y = linear(inner, layer.down, residual=y)
+            else:
+                y, x = linear_then_norm(inner, layer.down, self.norms[number], eps, residual=y)
+        return y.view(len(tokens), asked, -1)

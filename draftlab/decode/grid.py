@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from draftlab.base import canonical_json, sha256_text
 from draftlab.decode.knobs import EvalKnobs
 from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.ptd import PtdHead
 
 DEFAULT_K = 4
 
@@ -43,8 +45,13 @@ class NamedHead:
 
     @property
     def k_trained(self) -> int:
-        """Steps the head was unrolled for in training."""
+        """Steps the head was unrolled for in training, or depths of a parallel head."""
         return self.head.config.k_trained
+
+    @property
+    def drafter(self) -> Literal["chain", "parallel"]:
+        """How it drafts, as rows call it."""
+        return "parallel" if isinstance(self.head, PtdHead) else "chain"
 
     def depths(self, knobs: EvalKnobs) -> tuple[int, ...]:
         """The K's it is evaluated at."""

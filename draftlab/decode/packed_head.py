@@ -1,4 +1,4 @@
-"""A head's decode pass on a CPU with packed products; the eager head is the reference."""
+"""A head's decode pass on a CPU with packed products; `PlainHead` is the reference."""
 
 from __future__ import annotations
 
@@ -6,16 +6,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.decode.fused_head import Pass
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.decode.plain_head import Pass, Pools, embedding_table
+from draftlab.heads.eagle3 import DecoderLayer, Eagle3Head
+from draftlab.heads.layers import RMSNorm
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.packed_linear import PackedGated, PackedLinear, RowNorm, why_not_packed
 from draftlab.kernels.paged_attention import attend_paged, write_paged
+from draftlab.kernels.rope_write import rope_angles
 from draftlab.target.packed import rotate, rotation
 
 
+class _Layer:
+    """A layer's packed products, and its norms."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        self.input_norm = _norm(layer.input_layernorm)
+        self.qkv = PackedLinear(torch.cat([p.weight for p in projections]))
+        self.q_norm, self.k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
+        self.out = PackedLinear(attention.o_proj.weight)
+        self.mlp_norm = _norm(layer.post_attention_layernorm)
+        self.mlp = PackedGated(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+
+
+def _norm(module: RMSNorm | None) -> RowNorm | None:
+    return None if module is None else RowNorm(module.weight, module.eps)
+
+
 class PackedHead:
-    """The passes of an EAGLE3 head, with the interface of `FusedHead`.
+    """The passes of a head, with the interface of `HeadPasses`.
 
     Args:
         head: on a CPU, float32 or bfloat16; changes of its weights are not seen.
@@ -23,20 +43,12 @@ class PackedHead:
 
     @torch.no_grad()
     def __init__(self, head: Eagle3Head) -> None:
-        self.head = head
-        attention, mlp = head.layer.self_attn, head.layer.mlp
-        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        self.head, self.embeddings = head, embedding_table(head)
+        attention = head.layer.self_attn
         self.head_dim, self.num_kv_heads = attention.head_dim, attention.num_kv_heads
         self.fc, self.lm_head = PackedLinear(head.fc.weight), PackedLinear(head.lm_head.weight)
-        self.qkv = PackedLinear(torch.cat([p.weight for p in projections]))
-        eps = head.config.rms_norm_eps
-        layer = head.layer
-        self.embedding_norm = RowNorm(layer.input_layernorm.weight, eps)
-        self.hidden_norm = RowNorm(layer.hidden_norm.weight, eps)
-        self.mlp_norm = RowNorm(layer.post_attention_layernorm.weight, eps)
-        self.norm = RowNorm(head.norm.weight, eps)
-        self.out = PackedLinear(attention.o_proj.weight)
-        self.mlp = PackedGated(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+        self.hidden_norm, self.norm = _norm(head.layer.hidden_norm), _norm(head.norm)
+        self.layers = [_Layer(layer) for layer in head.layers]
 
     @staticmethod
     def suits(head: Eagle3Head) -> bool:
@@ -45,52 +57,52 @@ class PackedHead:
         return why_not_packed(weight.device, weight.dtype) is None
 
     def fuse(self, features: Tensor) -> Tensor:
-        """`Eagle3Head.fuse`."""
+        """See `HeadPasses`."""
         return self.fc(features.flatten(0, -2)).view(*features.shape[:-1], -1)
 
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """See `HeadPasses`."""
+        return rope_angles(positions, self.head.rope.frequencies, 1.0, self.head.fc.weight.dtype)
+
     def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """`Eagle3Head.logits`, [B, W] of outputs [B, H]; `out`: where they go."""
+        """See `HeadPasses`."""
         found = self.lm_head(self.norm(output))
         return found if out is None else out.copy_(found)
 
     def forward(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        place: Pass,
-        block_table: Tensor,
-        key_pool: Tensor,
-        value_pool: Tensor,
+        self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor, pools: Pools
     ) -> Tensor:
-        """Pre-norm outputs [B, H] of each row's last pair; the keys of all enter the pools.
+        """See `HeadPasses`."""
+        shape, asked = tokens.shape, place.asked.shape[1]
+        turn = rotation(tuple(half.flatten(0, 1) for half in place.angles))
+        parts = place.parts(len(self.layers))
+        for layer, pool, (counts, positions) in zip(self.layers, pools, parts, strict=True):
+            if layer is self.layers[0]:
+                x, hidden = self._inputs(tokens, hidden, place)
+            else:
+                x = layer.input_norm(hidden)
+            heads = layer.qkv(x.flatten(0, 1)).view(tokens.numel(), -1, self.head_dim)
+            turned, value = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
+            if layer.q_norm is not None and layer.k_norm is not None:
+                query, key = turned[:, : -self.num_kv_heads], turned[:, -self.num_kv_heads :]
+                turned = torch.cat([layer.q_norm(query), layer.k_norm(key)], 1)
+            turned = rotate(turned, turn)
+            query, key = turned[:, : -self.num_kv_heads], turned[:, -self.num_kv_heads :]
+            write_paged(key[None], value[None], *pool, place.slots)
+            query, residual = query.view(*shape, *query.shape[1:]), hidden
+            if counts is not None:
+                query, residual = (last_rows(t, counts, asked) for t in (query, residual))
+            attended = attend_paged(query, *pool, block_table, positions, scale=self.head_dim**-0.5)
+            y = layer.out.added_to(residual.flatten(0, 1), attended.flatten(2).flatten(0, 1))
+            y = layer.mlp.added_to(y, layer.mlp_norm(y))
+            hidden = y.view(*attended.shape[:2], -1)
+        return hidden
 
-        Args:
-            tokens: int64 [B, M].
-            hidden: [B, M, H].
-            place: where the pairs are.
-            block_table: int32 [B, N].
-            key_pool, value_pool: [P, S, kv heads, head_dim], written in place.
-        """
-        embedding = F.embedding(tokens, self.head.embed_tokens.weight)
+    def _inputs(self, tokens: Tensor, hidden: Tensor, place: Pass) -> tuple[Tensor, Tensor]:
+        """What the first layer reads [B, M, 2H], and its residual [B, M, H]."""
+        if place.masks is not None:
+            hidden = place.masks.fill(hidden)
         normed = self.hidden_norm(hidden)
+        embedding = self.layers[0].input_norm(F.embedding(tokens, self.embeddings))
         residual = normed if self.head.layer.norm_before_residual else hidden
-        x = torch.cat([self.embedding_norm(embedding), normed], -1)
-        cos, sin = (half.flatten(0, 1) for half in place.angles)
-        heads = self.qkv(x.flatten(0, 1)).view(tokens.numel(), -1, self.head_dim)
-        turned = rotate(heads[:, : -self.num_kv_heads], rotation((cos, sin)))
-        query, key = turned[:, : -self.num_kv_heads], turned[:, -self.num_kv_heads :]
-        value = heads[:, -self.num_kv_heads :]
-        write_paged(key[None], value[None], key_pool, value_pool, place.slots)
-        query = query.view(*tokens.shape, *query.shape[1:])
-        if place.counts is not None:
-            query, residual = (last_rows(t, place.counts) for t in (query, residual))
-        attended = attend_paged(
-            query,
-            key_pool,
-            value_pool,
-            block_table,
-            place.last[:, None],
-            scale=self.head_dim**-0.5,
-        )
-        y = self.out.added_to(residual[:, 0], attended.flatten(1))
-        return self.mlp.added_to(y, self.mlp_norm(y))
+        return torch.cat([embedding, normed], -1), residual

@@ -85,11 +85,11 @@ class ReferenceEngine:
         self.k = drafter.k if drafter else 0
         self.boundaries = drafter.boundaries if drafter else ()
         self.cache = target.new_cache(batch, max_length)
-        # Row r of the head's cache is one block; the chain runs up to K − 1 positions past the last
+        # Row r of the head's cache is one block; drafts reach up to K − 1 positions past the last
         # pair. Block 0 is nobody's.
         self.blocks = list(range(1, batch + 1))
         if drafter:
-            drafter.start(batch + 1, max_length + self.k)
+            drafter.start(batch + 1, max_length + self.k, max_length=max_length)
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request]) -> Iterator[Generation]:

@@ -7,6 +7,7 @@ it would draft there. Engine, verifier and drafter take no part: they are what i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.ptd import PtdHead
 from draftlab.target.model import Target
 
 
@@ -107,11 +109,12 @@ def grow(
         tokens.append(inside)
         probabilities.append(p)
         margin = min(margin, gap)
-    chain = _Chain(head, rows, states.features, draft_temperature)
+    kind = _Parallel if isinstance(head, PtdHead) else _Chain
+    drafter = kind(head, rows, states.features, draft_temperature)
 
     def under(level: int, start: int, depth: int) -> np.ndarray:
         """The children of a level in what draft `depth` of a step from level `start` was drawn."""
-        q = chain.draft(len(context) + start - 1, depth)
+        q = drafter.draft(len(context) + start - 1, depth)
         # Leaves under one node share everything up to it.
         return q[:: top_k ** (levels - 1 - level)].gather(1, tokens[level]).cpu().numpy()
 
@@ -134,33 +137,60 @@ def _kept(logits: Tensor, top_k: int, temperature: float) -> tuple[Tensor, Tenso
     return ids[:, :top_k], (values[:, :top_k] / temperature).softmax(-1), gap
 
 
-class _Chain:
-    """The head along given rows of tokens int64 [B, S], its features [B, S, F] beside them."""
+class _AlongRows:
+    """A head along given rows of tokens int64 [B, S], the target's features [B, S, F] beside them.
 
-    def __init__(
-        self, head: Eagle3Head, rows: Tensor, features: Tensor, temperature: float
-    ) -> None:
+    `draft` is given by its families.
+    """
+
+    def __init__(self, head: Any, rows: Tensor, features: Tensor, temperature: float) -> None:
         self.head, self.rows, self.temperature = head, rows, temperature
-        hidden = head.fuse(features[:, :-1].to(head.fc.weight.dtype))
-        self.outputs, self.keys = self._run(rows[:, 1:], hidden, 0, None)
+        self.hidden = head.fuse(features[:, :-1].to(head.fc.weight.dtype))
 
-    def draft(self, start: int, depth: int) -> Tensor:
-        """Distribution of draft `depth` of a step whose last true pair sits at `start`.
-
-        Returns:
-            float64 [B, V] over target ids.
-        """
-        output = self.outputs[:, start, None]
-        keys: tuple[Tensor, ...] = tuple(t[:, :, : start + 1] for t in self.keys)
-        for at in range(start + 1, start + depth + 1):
-            output, keys = self._run(self.rows[:, at + 1, None], output, at, keys)
-        logits = self.head.logits(output[:, 0]).double()
+    def distribution(self, output: Tensor) -> Tensor:
+        """float64 [B, V] over target ids, of pre-norm outputs [B, H]."""
+        logits = self.head.logits(output).double()
         if self.temperature == 0:
             q = F.one_hot(logits.argmax(-1), logits.shape[-1]).double()
         else:
             q = (logits / self.temperature).softmax(-1)
         ids = self.head.target_ids(torch.arange(logits.shape[-1], device=logits.device))
         return q.new_zeros(len(q), self.head.config.vocab_size).index_copy_(1, ids, q)
+
+
+class _Parallel(_AlongRows):
+    """Drafts from masked slots: what was drafted before plays no part."""
+
+    def draft(self, start: int, depth: int) -> Tensor:
+        """Distribution of draft `depth` of a step whose last true pair sits at `start`."""
+        pairs, hidden = self.rows[:, 1 : start + 2], self.hidden[:, : start + 1]
+        masks = pairs.new_full((len(pairs), depth), self.head.mask_token_id)
+        tokens = torch.cat([pairs, masks], 1)
+        hidden = torch.cat([hidden, self.head.mask_state().expand(*masks.shape, -1)], 1)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.distribution(self.head.run(tokens, hidden, positions, _causal)[:, -1])
+
+
+def _causal(_: int, *inputs: Tensor) -> Tensor:
+    query, key, value = (t.transpose(1, 2) for t in inputs)
+    found = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    return found.transpose(1, 2)
+
+
+class _Chain(_AlongRows):
+    """Drafts one behind the other, each from the output of the one before."""
+
+    def __init__(self, head: Any, rows: Tensor, features: Tensor, temperature: float) -> None:
+        super().__init__(head, rows, features, temperature)
+        self.outputs, self.keys = self._run(rows[:, 1:], self.hidden, 0, None)
+
+    def draft(self, start: int, depth: int) -> Tensor:
+        """Distribution of draft `depth` of a step whose last true pair sits at `start`."""
+        output = self.outputs[:, start, None]
+        keys: tuple[Tensor, ...] = tuple(t[:, :, : start + 1] for t in self.keys)
+        for at in range(start + 1, start + depth + 1):
+            output, keys = self._run(self.rows[:, at + 1, None], output, at, keys)
+        return self.distribution(output[:, 0])
 
     def _run(
         self, tokens: Tensor, hidden: Tensor, start: int, past: tuple[Tensor, ...] | None

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from draftlab.base import Knobs, Monitor, UserError
+from draftlab.base import Knobs, Monitor, UserError, read_json
 from draftlab.decode.sampling import Generation, Request
 from draftlab.results import Counters
 
@@ -131,6 +131,7 @@ class VllmEngine:
                     "draft": str(head.resolve()) if head else None,
                     "k": self.k,
                     "draft_probs": draft_probs,
+                    "parallel_drafting": bool(head) and _drafts_in_parallel(head),
                     "dtype": str(dtype).removeprefix("torch."),
                     "max_model_len": max_length,
                     "max_num_seqs": batch,
@@ -222,6 +223,14 @@ class VllmEngine:
             where=self._process.args[0],
             do=_INSTALL if missing else "",
         )
+
+
+def _drafts_in_parallel(head: Path) -> bool:
+    """Whether a head's config.json, in either layout, names the token of masked slots."""
+    file = head / "config.json"
+    if not file.is_file():
+        return False  # the client says what is missing
+    return read_json(file, kind="head's config.json").get("mask_token_id") is not None
 
 
 def _memory(knobs: VllmKnobs, device: torch.device | None) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from draftlab.heads.config import HeadConfig
 
+_FAMILIES = {"eagle3": "EAGLE3", "ptd": "Parallel draft (P-EAGLE)"}
+
 
 def is_hub_id(name: str) -> bool:
     """Whether a target's name is a Hub id ("org/name") rather than a folder."""
@@ -19,9 +21,12 @@ def is_hub_id(name: str) -> bool:
     )
 
 
-def launch_text(place: Path, verifier: str, k: int) -> str:
+def launch_text(head: HeadConfig, place: Path, verifier: str, k: int) -> str:
     """launch.md: how vLLM serves this export."""
-    options = json.dumps({"model": str(place), "method": "eagle3", "num_speculative_tokens": k})
+    chosen = {"model": str(place), "method": "eagle3", "num_speculative_tokens": k}
+    parallel = head.family == "ptd"
+    # Only of an export served alone does vLLM read it from config.json.
+    options = json.dumps(chosen | ({"parallel_drafting": True} if parallel else {}))
     explicit = f"vllm serve {shlex.quote(verifier)} --speculative-config {shlex.quote(options)}"
     alone = f"vllm serve {shlex.quote(str(place))}"
     if is_hub_id(verifier):
@@ -34,7 +39,8 @@ def launch_text(place: Path, verifier: str, k: int) -> str:
             "The target is a local folder, which vLLM wants named (it serves an export alone only "
             f"where the target is on the Hub):\n\n```\n{explicit}\n```\n"
         )
-    return f"# Serving this head with vLLM\n\n{text}\nDrafts: {k} tokens a step, greedy chain.\n"
+    drafts = f"{k} tokens a step, greedy, " + ("all in one pass" if parallel else "one a pass")
+    return f"# Serving this head with vLLM\n\n{text}\nDrafts: {drafts}.\n"
 
 
 def readme_text(head: HeadConfig, verifier: str, layout: str) -> str:
@@ -44,6 +50,6 @@ def readme_text(head: HeadConfig, verifier: str, layout: str) -> str:
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed
         version = "(not installed)"
     return (
-        f"EAGLE3 head for {verifier}: {layout}, written by draftlab {version}. launch.md says how "
-        f"to serve it. Fingerprint of the target: {head.target.fingerprint}\n"
+        f"{_FAMILIES[head.family]} head for {verifier}: {layout}, written by draftlab {version}. "
+        f"launch.md says how to serve it. Fingerprint of the target: {head.target.fingerprint}\n"
     )

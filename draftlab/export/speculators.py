@@ -1,8 +1,9 @@
 """The speculators layout (CONTRACTS §9), which vLLM serves as it stands.
 
-Tensor names are those of the head's own state dict, so an export is the head's tensors, the
-target's embeddings where the head ships none, and a config.json written out in full: vLLM reads it
-without any model's defaults, and a missing key is a silently different head (CONTRACTS §1.6).
+Tensor names are those of the head's own files, so an export is the head's tensors, the target's
+embeddings where the head ships none, and a config.json written out in full: vLLM reads it without
+any model's defaults, and a missing key is a silently different head (CONTRACTS §1.6). EAGLE3 heads
+are of the library's type eagle3, PTD heads of its type peagle.
 """
 
 from __future__ import annotations
@@ -23,15 +24,13 @@ from draftlab.export.compare import (
 )
 from draftlab.export.launch import is_hub_id, launch_text, readme_text
 from draftlab.export.place import check_place, whole_folder
+from draftlab.export.speculators_config import layout_name, positions, speculators_config
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, WEIGHTS, head_tensors, load_config, load_head
 from draftlab.target.model import fingerprint
 from draftlab.target.parts import load_parts
 
-LAYOUT_VERSION = "0.9.0"
-"""Version of the speculators library whose files this layout follows."""
-LAYOUT = f"speculators layout {LAYOUT_VERSION} (`speculators_model_type: eagle3`)"
-
+MASK_HIDDEN = "mask_hidden"
 _CONFIG, _LAUNCH, _README = "config.json", "launch.md", "README.md"
 _FILES = frozenset({_CONFIG, WEIGHTS, _LAUNCH, _README})
 
@@ -81,99 +80,33 @@ def export_speculators(
     elif k < 1:
         raise UserError(f"expected at least 1 speculative token, found {k}")
     elif k > head.k_trained:
-        say(f"export: {k} speculative tokens, though the head was trained for {head.k_trained}")
+        say(
+            f"warning: export: {k} speculative tokens, though the head was trained for "
+            f"{head.k_trained}"
+        )
     kind = _dtype(dtype) if dtype is not None else _stored_dtype(head_folder)
     name = _verifier_name(target_name, target_folder)
-    config = speculators_config(head, _target_config(head, target_folder), name, k, kind)
+    target_config = _target_config(head, target_folder)
+    if k >= (longest := positions(head, target_config)):
+        raise UserError(
+            f"expected fewer speculative tokens than the target's {longest} positions, found {k}: "
+            "a server drafts only where all of them fit",
+            where="export.k",
+        )
+    config = speculators_config(head, target_config, name, k, kind)
     embeddings = _embeddings(head, target_folder, trust_remote_code)
     loaded = load_head(head_folder, embeddings=embeddings, dtype=kind, device="cpu")
-    tensors = head_tensors(loaded, kind)
+    tensors = _as_files(head_tensors(loaded, kind))
     if head.draft_vocab_size == head.vocab_size:
         del tensors["d2t"], tensors["t2d"]  # readers have no place for identity maps
     with whole_folder(place) as folder:
         with atomic_path(folder / WEIGHTS) as file:
             save_file(tensors, file, metadata=SAFETENSORS_METADATA)
         write_json(folder / _CONFIG, config)
-        write_text(folder / _LAUNCH, launch_text(place, name, k))
-        write_text(folder / _README, readme_text(head, name, LAYOUT))
+        write_text(folder / _LAUNCH, launch_text(head, place, name, k))
+        write_text(folder / _README, readme_text(head, name, layout_name(head)))
         verify_export(folder, head_folder, target_folder, trust_remote_code=trust_remote_code)
     return Path(out)
-
-
-def speculators_config(
-    head: HeadConfig, target: dict[str, Any], name: str, k: int, dtype: torch.dtype
-) -> dict[str, Any]:
-    """config.json: a pure function of draftlab.json, the target's config, its name, K and dtype.
-
-    There is no `model_type` at the top (it would pick the wrong parser), `num_aux_hidden_states`
-    sits inside the layer config (vLLM sizes fc by it), and every norm flag is written (vLLM's
-    default for norm_before_residual differs from the library's).
-    """
-    rope = {"rope_type": "default", **head.rope_parameters}
-    # transformers 5 takes rope_scaling for another name of rope_parameters, and vLLM assigns keys
-    # in file order: a null, or a copy without theta, would overwrite the rope. So the older
-    # spelling is an equal copy or, where there is nothing to scale, absent.
-    scaling = {} if rope["rope_type"] == "default" else {"rope_scaling": dict(rope)}
-    # The target's: servers stop drafting, or shorten the target, at the smaller of the two.
-    text = target.get("text_config", target)
-    positions = text.get("max_position_embeddings", head.max_position_embeddings)
-    layer = {
-        "model_type": "llama",
-        "vocab_size": head.vocab_size,
-        "hidden_size": head.hidden_size,
-        "intermediate_size": head.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": head.num_attention_heads,
-        "num_key_value_heads": head.num_key_value_heads,
-        "head_dim": head.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": head.rms_norm_eps,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "pretraining_tp": 1,
-        "tie_word_embeddings": False,
-        "layer_types": ["full_attention"],
-        "max_position_embeddings": positions,
-        "rope_theta": rope["rope_theta"],
-        **scaling,
-        "rope_parameters": rope,
-        "num_aux_hidden_states": len(head.boundaries),
-    }
-    return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": LAYOUT_VERSION,
-        "dtype": str(dtype).removeprefix("torch."),
-        "tie_word_embeddings": False,
-        "draft_vocab_size": head.draft_vocab_size,
-        "target_hidden_size": head.target_hidden_size,
-        "eagle_aux_hidden_state_layer_ids": list(head.boundaries),
-        "norm_before_residual": head.norm_before_residual,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-        "embed_requires_grad": False,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": k,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
-            "verifier": {
-                "name_or_path": name,
-                "architectures": target.get("architectures") or [head.target.architecture],
-            },
-        },
-        "transformer_layer_config": layer,
-    }
 
 
 def verify_export(
@@ -214,7 +147,13 @@ def verify_export(
     if head.embeddings == "target":
         tensors[EMBEDDINGS] = _embeddings(head, target_folder, trust_remote_code)
     cast = {n: t.to(kind) if t.is_floating_point() else t for n, t in tensors.items()}
-    compare_tensors(cast, out / WEIGHTS)
+    compare_tensors(_as_files(cast), out / WEIGHTS)
+
+
+def _as_files(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The head's tensors in the layout's shapes: the library keeps `mask_hidden` as [1, 1, F]."""
+    masks = {MASK_HIDDEN: tensors[MASK_HIDDEN][None]} if MASK_HIDDEN in tensors else {}
+    return tensors | masks
 
 
 def _dtype(name: torch.dtype | str) -> torch.dtype:
@@ -262,16 +201,16 @@ def _target_config(head: HeadConfig, folder: Path) -> dict[str, Any]:
             where=folder,
             do=f"give the target the head was trained for: {head.target.name}",
         )
-    # The library builds a Llama layer from the config and puts the target's width into it.
+    # The library builds its layers from the config and puts the target's width into it.
     if head.hidden_size != head.target_hidden_size:
         raise UserError(
             f"this layout holds heads as wide as their target ({head.target_hidden_size}); this "
             f"one has hidden_size {head.hidden_size}"
         )
-    if head.hidden_size % head.num_attention_heads:
+    if not head.qk_norm and head.hidden_size % head.num_attention_heads:
         raise UserError(
-            f"this layout needs num_attention_heads to divide hidden_size; this head has "
-            f"{head.num_attention_heads} and {head.hidden_size}"
+            f"this layout's Llama layers need num_attention_heads to divide hidden_size; this head "
+            f"has {head.num_attention_heads} and {head.hidden_size}"
         )
     return config
 

@@ -1,8 +1,8 @@
 """Where a chain's pairs go: those just observed, and one a row for every pass after them.
 
 Computed once a step, before the first pass, so a pass takes a slice and no operation of its own.
-`last_rows` picks what the chain goes on from. The eager references run on a CPU; on a GPU each is
-one kernel (`chain_layout_triton.py`).
+`last_rows` picks what a row goes on from: its last pair, or the columns from there on. The eager
+references run on a CPU; on a GPU each is one kernel (`chain_layout_triton.py`).
 """
 
 from __future__ import annotations
@@ -59,15 +59,18 @@ def chain_layout(
     return operation(positions, counts, block_table, block_size, later)
 
 
-def last_rows(x: Tensor, counts: Tensor) -> Tensor:
-    """x[b, counts[b] − 1] of x [B, M, …]: [B, 1, …], contiguous."""
-    if x.shape[1] == 1:
+def last_rows(x: Tensor, counts: Tensor, ahead: int = 1) -> Tensor:
+    """x[b, counts[b] − 1 + j] of x [B, M, …] for j < `ahead`: [B, ahead, …], contiguous.
+
+    All of them must lie in x.
+    """
+    if x.shape[1] == ahead:
         return x
     if x.is_cuda:
         from draftlab.kernels.chain_layout_triton import last_rows_triton as operation
     else:
         operation = last_rows_reference
-    return operation(x, counts)
+    return operation(x, counts, ahead)
 
 
 def chain_layout_reference(
@@ -87,6 +90,7 @@ def chain_layout_reference(
     )
 
 
-def last_rows_reference(x: Tensor, counts: Tensor) -> Tensor:
+def last_rows_reference(x: Tensor, counts: Tensor, ahead: int = 1) -> Tensor:
     """`last_rows`, eager."""
-    return x[torch.arange(len(x), device=x.device), counts - 1].unsqueeze(1)
+    columns = counts[:, None] - 1 + torch.arange(ahead, device=x.device)
+    return x[torch.arange(len(x), device=x.device)[:, None], columns]

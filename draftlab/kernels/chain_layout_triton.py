@@ -42,15 +42,18 @@ def chain_layout_kernel(
 
 
 @triton.jit
-def last_rows_kernel(x, counts, out, width, size, TILE: tl.constexpr, GDC: tl.constexpr):
-    """Grid (B, tiles of a row's `size` elements)."""
+def last_rows_kernel(
+    x, counts, out, width, size, ahead, TILE: tl.constexpr, GDC: tl.constexpr
+):  # fmt: skip
+    """Grid (B, tiles of what is copied of a row: columns of `size` elements, side by side)."""
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     last = row * width + tl.load(counts + row) - 1
-    tl.store(out + row * size + at, tl.load(x + last * size + at, mask=at < size), mask=at < size)
+    inside = at < ahead * size
+    tl.store(out + row * ahead * size + at, tl.load(x + last * size + at, mask=inside), mask=inside)
 
 
 def chain_layout_triton(
@@ -85,14 +88,14 @@ def chain_layout_triton(
     return layout
 
 
-def last_rows_triton(x: Tensor, counts: Tensor) -> Tensor:
+def last_rows_triton(x: Tensor, counts: Tensor, ahead: int = 1) -> Tensor:
     """`last_rows` in one launch."""
     x = x.contiguous()
     rows, width = x.shape[:2]
-    out = x.new_empty(rows, 1, *x.shape[2:])
-    size = out.numel() // rows
+    out = x.new_empty(rows, ahead, *x.shape[2:])
+    size = x.numel() // (rows * width)
     with torch.cuda.device_of(x):
-        last_rows_kernel[(rows, triton.cdiv(size, _TILE))](
-            x, counts.contiguous(), out, width, size, TILE=_TILE, **launch_options(x.device)
+        last_rows_kernel[(rows, triton.cdiv(ahead * size, _TILE))](
+            x, counts.contiguous(), out, width, size, ahead, TILE=_TILE, **launch_options(x.device)
         )
     return out

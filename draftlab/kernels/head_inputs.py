@@ -6,12 +6,35 @@ kernel in place of a lookup, two norms and a concatenation.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.kernels.chain_layout import last_rows_reference
 from draftlab.kernels.dependent_launch import launch_options
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Masked slots of a pass.
+
+    Attributes:
+        where: bool [B, M], contiguous.
+        state: [H], the hidden state of all of them.
+    """
+
+    where: Tensor
+    state: Tensor
+
+    def fill(self, hidden: Tensor) -> Tensor:
+        """Hidden states [B, M, H] from those of the first columns, [B, ≤ M, H].
+
+        What is neither given nor masked is padding.
+        """
+        missing = self.where.shape[1] - hidden.shape[1]
+        return torch.where(self.where[..., None], self.state, F.pad(hidden, (0, 0, 0, missing)))
 
 
 def head_inputs(
@@ -24,6 +47,8 @@ def head_inputs(
     *,
     norm_before_residual: bool,
     counts: Tensor | None = None,
+    ahead: int = 1,
+    masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cat[norm(embedding), norm(hidden)], and the residual.
 
@@ -34,10 +59,15 @@ def head_inputs(
         embedding_norm, hidden_norm: [H], weights of the RMS norms, of the same dtype.
         eps: of both.
         norm_before_residual: the residual is the normed hidden state, else the hidden state.
-        counts: int64 [B]; the residual is that of each row's entry counts − 1. None where M = 1.
+        counts: int64 [B]; residuals are those of each row's `ahead` entries from counts − 1 on.
+            None: of all M.
+        ahead: with `counts`.
+        masks: entries that have no hidden state of their own; `hidden` may then be narrower than
+            `tokens`.
 
     Returns:
-        [B, M, 2H] and [B, 1, H]; the kernel computes norms in float32 and rounds once.
+        [B, M, 2H], and [B, ahead, H] or [B, M, H]; the kernel computes norms in float32 and rounds
+        once.
     """
     operation = launch if hidden.is_cuda else head_inputs_reference
     return operation(
@@ -49,6 +79,8 @@ def head_inputs(
         eps,
         norm_before_residual=norm_before_residual,
         counts=counts,
+        ahead=ahead,
+        masks=masks,
     )
 
 
@@ -62,14 +94,17 @@ def head_inputs_reference(
     *,
     norm_before_residual: bool,
     counts: Tensor | None = None,
+    ahead: int = 1,
+    masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`head_inputs`, operation by operation."""
     size = (hidden.shape[-1],)
+    hidden = hidden if masks is None else masks.fill(hidden)
     normed = F.rms_norm(hidden, size, hidden_norm, eps)
     embedding = F.rms_norm(F.embedding(tokens, embeddings), size, embedding_norm, eps)
     residual = normed if norm_before_residual else hidden
     if counts is not None:
-        residual = last_rows_reference(residual, counts)
+        residual = last_rows_reference(residual, counts, ahead)
     return torch.cat([embedding, normed], -1), residual
 
 
@@ -83,16 +118,19 @@ def launch(
     *,
     norm_before_residual: bool,
     counts: Tensor | None = None,
+    ahead: int = 1,
+    masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The kernel, on CUDA or in Triton's interpreter."""
     from draftlab.kernels.head_inputs_triton import head_inputs_kernel
 
     hidden, embeddings = hidden.contiguous(), embeddings.contiguous()
-    rows, width, size = hidden.shape
+    (rows, width), (given, size) = tokens.shape, hidden.shape[1:]
     x = hidden.new_empty(rows, width, 2 * size)
-    # Of one pair a row, the hidden state itself can be the residual.
-    copied = norm_before_residual or counts is not None
-    residual = hidden.new_empty(rows, 1, size) if copied else hidden
+    # Of all pairs, the hidden states themselves can be the residual.
+    copied = norm_before_residual or counts is not None or masks is not None
+    asked = width if counts is None else ahead
+    residual = hidden.new_empty(rows, asked, size) if copied else hidden
     padded = 1 << (size - 1).bit_length()
     with torch.cuda.device_of(hidden):
         head_inputs_kernel[(rows * width, 2)](
@@ -105,7 +143,11 @@ def launch(
             x,
             residual if copied else None,
             counts,
+            None if masks is None else masks.where.contiguous(),
+            None if masks is None else masks.state,
             width,
+            given,
+            asked,
             eps,
             NORMED=norm_before_residual,
             SIZE=size,

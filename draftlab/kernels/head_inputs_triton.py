@@ -9,12 +9,14 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["eps"])
 def head_inputs_kernel(
     tokens, row_stride, column_stride, hidden, embeddings, embedding_norm, hidden_norm,
-    x_out, residual_out, counts, width, eps,
+    x_out, residual_out, counts, masked, mask_state, width, given, asked, eps,
     NORMED: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Grid (B · M, 2): one pair's embedding, or its hidden state and residual.
 
-    `residual_out` None: nobody asks for it. `counts` None: every pair is its row's last.
+    Of a row's M = `width` columns the first `given` have hidden states; what is neither masked nor
+    given is padding, which nobody looks at. `masked` None: all are given. `residual_out` None:
+    nobody asks for it. `counts` None: residuals of all columns, else of `asked` from counts − 1 on.
     """
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
@@ -30,6 +32,10 @@ def head_inputs_kernel(
     row = pair // width
     column = pair - row * width
     source = hidden + pair * SIZE
+    if masked is not None:
+        source = hidden + (row * given + tl.minimum(column, given - 1)) * SIZE
+        if tl.load(masked + pair):
+            source = mask_state
     if not is_hidden:
         token = tl.load(tokens + row * row_stride + column * column_stride)
         source = embeddings + token * SIZE
@@ -38,12 +44,12 @@ def head_inputs_kernel(
     to = x_out + pair * (2 * SIZE) + tl.where(is_hidden, SIZE, 0) + at
     tl.store(to, normed.to(x_out.dtype.element_ty), mask=inside)
     if residual_out is not None:
-        last = is_hidden
+        first = 0
         if counts is not None:
-            last = is_hidden & (column == tl.load(counts + row) - 1)
-        if last:
+            first = tl.load(counts + row) - 1
+        if is_hidden & (column >= first) & (column < first + asked):
             kept = x
             if NORMED:
                 kept = normed
-            to = residual_out + row * SIZE + at
+            to = residual_out + (row * asked + column - first) * SIZE + at
             tl.store(to, kept.to(residual_out.dtype.element_ty), mask=inside)

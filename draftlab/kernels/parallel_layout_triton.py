@@ -101,14 +101,13 @@ def parallel_layout_triton(
     """`parallel_layout` in one launch."""
     num_rows, width = out_tokens.shape
     columns = layout_size(width, 1, k)
-    device = out_tokens.device
-    tokens, positions, slots = torch.empty(3, num_rows, columns, dtype=torch.int64, device=device)
+    tokens, positions, slots = out_tokens.new_empty(3, num_rows, columns)
     layout = ParallelLayout(
         tokens,
         positions,
         slots,
-        torch.empty(num_rows, columns, dtype=torch.bool, device=device),
-        torch.empty(num_rows, k, dtype=torch.int64, device=device),
+        out_tokens.new_empty(num_rows, columns, dtype=torch.bool),
+        out_tokens.new_empty(num_rows, k),
     )
     _launch(
         layout,

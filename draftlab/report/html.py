@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.base import atomic_path, write_text
-from draftlab.report import wording
+from draftlab.report import same_k, wording
 from draftlab.report.wording import NONE
 from draftlab.results import Report, Row
 
@@ -144,15 +144,19 @@ def _lossless(row: Row) -> str:
     )
 
 
-def _view(i: int, row: Row, label: str, *, heads: bool) -> dict[str, Any]:
-    """A row's texts, as the template prints them; `heads`: several are compared."""
+def _view(i: int, row: Row, label: str, *, heads: bool, kinds: bool) -> dict[str, Any]:
+    """A row's texts, as the template prints them.
+
+    `heads`: several are compared. `kinds`: chains and parallel heads.
+    """
     drafted = wording.drafted(row)
+    name = f"{row.head} ({row.drafter})" if kinds and drafted else row.head or "none"
     return {
         "i": i,
         "label": label,
         "drafted": drafted,
         "mark": wording.DEFAULT_MARK if wording.is_vllm_default(row) else "",
-        "drafter": (row.head or "none") if heads else row.drafter,
+        "drafter": name if heads else row.drafter,
         "k": str(row.k) if drafted else NONE,
         "temperature": wording.temperature(row.temperature),
         "draft_probs": wording.draft_probs(row),
@@ -213,7 +217,7 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
     text = files("draftlab.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
     heads = len({row.head for row in rows if row.head}) > 1
     views = [
-        _view(i, row, label, heads=heads)
+        _view(i, row, label, heads=heads, kinds=wording.several_drafters(rows))
         for i, (row, label) in enumerate(zip(rows, wording.labels(rows), strict=True), 1)
     ]
     return environment.from_string(text).render(
@@ -230,6 +234,7 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
         drafter_column="head" if heads else "drafter",
         advice=_advice(report),
         advice_check=wording.advice_check(report),
+        same_k=same_k.tables(report),
         certificates=wording.certificates(report),
         warnings=wording.warnings(report),
         plots=[

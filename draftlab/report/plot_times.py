@@ -61,10 +61,12 @@ class _Ways:
     def __init__(self, rows: Sequence[Row], *, with_k: bool) -> None:
         self.with_k = with_k and len({row.k for row in rows}) > 1
         self.engines = len({row.engine for row in rows}) > 1
+        self.kinds = wording.several_drafters(rows)
         self.bases = list(dict.fromkeys(self._base(row) for row in rows))
 
     def _base(self, row: Row) -> str:
         parts = [row.head or "unnamed"]
+        parts += [row.drafter] if self.kinds else []
         parts += [row.engine] if self.engines else []
         parts += [f"K = {row.k}"] if self.with_k else []
         return ", ".join(parts)

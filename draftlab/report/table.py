@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftlab.report import wording
+from draftlab.report import same_k, wording
 from draftlab.report.wording import NONE
 from draftlab.results import Report, Row
 
@@ -33,6 +33,8 @@ def _figures(rows: list[Row]) -> list[Column]:
         ("acceptance\nat 1…K", _acceptance),
         ("speed-up", lambda row: wording.times(row.speedup)),
     ]
+    if names_heads(rows) and wording.several_drafters(rows):
+        columns.insert(1, ("drafter", lambda row: row.drafter))
     if len({row.engine for row in rows}) > 1:
         columns.insert(0, ("engine", lambda row: row.engine.partition(" (")[0]))
     return [c for c in columns if c[0] != "expected\nAL" or _expects(rows)]
@@ -149,6 +151,8 @@ def print_report(report: Report, console: Console) -> None:
         if check := wording.advice_check(report):
             items.append(("the adviser:", check))
         console.print(_items(items, "bold"))
+    if found := same_k.lines(report):
+        console.print(_items([(f"{of}:", text) for of, text in found], "bold"))
     for head, lines in wording.certificates(report):
         console.print()
         console.print(_items([(f"certificate, {head}:", "\n".join(lines))], "bold"))

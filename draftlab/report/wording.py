@@ -235,10 +235,10 @@ def traits(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """What tells each row from the others, temperature and draft probabilities aside."""
     varying = conditions(rows).varying
     several_k = len({row.k for row in rows if drafted(row)}) > 1
-    several_drafters = len({row.drafter for row in rows if drafted(row)}) > 1
+    both = several_drafters(rows)
     found = []
     for i, row in enumerate(rows):
-        parts = [row.drafter] if several_drafters and drafted(row) else []
+        parts = [row.drafter] if both and drafted(row) else []
         parts += [f"K = {row.k}"] if several_k and drafted(row) else []
         parts += [
             values[i] if name == "head" else f"{name} {values[i]}"
@@ -266,6 +266,11 @@ def advice(report: Report) -> list[tuple[str, str]]:
             parts.append(f"draft probs {'on' if one['draft_probs'] else 'off'}")
         lines.setdefault(key, (", ".join(parts), one["text"]))
     return list(lines.values())
+
+
+def several_drafters(rows: Sequence[Row]) -> bool:
+    """Whether rows of chains and of parallel heads stand side by side."""
+    return len({row.drafter for row in rows if drafted(row)}) > 1
 
 
 def advice_check(report: Report) -> str:

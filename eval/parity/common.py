@@ -6,7 +6,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ import torch
 from draftlab import subject, verbs
 from draftlab.base import Monitor, UserError, write_json, write_text
 from draftlab.chat.render import stop_ids
+from draftlab.data.mask_token import choose_mask_token
+from draftlab.heads.config import HeadConfig
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.heads.folder import load_head
+from draftlab.heads.folder import load_head, new_head, save_head
 from draftlab.target.model import Target, TargetKnobs, load_target, load_tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -91,6 +93,47 @@ def choose(head: str | None, target: str | None) -> subject.Subject:
             print(f"{error}\nno run with a head, so: the reference head", file=sys.stderr)
             head = verbs.REFERENCE
     return subject.eval_subject(None, head, target)
+
+
+def with_random_head(
+    subject: Subject, folder: Path, name: str, *, family: str, num_layers: int, qk_norm: bool
+) -> Subject:
+    """A subject whose head is of another shape, saved in `folder`, with loud random weights.
+
+    Weights as small as a new head's would hide what RoPE, norms and masks do wrong. Embeddings,
+    lm_head and draft vocabulary are those of the subject's own head.
+    """
+    own, parallel = subject.head, family == "ptd"
+    mask = choose_mask_token(
+        "auto", load_tokenizer(subject.knobs), own.config.vocab_size, subject.stops, None
+    )
+    config = HeadConfig.model_validate(
+        own.config.model_dump(by_alias=True)
+        | {
+            "family": family,
+            "num_layers": num_layers,
+            "qk_norm": qk_norm,
+            "mask_token_id": mask if parallel else None,
+            "embeddings": "own" if parallel else own.config.embeddings,
+            "provenance": {},
+        }
+    )
+    head = new_head(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.copy_(1 + 0.5 * noise)
+            else:  # mask_hidden [1, F] stands beside features, not before a product
+                parameter.copy_(noise * (2 * parameter.shape[1] ** -0.5 if len(noise) > 1 else 1))
+        head.embed_tokens.load_state_dict(own.embed_tokens.state_dict())
+        head.lm_head.load_state_dict(own.lm_head.state_dict())
+        head.set_draft_vocabulary(own.t2d.nonzero()[:, 0])
+    save_head(folder, head, torch.float32)
+    embeddings = own.embed_tokens.weight.detach()
+    loaded = load_head(folder, embeddings=embeddings, dtype=torch.float32, device="cpu")
+    return replace(subject, name=name, folder=folder, head=loaded)
 
 
 def prepare(name: str) -> Path | None:

@@ -4,7 +4,8 @@
 
 At T = 0 everything must be equal: tokens, finish reasons, the accepted drafts of every verify step,
 counters of every prompt and their totals. draftlab decodes at batch 1 and at batch 8; vLLM serves
-the float32 export in speculators layout and, unexported, the head folder itself (vLLM-native).
+the float32 export in speculators layout and, unexported, the head folder itself (vLLM-native); a
+parallel head with `parallel_drafting`.
 At --temps above 0 the two draw from different random numbers, so acceptance lengths are compared,
 with argmax drafts and with sampled ones: the bootstrap interval of their difference, over prompts,
 must hold 0. All intervals of a run together are wrong in 5 % of runs (Bonferroni).
@@ -43,7 +44,7 @@ from common import (
 )
 
 from draftlab.base import Monitor, UserError
-from draftlab.decode.drafter import ChainDrafter
+from draftlab.decode.drafter import new_drafter
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Generation, Request, Sampling
 from draftlab.decode.vllm import COUNTERS, VllmEngine, VllmKnobs, positions
@@ -138,7 +139,7 @@ class Bench:
         self, temperature: float, batch: int, *, probabilities: bool = False
     ) -> list[Generation]:
         """Decoded by draftlab's engine."""
-        drafter = ChainDrafter(self.subject.head, self.k, draft_probs=probabilities)
+        drafter = new_drafter(self.subject.head, self.k, draft_probs=probabilities)
         engine = Engine(self.subject.target, drafter, batch=batch, max_length=self.max_length)
         requests = self.requests(temperature)
         done = {g.id: g for g in engine.generate(requests)}

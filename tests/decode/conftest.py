@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from draftlab.data.packing import pack
+from draftlab.data.packing import Batch, pack
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head, initialise_head
+from draftlab.heads.folder import new_head
+from draftlab.heads.ptd import PtdHead
 from draftlab.target.model import Target, TargetKnobs, load_target
+from draftlab.target.parts import TargetParts
+from draftlab.train.objective import weighted_loss
+from draftlab.train.parallel import parallel_outputs, parallel_weights
 from draftlab.train.ttt import ttt_loss
 from tests.decode.answers import BOUNDARIES, answers, greedy_records
 from tests.toys import toy_target_folder
@@ -26,10 +33,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_target(TargetKnobs(path=str(folder), device="cpu"))
 
 
-def untrained_head(target: Target, k: int, draft_size: int) -> Eagle3Head:
+MASK = 288  # what no prompt and no answer holds
+PARALLEL = {"family": "ptd", "embeddings": "own", "mask_token_id": MASK, "num_layers": 2}
+
+
+def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> Eagle3Head:
     """A head with initial values; its draft vocabulary leaves the lowest ids out."""
     size = target.hidden_size
     config = HeadConfig(
+        **changed,
         boundaries=BOUNDARIES,
         target_num_layers=target.num_layers,
         target_hidden_size=size,
@@ -48,7 +60,7 @@ def untrained_head(target: Target, k: int, draft_size: int) -> Eagle3Head:
             name="toy", fingerprint="f", architecture="a", tokenizer_sha256="t", template_sha256="c"
         ),
     )
-    head = Eagle3Head(config)
+    head = new_head(config)
     initialise_head(
         head,
         embeddings=target.parts.embeddings,
@@ -63,14 +75,30 @@ def untrained_head(target: Target, k: int, draft_size: int) -> Eagle3Head:
 @pytest.fixture(scope="session")
 def head(target: Target) -> Eagle3Head:
     """Sixty steps on the target's greedy answers: right often, wrong often."""
-    head = untrained_head(target, 3, target.vocab_size - 20)
+    return trained_head(target, untrained_head(target, 3, target.vocab_size - 20), ttt_loss, 60)
+
+
+@pytest.fixture(scope="session")
+def parallel_head(target: Target) -> PtdHead:
+    """Of two layers, trained as `head` is, but longer: later drafts are harder for it."""
+    head = untrained_head(target, 3, target.vocab_size - 20, **PARALLEL, qk_norm=True)
+
+    def loss(head: Eagle3Head, parts: TargetParts, batch: Batch, *, gamma: float) -> Any:
+        weights = parallel_weights(gamma, batch.counts)
+        return weighted_loss(parallel_outputs(head, batch), head, parts, batch, weights)
+
+    return trained_head(target, head, loss, 150)
+
+
+def trained_head(target: Target, head: Any, objective: Callable[..., Any], steps: int) -> Any:
+    """A head after some steps on the target's greedy answers."""
     records = greedy_records(target, answers(target, 32, seed=100))
     weights = [p for p in head.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=1e-2)
-    for step in range(60):
+    for step in range(steps):
         chosen = [records[(16 * step + i) % len(records)] for i in range(16)]
         batch = pack([chosen[i : i + 2] for i in range(0, 16, 2)], 112, 3)
-        loss, _ = ttt_loss(head, target.parts, batch, gamma=0.8)
+        loss, _ = objective(head, target.parts, batch, gamma=0.8)
         optimizer.zero_grad()
         (loss / batch.num_anchors).backward()
         optimizer.step()

@@ -43,7 +43,7 @@ def test_probabilities_of_every_draft(fused: bool, head: Eagle3Head) -> None:
     drafter = ChainDrafter(head, K)
     drafter.start(4, 24)  # a block a row; block 0 is nobody's
     if fused:
-        drafter.fused = FusedHead(head)
+        drafter.passes = FusedHead(head)
     done = [0, 0, 0]
     for step in counts:
         width = max(step)

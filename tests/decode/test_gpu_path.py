@@ -11,11 +11,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from draftlab.decode.drafter import ChainDrafter
+from draftlab.decode.drafter import new_drafter
 from draftlab.decode.fused_head import FusedHead
 from draftlab.decode.sampling import Request, Sampling
 from draftlab.decode.slots import Slots
@@ -23,7 +24,7 @@ from draftlab.decode.step import Step
 from draftlab.kernels import linear
 from draftlab.target.fused import FusedDecoder
 from draftlab.target.model import Target, TargetKnobs, load_target
-from tests.decode.conftest import untrained_head
+from tests.decode.conftest import PARALLEL, untrained_head
 from tests.kernels.hopper import OnGpu, pretend
 from tests.toys import toy_target_folder
 
@@ -46,15 +47,24 @@ def test_in_the_interpreter() -> None:
     assert " passed" in done.stdout
 
 
+HEADS: dict[str, dict[str, Any]] = {
+    "chain": {},
+    "parallel": PARALLEL | {"num_layers": 1, "norm_before_residual": True},
+    "parallel of two layers": PARALLEL | {"qk_norm": True},
+}
+
+
 def steps(
-    target: Target, drafts: list[int], *, draft_probs: bool, on_gpu: bool
-) -> list[list[list[int]]]:
-    """Packed results of the steps of three one-token prompts and the dummy, the first greedy.
+    target: Target, drafts: list[int], kind: str, *, draft_probs: bool, on_gpu: bool
+) -> list[tuple[list[list[int]], list[list[int]]]]:
+    """Packed results of the steps of three one-token prompts and the dummy, the first greedy; with
+    each, the drafts of all slots for the next step.
 
     Nothing is cached at first; `drafts` are what the first step verifies.
     """
-    head = untrained_head(target, K, 200).eval()
-    drafter = ChainDrafter(head, K, draft_probs=draft_probs)
+    head = untrained_head(target, K, 200, **HEADS[kind]).eval()
+    drafter = new_drafter(head, K, draft_probs=draft_probs)
+    assert drafter.kind == kind.partition(" ")[0]
     width = -(-MAX_LENGTH // BLOCK)
     slots = Slots(
         3,
@@ -68,8 +78,8 @@ def steps(
     cache = target.new_paged_cache(blocks, BLOCK)
     step = Step(target, cache, slots, drafter, max_length=MAX_LENGTH)
     step.decoder = FusedDecoder(target)
-    drafter.start(blocks, BLOCK)
-    drafter.fused = FusedHead(head)
+    drafter.start(blocks, BLOCK, max_length=MAX_LENGTH)
+    drafter.passes = FusedHead(head)
     requests = [
         Request(str(i), (40 + i,), 8, Sampling(temperature))
         for i, temperature in enumerate((0.0, 0.8, 1.5))
@@ -89,28 +99,40 @@ def steps(
     found = []
     for _ in range(STEPS):
         packed = step(index, limited=False).packed
-        found.append(packed.as_subclass(torch.Tensor).tolist())
+        drafted = slots.drafts[:3]
+        found.append(tuple(t.as_subclass(torch.Tensor).tolist() for t in (packed, drafted)))
     return found
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
 @pytest.mark.parametrize("draft_probs", [False, True])
+@pytest.mark.parametrize("kind", HEADS)
 def test_steps_equal_those_of_the_references(
-    draft_probs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, draft_probs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a GPU the kernel leaves float32 to cuBLAS; here it is to be seen.
     monkeypatch.setattr(linear, "_takes", lambda x, weight: x.is_cuda)
     folder = toy_target_folder(tmp_path, layers=4, hidden=32, max_length=64)
     target = load_target(TargetKnobs(path=str(folder), device="cpu"))
-    plain = steps(target, [90, 91, 92], draft_probs=False, on_gpu=False)
-    greedy = [row[0][0] for row in plain]  # bad drafts: a token a step
-    expected = steps(target, greedy[:K], draft_probs=draft_probs, on_gpu=False)
-    found = steps(target, greedy[:K], draft_probs=draft_probs, on_gpu=True)
-    assert expected[0][0][:K] == greedy[:K]
-    assert expected[0][0][K + 1] == K
-    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-        for row in range(3):
+    plain = steps(target, [90, 91, 92], kind, draft_probs=False, on_gpu=False)
+    greedy = [packed[0][0] for packed, _ in plain]  # bad drafts: a token a step
+    expected = steps(target, greedy[:K], kind, draft_probs=draft_probs, on_gpu=False)
+    found = steps(target, greedy[:K], kind, draft_probs=draft_probs, on_gpu=True)
+    first = expected[0][0][0]
+    assert first[:K] == greedy[:K]
+    assert first[K + 1] == K
+    verified = 0
+    for number, ((one, drafts), (other, expected_drafts)) in enumerate(
+        zip(found, expected, strict=True)
+    ):
+        following = expected[number + 1][0] if number + 1 < STEPS else None
+        for row, slot in enumerate((0, 2, 1)):
+            if following is not None:
+                real = following[row][K + 2]  # those that the next step verifies
+                assert drafts[slot][:real] == expected_drafts[slot][:real], (number, row)
+                verified += real
             emitted = one[row][K + 1] + 1
             assert one[row][:emitted] == other[row][:emitted], (number, row)
             assert one[row][K + 1 : K + 3] == other[row][K + 1 : K + 3], (number, row)
-    assert {row[K + 2] for one in found for row in one[:3]} >= {K, 0}  # capped near the end
+    assert {row[K + 2] for one, _ in found for row in one[:3]} >= {K, 0}  # capped near the end
+    assert verified > K

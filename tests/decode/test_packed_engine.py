@@ -10,6 +10,7 @@ import torch
 from draftlab.decode.drafter import ChainDrafter
 from draftlab.decode.engine import Engine
 from draftlab.decode.packed_head import PackedHead
+from draftlab.decode.plain_head import PlainHead
 from draftlab.decode.sampling import Generation, Sampling
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.kernels.packed_linear import why_not_packed
@@ -47,7 +48,7 @@ def test_tokens_and_steps_are_the_plain_engines(
         engine = Engine(target, drafter, max_length=128, packed=packed, **sizes)
         assert isinstance(engine.step.decoder, PackedDecoder if packed else Target)
         if drafter:
-            assert isinstance(drafter.fused, PackedHead) == packed
+            assert isinstance(drafter.passes, PackedHead) == packed
         return told(run(engine, asked))
 
     expected = decoded(False, batch=5)
@@ -77,7 +78,7 @@ def test_a_drafter_forgets_packed_weights(target: Target, head: Eagle3Head) -> N
     plain = told(run(Engine(target, drafter, batch=3, max_length=128), asked))
     assert told(run(Engine(target, drafter, batch=3, max_length=128, packed=True), asked)) == plain
     run(Engine(target, drafter, batch=3, max_length=128), asked)
-    assert drafter.fused is None
+    assert isinstance(drafter.passes, PlainHead)
 
 
 def test_an_evaluation_packs_unless_told_not_to(target: Target, head: Eagle3Head) -> None:

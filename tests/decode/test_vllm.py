@@ -118,6 +118,16 @@ def test_what_is_asked_reaches_vllm(folder: Path, install, probabilities: bool) 
     assert (first[1]["stop_token_ids"], first[1]["ignore_eos"]) == ([1, 2], True)
 
 
+@pytest.mark.parametrize("layout", [{"mask_token_id": 7}, {"mask_token_id": None}])
+def test_a_head_with_a_mask_token_drafts_in_parallel(folder: Path, install, layout: dict) -> None:
+    log, head = install(), folder.parent / "head"
+    head.mkdir()
+    (head / "config.json").write_text(json.dumps(layout))
+    run_vllm(head, folder, ask(4), 2, False)
+    asked = json.loads(log.read_text().splitlines()[0])["speculative_config"]
+    assert asked.get("parallel_drafting") == (True if layout["mask_token_id"] else None)
+
+
 def test_the_engine_says_version_runner_device_and_what_was_corrected(
     folder: Path, install
 ) -> None:

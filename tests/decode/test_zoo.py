@@ -34,7 +34,7 @@ class BigramDrafter:
         for text in texts:
             self.follower[text[:-1]] = torch.tensor(text[1:])
 
-    def start(self, num_blocks: int, block_size: int, *, packed: bool = False) -> None:
+    def start(self, num_blocks: int, block_size: int, **_: object) -> None:
         pass
 
     def observe(self, observed: Observed) -> Tensor:

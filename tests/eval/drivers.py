@@ -13,3 +13,4 @@ if FOLDER not in sys.path:
 common = importlib.import_module("common")
 vllm = importlib.import_module("parity_vllm")
 speculators = importlib.import_module("parity_speculators")
+library = importlib.import_module("speculators_library")

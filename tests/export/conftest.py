@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from draftlab.heads.config import HeadConfig, TargetIdentity
-from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.heads.folder import save_head
+from draftlab.heads.folder import new_head, save_head
 from draftlab.target.model import fingerprint
 from tests.export.export_toys import BOUNDARIES, HIDDEN, LAYERS, VOCAB, make_target
 
@@ -49,7 +48,7 @@ def make_head(target: Path, tmp_path: Path) -> Callable[..., Path]:
             ),
             **changed,
         }
-        head = Eagle3Head(HeadConfig(**fields))
+        head = new_head(HeadConfig(**fields))
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for parameter in head.parameters():

@@ -11,6 +11,9 @@ from draftlab.export.speculators import export_speculators
 
 HIDDEN, VOCAB, LAYERS, MAX_LENGTH = 32, 96, 5, 512
 BOUNDARIES = (1, 2, 4, 5)
+MASK = 11
+PTD = {"family": "ptd", "mask_token_id": MASK, "embeddings": "own", "num_layers": 2}
+"""What makes a parallel head of `make_head`'s."""
 
 
 def make_target(folder: Path, *, seed: int = 0, layers: int = LAYERS) -> Path:

@@ -20,6 +20,7 @@ def read_and_run(
     )
     c = top["transformer_layer_config"]
     rope, size, d = c["rope_parameters"], len(tokens), c["head_dim"]
+    before = top["norm_before_residual"]
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return x * (x.square().mean(-1, keepdim=True) + c["rms_norm_eps"]).rsqrt() * w[name]
@@ -34,28 +35,31 @@ def read_and_run(
     )
     turn = torch.polar(torch.ones(size, d // 2), torch.arange(size)[:, None] * frequency)
 
-    def heads(x: torch.Tensor, name: str, turned: bool) -> torch.Tensor:
-        y = (x @ w[f"layers.0.self_attn.{name}_proj.weight"].T).view(size, -1, d)
-        if not turned:
-            return y
-        y = torch.complex(y[..., : d // 2], y[..., d // 2 :]) * turn[:, None]
-        return torch.cat([y.real, y.imag], -1)
+    group, causal = c["num_attention_heads"] // c["num_key_value_heads"], torch.ones(size, size)
+
+    def attend(x: torch.Tensor, layer: str) -> torch.Tensor:
+        q, k, v = ((x @ w[f"{layer}self_attn.{n}_proj.weight"].T).view(size, -1, d) for n in "qkv")
+        if c["model_type"] == "qwen3":
+            q, k = (norm(y, f"{layer}self_attn.{n}_norm.weight") for n, y in (("q", q), ("k", k)))
+        q, k = (torch.complex(y[..., : d // 2], y[..., d // 2 :]) * turn[:, None] for y in (q, k))
+        q, k = (torch.cat([y.real, y.imag], -1) for y in (q, k))
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) / d**0.5
+        shares = scores.masked_fill(causal.triu(1) > 0, -torch.inf).softmax(-1)
+        mixed = torch.einsum("hqk,khd->qhd", shares, v.repeat_interleave(group, 1))
+        return mixed.reshape(size, -1) @ w[f"{layer}self_attn.o_proj.weight"].T
 
     hidden = features @ w["fc.weight"].T
-    normed = norm(hidden, "layers.0.hidden_norm.weight")
-    x = torch.cat(
-        [norm(w["embed_tokens.weight"][tokens], "layers.0.input_layernorm.weight"), normed], -1
-    )
-    group = c["num_attention_heads"] // c["num_key_value_heads"]
-    query, key, value = heads(x, "q", True), heads(x, "k", True), heads(x, "v", False)
-    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(group, 1)) / d**0.5
-    scores += torch.full((size, size), -torch.inf).triu(1)
-    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value.repeat_interleave(group, 1))
-    hidden = (normed if top["norm_before_residual"] else hidden) + mixed.reshape(size, -1) @ w[
-        "layers.0.self_attn.o_proj.weight"
-    ].T
-    y = norm(hidden, "layers.0.post_attention_layernorm.weight")
-    up, gate = (y @ w[f"layers.0.mlp.{n}_proj.weight"].T for n in ("up", "gate"))
-    hidden = hidden + (F.silu(gate) * up) @ w["layers.0.mlp.down_proj.weight"].T
+    for number in range(c["num_hidden_layers"]):
+        layer = f"layers.{number}."
+        if number == 0:
+            normed = norm(hidden, f"{layer}hidden_norm.weight")
+            x = norm(w["embed_tokens.weight"][tokens], f"{layer}input_layernorm.weight")
+            x, hidden = torch.cat([x, normed], -1), normed if before else hidden
+        else:
+            x = norm(hidden, f"{layer}input_layernorm.weight")
+        hidden = hidden + attend(x, layer)
+        y = norm(hidden, f"{layer}post_attention_layernorm.weight")
+        up, gate = (y @ w[f"{layer}mlp.{n}_proj.weight"].T for n in ("up", "gate"))
+        hidden = hidden + (F.silu(gate) * up) @ w[f"{layer}mlp.down_proj.weight"].T
     ids = torch.arange(top["draft_vocab_size"]) + w.get("d2t", torch.zeros(1, dtype=torch.int64))
     return norm(hidden, "norm.weight") @ w["lm_head.weight"].T, ids

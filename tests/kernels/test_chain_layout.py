@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Layer
 from draftlab.kernels import chain_layout as module
-from draftlab.kernels.head_inputs import head_inputs_reference, launch
+from draftlab.kernels.head_inputs import Masks, head_inputs_reference, launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LAY_OUT: list[Callable] = [module.chain_layout_reference]
@@ -91,6 +91,8 @@ def test_last_rows(dtype: torch.dtype) -> None:
         assert torch.equal(operation(x, counts), expected)
         turned = x.transpose(2, 3).contiguous().transpose(2, 3)
         assert torch.equal(operation(turned, counts), expected)
+        found = operation(x, counts.clamp(max=3), 2)
+        assert torch.equal(found, torch.stack([x[0, 2:4], x[1, :2], x[2, 1:3]]))
     one = x[:, :1]
     assert module.last_rows(one, torch.ones(3, dtype=torch.int64)) is one  # nothing to pick
 
@@ -148,6 +150,41 @@ def test_head_inputs_are_the_layers(size: int, width: int, before: bool) -> None
         torch.testing.assert_close(found, (x, residual), atol=2e-6, rtol=2e-6)
         if not before:
             assert torch.equal(found[1], residual)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("asked", [None, 3])
+def test_masked_slots_share_a_hidden_state(asked: int | None, before: bool) -> None:
+    """Rows of n given pairs, three masked slots and padding; residuals of all, or of three."""
+    size, given, width = 40, 4, 7
+    layer, counts = make_layer(size, before), torch.tensor([4, 1, 2])
+    tokens, hidden, *rest = arguments(layer, size, width, torch.float32)
+    hidden = hidden[:, :given]
+    state = torch.randn(size, generator=torch.Generator().manual_seed(2))
+    column = torch.arange(width)
+    where = (column >= counts[:, None]) & (column < counts[:, None] + 3)
+    real = column < counts[:, None] + 3
+    filled = torch.zeros(3, width, size)
+    filled[:, :given] = hidden
+    filled[where] = state
+    x, residual = layer.inputs(rest[0][tokens], filled)
+    for operation in INPUTS:
+        found, kept = operation(
+            tokens,
+            hidden,
+            *rest,
+            norm_before_residual=before,
+            counts=None if asked is None else counts,
+            ahead=asked or 1,
+            masks=Masks(where, state),
+        )
+        torch.testing.assert_close(found[real], x[real], atol=2e-6, rtol=2e-6)
+        if asked is None:
+            torch.testing.assert_close(kept[real], residual[real], atol=2e-6, rtol=2e-6)
+        else:
+            at = counts[:, None] - 1 + torch.arange(asked)
+            expected = residual[torch.arange(3)[:, None], at]
+            torch.testing.assert_close(kept, expected, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 from draftlab.kernels.verify import DraftDistribution, RowKeys
 from draftlab.target.model import TargetKnobs, load_target
-from tests.decode.conftest import untrained_head
+from tests.decode.conftest import PARALLEL, untrained_head
 from tests.kernels.hopper import compiled, most_shared, on_gpu, pretend
 from tests.toys import toy_target_folder
 
@@ -118,8 +118,10 @@ def test_verification(kernels: dict[str, list[Any]], dtype: torch.dtype, drawn: 
 
 
 @pytest.mark.parametrize("draft_probs", [False, True])
+@pytest.mark.parametrize("kind", ["chain", "parallel"])
 def test_a_whole_step(
     kernels: dict[str, list[Any]],
+    kind: str,
     draft_probs: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -128,7 +130,7 @@ def test_a_whole_step(
 
     Nothing but these kernels and the few torch operations between them may be in a step.
     """
-    from draftlab.decode.drafter import ChainDrafter
+    from draftlab.decode.drafter import new_drafter
     from draftlab.decode.fused_head import FusedHead
     from draftlab.decode.slots import Slots
     from draftlab.decode.step import Step
@@ -136,26 +138,31 @@ def test_a_whole_step(
 
     folder = toy_target_folder(tmp_path, layers=4)
     target = load_target(TargetKnobs(path=str(folder), device="cpu", dtype="bfloat16"))
-    head = untrained_head(target, 3, 200).to(torch.bfloat16).eval()
-    drafter = ChainDrafter(head, k=3, draft_probs=draft_probs)
+    family = PARALLEL | {"qk_norm": True} if kind == "parallel" else {}
+    head = untrained_head(target, 3, 200, **family).to(torch.bfloat16).eval()
+    drafter = new_drafter(head, 3, draft_probs=draft_probs)
     slots = Slots(2, 3, 4, target.device, draft_vocab=drafter.draft_vocab)
     step = Step(target, target.new_paged_cache(9, 16), slots, drafter, max_length=64)
     step.decoder = FusedDecoder(target)
     drafter.start(9, 16)
-    drafter.fused = FusedHead(head)
+    drafter.passes = FusedHead(head)
     for owner in (slots, slots.keys, drafter):
         pretend(owner)
     # Tokens are not computed, so they are none that have an embedding.
     monkeypatch.setattr(F, "embedding", lambda ids, table: on_gpu(*ids.shape, table.shape[1]))
     step(on_gpu(2, **INT), limited=False)
     launched = {name: len(variants) for name, variants in kernels.items()}
-    assert launched["attend_kernel"] == 4 + 3  # target layers, head passes
-    assert launched["skinny_kernel"] == 4 * 4 + 1 + 1 + 3 * 5  # …, lm_head, fc, passes
+    # Target layers, and the head's: three passes over one, or one pass over two.
+    passes, layers, rows = (3, 3, 1) if kind == "chain" else (1, 2, 3)
+    assert launched["attend_kernel"] == 4 + layers
+    assert launched["skinny_kernel"] == 4 * 4 + 1 + 1 + 4 * layers + passes  # …, lm_head, fc, head
     assert launched["rope_write_kernel"] == launched["attend_kernel"]
-    assert launched["head_inputs_kernel"] == 3
-    assert launched["_draw"] == launched["_join"] == 3
+    assert launched["head_inputs_kernel"] == passes
+    assert launched["last_rows_kernel"] == rows
+    assert launched["_join"] == launched["_draw"] == (3 if draft_probs or kind == "chain" else 1)
+    lay_out = "chain_layout_kernel" if kind == "chain" else "layout_kernel"
     for once in ("lay_out_kernel", "survey", "resample", "settle", "advance_kernel",
-                 "chain_layout_kernel", "last_rows_kernel", "keep_kernel"):  # fmt: skip
+                 lay_out, "keep_kernel"):  # fmt: skip
         assert once in launched, once
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftlab.decode import drafter as drafter_module
 from draftlab.decode.drafter import ChainDrafter, Proposal
-from draftlab.decode.fused_head import Pass
+from draftlab.decode.plain_head import Pass
 from draftlab.kernels import verify as verify_module
 from draftlab.kernels.rows import RowKeys
 from draftlab.kernels.verify import Verdict, sample_first
@@ -87,8 +87,8 @@ def make_drafter(case: Case) -> ChainDrafter:
         head, K, draft_probs=case.draft_probs, draft_temperature=case.draft_temperature
     )
     # A pass's output is its token, and the logits are the token's entry in a table.
-    drafter._forward = lambda tokens, *_: tokens.float()
-    drafter._logits = lambda output, out=None: (
+    drafter._forward = lambda tokens, *_: tokens[..., None].float()
+    drafter.passes.logits = lambda output, out=None: (
         HEAD[output[:, 0].long()] if out is None else out.copy_(HEAD[output[:, 0].long()])
     )
     return drafter
@@ -96,8 +96,10 @@ def make_drafter(case: Case) -> ChainDrafter:
 
 def propose(drafter: Any, last: Tensor, positions: Tensor, keys: RowKeys) -> Proposal:
     """The chain of drafts behind tokens `last` [B], the first of them for `positions` [B]."""
-    chain = [Pass(None, None, positions - 2)] * K
-    return drafter._draft(last[:, None].float(), chain, None, keys, drafter.sampling(keys))
+    at = (positions - 2)[:, None]
+    chain = [Pass(at, (at, at), at, at)] * K
+    output = last[:, None, None].float()
+    return drafter._draft(output, chain, None, keys, drafter.sampling(keys))
 
 
 def decode(

@@ -1,0 +1,283 @@
+"""The distillation loss on a GPU: equal to the eager one, timed and weighed against it.
+
+    python eval/gpu/distill.py [--json FILE]
+
+The eager one is `distill` on the logits of all rows at once, the teachers' made once. The third is
+Liger-Kernel's chunked distillation loss in plain PyTorch (a thousand rows at a time, both products
+for every row); its own code is not run. Seven rows share a teacher, as in an unroll. Times are
+medians of forward and backward together; memory is the peak above what was there before the call.
+Bars: a sixth of the eager peak, and no slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from draftlab.kernels import distill_linear as chunked
+from draftlab.kernels import distill_triton
+from draftlab.kernels.distill import Distilled, Loss, Teacher, distill
+from draftlab.kernels.distill_linear import distill_linear
+from draftlab.kernels.distill_plan import RowPlan, plan_rows
+
+COPY_RATE, MATRIX_RATE = 4.30e12, 780e12  # of an H200, measured
+UNROLL = 7
+
+
+@dataclass
+class Work:
+    """Arguments of the loss."""
+
+    hidden: Tensor
+    lm_head: Tensor
+    teacher: Teacher
+    row: Tensor
+    plan: RowPlan
+    weight: Tensor
+    loss: Loss = "soft_ce"
+    share: Tensor | None = None
+
+    def gradients(self, total: Tensor) -> list[Tensor]:
+        """Of what wants them."""
+        return torch.autograd.grad(
+            total, [x for x in (self.hidden, self.lm_head) if x.requires_grad]
+        )
+
+
+def make_work(
+    rows: int,
+    vocab: int,
+    size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    master: bool = False,
+    loss: Loss = "soft_ce",
+    softcap: float | None = None,
+) -> Work:
+    """Random work; `master`: lm_head is float32, as under autocast."""
+    generator = torch.Generator("cuda").manual_seed(vocab)
+
+    def draw(*shape: int, scale: float = 1.0, as_dtype: torch.dtype = dtype) -> Tensor:
+        values = torch.randn(*shape, generator=generator, device="cuda", dtype=torch.float32)
+        return values.mul_(scale).to(as_dtype)
+
+    positions = -(-rows // UNROLL)
+    last, weights = draw(positions, size), draw(vocab, size, scale=2 * size**-0.5)
+    # As much mass outside the draft vocabulary as a twentieth of all.
+    teacher = Teacher(last, None, weights, last[:, 0].float(), 1.0, softcap)
+    inside = torch.cat(
+        [teacher.finish(part @ weights.t()).logsumexp(-1) for part in last.split(64)]
+    )
+    row = torch.randint(positions, (rows,), generator=generator, device="cuda")
+    share = torch.rand(rows, generator=generator, device="cuda") if loss == "lk" else None
+    head_dtype = torch.float32 if master else dtype
+    return Work(
+        draw(rows, size).requires_grad_(),
+        draw(vocab, size, scale=2 * size**-0.5, as_dtype=head_dtype).requires_grad_(),
+        replace(teacher, logsumexp=inside + 0.05),
+        row,
+        plan_rows(row),
+        torch.rand(rows, generator=generator, device="cuda") / rows,
+        loss,
+        share,
+    )
+
+
+def ours(work: Work) -> tuple[Distilled, Tensor, list[Tensor]]:
+    arguments = (work.hidden, work.lm_head, work.teacher, work.plan, work.weight)
+    out = distill_linear(*arguments, loss=work.loss, share=work.share)
+    return out, out.total, work.gradients(out.total)
+
+
+def eager(work: Work) -> tuple[Distilled, Tensor, list[Tensor]]:
+    teacher, row = work.teacher, work.row
+    with torch.no_grad():
+        z = teacher.finish(F.linear(teacher.last, teacher.weight))
+    logits = F.linear(work.hidden, work.lm_head)
+    out = distill(logits, z[row], teacher.logsumexp[row], loss=work.loss, share=work.share)
+    total = (work.weight * out.loss).sum()
+    return out, total, work.gradients(total)
+
+
+def like_liger(work: Work) -> tuple[None, Tensor, list[Tensor]]:
+    teacher, total = work.teacher, torch.zeros((), device="cuda")
+    d_hidden = torch.empty_like(work.hidden)
+    d_lm_head = torch.zeros_like(work.lm_head)
+    for rows in torch.arange(len(work.row), device="cuda").split(1024):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        row = work.row[part]
+        hidden = work.hidden[part].detach().requires_grad_()
+        with torch.no_grad():
+            log_p = teacher.finish(F.linear(teacher.last[row], teacher.weight))
+            log_p -= teacher.logsumexp[row][:, None]
+        log_q = F.linear(hidden, work.lm_head).float().log_softmax(-1)
+        loss = work.weight[part, None] * F.kl_div(log_q, log_p, reduction="none", log_target=True)
+        loss = loss.sum()
+        d_hidden[part], gradient = torch.autograd.grad(loss, (hidden, work.lm_head))
+        d_lm_head += gradient
+        total += loss.detach()
+    return None, total, [d_hidden, d_lm_head]
+
+
+def check() -> None:
+    """No farther than the eager one from float64, in all dtypes; the host never waits."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    worst: dict[str, float] = {}
+    cases: tuple[tuple[torch.dtype, Loss, int, float | None], ...] = (
+        (torch.bfloat16, "soft_ce", 32_003, None),
+        (torch.bfloat16, "kl", 1000, None),
+        (torch.bfloat16, "lk", 4096, 30.0),
+        (torch.float16, "soft_ce", 5000, None),
+        (torch.float32, "soft_ce", 999, None),
+        (torch.float32, "lk", 2500, None),
+    )
+    for dtype, loss, vocab, softcap in cases:
+        work = make_work(700, vocab, 257, dtype, loss=loss, softcap=softcap)
+        ours(work)  # compiles
+        torch.cuda.set_sync_debug_mode("error")
+        found, total, gradients = ours(work)
+        torch.cuda.set_sync_debug_mode("default")
+        again = ours(work)
+        assert torch.equal(found.loss, again[0].loss), "a second run found another loss"
+        assert all(map(torch.equal, gradients, again[2])), "a second run found another gradient"
+        theirs = eager(work)
+        teacher = work.teacher
+        exact = eager(
+            replace(
+                work,
+                hidden=work.hidden.detach().double().requires_grad_(),
+                lm_head=work.lm_head.detach().double().requires_grad_(),
+                teacher=replace(
+                    teacher, last=teacher.last.double(), weight=teacher.weight.double()
+                ),
+            )
+        )
+        # Products of other shapes round otherwise, where two logits are nearly the same.
+        assert (found.best == theirs[0].best).float().mean() > 0.98, "another argmax"
+        for name, mine, eagers, true in (
+            ("loss", found.loss, theirs[0].loss, exact[0].loss),
+            ("alpha", found.alpha, theirs[0].alpha, exact[0].alpha),
+            ("total", total, theirs[1], exact[1]),
+            ("d_hidden", gradients[0], theirs[2][0], exact[2][0]),
+            ("d_lm_head", gradients[1], theirs[2][1], exact[2][1]),
+        ):
+            size = float(true.detach().norm())
+            errors = [float((x.detach() - true.detach()).norm()) / size for x in (mine, eagers)]
+            # Sums of rows in float32 differ in their order.
+            assert errors[0] <= 1.1 * errors[1] + 2e-6, (dtype, loss, vocab, name, errors)
+            worst[str(dtype)[6:]] = max(worst.get(str(dtype)[6:], 0.0), errors[0])
+    wide = chunked._adds_wide(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
+    errors_found = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
+    print(f"equal to eager; relative errors against float64 up to {errors_found};")
+    print(f"no waits for the host; products are added to float32 in one call: {wide}")
+
+
+def measure(call: Callable[[], object], count: int = 8) -> tuple[float, float]:
+    """Median milliseconds, and the peak in GiB above what was there before."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(count):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return median(times[1:]), (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def compare(title: str, work: Work, engines: dict[str, Callable], autocast: bool) -> list[dict]:
+    """A line for each engine."""
+    (rows, size), vocab = work.hidden.shape, len(work.lm_head)
+    products = 2 + work.lm_head.requires_grad
+    ideal = 2 * size * vocab * (products * rows + len(work.plan.positions)) / MATRIX_RATE * 1e3
+    found: list[dict] = []
+    for name, engine in engines.items():
+        context = torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext()
+        with context:
+            milliseconds, peak = measure(lambda: engine(work))  # noqa: B023
+        found.append({"work": title, "engine": name, "ms": milliseconds, "peak_gib": peak})
+    for line in found:
+        ratio = ""
+        if len(found) > 1 and line["engine"] != "eager":
+            base = next(x for x in found if x["engine"] == "eager")
+            times, peaks = line["ms"] / base["ms"], line["peak_gib"] / base["peak_gib"]
+            ratio = f"{times:5.2f} of the time, 1/{1 / peaks:.1f} of the peak"
+        print(f"{title:34} {line['engine']:11} {line['ms']:7.2f} {ideal / line['ms']:5.0%} "
+              f"{line['peak_gib']:6.2f} {ratio}", flush=True)  # fmt: skip
+    return found
+
+
+def kernel_alone(work: Work) -> list[dict]:
+    """The kernel on one chunk of 2,048 rows, with several tilings."""
+    vocab, plan = len(work.lm_head), work.plan
+    rows = slice(0, 2048)
+    pitch = -(-vocab // 16) * 16
+    logits, z = (torch.randn(n, pitch, device="cuda").bfloat16() for n in (2048, 2048))
+    numbers = torch.zeros(2, len(work.row), device="cuda")
+    out = Distilled(numbers[0], numbers[1], torch.zeros_like(work.row))
+    moved = 2 * pitch * (3 * 2048 + 2 * int(plan.host[2047] + 1))
+    found = []
+    usual = distill_triton.TILE, distill_triton.WARPS
+    for tile, warps in (usual, (1024, 4), (4096, 16)):
+        distill_triton.TILE, distill_triton.WARPS = tile, warps
+        milliseconds, _ = measure(
+            lambda: distill_triton.distill_rows(
+                logits[:, :vocab], z[:, :vocab], rows, plan, work.teacher, work.weight, None,
+                "soft_ce", True, out,
+            )
+        )  # fmt: skip
+        found.append({"kernel": [tile, warps], "vocab": vocab, "us": milliseconds * 1e3})
+    distill_triton.TILE, distill_triton.WARPS = usual
+    timings = ", ".join(f"{tuple(x['kernel'])} {x['us']:.0f} µs" for x in found)
+    share = moved / COPY_RATE * 1e6 / found[0]["us"]
+    print(f"kernel, 2,048 rows, D {vocab:,}: (tile, warps) {timings}; {share:.0%} of copy speed")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    options = parser.parse_args()
+    began = time.time()
+    print(torch.cuda.get_device_name(), torch.__version__)
+    check()
+    print(f"{'R × H × D':34} {'':11} {'ms':>7} {'ideal':>5} {'GiB':>6} against eager")
+    results = []
+    everyone = {"ours": ours, "eager": eager, "like Liger": like_liger}
+    two = {"ours": ours, "eager": eager}
+    for vocab in (32_000, 128_256):
+        work = make_work(8192, vocab, 4096)
+        results += compare(f"8192 × 4096 × {vocab}", work, everyone, False)
+        if vocab == 32_000:
+            work.lm_head.requires_grad_(False)
+            results += compare("the same, lm_head frozen", work, two, False)
+            work = make_work(8192, vocab, 4096, master=True)
+            results += compare("the same, autocast of float32", work, two, True)
+        results += kernel_alone(work)
+        del work
+        torch.cuda.empty_cache()
+    work = make_work(UNROLL * 5734, 32_000, 4096, master=True)
+    results += compare("40138 × 4096 × 32000, autocast", work, {"ours": ours}, True)
+    print(f"Liger-Kernel's own code: not run · {time.time() - began:.0f} s")
+    if options.json:
+        options.json.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

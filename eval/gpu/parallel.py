@@ -1,0 +1,149 @@
+"""Parallel heads on a GPU: the engine against the reference engine, then step times by K.
+
+    python eval/gpu/parallel.py [--layers 1,2,4] [--k 1,3,5,8] [--batches 1,8,32] [--head FOLDER]
+
+First in float32 with the embedded target and `--head` (without: random weights): tokens and steps
+of the engine, with CUDA graphs, at several batch sizes and with a pool so small that requests are
+evicted, are the reference engine's. Then at the shapes of Llama-3.1-8B with random weights, as in
+eval/bench_decode.py: a step with a parallel head of each number of layers beside the chain's, over
+their floors (the head's weights are read once whatever K, the chain's K times) and over the fastest
+K of the same head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench_decode import STREAM, VLLM_COPY, copy_rate, measure, random_head, random_target
+
+from draftlab.base import Monitor
+from draftlab.data.suites import load_suite
+from draftlab.decode.bandwidth import head_bytes, target_bytes
+from draftlab.decode.drafter import HeadDrafter, new_drafter
+from draftlab.decode.engine import Engine
+from draftlab.decode.reference import ReferenceEngine
+from draftlab.decode.sampling import Generation, Request, Sampling
+from draftlab.heads.folder import load_config, load_head, new_head
+from draftlab.heads.ptd import PtdHead
+from draftlab.target.model import Target, TargetKnobs, load_target, load_tokenizer
+from draftlab.verbs import REFERENCE, head_path
+
+MASK = 128_255  # of the random target; any will do
+VLLM_STEP_MS = 5.4  # vLLM 0.20.2, parallel, K = 8, one layer, at its copy rate
+
+
+def embedded_head(target: Target, folder: Path | None) -> PtdHead:
+    """The head in `folder`, or an untrained one in the shape of the reference head."""
+    if folder is not None:
+        head = load_head(folder, embeddings=None, dtype=torch.float32, device="cuda")
+        assert isinstance(head, PtdHead), f"{folder} holds no parallel head"
+        return head
+    reference = load_config(head_path(REFERENCE))
+    parallel = {"family": "ptd", "embeddings": "own", "mask_token_id": 3, "num_layers": 2}
+    head = new_head(reference.model_validate(reference.model_dump(by_alias=True) | parallel))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if "norm" not in name:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        head.embed_tokens.weight.copy_(target.parts.embeddings)
+    head.set_draft_vocabulary(torch.arange(reference.draft_vocab_size))
+    assert isinstance(head, PtdHead)
+    return head.to("cuda").eval().requires_grad_(False)
+
+
+def check(folder: Path | None) -> None:
+    """Engine against reference engine."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    knobs = TargetKnobs(path="embedded", dtype="float32", device="cuda")
+    target = load_target(knobs)
+    head = embedded_head(target, folder)
+    prompts = load_suite("embedded:heldout", load_tokenizer(knobs), Monitor()).prompts[:48]
+    for temperature, options in ((0.0, {}), (0.8, {}), (1.0, {"top_k": 8})):
+        sampling = Sampling(temperature, **options)
+        asked = [Request(id_, ids, 64, sampling) for id_, ids in prompts]
+
+        def drafter() -> HeadDrafter:
+            return new_drafter(head, 5, draft_probs=temperature > 0)  # noqa: B023
+
+        reference = ReferenceEngine(target, drafter(), batch=8, max_length=400)
+        expected = _done(reference.generate(asked))
+        for name, sizes in {
+            "batch 1": {"batch": 1},
+            "batch 8": {"batch": 8},
+            "batch 8, no graphs": {"batch": 8, "graphs": False},
+            "batch 48": {"batch": 48},
+            "small pool": {"batch": 8, "num_blocks": 45},
+        }.items():
+            engine = Engine(target, drafter(), max_length=400, **sizes)
+            found = _done(engine.generate(asked))
+            tokens, steps = (
+                sum(getattr(found[i], of) == getattr(g, of) for i, g in expected.items())
+                for of in ("token_ids", "steps")
+            )
+            print(
+                f"T={temperature:g} {options} {name:20s} tokens equal {tokens}/{len(asked)}, steps "
+                f"equal {steps}/{len(asked)}",
+                flush=True,
+            )
+
+
+def _done(generations: Iterator[Generation]) -> dict[str, Generation]:
+    return {g.id: g for g in generations}
+
+
+def times(layers: list[int], ks: list[int], batches: list[int]) -> None:
+    """Steps at the shapes of Llama-3.1-8B."""
+    device = torch.device("cuda")
+    rate = copy_rate(device)
+    target = random_target(device)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s")
+    print("head            batch  K probs  step ms  floor ms  ratio  over fastest K  over vLLM")
+    for count in (0, *layers):
+        family = {"family": "ptd", "embeddings": "own", "mask_token_id": MASK, "num_layers": count}
+        head = random_head(target, device, **(family if count else {}))
+        name = f"parallel, {count}" if count else "chain"
+        for batch in batches:
+            for probs in (False, True):
+                steps = {}
+                for k in ks:
+                    drafter = new_drafter(head, k, draft_probs=probs)
+                    steps[k] = measure(target, drafter, batch)[0]
+                for k, step in steps.items():
+                    moved = (target_bytes(target) or 0) + head_bytes(head, k)
+                    floor = 1e3 * moved * VLLM_COPY / (STREAM * rate)
+                    vllm = VLLM_STEP_MS * VLLM_COPY / rate
+                    known = batch == 1 and k == 8 and count == 1
+                    print(
+                        f"{name:14s} {batch:6d} {k:2d} {'on ' if probs else 'off'}   {step:8.3f} "
+                        f"{floor:8.3f} {step / floor:7.3f} {step / min(steps.values()):12.3f} "
+                        + (f"{step / vllm:12.3f}" if known else ""),
+                        flush=True,
+                    )
+        del head
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    def counts(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=counts, default=[1, 2, 4])
+    parser.add_argument("--k", type=counts, default=[1, 3, 5, 8])
+    parser.add_argument("--batches", type=counts, default=[1, 8, 32])
+    parser.add_argument("--head", type=Path, help="a parallel head of the embedded target")
+    arguments = parser.parse_args()
+    check(arguments.head)
+    times(arguments.layers, arguments.k, arguments.batches)
+
+
+if __name__ == "__main__":
+    main()

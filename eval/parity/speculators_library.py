@@ -1,0 +1,85 @@
+"""The speculators library's side of a comparison: what it is asked, and what it answers."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Subject, client
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftlab.data.packing import Batch
+
+
+def library_rows(flat: Tensor, documents: Tensor) -> Tensor:
+    """Rows of the library for flat positions t of one packed row: it drops one row a document."""
+    return flat - documents[flat]
+
+
+def elements(documents: Tensor, num_depths: int) -> tuple[Tensor, Tensor]:
+    """Anchor and depth of all elements [M] of T' rows that stay in their document, depth 0 first.
+
+    Args:
+        documents: int64 [T'], of the library's rows.
+    """
+    rows = torch.arange(len(documents))
+    anchors = [
+        rows[: len(rows) - d][documents[: len(rows) - d] == documents[d:]]
+        for d in range(num_depths)
+    ]
+    depths = [torch.full_like(found, d) for d, found in enumerate(anchors)]
+    return torch.cat(anchors), torch.cat(depths)
+
+
+def by_depth(library: dict[str, Tensor], num_depths: int) -> dict[str, Tensor]:
+    """The library's values of M elements [1, M, …] as those of steps [K, T', …]; others are NaN."""
+    place, rows = (library["depth"], library["anchor_pos"]), int((library["depth"] == 0).sum())
+    found = {}
+    for name in ("prenorm", "logits", "draft_tokens"):
+        values = library[name][0]
+        blank = float("nan") if values.is_floating_point() else -1
+        found[name] = values.new_full((num_depths, rows, *values.shape[1:]), blank)
+        found[name][place] = values
+    return library | found
+
+
+def theirs(
+    python: Path, draft: Path, subject: Subject, batch: Batch, num_steps: int, attention: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The library's tensors and report for the batch's one row."""
+    documents, parallel = batch.documents[0], subject.head.config.family == "ptd"
+    chosen = {}
+    if parallel:  # in place of the anchors that the library would draw at random
+        kept = documents[1:][documents[1:] == documents[:-1]]
+        chosen = dict(zip(("anchor_pos", "depth"), elements(kept, num_steps), strict=True))
+    with tempfile.TemporaryDirectory() as place:
+        features, answer = Path(place) / "features.safetensors", Path(place) / "answer.safetensors"
+        save_file(
+            {
+                "hidden_states": batch.features[0].float().contiguous(),
+                "input_ids": batch.tokens[0].contiguous(),
+                "document_ids": documents.contiguous(),
+                **chosen,
+            },
+            features,
+        )
+        request = {
+            "draft": str(draft.resolve()),
+            "target": str(subject.target.folder.resolve()),
+            "features": str(features),
+            "num_depths" if parallel else "ttt_steps": num_steps,
+            "attention": attention,
+        }
+        client(python, "speculators_client.py", request, answer)
+        found, report = load_file(answer), json.loads(answer.with_suffix(".json").read_text())
+    return (by_depth(found, num_steps) if parallel else found), report
+
+
+def loading_fault(report: dict[str, Any]) -> str | None:
+    """What the library did not take from the export, or did not find in it."""
+    faults = {key: value for key, value in report["tensors"].items() if value}
+    return f"the library loaded another head: {faults}" if faults else None

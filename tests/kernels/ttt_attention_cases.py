@@ -1,0 +1,111 @@
+"""Cases of training-time test's attention for its tests: packed documents, rows, own keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from draftlab.kernels.ttt_attention import OwnKeys, document_starts
+
+Attend = Callable[..., Tensor]
+
+
+class Case:
+    """Rows of packed documents, some of them padding, with own keys of `steps` steps.
+
+    Args:
+        lengths: of each batch row's documents; the rest of its `width` slots is padding.
+        share: of the slots that are rows.
+        steps: own keys a row.
+        shuffled: rows in any order, padding rows among them.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[Sequence[int]],
+        width: int,
+        *,
+        share: float = 0.7,
+        steps: int = 0,
+        heads: int = 2,
+        kv_heads: int = 1,
+        head_dim: int = 16,
+        shuffled: bool = False,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        batch = len(lengths)
+        documents = torch.full((batch, width), -1)
+        for row, each in zip(documents, lengths, strict=True):
+            for number, (start, length) in enumerate(zip(_starts(each), each, strict=True)):
+                row[start : start + length] = number
+        self.documents = documents
+        count = round(share * width)
+        self.index = self.choose(width, count, batch)
+        self.starts = document_starts(documents).gather(1, self.index)
+        if batch > 1:  # one row ends early: its last tokens are padding, as in a batch's step
+            self.starts[1, (count + 1) // 2 :] = width
+        if shuffled:
+            order = torch.randperm(count, generator=self.generator)
+            self.index, self.starts = self.index[:, order], self.starts[:, order]
+        self.query = self.random(batch, count, heads, head_dim, dtype=dtype)
+        self.key, self.value = (
+            self.random(batch, width, kv_heads, head_dim, dtype=dtype) for _ in range(2)
+        )
+        self.own: OwnKeys | None = None
+        for left in range(steps - 1, -1, -1):  # rows of earlier steps: all of these, and more
+            rows = count + 2 * left
+            made = (self.random(batch, rows, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+            self.own = OwnKeys.extended(self.own, *made, self.choose(rows + 2, rows, batch))
+        self.d_output = self.random(batch, count, heads, head_dim, dtype=dtype)
+
+    def choose(self, population: int, count: int, batch: int) -> Tensor:
+        """`count` different numbers below `population`, ascending, int64 [batch, count]."""
+        drawn = [torch.randperm(population, generator=self.generator) for _ in range(batch)]
+        return torch.stack([numbers[:count].sort().values for numbers in drawn])
+
+    def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(dtype)
+
+    def leaves(self) -> list[Tensor]:
+        """All that has a gradient."""
+        own = [] if self.own is None else [*self.own.keys, *self.own.values]
+        return [self.query, self.key, self.value, *own]
+
+    def run(self, attend: Attend, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """Output and gradients, computed in `dtype`."""
+        leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in self.leaves()]
+        query, key, value, *own = leaves
+        steps = len(own) // 2
+        if self.own is not None:
+            own = OwnKeys(tuple(own[:steps]), tuple(own[steps:]), self.own.rows)
+        output = attend(query, key, value, self.index, self.starts, own or None)
+        return output, *torch.autograd.grad(output, leaves, self.d_output.to(output.dtype))
+
+    def expected(self) -> Tensor:
+        """Row by row and head by head, in float64, by the definition."""
+        output = torch.zeros(self.query.shape, dtype=torch.float64)
+        group = self.query.shape[2] // self.key.shape[2]
+        for b, r, h in torch.cartesian_prod(*map(torch.arange, self.query.shape[:3])).tolist():
+            start, slot, kv = self.starts[b, r], self.index[b, r], h // group
+            if start > slot:
+                continue
+            keys = [*self.key[b, start : slot + 1, kv]]
+            values = [*self.value[b, start : slot + 1, kv]]
+            if self.own is not None:
+                for key, value, at in zip(
+                    self.own.keys, self.own.values, self.own.rows[:, b, r], strict=True
+                ):
+                    keys.append(key.flatten(0, 1)[at, kv])
+                    values.append(value.flatten(0, 1)[at, kv])
+            scores = torch.stack(keys).double() @ self.query[b, r, h].double()
+            weights = (scores * self.query.shape[-1] ** -0.5).softmax(0)
+            output[b, r, h] = weights @ torch.stack(values).double()
+        return output
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [sum(lengths[:i]) for i in range(len(lengths))]

@@ -1,0 +1,94 @@
+"""Recipes for large targets run end to end on a tiny target of the same architecture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftlab.export.speculators import verify_export
+from draftlab.heads.folder import load_config
+from draftlab.recipe import load_recipe
+from draftlab.results import Report
+from tests.small_run import draftlab, write_prompts
+from tests.target.zoo import zoo_folder
+from tests.toys import toy_tokenizer
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+# The target and sizes, nothing else.
+SMALL = (
+    "target=toy",
+    "target.dtype=float32",
+    "regenerate.max_new_tokens=24",
+    "regenerate.batch=8",
+    "regenerate.piece=16",
+    "record.shard_tokens=256",
+    "record.batch_tokens=256",
+    "record.max_length=128",
+    "draft_vocab.size=128",
+    "train.steps=4",
+    "train.row_tokens=128",
+    "train.batch_rows=2",
+    "train.validate_every=2",
+    "train.validation_share=0.2",
+    "eval.max_prompts=3",
+    "eval.max_new_tokens=12",
+    "eval.timing_prompts=1",
+    "eval.timing_tokens=4",
+)
+
+
+def tiny_target(folder: Path, kind: str) -> None:
+    """A random model with a tokenizer, and rows of embeddings that no token has."""
+    tokenizer = toy_tokenizer()
+    ids = {f"{n}_token_id": getattr(tokenizer, f"{n}_token_id") for n in ("bos", "eos", "pad")}
+    size = len(tokenizer) + 64
+    zoo_folder(folder, kind, vocab_size=size, max_position_embeddings=512, **ids)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "layers"),
+    [
+        ("llama3_ptd", "llama", 2),
+        pytest.param(
+            *("gpt_oss_ptd", "gpt_oss", 4),
+            marks=pytest.mark.xfail(strict=True, reason="heads refuse the target's yarn rope"),
+        ),
+    ],
+)
+def test_a_recipe_runs_from_prompts_to_export(
+    tmp_path: Path, name: str, kind: str, layers: int
+) -> None:
+    tiny_target(tmp_path / "toy", kind)
+    write_prompts(tmp_path / "prompts.jsonl", [f"def f{i}(use): the user {i}" for i in range(12)])
+    asked = load_recipe(RECIPES / f"{name}.yaml", SMALL)
+    result = draftlab(tmp_path, "run", str(RECIPES / f"{name}.yaml"), *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "predicted AL" in result.output
+
+    run = tmp_path / "runs" / name
+    config = load_config(run / "head")
+    assert (config.family, config.num_layers, config.k_trained) == ("ptd", layers, 8)
+    assert (config.qk_norm, config.intermediate_size) == (
+        asked.head.qk_norm,
+        asked.head.intermediate_size or 48,
+    )
+    lines = (run / "train" / "metrics.jsonl").read_text().splitlines()
+    assert len(json.loads(lines[-1])["validation"]["alpha"]) == 8
+
+    report = Report.read(run / "eval" / "report.json")
+    drafted = [row for row in report.rows if row.drafter != "none"]
+    assert {row.drafter for row in drafted} == {"parallel"}
+    assert {row.k for row in drafted} == {3, 5, 8}
+    assert all(row.drafts > 0 for row in drafted)
+
+    out = run / "export" / "speculators"
+    verify_export(out, run / "head", tmp_path / "toy")
+    written = json.loads((out / "config.json").read_text())
+    assert written["speculators_model_type"] == "peagle"
+    assert written["mask_token_id"] == config.mask_token_id
+    layer = written["transformer_layer_config"]
+    assert layer["model_type"] == ("qwen3" if config.qk_norm else "llama")
+    assert layer["max_position_embeddings"] == 512
