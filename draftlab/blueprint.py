@@ -14,6 +14,7 @@ from draftlab.data.mask_token import MASK, choose_mask_token, token_counts
 from draftlab.data.store import Store
 from draftlab.decode.beside import check_knobs
 from draftlab.heads.config import HeadConfig, TargetIdentity
+from draftlab.heads.layers import ROPE_TYPES
 from draftlab.recipe import Recipe
 from draftlab.target.model import (
     TargetKnobs,
@@ -100,7 +101,12 @@ def draft_vocabulary(
 
 
 def head_config(
-    recipe: Recipe, identity: StoreIdentity, draft_vocab_size: int, mask: int | None = None
+    recipe: Recipe,
+    identity: StoreIdentity,
+    draft_vocab_size: int,
+    monitor: Monitor,
+    *,
+    mask: int | None = None,
 ) -> HeadConfig:
     """The head's draftlab.json: the target's shapes where the recipe names none.
 
@@ -112,6 +118,15 @@ def head_config(
     config = whole.get_text_config()
     heads = knobs.num_attention_heads or config.num_attention_heads
     size = config.hidden_size
+    rope = _rope(recipe.target, config)
+    if rope.get("rope_type", "default") not in ROPE_TYPES:
+        # Stretching by blocks of frequencies lets a target read past its training length. A head
+        # is trained at the positions it is given, and servers raise its limit only for these types.
+        monitor.say(
+            f"rope: of the target's {rope['rope_type']} the head takes the base alone "
+            f"(rope_theta {rope['rope_theta']:g})"
+        )
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return HeadConfig(
         family=knobs.family,
         num_layers=knobs.num_layers,
@@ -127,7 +142,7 @@ def head_config(
         num_key_value_heads=knobs.num_key_value_heads or config.num_key_value_heads,
         head_dim=knobs.head_dim or getattr(config, "head_dim", None) or size // heads,
         rms_norm_eps=config.rms_norm_eps,
-        rope_parameters=_rope(recipe.target, config),
+        rope_parameters=rope,
         max_position_embeddings=config.max_position_embeddings,
         vocab_size=identity.vocab_size,
         draft_vocab_size=draft_vocab_size,

@@ -204,7 +204,7 @@ class Pipeline:
         trainer = Trainer(
             store,
             parts,
-            head_config(recipe, store.identity, len(vocabulary.target_ids), mask),
+            head_config(recipe, store.identity, len(vocabulary.target_ids), monitor, mask=mask),
             vocabulary,
             recipe.train,
             seed=recipe.seed,

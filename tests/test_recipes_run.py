@@ -49,14 +49,7 @@ def tiny_target(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "layers"),
-    [
-        ("llama3_ptd", "llama", 2),
-        pytest.param(
-            *("gpt_oss_ptd", "gpt_oss", 4),
-            marks=pytest.mark.xfail(strict=True, reason="heads refuse the target's yarn rope"),
-        ),
-    ],
+    ("name", "kind", "layers"), [("llama3_ptd", "llama", 2), ("gpt_oss_ptd", "gpt_oss", 4)]
 )
 def test_a_recipe_runs_from_prompts_to_export(
     tmp_path: Path, name: str, kind: str, layers: int

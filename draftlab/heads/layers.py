@@ -39,10 +39,12 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+ROPE_TYPES = ("default", "linear", "llama3")
+"""What `rope_frequencies` computes."""
+
+
 def rope_frequencies(head_dim: int, parameters: dict[str, Any]) -> Tensor:
     """Inverse frequencies [head_dim / 2], float32, of transformers' `rope_parameters`.
-
-    Types "default", "linear" and "llama3" are computed here.
 
     Raises:
         ValueError: for another type, which would otherwise be silently wrong.
@@ -63,7 +65,7 @@ def rope_frequencies(head_dim: int, parameters: dict[str, Any]) -> Tensor:
         smooth = ((old / wavelength - low) / (high - low)).clamp(0, 1)
         return (1 - smooth) * frequencies / factor + smooth * frequencies
     raise ValueError(
-        f"rope_type {kind!r} is not supported in a head; use default, linear or llama3"
+        f"rope_type {kind!r} is not supported in a head; use {', '.join(ROPE_TYPES)}"
     )
 
 
