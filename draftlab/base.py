@@ -130,3 +130,24 @@ class Monitor:
 
     def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
         """How far a stage is; `detail` is a short text such as "1,024 tokens/s"."""
+
+
+def save_tensors(
+    tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """safetensors' `save_file`, whose errors of the disk become the user's.
+
+    Raises:
+        UserError: when the file cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        raise UserError(
+            f"the tensors could not be written: {error}",
+            where=path,
+            do="free disk space or write elsewhere; the same command then goes on",
+        ) from None

@@ -6,6 +6,7 @@ Heavy imports (torch, transformers) happen inside the verbs, so that `--help` an
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,11 @@ from draftlab.eval_cli import eval_
 
 if TYPE_CHECKING:
     from draftlab.pipeline import Pipeline
+
+# Read when torch is loaded. Threads that wait by spinning cost a busy machine most of its speed;
+# whoever sets these keeps them.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 app = typer.Typer(
     name="draftlab",

@@ -153,9 +153,7 @@ def _counts(conversations: list[Conversation]) -> dict[str, int]:
 
 def _engine(target: Target, batch: int) -> Decode:
     def decode(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
-        engine = Engine(
-            target, batch=min(batch, len(requests)), max_length=max_length, packed=True
-        )
+        engine = Engine(target, batch=min(batch, len(requests)), max_length=max_length, packed=True)
         return engine.generate(requests)
 
     return decode

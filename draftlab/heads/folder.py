@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from draftlab.base import UserError, atomic_path, read_json, write_json
+from draftlab.base import UserError, atomic_path, read_json, save_tensors, write_json
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.ptd import PtdHead
@@ -96,7 +96,7 @@ def save_head(folder: Path, head: Eagle3Head, dtype: torch.dtype) -> None:
         # A reader without a draft vocabulary has no place for the two maps (CONTRACTS §1.3).
         del tensors["d2t"], tensors["t2d"]
     with atomic_path(folder / WEIGHTS) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt"})
+        save_tensors(tensors, temporary, metadata={"format": "pt"})
     name = str(dtype).removeprefix("torch.")
     write_json(folder / NATIVE, native_config(head.config, name))
     write_json(folder / CONFIG, head.config.model_dump(mode="json", by_alias=True))

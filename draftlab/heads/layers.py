@@ -64,9 +64,7 @@ def rope_frequencies(head_dim: int, parameters: dict[str, Any]) -> Tensor:
         # Between the two borders the scaled and the unscaled frequency are mixed linearly.
         smooth = ((old / wavelength - low) / (high - low)).clamp(0, 1)
         return (1 - smooth) * frequencies / factor + smooth * frequencies
-    raise ValueError(
-        f"rope_type {kind!r} is not supported in a head; use {', '.join(ROPE_TYPES)}"
-    )
+    raise ValueError(f"rope_type {kind!r} is not supported in a head; use {', '.join(ROPE_TYPES)}")
 
 
 class Rope(nn.Module):

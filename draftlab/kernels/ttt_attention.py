@@ -14,6 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+KERNEL = False
+"""Whether tensors on a GPU take the Triton kernels. They compile for one and are right in the
+interpreter, but have not run on one yet: `eval/gpu/ttt_attention.py`."""
+
 
 @dataclass(frozen=True)
 class OwnKeys:
@@ -85,8 +89,6 @@ def ttt_attention(
     Raises:
         ValueError: when the heads are no multiple of the kv heads, or dtypes differ.
     """
-    if index.dtype == torch.bool:  # TO BE DELETED with `_by_mask` once train/ passes index, starts
-        return _by_mask(query, key, value, index, starts, own)
     if query.shape[2] % key.shape[2]:
         raise ValueError(
             f"{query.shape[2]} query heads cannot share {key.shape[2]} kv heads evenly"
@@ -96,7 +98,7 @@ def ttt_attention(
     if len(dtypes) > 1:
         raise ValueError(f"expected queries, keys and values of one dtype, found {dtypes}")
     attend: Callable[..., Tensor] = ttt_attention_reference
-    if query.is_cuda:
+    if KERNEL and query.is_cuda:
         from draftlab.kernels.ttt_attention_launch import ttt_attention_triton as attend
     return attend(query, key, value, index, starts, own)
 
@@ -148,35 +150,5 @@ def _attend_with_own(
     weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1)
     past_weights, own_weights = weights.to(value.dtype).split([past, num_steps], -1)
     attended = (past_weights.flatten(2, 3) @ value).unflatten(2, (group, num_rows))
-    attended = attended + torch.einsum("bngrk,brknd->bngrd", own_weights, own_values)
-    return attended.permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _by_mask(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor,
-    own_keys: Tensor | None,
-    own_values: Tensor | None,
-) -> Tensor:
-    """The signature that train/ still calls."""
-    key, value = key.transpose(1, 2), value.transpose(1, 2)
-    if own_keys is None or own_values is None:
-        attended = F.scaled_dot_product_attention(
-            query.transpose(1, 2), key, value, attn_mask=visible[:, None], enable_gqa=True
-        )
-        return attended.transpose(1, 2)
-    num_rows, num_steps = own_keys.shape[1:3]
-    num_kv_heads, past = key.shape[1:3]
-    # [B, kv heads, group · R, head_dim]: the heads of a group share their keys.
-    grouped = query.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-    scaled = grouped * query.shape[-1] ** -0.5
-    scores = scaled.flatten(2, 3) @ key.transpose(-1, -2)
-    scores = scores.unflatten(2, (-1, num_rows)).masked_fill(~visible[:, None, None], float("-inf"))
-    own = torch.einsum("bngrd,brknd->bngrk", scaled, own_keys)
-    weights = torch.cat([scores, own], -1).float().softmax(-1).to(value.dtype)
-    past_weights, own_weights = weights.split([past, num_steps], -1)
-    attended = (past_weights.flatten(2, 3) @ value).unflatten(2, (-1, num_rows))
     attended = attended + torch.einsum("bngrk,brknd->bngrd", own_weights, own_values)
     return attended.permute(0, 3, 1, 2, 4).flatten(2, 3)

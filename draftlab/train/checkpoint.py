@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
-from draftlab.base import UserError, read_json, write_json
+from draftlab.base import UserError, read_json, save_tensors, write_json
 
 _NAME = re.compile(r"step-(\d{7})")
 STATE = "state.json"
@@ -45,12 +45,12 @@ def save_checkpoint(
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     weights = {name: p.detach().cpu().contiguous() for name, p in trainable(head).items()}
-    save_file(weights, building / "weights.safetensors")
+    save_tensors(weights, building / "weights.safetensors")
     moments = {}
     for name, parameter in trainable(head).items():
         for field, value in optimizer.state[parameter].items():
             moments[f"{name}/{field}"] = torch.as_tensor(value).detach().cpu().clone()
-    save_file(moments, building / "optimizer.safetensors")
+    save_tensors(moments, building / "optimizer.safetensors")
     write_json(building / STATE, {"step": step, "tokens_seen": tokens_seen, "key": key})
     shutil.rmtree(final, ignore_errors=True)
     building.rename(final)

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftlab.data.packing import Batch
+from draftlab.data.packing import Batch, StepRows
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.kernels.distill import distill
+from draftlab.kernels.distill import Teacher
+from draftlab.kernels.distill_linear import distill_linear
+from draftlab.kernels.distill_plan import plan_rows
 from draftlab.target.parts import TargetParts
 
 
@@ -23,11 +25,11 @@ class StepOutput:
     """Step k of the unroll, or depth k, at the n rows that carry loss there.
 
     Attributes:
-        logits: [n, D], the head's.
+        output: [n, H], the head's, before its norm.
         teacher: int64 [n], flat positions b·S + t + 1 + k of their teachers.
     """
 
-    logits: Tensor
+    output: Tensor
     teacher: Tensor
 
 
@@ -37,46 +39,15 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
 
 
-def extend_own(own: Tensor | None, new: Tensor, select: Tensor) -> Tensor:
-    """Keeps the surviving rows' own keys [B, R, k − 1, …] and appends this step's [B, R, …]."""
-    if own is None:
-        return new[:, :, None]
-    return torch.cat([take_rows(own, select), new[:, :, None]], 2)
+def row_starts(starts: Tensor, rows: StepRows) -> Tensor:
+    """Where the document of each row begins, int64 [B, R]; S for padding rows, which see nothing.
 
-
-def visible_keys(documents: Tensor, index: Tensor) -> Tensor:
-    """bool [B, R, S]: the step-0 keys of the same document at or before each row's position."""
-    slots = torch.arange(documents.shape[1], device=documents.device)
-    same = documents.gather(1, index)[:, :, None] == documents[:, None]
-    return same & (slots <= index[:, :, None])
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """The target's distribution at every position that teaches, over the draft vocabulary.
-
-    Attributes:
-        logits: float32 [J, D]. row: int64 [B·S], which row a flat position has.
-        logsumexp: float32 [B·S]. argmax: int64 [B·S], target ids.
+    Args:
+        starts: int64 [B, S], of each slot (`document_starts`).
     """
-
-    logits: Tensor
-    row: Tensor
-    logsumexp: Tensor
-    argmax: Tensor
-
-
-@torch.no_grad()
-def teach(parts: TargetParts, target_ids: Tensor, batch: Batch) -> Teacher:
-    """Computes each needed teacher once; all steps that share a position share it."""
-    flat = batch.tokens.numel()
-    needed = torch.zeros(flat, dtype=torch.bool, device=batch.tokens.device)
-    for step in batch.steps:
-        needed[step.teacher] = True
-    positions = needed.nonzero()[:, 0]
-    row = needed.cumsum(0) - 1
-    logits = parts.logits(batch.last.flatten(0, 1)[positions], target_ids)
-    return Teacher(logits, row, batch.logsumexp.flatten(), batch.argmax.flatten())
+    found = torch.full_like(rows.index, starts.shape[1]).flatten()
+    found[rows.loss] = starts.gather(1, rows.index).flatten()[rows.loss]
+    return found.view_as(rows.index)
 
 
 @dataclass
@@ -114,17 +85,28 @@ def weighted_loss(
 
     A token outside the draft vocabulary stays in every denominator as a miss.
     """
-    target_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
-    teacher = teach(parts, target_ids, batch)
     sums = Sums.zeros(len(batch.steps), batch.tokens.device)
-    total = torch.zeros((), device=batch.tokens.device)
-    for k, step in enumerate(outputs):
-        out = distill(
-            step.logits, teacher.logits[teacher.row[step.teacher]], teacher.logsumexp[step.teacher]
-        )
-        total = total + weights[k] * out.loss.sum()
-        sums.loss[k] = out.loss.detach().sum()
-        sums.alpha[k] = out.alpha.sum()
-        sums.hits[k] = (target_ids[out.best] == teacher.argmax[step.teacher]).sum()
-        sums.count[k] = len(step.teacher)
-    return total, sums
+    steps = list(outputs)
+    if not steps:
+        return torch.zeros((), device=batch.tokens.device), sums
+    target_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
+    row, sizes = torch.cat([s.teacher for s in steps]), [len(s.teacher) for s in steps]
+    weight = torch.cat(
+        [torch.full((n,), w, device=row.device) for n, w in zip(sizes, weights, strict=False)]
+    )
+    teacher = Teacher(
+        batch.last.flatten(0, 1),
+        parts.norm,
+        parts.lm_head[target_ids],
+        batch.logsumexp.flatten(),
+        parts.scale,
+        parts.softcap,
+    )
+    hidden = head.norm(torch.cat([s.output for s in steps]))
+    out = distill_linear(hidden, head.lm_head.weight, teacher, plan_rows(row), weight)
+    hit = target_ids[out.best] == batch.argmax.flatten()[row]
+    by_step = zip(*(x.split(sizes) for x in (out.loss, out.alpha, hit)), sizes, strict=True)
+    for k, (loss, alpha, hits, count) in enumerate(by_step):
+        sums.loss[k], sums.alpha[k], sums.hits[k] = loss.sum(), alpha.sum(), hits.sum()
+        sums.count[k] = count
+    return out.total, sums

@@ -23,8 +23,8 @@ from draftlab.data.packing import Batch, StepRows
 from draftlab.data.store import Record
 from draftlab.heads.layers import Attention
 from draftlab.heads.ptd import PtdHead
-from draftlab.kernels.ttt_attention import ttt_attention
-from draftlab.train.objective import StepOutput, extend_own, take_rows, visible_keys
+from draftlab.kernels.ttt_attention import OwnKeys, document_starts, ttt_attention
+from draftlab.train.objective import StepOutput, row_starts, take_rows
 
 
 def parallel_outputs(head: PtdHead, batch: Batch) -> Iterator[StepOutput]:
@@ -35,6 +35,7 @@ def parallel_outputs(head: PtdHead, batch: Batch) -> Iterator[StepOutput]:
     slots = _MaskedSlots(head, batch, steps[1:])
     following = batch.tokens.roll(-1, dims=1)
     index = torch.arange(following.shape[1], device=following.device).expand_as(following)
+    starts = document_starts(batch.documents)
     angles = head.rope.angles(batch.positions)
     # Depth 0 at every position [B, S, H]; all masked slots enter as one vector [H].
     hidden, masked = head.fuse(batch.features.to(head.fc.weight.dtype)), head.mask_state()
@@ -47,15 +48,14 @@ def parallel_outputs(head: PtdHead, batch: Batch) -> Iterator[StepOutput]:
             mask_x, mask_residual = layer.input_layernorm(masked), masked
         key, value = layer.self_attn.key_value(x, angles)
         if number == len(head.layers) - 1:
-            index = steps[0].index
+            index, starts = steps[0].index, row_starts(starts, steps[0])
             x, residual = take_rows(x, index), take_rows(residual, index)
             angles = head.rope.angles(batch.positions.gather(1, index))
         query = layer.self_attn.query(x, angles)
-        seen = visible_keys(batch.documents, index)
-        hidden = layer.output(ttt_attention(query, key, value, seen, None, None), residual)
+        hidden = layer.output(ttt_attention(query, key, value, index, starts), residual)
         masked = layer.output(slots.attend(layer.self_attn, mask_x, key, value), mask_residual)
     for rows, output in zip(steps, [hidden, *slots.by_depth(masked)], strict=True):
-        yield StepOutput(head.logits(output.flatten(0, 1)[rows.loss]), rows.teacher)
+        yield StepOutput(output.flatten(0, 1)[rows.loss], rows.teacher)
 
 
 class _MaskedSlots:
@@ -64,7 +64,8 @@ class _MaskedSlots:
     def __init__(self, head: PtdHead, batch: Batch, steps: Sequence[StepRows]) -> None:
         self.steps = steps
         self.widths = [rows.index.shape[1] for rows in steps]
-        self.visible = [visible_keys(batch.documents, rows.index) for rows in steps]
+        starts = document_starts(batch.documents)
+        self.starts = [row_starts(starts, rows) for rows in steps]
         places = [batch.positions.gather(1, r.index) + d for d, r in enumerate(steps, 1)]
         self.angles = head.rope.angles(torch.cat([batch.positions[:, :0], *places], 1))
 
@@ -82,14 +83,12 @@ class _MaskedSlots:
         query = attention.query(x, self.angles)
         keys, values = attention.key_value(x, self.angles)
         of_depths = (self.by_depth(t) for t in (query, keys, values.expand_as(keys)))
-        own_keys = own_values = None
-        attended = [query[:, :0]]
-        for rows, seen, asks, new_key, new_value in zip(
-            self.steps, self.visible, *of_depths, strict=True
+        own, attended = None, [query[:, :0]]
+        for rows, starts, asks, new_key, new_value in zip(
+            self.steps, self.starts, *of_depths, strict=True
         ):
-            own_keys = extend_own(own_keys, new_key, rows.select)
-            own_values = extend_own(own_values, new_value, rows.select)
-            attended.append(ttt_attention(asks, key, value, seen, own_keys, own_values))
+            own = OwnKeys.extended(own, new_key, new_value, rows.select)
+            attended.append(ttt_attention(asks, key, value, rows.index, starts, own))
         return torch.cat(attended, 1)
 
 

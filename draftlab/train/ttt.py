@@ -13,16 +13,9 @@ from torch import Tensor
 
 from draftlab.data.packing import Batch
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.kernels.ttt_attention import ttt_attention
+from draftlab.kernels.ttt_attention import OwnKeys, document_starts, ttt_attention
 from draftlab.target.parts import TargetParts
-from draftlab.train.objective import (
-    StepOutput,
-    Sums,
-    extend_own,
-    take_rows,
-    visible_keys,
-    weighted_loss,
-)
+from draftlab.train.objective import StepOutput, Sums, row_starts, take_rows, weighted_loss
 
 
 def unroll(head: Eagle3Head, batch: Batch) -> Iterator[StepOutput]:
@@ -32,7 +25,7 @@ def unroll(head: Eagle3Head, batch: Batch) -> Iterator[StepOutput]:
     hidden = head.fuse(batch.features.to(head.fc.weight.dtype))
     x, residual = layer.inputs(head.embed_tokens(following), hidden)
     key, value = layer.self_attn.key_value(x, head.rope.angles(batch.positions))
-    own_keys = own_values = None
+    starts, own = document_starts(batch.documents), None
     output = hidden  # of the step before; step 0 has none
     for k, rows in enumerate(batch.steps):
         if rows.index.shape[1] == 0:
@@ -49,12 +42,10 @@ def unroll(head: Eagle3Head, batch: Batch) -> Iterator[StepOutput]:
         query = layer.self_attn.query(x, angles)
         if k > 0:
             new_key, new_value = layer.self_attn.key_value(x, angles)
-            own_keys = extend_own(own_keys, new_key, rows.select)
-            own_values = extend_own(own_values, new_value, rows.select)
-        visible = visible_keys(batch.documents, index)
-        attended = ttt_attention(query, key, value, visible, own_keys, own_values)
+            own = OwnKeys.extended(own, new_key, new_value, rows.select)
+        attended = ttt_attention(query, key, value, index, row_starts(starts, rows), own)
         output = layer.output(attended, residual)
-        yield StepOutput(head.logits(output.flatten(0, 1)[rows.loss]), rows.teacher)
+        yield StepOutput(output.flatten(0, 1)[rows.loss], rows.teacher)
 
 
 def ttt_weights(gamma: float, counts: Sequence[int]) -> list[float]:

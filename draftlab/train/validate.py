@@ -24,7 +24,7 @@ from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.results import Counters
 from draftlab.target.parts import TargetParts
 from draftlab.train.families import OBJECTIVES
-from draftlab.train.objective import Sums, teach, weighted_loss
+from draftlab.train.objective import Sums, weighted_loss
 
 
 @dataclass
@@ -101,6 +101,34 @@ def walk(hits: Tensor, spans: Tensor, k: int) -> tuple[Counters, list[tuple[int,
     return counters, steps
 
 
+@dataclass(frozen=True)
+class DenseTeacher:
+    """The target's distribution at every position that teaches, over the draft vocabulary.
+
+    Attributes:
+        logits: float32 [J, D]. row: int64 [B·S], which row a flat position has.
+        logsumexp: float32 [B·S]. argmax: int64 [B·S], target ids.
+    """
+
+    logits: Tensor
+    row: Tensor
+    logsumexp: Tensor
+    argmax: Tensor
+
+
+@torch.no_grad()
+def teach(parts: TargetParts, target_ids: Tensor, batch: Batch) -> DenseTeacher:
+    """Computes each needed teacher once; all steps that share a position share it."""
+    flat = batch.tokens.numel()
+    needed = torch.zeros(flat, dtype=torch.bool, device=batch.tokens.device)
+    for step in batch.steps:
+        needed[step.teacher] = True
+    positions = needed.nonzero()[:, 0]
+    row = needed.cumsum(0) - 1
+    logits = parts.logits(batch.last.flatten(0, 1)[positions], target_ids)
+    return DenseTeacher(logits, row, batch.logsumexp.flatten(), batch.argmax.flatten())
+
+
 @torch.no_grad()
 def token_scores(head: Eagle3Head, parts: TargetParts, batch: Batch) -> tuple[Tensor, Tensor]:
     """For every position t and step k with loss: was x_{t+2+k} drafted, and min(1, q(x) / p(x)).
@@ -117,12 +145,13 @@ def token_scores(head: Eagle3Head, parts: TargetParts, batch: Batch) -> tuple[Te
     ratios = torch.zeros(rows * width, len(batch.steps), device=ids.device)
     tokens = batch.tokens.flatten()
     for k, step in enumerate(OBJECTIVES[head.config.family].outputs(head, batch)):
+        logits = head.logits(step.output)
         at, token = step.teacher - 1 - k, tokens[step.teacher + 1]
         draft = draft_of[token]
         known = draft >= 0
-        hits[at, k] = ids[step.logits.argmax(-1)] == token
+        hits[at, k] = ids[logits.argmax(-1)] == token
         pick = draft.clamp(min=0)[:, None]
-        log_q = step.logits.float().log_softmax(-1).gather(1, pick)[:, 0]
+        log_q = logits.float().log_softmax(-1).gather(1, pick)[:, 0]
         z = teacher.logits[teacher.row[step.teacher]].gather(1, pick)[:, 0]
         log_p = z - teacher.logsumexp[step.teacher]
         ratios[at, k] = (log_q - log_p).exp().clamp(max=1) * known
