@@ -328,12 +328,13 @@ def test_faults_of_ours_exit_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("oh")
 
+    folder = finished()  # made, if this test is the first to ask, before anything is broken
     monkeypatch.setattr(pipeline.Pipeline, "make", broken)
-    result = draftlab(finished(), "train", "small.yaml")
+    result = draftlab(folder, "train", "small.yaml")
     assert result.exit_code == 1
     assert "internal error: ZeroDivisionError: oh" in result.stderr
     assert "Traceback" not in result.stderr
-    result = draftlab(finished(), "train", "small.yaml", "--debug")
+    result = draftlab(folder, "train", "small.yaml", "--debug")
     assert result.exit_code == 1
     assert "Traceback" in result.stderr
 
@@ -342,8 +343,9 @@ def test_interrupting_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
+    folder = finished()
     monkeypatch.setattr(pipeline.Pipeline, "make", interrupted)
-    result = draftlab(finished(), "train", "small.yaml")
+    result = draftlab(folder, "train", "small.yaml")
     assert result.exit_code == 130
     assert "goes on where it stopped" in result.stderr
 
@@ -356,8 +358,9 @@ def test_an_interrupted_evaluation_starts_anew(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
+    folder = finished()
     monkeypatch.setattr(Evaluator, "run", interrupted)
-    result = draftlab(finished(), "eval", "--out", str(tmp_path / "out"))
+    result = draftlab(folder, "eval", "--out", str(tmp_path / "out"))
     assert result.exit_code == 130
     assert "nothing was written" in result.stderr
     assert not (tmp_path / "out").exists()
