@@ -22,7 +22,11 @@ def _list(text: str | None, kind: Callable[[str], T], option: str, example: str)
     if text is None:
         return None
     try:
-        return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+        # "" is an empty list; an empty part between commas is a slip.
+        parts = [part.strip() for part in text.split(",")] if text.strip() else []
+        if "" in parts:
+            raise ValueError
+        return tuple(kind(part) for part in parts)
     except ValueError:
         raise UserError(
             f"expected {option} such as {example}, found {text!r}", where="command line", do=_HELP

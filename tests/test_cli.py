@@ -299,6 +299,7 @@ def test_inspect_shows_run_store_head_and_report() -> None:
         (("eval", "--out", "small.yaml/x"), ("expected a folder to write to, found a file",)),
         (("eval", "--k", "3,x"), ("4 or 3,5", "'3,x'")),
         (("eval", "--engine", "fast"), ("engine", "'fast'")),
+        (("eval", "--temps", "0,,0.7"), ("--temps", "0,,0.7")),
         (("eval", "--compare", "nothing"), ("draftlab.json", "nothing")),
         (("eval", "--draft-probs", "maybe"), ("expected --draft-probs 'on', ", "'maybe'")),
         (("eval", "--prompts", "no.jsonl"), ("no.jsonl",)),
