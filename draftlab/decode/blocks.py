@@ -22,11 +22,6 @@ class BlockPool:
         self._free = list(range(num_blocks, 0, -1))  # the lowest number is handed out first
         self._owned: set[int] = set()
 
-    @property
-    def num_free(self) -> int:
-        """Blocks that nobody owns."""
-        return len(self._free)
-
     def missing(self, owned: list[int], positions: int) -> int:
         """How many blocks an owner of `owned` lacks for `positions` positions."""
         return max(-(-positions // self.block_size) - len(owned), 0)

@@ -24,6 +24,7 @@ from draftlab.decode.blocks import BlockPool
 from draftlab.decode.drafter import Drafter
 from draftlab.decode.job import Job
 from draftlab.decode.prefill import prefill
+from draftlab.decode.progress import check_prompts
 from draftlab.decode.sampling import Generation, Request
 from draftlab.decode.slots import Slots
 from draftlab.decode.step import GraphedStep, Step, StepResult, Verifier
@@ -122,14 +123,7 @@ class Engine:
         Raises:
             UserError: for an empty prompt, or one that leaves no room for an answer.
         """
-        for request in requests:
-            if not 0 < len(request.prompt_ids) < self.max_length:
-                raise UserError(
-                    f"expected a prompt of 1 to {self.max_length - 1} tokens, found "
-                    f"{len(request.prompt_ids)}",
-                    where=f"prompt {request.id}",
-                    do="raise the length limit or shorten the prompt",
-                )
+        check_prompts(requests, self.max_length)
         waiting = deque(Job(request, self.k) for request in requests)
         free = list(range(self.slots.num_slots - 1, -1, -1))
         active: list[Job] = []  # in the order of joining

@@ -5,32 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from draftlab.decode.sampling import Generation, Request
-from draftlab.results import Counters
+from draftlab.decode.progress import Progress
+from draftlab.decode.sampling import Request
 
 
-class Job:
-    """A request, its tokens so far, what it holds, and its counters.
+class Job(Progress):
+    """A request's progress, and what it holds on the device.
 
     Attributes:
-        tokens: prompt and answer.
         blocks: numbers of the blocks it owns.
         slot: its place on the device; −1 when it waits.
         residence: how many times it has joined or left: results launched in another one are stale.
-        finish: "stop" or "length" once it has ended.
     """
 
     def __init__(self, request: Request, k: int) -> None:
-        self.request = request
-        self.tokens = list(request.prompt_ids)
+        super().__init__(request, k)
         self.blocks: list[int] = []
         self.slot, self.residence = -1, 0
-        self.finish: str | None = None
-        self.counters = Counters(k)
-        self.expected = [0.0] * k
-        self.steps: list[tuple[int, int]] = []
-        self.started: float | None = None
-        self.first_token_s = 0.0
 
     @property
     def limited(self) -> bool:
@@ -65,39 +56,11 @@ class Job:
         chance: Sequence[float],
         max_length: int,
     ) -> None:
-        """Books a result: a verify step's, or a prefill's (`num_drafts` = −1), which counts none.
-
-        `accepted` is counted before a stop token or a limit cuts tokens off (METHODS §6).
-        """
+        """Books a result: a verify step's, or a prefill's (`num_drafts` = −1; counts none)."""
         if num_drafts >= 0:
-            self.counters.add_step(num_drafts, accepted)
-            self.steps.append((num_drafts, accepted))
-            for i in range(min(accepted + 1, num_drafts)):
-                self.expected[i] += chance[i]
+            self.count(num_drafts, accepted, chance)
         elif self.resumed:
             return  # a prefill that computed again what had been emitted
         else:
-            self.first_token_s = time.perf_counter() - (self.started or 0.0)
-        for i, token in enumerate(tokens):
-            self.tokens.append(token)
-            produced = len(self.tokens) - len(self.request.prompt_ids)
-            if token in self.request.stop_ids:
-                self.finish = "stop"
-            elif produced >= self.request.max_new_tokens or len(self.tokens) >= max_length:
-                self.finish = "length"
-            if self.finish:
-                self.counters.truncated_tokens += len(tokens) - i - 1
-                return
-
-    def result(self) -> Generation:
-        """The finished request."""
-        return Generation(
-            self.request.id,
-            tuple(self.tokens[len(self.request.prompt_ids) :]),
-            self.finish or "length",
-            self.counters,
-            tuple(self.expected),
-            tuple(self.steps),
-            self.first_token_s,
-            time.perf_counter() - (self.started or 0.0),
-        )
+            self.first_token_s = self.elapsed
+        self.emit(tokens, max_length)

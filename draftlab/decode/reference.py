@@ -11,60 +11,27 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from draftlab.base import UserError
 from draftlab.decode.drafter import Drafter, Observed
+from draftlab.decode.progress import Progress, check_prompts
 from draftlab.decode.sampling import Generation, Request, row_keys
 from draftlab.kernels.rows import DraftDistribution
 from draftlab.kernels.verify import sample_first, verify
-from draftlab.results import Counters
 from draftlab.target.model import Target
 
 
-@dataclass
-class _Row:
-    """A request being decoded. `tokens` are prompt and answer; the last has no key cached yet."""
+class _Row(Progress):
+    """A request's progress and its next drafts."""
 
-    request: Request
-    tokens: list[int]
-    counters: Counters
-    expected: list[float]
-    started: float
-    first_token_s: float = 0.0
-    finish: str | None = None
-    drafts: list[int] = field(default_factory=list)
-    drawn_from: DraftDistribution | None = None  # of this row alone; None: argmax drafts
-    steps: list[tuple[int, int]] = field(default_factory=list)
-
-    def emit(self, tokens: Sequence[int], max_length: int) -> None:
-        """Appends tokens until a stop token or a limit; what is cut off is counted."""
-        for i, token in enumerate(tokens):
-            self.tokens.append(token)
-            produced = len(self.tokens) - len(self.request.prompt_ids)
-            if token in self.request.stop_ids:
-                self.finish = "stop"
-            elif produced >= self.request.max_new_tokens or len(self.tokens) >= max_length:
-                self.finish = "length"
-            if self.finish:
-                self.counters.truncated_tokens += len(tokens) - i - 1
-                return
-
-    def result(self) -> Generation:
-        """The finished request."""
-        return Generation(
-            self.request.id,
-            tuple(self.tokens[len(self.request.prompt_ids) :]),
-            self.finish or "length",
-            self.counters,
-            tuple(self.expected),
-            tuple(self.steps),
-            self.first_token_s,
-            time.perf_counter() - self.started,
-        )
+    def __init__(self, request: Request, k: int) -> None:
+        super().__init__(request, k)
+        self.started = time.perf_counter()
+        self.drafts: list[int] = []
+        self.drawn_from: DraftDistribution | None = None  # of this row alone; None: argmax drafts
 
 
 class ReferenceEngine:
@@ -98,14 +65,7 @@ class ReferenceEngine:
         Raises:
             UserError: for an empty prompt, or one that leaves no room for an answer.
         """
-        for request in requests:
-            if not 0 < len(request.prompt_ids) < self.max_length:
-                raise UserError(
-                    f"expected a prompt of 1 to {self.max_length - 1} tokens, found "
-                    f"{len(request.prompt_ids)}",
-                    where=f"prompt {request.id}",
-                    do="raise the length limit or shorten the prompt",
-                )
+        check_prompts(requests, self.max_length)
         waiting = deque(requests)
         active: list[_Row] = []  # active[i] has cache row i
         while waiting or active:
@@ -131,10 +91,7 @@ class ReferenceEngine:
         Returns:
             The rows: those that go on first, in the order of their cache rows.
         """
-        rows = [
-            _Row(r, list(r.prompt_ids), Counters(self.k), [0.0] * self.k, time.perf_counter())
-            for r in requests
-        ]
+        rows = [_Row(request, self.k) for request in requests]
         lengths = self._tensor([[len(row.tokens)] for row in rows], 0)[:, 0]
         positions = self._tensor([range(len(row.tokens)) for row in rows], -1)
         states = self.target.states(
@@ -150,7 +107,7 @@ class ReferenceEngine:
         tokens = sample_first(self.target.logits(newest), lengths, keys).tolist()
         for row, token in zip(rows, tokens, strict=True):
             row.emit([token], self.max_length)
-            row.first_token_s = time.perf_counter() - row.started
+            row.first_token_s = row.elapsed
         shown = [row.tokens[1:] for row in rows]
         return self._draft(rows, start, states.features, shown, positions)
 
@@ -181,10 +138,7 @@ class ReferenceEngine:
         probability = verdict.probability.tolist()
         tokens = []
         for row, count, token, chance in zip(rows, accepted, emitted, probability, strict=True):
-            row.counters.add_step(len(row.drafts), count)
-            row.steps.append((len(row.drafts), count))
-            for i in range(min(count + 1, len(row.drafts))):
-                row.expected[i] += chance[i]
+            row.count(len(row.drafts), count, chance)
             tokens.append([*row.drafts[:count], token])
             row.emit(tokens[-1], self.max_length)
         kept = self._tensor([range(s, s + len(t)) for s, t in zip(starts, tokens, strict=True)], -1)

@@ -227,10 +227,6 @@ def _read_layer(layer: Any, config: Any) -> _Layer:
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     qkv = _share([p.weight for p in projections])
     bias = projections[0].bias is not None
-    # Mistral's window holds for every layer, Qwen's for those that say so.
-    window = getattr(attention, "sliding_window", None)
-    if type(attention).__name__ == "MistralAttention":
-        window = config.sliding_window
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return _Layer(
         input_norm=layer.input_layernorm.weight,
@@ -245,8 +241,15 @@ def _read_layer(layer: Any, config: Any) -> _Layer:
         up=mlp.up_proj.weight,
         down=mlp.down_proj.weight,
         scale=float(attention.scaling),
-        window=window,
+        window=window_of(attention, config),
     )
+
+
+def window_of(attention: Any, config: Any) -> int | None:
+    """A layer's sliding window: Mistral's holds for every layer, Qwen's for those that say so."""
+    if type(attention).__name__ == "MistralAttention":
+        return config.sliding_window
+    return getattr(attention, "sliding_window", None)
 
 
 def _share(parameters: list[nn.Parameter]) -> Tensor:

@@ -25,7 +25,7 @@ from draftlab.kernels.packed_linear import PackedGated, PackedLinear, RowNorm, w
 from draftlab.kernels.paged_plan import Writes, attend_reads, write_rows
 from draftlab.kernels.rope_write import rope_angles
 from draftlab.target.agreement import check_agreement
-from draftlab.target.fused import knows
+from draftlab.target.fused import knows, window_of
 from draftlab.target.model import States, Target
 from draftlab.target.paged import PagedCache
 
@@ -197,10 +197,6 @@ def _pack_layer(layer: Any, config: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     biases = [p.bias for p in projections if p.bias is not None]
-    # Mistral's window holds for every layer, Qwen's for those that say so.
-    window = getattr(attention, "sliding_window", None)
-    if type(attention).__name__ == "MistralAttention":
-        window = config.sliding_window
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return _Layer(
         input_norm=_norm(layer.input_layernorm),
@@ -213,5 +209,5 @@ def _pack_layer(layer: Any, config: Any) -> _Layer:
         mlp_norm=_norm(layer.post_attention_layernorm),
         mlp=PackedGated(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight),
         scale=float(attention.scaling),
-        window=window,
+        window=window_of(attention, config),
     )
