@@ -36,10 +36,6 @@ from draftlab.kernels.distill_plan import RowPlan
 _CPU_BUFFER = 8 << 20  # bytes: what stays in a cache
 _LEAST_GPU_BUFFER = 64 << 20  # below, launches would cost more than they save
 
-KERNEL = False
-"""Whether tensors on a GPU take the Triton kernel. It compiles for one and is right in the
-interpreter, but has not run on one yet: `eval/gpu/distill.py`."""
-
 
 @dataclass(frozen=True)
 class DistilledRows(Distilled):
@@ -185,7 +181,7 @@ def _go_through(
 
 
 def _judge(on_gpu: bool, wide: torch.dtype) -> Callable[..., None]:
-    if KERNEL and on_gpu and wide == torch.float32:
+    if on_gpu and wide == torch.float32:
         from draftlab.kernels.distill_triton import distill_rows
 
         return distill_rows

@@ -14,7 +14,7 @@ from draftlab.kernels.dependent_launch import launch_options
 from draftlab.kernels.paged_attention_triton import attend_kernel, join_kernel, write_kernel
 
 MOST_SPLITS = 16  # more cost more in joining than they save
-MOST_AHEAD = 32 << 20  # bytes of weights asked into L2, about half of it
+MOST_AHEAD = 8 << 20  # bytes of weights asked into L2: more of them keep attention waiting
 MOST_ROWS_AHEAD = 16  # with more tokens, attention itself needs the memory
 
 

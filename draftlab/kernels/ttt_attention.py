@@ -14,10 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KERNEL = False
-"""Whether tensors on a GPU take the Triton kernels. They compile for one and are right in the
-interpreter, but have not run on one yet: `eval/gpu/ttt_attention.py`."""
-
 
 @dataclass(frozen=True)
 class OwnKeys:
@@ -98,7 +94,7 @@ def ttt_attention(
     if len(dtypes) > 1:
         raise ValueError(f"expected queries, keys and values of one dtype, found {dtypes}")
     attend: Callable[..., Tensor] = ttt_attention_reference
-    if KERNEL and query.is_cuda:
+    if query.is_cuda and query.dtype != torch.float64:
         from draftlab.kernels.ttt_attention_launch import ttt_attention_triton as attend
     return attend(query, key, value, index, starts, own)
 

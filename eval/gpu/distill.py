@@ -255,7 +255,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()
     began = time.time()
-    chunked.KERNEL = True
     print(torch.cuda.get_device_name(), torch.__version__)
     check()
     print(f"{'R × H × D':34} {'':11} {'ms':>7} {'ideal':>5} {'GiB':>6} against eager")

@@ -57,7 +57,7 @@ def compiled() -> Iterator[dict[str, list[Any]]]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from draftlab.kernels import dependent_launch, paged_attention_launch, ttt_attention
+    from draftlab.kernels import dependent_launch, paged_attention_launch
 
     found: dict[str, list[Any]] = {}
     run = JITFunction.run
@@ -71,7 +71,6 @@ def compiled() -> Iterator[dict[str, list[Any]]]:
         patch.setattr(JITFunction, "run", only_compile)
         patch.setattr(dependent_launch, "supported", lambda device: True)
         patch.setattr(paged_attention_launch, "_multiprocessors", lambda device: 132)
-        patch.setattr(ttt_attention, "KERNEL", True)
         patch.setattr(driver, "_active", _NoDevice())
         yield found
 
