@@ -35,10 +35,15 @@ lint: setup  ## style and the import rules
 parity-vllm: setup  ## T = 0 equal to a real vLLM, T = 0.7 and 1.5 within intervals (3.4 GB)
 	$(BIN)/python eval/parity/parity_vllm.py
 
+parity-llamacpp: setup  ## T = 0 equal to a real llama.cpp (builds it from source, 20 minutes)
+	$(BIN)/python eval/parity/parity_llamacpp.py --quantized Q4_K_M
+	$(BIN)/python eval/parity/parity_llamacpp.py --random eagle3 --prompts 4 --max-new-tokens 48
+
 parity-speculators: setup  ## logits equal to the speculators library (own environment)
 	$(BIN)/python eval/parity/parity_speculators.py
+	$(BIN)/python eval/parity/parity_speculators.py --random --prompts 3 --max-new-tokens 32 --steps 4
 
 clean:  ## build products and caches (runs/ and the environments stay)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help setup quickstart test lint parity-vllm parity-speculators clean
+.PHONY: help setup quickstart test lint parity-vllm parity-speculators parity-llamacpp clean

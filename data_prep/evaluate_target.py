@@ -1,4 +1,4 @@
-"""Loss and answers of a saved embedded target on the held-out split, as transformers runs it."""
+"""Loss and answers of a saved target on the corpus's held-out split, as transformers runs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from token_stream import Stream
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def repetition(ids: list[int]) -> float:
@@ -28,28 +28,30 @@ def evaluate(
     prompts: int = 256,
     new_tokens: int = 192,
     batches: int = 32,
+    rows: int = 32,
+    length: int = 1024,
 ) -> tuple[dict, list[dict]]:
     """Metrics of a saved model as transformers runs it, and its answers to the held-out prompts."""
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     metrics: dict = {}
-    for name, rows in (("docs", 32), ("chat", 32)):
+    for name in ("docs", "chat"):
         stream = Stream(pack, f"{name}.heldout", device)
         loss = count = 0.0
         for _ in range(batches):
-            ids, labels = stream.rows(rows, 1024)
+            ids, labels = stream.rows(rows, length)
             if stream.epochs > 0:
                 break
             logits = model(ids).logits.float().flatten(0, 1)
             loss += F.cross_entropy(logits, labels.flatten(), reduction="sum").item()
             count += (labels != -100).sum().item()
         metrics |= {f"heldout_{name}_loss": loss / max(count, 1), f"heldout_{name}_tokens": count}
-    rows = json.loads((pack / "evaluation.json").read_text())[:prompts]
+    asked = json.loads((pack / "evaluation.json").read_text())[:prompts]
     eot = tokenizer.convert_tokens_to_ids("<|eot_id|>")
-    batch = tokenizer.pad({"input_ids": [r["prompt"] for r in rows]}, return_tensors="pt")
+    batch = tokenizer.pad({"input_ids": [r["prompt"] for r in asked]}, return_tensors="pt")
     batch = batch.to(device)
-    samples = [{"source": r["source"], "prompt": tokenizer.decode(r["prompt"])} for r in rows]
-    metrics["repetition_reference"] = float(np.mean([repetition(r["answer"][:128]) for r in rows]))
+    samples = [{"source": r["source"], "prompt": tokenizer.decode(r["prompt"])} for r in asked]
+    metrics["repetition_reference"] = float(np.mean([repetition(r["answer"][:128]) for r in asked]))
     for temperature in (0.0, 0.8):
         torch.manual_seed(0)
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -69,7 +71,7 @@ def evaluate(
                 shares.append(repetition(ids[: min(end, 128)]))
         metrics[f"t{temperature}"] = {
             "repetition_128": float(np.mean(shares)),
-            "prompts": len(rows),
+            "prompts": len(asked),
             "ended_within_128": float(np.mean([e < 128 for e in ends])),
             "ended_within_192": float(np.mean([e < 192 for e in ends])),
             "mean_tokens": float(np.mean([min(e, new_tokens) for e in ends])),

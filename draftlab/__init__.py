@@ -22,6 +22,7 @@ _WHERE = {
     "UserError": ("draftlab.base", "UserError"),
     "evaluate": ("draftlab.verbs", "evaluate"),
     "export_head": ("draftlab.verbs", "export"),
+    "import_head": ("draftlab.export.importing", "import_head"),
     "find_run": ("draftlab.run", "find_run"),
     "load_recipe": ("draftlab.recipe", "load_recipe"),
 }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class UserError(Exception):
@@ -37,9 +38,53 @@ class Knobs(BaseModel):
     )
 
 
+def faults(error: ValidationError) -> list[Any]:
+    """What does not fit. Of a list whose items do not, pydantic also says that it is empty."""
+    found = error.errors()
+    lists = {fault["loc"][:-1] for fault in found}
+    return [fault for fault in found if fault["type"] != "too_short" or fault["loc"] not in lists]
+
+
+def complaint(fault: Any) -> str:
+    """ "expected …, found …" of one of `faults`, in words of people who do not know pydantic."""
+    kind, message = fault["type"], fault["msg"]
+    if kind == "value_error":  # our own validators have said it whole
+        return message.removeprefix("Value error, ")
+    wanted = message.removeprefix("Input should be ").partition(", unable to parse")[0]
+    if kind == "missing":
+        return "expected a value, found nothing"
+    if kind == "extra_forbidden":
+        return "unknown key"
+    if kind == "too_short":
+        return "expected at least one value, found none"
+    if kind == "string_pattern_mismatch":
+        wanted = f"a text that matches {fault['ctx']['pattern']}"
+    elif kind in ("model_type", "dict_type"):
+        wanted = "a mapping of knobs"
+    elif wanted.startswith(("greater", "less")):
+        wanted = f"a number {wanted}"
+    return f"expected {wanted}, found {fault['input']!r}"
+
+
+def complaints(error: ValidationError) -> str:
+    """All of them, a line each, under the keys they belong to."""
+    return "\n  ".join(
+        ": ".join(filter(None, [".".join(map(str, fault["loc"])), complaint(fault)]))
+        for fault in faults(error)
+    )
+
+
 def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no spaces: equal values give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def size_text(number_of_bytes: float) -> str:
+    """A size for people, three digits of it: "816 kB", "33.1 GB"."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number_of_bytes >= unit:
+            return f"{number_of_bytes / unit:.3g} {name}"
+    return f"{number_of_bytes:.0f} B"
 
 
 def sha256_text(text: str) -> str:
@@ -53,6 +98,9 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+_UMASK = threading.Lock()
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yields a temporary sibling of `path`; on success it is fsynced and renamed onto `path`.
@@ -64,8 +112,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         # Some writers create files that only their owner may read; servers run as other users.
-        umask = os.umask(0)
-        os.umask(umask)
+        with _UMASK:  # it can only be read by setting it, for all threads
+            umask = os.umask(0)
+            os.umask(umask)
         temporary.chmod(0o666 & ~umask)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())

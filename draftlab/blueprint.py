@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, Llama4TextConfig
 
 from draftlab.base import Monitor, UserError
 from draftlab.chat.render import stop_ids
@@ -13,7 +14,8 @@ from draftlab.data.manifest import StoreIdentity
 from draftlab.data.mask_token import MASK, choose_mask_token, token_counts
 from draftlab.data.store import Store
 from draftlab.decode.beside import check_knobs
-from draftlab.heads.config import HeadConfig, TargetIdentity
+from draftlab.export.layouts import layout_for
+from draftlab.heads.config import FROM_LAST_STATE, HeadConfig, Llama4Config, TargetIdentity
 from draftlab.heads.layers import ROPE_TYPES
 from draftlab.recipe import Recipe
 from draftlab.target.model import (
@@ -21,27 +23,47 @@ from draftlab.target.model import (
     check_boundaries,
     default_boundaries,
     load_tokenizer,
+    local_target,
     resolve_target,
 )
+from draftlab.target.parts import check_llama_style
+from draftlab.train.knobs import HeadKnobs
 
 
 def target_config(target: TargetKnobs) -> Any:
-    """The target's whole config, as transformers reads it."""
-    folder = resolve_target(target)
+    """The target's whole config, as transformers reads it; nothing else of it is downloaded."""
+    folder = local_target(target)
+    place = str(folder or target.path)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=target.trust_remote_code)
+        return AutoConfig.from_pretrained(
+            place, revision=target.revision, trust_remote_code=target.trust_remote_code
+        )
     except Exception as error:  # OSError, ValueError, and what remote code raises
-        raise UserError(f"the target's config does not load: {error}", where=folder) from None
+        do = "check the id, your network and your login; a folder with its config.json will do, too"
+        raise UserError(
+            f"the target's config does not load: {error}", where=place, do="" if folder else do
+        ) from None
 
 
 def choose_boundaries(recipe: Recipe, num_layers: int, monitor: Monitor) -> tuple[int, ...]:
-    """The recipe's boundaries, or the target's default ones, said."""
+    """The boundaries to record: the recipe's, or the target's default ones, said.
+
+    For a head of the last state there need be none: every store holds that.
+    """
     chosen = recipe.record.boundaries
+    if chosen is None and recipe.head.family in FROM_LAST_STATE:
+        monitor.say(f"boundaries: none, {recipe.head.family} heads read the last state alone")
+        return ()
     if chosen is None:
         chosen = default_boundaries(num_layers)
         usual = [2, num_layers // 2, num_layers - 3]
         note = "" if list(chosen) == usual else f" (the usual {usual} collide or fall outside)"
         monitor.say(f"boundaries {list(chosen)} of {num_layers} layers, by default{note}")
+    elif chosen != (usual := default_boundaries(num_layers)):
+        monitor.say(
+            f"boundaries {list(chosen)} of {num_layers} layers, as the recipe says (by default "
+            f"{list(usual)}); each is the input of the layer of that number"
+        )
     check_boundaries(chosen, num_layers)
     return chosen
 
@@ -50,8 +72,9 @@ def check_early(recipe: Recipe) -> None:
     """Refuses what would otherwise fail after hours of answering or recording.
 
     Raises:
-        UserError: boundaries outside the target, position encodings that cannot be lent, a mask
-            token that will not do, an evaluation by a vLLM that is not there.
+        UserError: boundaries or positions outside the target, position encodings that cannot be
+            lent, a mask token that will not do, a program that cannot hold such a head, an
+            evaluation by a vLLM that is not there.
     """
     config = target_config(recipe.target).get_text_config()
     if recipe.record.boundaries is not None:
@@ -59,7 +82,32 @@ def check_early(recipe: Recipe) -> None:
             check_boundaries(recipe.record.boundaries, config.num_hidden_layers)
         except UserError as error:
             raise UserError(error.what, where="record.boundaries", do=error.do) from None
+    if (recipe.record.max_length or 0) > config.max_position_embeddings:
+        raise UserError(
+            f"expected at most the target's {config.max_position_embeddings:,} positions, found "
+            f"{recipe.record.max_length:,}",
+            where="record.max_length",
+        )
     _rope(recipe.target, config)
+    for program in recipe.export.formats:
+        try:
+            layout_for(program, recipe.head.family)
+        except UserError as error:
+            raise UserError(
+                error.what,
+                where="export.formats",
+                do="in a recipe --to vllm is export.formats=[vllm]",
+            ) from None
+    if recipe.head.family in FROM_LAST_STATE:
+        if recipe.record.dtype == "fp8" and recipe.record.boundaries is None:
+            raise UserError(
+                f"fp8 is for features at boundaries, of which {recipe.head.family} heads need none",
+                where="record.dtype",
+                do="leave it at bfloat16: the last state is all there is, and is never quantised",
+            )
+        check_llama_style(
+            resolve_target(recipe.target), trust_remote_code=recipe.target.trust_remote_code
+        )
     if recipe.head.family == "ptd":
         tokenizer = load_tokenizer(recipe.target)
         stops = stop_ids(tokenizer, resolve_target(recipe.target))
@@ -84,6 +132,10 @@ def draft_vocabulary(
     recipe: Recipe, store: Store, tokenizer: Any, monitor: Monitor, *, mask: int | None = None
 ) -> DraftVocabulary:
     """The store's draft vocabulary under the recipe, without the mask token; coverage said."""
+    if recipe.head.family in FROM_LAST_STATE:
+        rows = store.identity.vocab_size
+        monitor.say(f"draft vocabulary: all {rows:,} tokens, drafted by the target's lm_head")
+        return DraftVocabulary(torch.arange(rows), 1.0)
     special = set(tokenizer.all_special_ids)
     stops = stop_ids(tokenizer, resolve_target(recipe.target))
     usual = tokenizer.convert_tokens_to_ids(MASK)
@@ -107,18 +159,27 @@ def head_config(
     monitor: Monitor,
     *,
     mask: int | None = None,
+    target: Any = None,
 ) -> HeadConfig:
     """The head's draftlab.json: the target's shapes where the recipe names none.
 
     Args:
-        mask: of `mask_token`.
+        mask: of `mask_token`. target: of `target_config`, where it has been read.
     """
     knobs = recipe.head
-    whole = target_config(recipe.target)
+    if not identity.boundaries and knobs.family not in FROM_LAST_STATE:
+        raise UserError(
+            f"the store holds the last state alone, and {knobs.family} heads read states at "
+            "boundaries",
+            where="store",
+            do="name=other starts a run beside this one, with a store of its own",
+        )
+    whole = target or target_config(recipe.target)
     config = whole.get_text_config()
     heads = knobs.num_attention_heads or config.num_attention_heads
     size = config.hidden_size
     rope = _rope(recipe.target, config)
+    last = (identity.num_layers,)
     if rope.get("rope_type", "default") not in ROPE_TYPES:
         # Stretching by blocks of frequencies lets a target read past its training length. A head
         # is trained at the positions it is given, and servers raise its limit only for these types.
@@ -131,13 +192,17 @@ def head_config(
         family=knobs.family,
         num_layers=knobs.num_layers,
         qk_norm=knobs.qk_norm,
+        llama4=llama4_attention(knobs, config),
+        norm_before_fc=knobs.norm_before_fc,
+        fc_norm=knobs.fc_norm,
+        norm_output=knobs.norm_output,
         mask_token_id=mask,
         embeddings="target" if mask is None else "own",
-        boundaries=identity.boundaries,
+        boundaries=last if knobs.family in FROM_LAST_STATE else identity.boundaries,
         target_num_layers=identity.num_layers,
         target_hidden_size=identity.hidden_size,
         hidden_size=size,
-        intermediate_size=knobs.intermediate_size or config.intermediate_size,
+        intermediate_size=knobs.intermediate_size or _feed_forward(knobs, config),
         num_attention_heads=heads,
         num_key_value_heads=knobs.num_key_value_heads or config.num_key_value_heads,
         head_dim=knobs.head_dim or getattr(config, "head_dim", None) or size // heads,
@@ -156,6 +221,28 @@ def head_config(
             template_sha256=identity.template_sha256,
         ),
     )
+
+
+def llama4_attention(knobs: HeadKnobs, target: Any) -> Llama4Config | None:
+    """What is particular to an eagle_llama4 head's attention; None: it is of another family.
+
+    Args:
+        target: the config of its text tower, of any architecture.
+    """
+    if knobs.family != "eagle_llama4":
+        return None
+    usual = Llama4TextConfig(num_hidden_layers=knobs.num_layers)
+    names = Llama4Config.model_fields.keys() - {"no_rope_layers"}
+    found = {name: getattr(target, name, getattr(usual, name)) for name in names}
+    found["no_rope_layers"] = usual.no_rope_layers
+    found |= {k: v for k, v in knobs.llama4.model_dump().items() if v is not None}
+    return Llama4Config(**found | {"attention_chunk_size": found["attention_chunk_size"] or None})
+
+
+def _feed_forward(knobs: HeadKnobs, target: Any) -> int:
+    """The width of the target's dense feed-forward; Llama 4 calls that of its experts so."""
+    dense = getattr(target, "intermediate_size_mlp", None)
+    return int(dense if knobs.family == "eagle_llama4" and dense else target.intermediate_size)
 
 
 def _rope(target: TargetKnobs, config: Any) -> dict[str, Any]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from draftlab.base import UserError, read_json
+from draftlab.base import UserError, read_json, size_text
 from draftlab.chat.render import Rendered, coloured
 from draftlab.data.manifest import MANIFEST
 from draftlab.data.store import Store
-from draftlab.heads.folder import CONFIG, load_config
+from draftlab.data.survey import survey
+from draftlab.heads.config import OPTIONS
+from draftlab.heads.folder import CONFIG, WEIGHTS, load_config, stored_shapes
 from draftlab.report import print_report
 from draftlab.results import Report
 from draftlab.run import STAGES, find_run
@@ -20,22 +23,31 @@ from draftlab.subject import recipe_of
 from draftlab.target.model import load_tokenizer
 from draftlab.verbs import REFERENCE, reference_head
 
+REPORT = "report.json"
+OF_A_FOLDER = (CONFIG, WEIGHTS, MANIFEST, "report.html", "recipe.yaml")
+"""Files that stand for the folder they lie in."""
 
-def inspect_path(what: str | None, sample: int, console: Console) -> None:
-    """Prints what a run, a store, a head folder or a report.json holds.
+
+def inspect_path(what: str | None, sample: int, console: Console, *, verify: bool = False) -> None:
+    """Prints what a run, a store, a head folder or a report (its folder or a file of it) holds.
 
     Args:
         what: path or run name; None: the latest run.
         sample: conversation to print of a run or store.
+        verify: hash a store's shards again.
     """
     path = Path(what) if what is not None else find_run(None)
     if what == REFERENCE and not path.exists():
         path = reference_head()
-    if path.is_file() and path.suffix == ".json":
+    if path.is_file() and path.name in OF_A_FOLDER:
+        path = path.parent
+    if path.is_file():
         print_report(Report.read(path), console)
+    elif (path / REPORT).is_file():
+        print_report(Report.read(path / REPORT), console)
     elif (path / MANIFEST).is_file():
         store, run = Store.open(path), path.resolve().parent
-        _store(store, console)
+        _store(store, console, verify)
         if (run / "recipe.yaml").is_file():
             _conversation(store, load_tokenizer(recipe_of(run).target), sample, console)
         else:
@@ -43,7 +55,7 @@ def inspect_path(what: str | None, sample: int, console: Console) -> None:
     elif (path / CONFIG).is_file():
         _head(path, console)
     else:
-        _run(find_run(what), sample, console)
+        _run(find_run(None if what is None else str(path)), sample, console, verify)
 
 
 def _table(title: str, rows: dict[str, Any], console: Console) -> None:
@@ -53,55 +65,82 @@ def _table(title: str, rows: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def _run(folder: Path, sample: int, console: Console) -> None:
-    stages = {}
+def _run(folder: Path, sample: int, console: Console, verify: bool) -> None:
+    stages: dict[str, str] = {}
     records = [folder / "stages" / f"{name}.json" for name in STAGES]
     for file in filter(Path.is_file, records):
         record = read_json(file, kind="stage record")
         stages[file.stem] = "whole" if record["complete"] else "unfinished"
+    if (folder / STAGES["eval"].artefact / REPORT).is_file() and "eval" in stages:
+        stages["eval"] += f"; `draftlab inspect {folder / STAGES['eval'].artefact}` prints it"
     _table(f"run {folder.name}", {"folder": folder, **stages}, console)
     if (folder / "head" / CONFIG).is_file():
         _head(folder / "head", console)
     if stages.get("store") == "whole":
         store = Store.open(folder / "store")
-        _store(store, console)
+        _store(store, console, verify)
         _conversation(store, load_tokenizer(recipe_of(folder).target), sample, console)
 
 
 def _head(folder: Path, console: Console) -> None:
-    config = load_config(folder)
+    config, shapes = load_config(folder), stored_shapes(folder)
+    weights = sum(math.prod(shape) for shape in shapes.values())
+    last, llama4 = config.target_num_layers, config.llama4
     _table(
         f"head {folder}",
         {
             "family": config.family,
             "boundaries": f"{list(config.boundaries)} of {config.target_num_layers} layers; each "
-            "is the input of that layer (the output of the one before)",
+            "is the input of that layer (the output of the one before)"
+            + (f", {last} the state before the final norm" if last in config.boundaries else ""),
             "target": f"{config.target.name} ({config.target.architecture}, "
             f"{config.target.fingerprint[:12]})",
             "hidden, feed-forward": f"{config.hidden_size}, {config.intermediate_size}",
+            "weights": f"{len(shapes)} tensors, {weights:,} values, "
+            f"{size_text((folder / WEIGHTS).stat().st_size)}",
             "draft vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,}",
             "trained steps": config.k_trained,
-            "norm_before_residual": config.norm_before_residual,
+            "options": ", ".join(name for name in OPTIONS if getattr(config, name)) or "none",
             "embeddings": config.embeddings,
+            **({"Llama 4's attention": llama4.model_dump(mode="json")} if llama4 else {}),
             **{k: v for k, v in config.provenance.items() if k != "validation"},
         },
         console,
     )
 
 
-def _store(store: Store, console: Console) -> None:
+def _store(store: Store, console: Console, verify: bool) -> None:
+    if verify:
+        store.verify()
     manifest, counts = store.manifest, store.manifest.counts
     size = sum(shard.bytes or 0 for shard in manifest.shards)
+    found = survey(store)
+    coverage = "covers " + ", ".join(
+        f"{share:.1%} with {kinds:,}" for kinds, share in found.coverage.items()
+    )
+    most = max(count for _, count in found.lengths)
+    lengths = "\n".join(
+        f"≤ {longest:<7,} {count:>9,} {'▇' * math.ceil(30 * count / most)}"
+        for longest, count in found.lengths
+    )
     _table(
         f"store {store.folder}",
         {
             "target": f"{store.identity.target_name} ({store.identity.target_fingerprint[:12]})",
             "boundaries": f"{list(store.identity.boundaries)}, inputs of layers",
             "records": f"{counts.records:,} in {len(manifest.shards)} shards",
-            "tokens": f"{counts.tokens:,}, {counts.loss_tokens / counts.tokens:.1%} in answers",
-            "size": f"{size / 2**20:,.1f} MiB, {size / counts.tokens:,.0f} bytes a token",
+            "tokens": f"{counts.tokens:,}, {counts.loss_tokens / counts.tokens:.1%} in answers, "
+            f"{found.predicted / counts.tokens:.1%} predicted",
+            "draft vocabulary": coverage,
+            "lengths": lengths,
+            "size": f"{size_text(size)}, {size / counts.tokens:,.0f} bytes a token, "
+            f"{store.identity.dtype}",
+            "checksums": f"the SHA-256 of all {len(manifest.shards)} shards agree"
+            if verify
+            else "sizes agree; --verify hashes every byte",
             "dropped": manifest.dropped.model_dump(),
             "truncated": manifest.truncated,
+            "not finite": sum(len(shard.not_finite) for shard in manifest.shards),
         },
         console,
     )

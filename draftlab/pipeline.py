@@ -10,15 +10,15 @@ were made with other knobs is refused, the knobs named. `draftlab.run` keeps the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftlab.base import Monitor, sha256_file, write_json
+from draftlab.base import Monitor, UserError, sha256_file, write_json
 from draftlab.blueprint import (
     check_early,
     choose_boundaries,
@@ -34,13 +34,17 @@ from draftlab.data.conversations import (
     read_conversations,
 )
 from draftlab.data.draft_vocab import DraftVocabulary
-from draftlab.data.record import record
+from draftlab.data.manifest import MANIFEST, Manifest
+from draftlab.data.online import OnlineStore
+from draftlab.data.record import Part, planned, record
 from draftlab.data.regenerate import regenerate
 from draftlab.data.samples import samples
-from draftlab.data.store import Store, StoreIdentity
+from draftlab.data.store import Sample, Store, StoreIdentity
 from draftlab.decode.evaluate import environment
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.estimate import estimate
 from draftlab.heads.folder import WEIGHTS, load_head, save_head
+from draftlab.heads.head import DraftHead
+from draftlab.helpers import helper_devices, helpers
 from draftlab.recipe import Recipe, flat, to_yaml
 from draftlab.run import RUNS, STAGES, Run, Status, find_run, git_commit, lock
 from draftlab.subject import Subject, eval_subject, input_files, recipe_of
@@ -54,6 +58,7 @@ from draftlab.target.model import (
 )
 from draftlab.target.parts import TargetParts, load_parts
 from draftlab.train.loop import Trainer
+from draftlab.train.ranks import Ranks, started_together
 from draftlab.train.validate import Validation
 from draftlab.verbs import REFERENCE, evaluate, export, head_path, load_suite, reference_head
 
@@ -66,11 +71,18 @@ class Pipeline:
         recipe: what to make.
         monitor: for lines and progress.
         runs: folder of all runs.
+        record_gpus: GPUs that record, each by a process with the whole target.
+
+    Attributes:
+        ranks: the processes that `make` trains with; None: this one alone.
     """
 
     recipe: Recipe
     monitor: Monitor
     runs: Path = RUNS
+    record_gpus: int = 1
+    ranks: Ranks | None = field(default=None, init=False)
+    _training: bool = field(default=False, init=False)
 
     @cached_property
     def run(self) -> Run:
@@ -88,6 +100,11 @@ class Pipeline:
             files["head"] = {"head.init.sha256": sha256_file(head_path(initial) / WEIGHTS)}
         return Run(self.runs / self.recipe.name, flat(self.recipe), files)
 
+    @property
+    def leads(self) -> bool:
+        """Whether this process, and no other, prints and writes."""
+        return self.ranks is None or self.ranks.is_main
+
     @cached_property
     def prompts(self) -> list[Conversation]:
         """The conversations to be answered."""
@@ -102,11 +119,20 @@ class Pipeline:
     def target(self) -> Target:
         """The target, loaded when the first stage needs it."""
         self.monitor.say(f"loading target {self.recipe.target.path}")
-        return load_target(self.recipe.target)
+        target = load_target(self.recipe.target)
+        for note in target.notes:
+            self.monitor.say(note)
+        return target
 
     def plan(self, *last: str) -> list[Status]:
-        """How each stage up to those of `last` stands."""
-        return self.run.plan(*last)
+        """How each stage up to those of `last` stands; without a run nothing is downloaded."""
+        folder = self.runs / self.recipe.name
+        run = self.run if folder.exists() else Run(folder, flat(self.recipe), {})
+        return run.plan(*last)
+
+    def estimate(self) -> Iterator[str]:
+        """Lines on the disk, memory and time that the recipe needs."""
+        return estimate(self.recipe, self.runs)
 
     def make(self, *last: str, force: bool = False) -> Path:
         """Makes what is missing up to each stage of `last`; returns the final one's artefact.
@@ -117,6 +143,30 @@ class Pipeline:
         Raises:
             UserError: knobs changed under the run without `force`, or a stage's own complaint.
         """
+        trains = any(stage.name == "head" for name in last for stage in self.run.chain(name))
+        if trains and started_together() > 1:
+            self.ranks = Ranks.join(self.recipe.train.device)
+        if self.ranks is None:
+            self._make(*last, force=force)
+        elif not self.ranks.is_main:
+            self._assist(self.ranks)
+        else:
+            try:
+                self._make(*last, force=force)
+            finally:
+                if not self._training:  # else they would not be listening
+                    self.ranks.told(None)
+        if self.ranks is not None:
+            self.ranks.leave()
+        return self.run.folder / STAGES[last[-1]].artefact
+
+    def _assist(self, ranks: Ranks) -> None:
+        """What ranks other than the first do: they wait until it trains, and train along."""
+        self.monitor = Monitor()
+        while ranks.told(None) == "head":
+            self._train()
+
+    def _make(self, *last: str, force: bool) -> None:
         run = self.run
         check_early(self.recipe)
         if run.status(STAGES["answers"]).state != "done":
@@ -141,7 +191,6 @@ class Pipeline:
                 with run.making(stage) as artefact:
                     self._makers[stage.name](artefact)
                 self.monitor.say(f"{stage.name}: done in {time.perf_counter() - started:.0f} s")
-        return run.folder / STAGES[last[-1]].artefact
 
     @property
     def _makers(self) -> dict[str, Callable[[Path], None]]:
@@ -182,7 +231,44 @@ class Pipeline:
         )
 
     def _store(self, folder: Path) -> None:
-        boundaries = choose_boundaries(self.recipe, self.target.num_layers, self.monitor)
+        if self.recipe.record.online:
+            plan, _ = self._planned(self.monitor)
+            whole = plan.model_copy(update={"complete": True, "online": True})
+            write_json(folder / MANIFEST, whole.dump())
+            self.monitor.say("nothing is stored: states are made while training (record.online)")
+            return
+        gpus = self.record_gpus
+        if self.ranks is not None and self.recipe.target.gpus == 1:
+            gpus = self.ranks.gpus_here  # which wait for the training
+        devices = helper_devices(gpus, self.recipe.target.device)
+        with helpers(self.run.folder, devices, self.monitor):
+            self._record(folder, "lead")
+
+    def join_recording(self) -> None:
+        """Takes shards of this run's recording, which another process makes; waits for its plan.
+
+        Any number may join, come and go, on any machine that sees the run folder.
+
+        Raises:
+            UserError: the run's answers were made with other knobs than this recipe's.
+        """
+        run, waiting = self.run, True
+        while (status := run.status(STAGES["answers"])).state != "done":
+            run.refuse_changes([status])
+            if waiting:
+                self.monitor.say(f"waiting for {run.folder / STAGES['answers'].artefact}")
+            waiting = False
+            time.sleep(1)
+        self._record(run.folder / STAGES["store"].artefact, "help")
+
+    def _record(self, folder: Path, part: Part) -> None:
+        knobs, monitor = self.recipe.record, self.monitor
+        identity, recorded = self._recorded(monitor)
+        record(self.target, recorded, folder, knobs, identity, monitor=monitor, part=part)
+
+    def _recorded(self, monitor: Monitor) -> tuple[StoreIdentity, list[Sample]]:
+        """What is to be recorded."""
+        boundaries = choose_boundaries(self.recipe, self.target.num_layers, monitor)
         identity = StoreIdentity.of(
             self.target,
             tokenizer_sha256=tokenizer_sha256(self.tokenizer),
@@ -191,12 +277,39 @@ class Pipeline:
             dtype=self.recipe.record.dtype,
         )
         answers = read_conversations(self.run.folder / STAGES["answers"].artefact)
-        recorded = samples(answers, self.tokenizer, self.monitor)
-        record(self.target, recorded, folder, self.recipe.record, identity, monitor=self.monitor)
+        return identity, samples(answers, self.tokenizer, monitor)
+
+    def _planned(self, monitor: Monitor) -> tuple[Manifest, list[Sample]]:
+        """The plan of the recording, and the samples in it."""
+        identity, recorded = self._recorded(monitor)
+        return planned(self.target, recorded, self.recipe.record, identity, monitor=monitor)
+
+    def _opened_store(self) -> Store:
+        """The recorded states, or the target that makes them."""
+        if not self.recipe.record.online:
+            return Store.open(self.run.folder / STAGES["store"].artefact)
+        knobs = self.recipe.target
+        if self.ranks and (knobs.gpus > 1 or knobs.device not in ("auto", "cuda", "cpu")):
+            raise UserError(
+                f"record.online gives each of {self.ranks.size} processes the whole target on its "
+                f"own GPU; found target.gpus {knobs.gpus}, target.device {knobs.device}",
+                where="target",
+                do="leave both at their defaults, train with one process, or record first",
+            )
+        plan, kept = self._planned(Monitor())  # it was told when the plan was made
+        return OnlineStore(self.target, kept, plan)
 
     def _head(self, folder: Path) -> None:
+        if self.ranks is not None:
+            self.ranks.told("head")
+        self._training = True
+        save_head(folder, self._train(), torch.bfloat16)
+        self._training = False
+
+    def _train(self) -> DraftHead:
+        """The trained head."""
         recipe, monitor = self.recipe, self.monitor
-        store = Store.open(self.run.folder / STAGES["store"].artefact)
+        store = self._opened_store()
         target_folder = resolve_target(recipe.target)
         mask = mask_token(recipe, store, self.tokenizer, monitor)
         vocabulary = draft_vocabulary(recipe, store, self.tokenizer, monitor, mask=mask)
@@ -211,20 +324,21 @@ class Pipeline:
             folder=self.run.folder / "train",
             monitor=monitor,
             initial=self._initial_head(parts),
+            ranks=self.ranks,
         )
         validation = trainer.run()
-        head = trainer.head
+        head = trainer.wrapped.plain()
         head.config = head.config.model_copy(
             update={"provenance": _training_provenance(trainer, validation, vocabulary)}
         )
-        save_head(folder, head, torch.bfloat16)
+        return head
 
-    def _initial_head(self, parts: TargetParts) -> Eagle3Head | None:
+    def _initial_head(self, parts: TargetParts) -> DraftHead | None:
         if self.recipe.head.init is None:
             return None
         return load_head(
             head_path(self.recipe.head.init),
-            embeddings=parts.embeddings.float(),
+            lent={name: tensor.float() for name, tensor in parts.lent.items()},
             dtype=torch.float32,
             device="cpu",
         )
@@ -247,8 +361,7 @@ class Pipeline:
                 self.recipe.target,
                 folder / layout,
                 layout,
-                k=self.recipe.export.k,
-                dtype=self.recipe.export.dtype,
+                knobs=self.recipe.export,
                 monitor=self.monitor,
             )
 

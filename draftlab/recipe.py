@@ -13,14 +13,12 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic_core import PydanticUndefined
 
-from draftlab.base import Knobs, UserError
-from draftlab.data.conversations import PromptKnobs
-from draftlab.data.draft_vocab import DraftVocabKnobs
-from draftlab.data.record import RecordKnobs
-from draftlab.data.regenerate import RegenerateKnobs
-from draftlab.decode.evaluate import EvalKnobs
-from draftlab.export import ExportKnobs
-from draftlab.target.model import TargetKnobs
+from draftlab.base import Knobs, UserError, complaint, faults
+from draftlab.data.knobs import DraftVocabKnobs, PromptKnobs, RecordKnobs, RegenerateKnobs
+from draftlab.decode.knobs import EvalKnobs
+from draftlab.export.knobs import ExportKnobs
+from draftlab.hardware import HardwareKnobs
+from draftlab.target.knobs import TargetKnobs
 from draftlab.train.knobs import HeadKnobs, TrainKnobs
 
 K = TypeVar("K", bound=Knobs)
@@ -65,6 +63,8 @@ class Recipe(Knobs):
     """What is measured."""
     export: ExportKnobs = ExportKnobs()
     """What is written for other programs."""
+    hardware: HardwareKnobs = HardwareKnobs()
+    """The machine it is meant for, for `--plan`'s estimates."""
 
     @field_validator("target", mode="before")
     @classmethod
@@ -101,7 +101,7 @@ def parse_recipe(tree: dict[str, Any], *, where: Path | str = "recipe") -> Recip
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(tuple(e["loc"]), e["type"], e["msg"], e["input"]) for e in error.errors()]
+        lines = [_explain(fault) for fault in faults(error)]
         raise UserError(
             "the recipe does not fit:\n  " + "\n  ".join(lines),
             where=where,
@@ -139,11 +139,12 @@ def _override(tree: dict[str, Any], text: str) -> None:
         node[leaf] = parsed
 
 
-def _explain(loc: tuple[Any, ...], kind: str, message: str, found: Any) -> str:
-    """One readable line for a validation error."""
+def _explain(fault: Any) -> str:
+    """One readable line."""
+    loc = fault["loc"]
     key = ".".join(str(part) for part in loc)
-    if kind != "extra_forbidden":
-        return f"{key}: {message[0].lower()}{message[1:]}; found {found!r}"
+    if fault["type"] != "extra_forbidden":
+        return f"{key}: {complaint(fault)}"
     model: type[BaseModel] = Recipe
     for part in loc[:-1]:
         model = typing.cast(type[BaseModel], model.model_fields[str(part)].annotation)
@@ -224,13 +225,9 @@ def changed(
     try:
         return type(knobs).model_validate(knobs.model_dump() | fields)
     except ValidationError as error:
-        found = error.errors()
-        # Of a list whose items do not fit pydantic also says that it is empty.
-        listed = {e["loc"][0] for e in found if len(e["loc"]) > 1}
         lines = [
-            f"expected {(options or {}).get(name, name)} "
-            f"{e['msg'].removeprefix('Input should be ')}, found {e['input']!r}"
-            for e in found
-            if (name := str(e["loc"][0])) not in listed or len(e["loc"]) > 1
+            f"{(options or {}).get(name, name)}: {complaint(fault)}"
+            for fault in faults(error)
+            if (name := str(fault["loc"][0]))
         ]
         raise UserError("\n".join(lines), where=where, do=do) from None

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from draftlab.base import UserError, read_json, write_json
+from draftlab.base import UserError, complaints, read_json, write_json
 
 SCHEMA_VERSION = 2
 READABLE = (1, 2)  # 2 only adds fields: timings, self_check, speedup_ci
@@ -255,4 +255,8 @@ class Report(BaseModel):
         try:
             return cls.model_validate(fields | {"schema_version": version})
         except ValidationError as error:
-            raise UserError(f"the report does not fit its schema: {error}", where=path) from None
+            raise UserError(
+                f"expected a report.json of schema {version}, found JSON that is none:\n  "
+                + complaints(error),
+                where=path,
+            ) from None

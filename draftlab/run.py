@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from draftlab.base import UserError, canonical_json, read_json, sha256_text, write_json, write_text
 from draftlab.data.manifest import MANIFEST
-from draftlab.data.store import Store
+from draftlab.data.store import check_store
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.train.knobs import FREE_KNOBS
 
@@ -55,7 +55,9 @@ STAGES = {
     )
 }
 # These change how a stage runs, never what it makes.
-_FREE = {"target.device", "target.compile"} | {f"train.{knob}" for knob in FREE_KNOBS}
+_FREE = {"target.device", "target.gpus", "target.compile"} | {
+    f"train.{knob}" for knob in FREE_KNOBS
+}
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Run:
         whole = found["complete"] and all((artefact / name).is_file() for name in stage.files)
         if whole and stage.name == "store":
             try:
-                Store.open(artefact)
+                check_store(artefact)
             except UserError:  # a shard was lost or cut; recording makes it again
                 whole = False
         return Status(stage, "done" if whole else "unfinished", {})
@@ -230,18 +232,17 @@ def _booked(record: Path, inputs: dict[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def making_otherwise(folder: Path, stage: Stage, knobs: dict[str, Any]) -> Iterator[None]:
-    """Locks a run and books a stage that is made with other knobs than its recipe's.
+    """Books a stage that is made with other knobs than its recipe's; the run must be locked.
 
     The next `make` then knows that what lies there is not what the recipe asks for.
     """
-    with lock(folder):
-        before = STAGES[stage.after] if stage.after else None
-        inputs: dict[str, Any] = {}
-        if before and book(folder, before).exists():
-            inputs = read_book(book(folder, before))["inputs"]
-        own = {key: value for key, value in knobs.items() if key not in _FREE}
-        with _booked(book(folder, stage), inputs | own):
-            yield
+    before = STAGES[stage.after] if stage.after else None
+    inputs: dict[str, Any] = {}
+    if before and book(folder, before).exists():
+        inputs = read_book(book(folder, before))["inputs"]
+    own = {key: value for key, value in knobs.items() if key not in _FREE}
+    with _booked(book(folder, stage), inputs | own):
+        yield
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from draftlab.export import ExportKnobs
 from draftlab.heads.folder import CONFIG, WEIGHTS, load_config
 from draftlab.recipe import Recipe, flat, load_recipe
 from draftlab.results import Report
-from draftlab.run import RUNS, STAGES, find_run, making_otherwise
+from draftlab.run import RUNS, STAGES, find_run, lock, making_otherwise
 from draftlab.target.model import EMBEDDED, TargetKnobs
-from draftlab.verbs import export, head_path, new_evaluator, write_report
+from draftlab.verbs import export, head_name_of, head_path, new_evaluator, write_report
 
 
 def input_files(knobs: EvalKnobs) -> dict[str, str]:
@@ -57,33 +56,38 @@ class Subject:
         check_folder(folder)  # all that the user may have got wrong comes before the books
         monitor.say(f"eval: {self.head}")
         evaluator = new_evaluator(target, self.head, knobs, monitor=monitor, head_name=self.name)
-        with self._booking("eval", booked, out):
-            return write_report(evaluator, folder), folder
+        with self._lock(out):
+            report = evaluator.run()
+            # Booked only now: whoever interrupts the minutes before keeps the report that was.
+            with self._booking("eval", booked, out):
+                write_report(report, folder)
+        return report, folder
 
     def export(self, knobs: ExportKnobs, out: Path | None, *, monitor: Monitor) -> list[Path]:
         """Exports to every layout; one alone goes into `out` itself (None: export/<layout>)."""
         folder = out or self.folder / "export"
-        with self._booking("export", flat(knobs, "export."), out):
+        with self._lock(out), self._booking("export", flat(knobs, "export."), out):
             return [
                 export(
                     self.head,
                     self.target,
                     folder if out and len(knobs.formats) == 1 else folder / layout,
                     layout,
-                    k=knobs.k,
-                    dtype=knobs.dtype,
+                    knobs=knobs,
                     monitor=monitor,
                 )
                 for layout in knobs.formats
             ]
 
-    @contextmanager
-    def _booking(self, stage: str, knobs: dict[str, Any], out: Path | None) -> Iterator[None]:
+    def _lock(self, out: Path | None) -> AbstractContextManager[None]:
+        return lock(self.folder) if self.is_run and out is None else nullcontext()
+
+    def _booking(
+        self, stage: str, knobs: dict[str, Any], out: Path | None
+    ) -> AbstractContextManager[None]:
         if self.is_run and out is None:
-            with making_otherwise(self.folder, STAGES[stage], knobs):
-                yield
-        else:
-            yield
+            return making_otherwise(self.folder, STAGES[stage], knobs)
+        return nullcontext()
 
 
 def eval_subject(run_name: str | None, head: str | None, target: str | None) -> Subject:
@@ -117,7 +121,7 @@ def eval_subject(run_name: str | None, head: str | None, target: str | None) -> 
         raise UserError(
             f"expected --target beside --head (it was trained for {trained_for})", where=path
         )
-    name = path.resolve().name
+    name = head_name_of(path)
     return Subject(
         path,
         name,

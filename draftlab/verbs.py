@@ -7,14 +7,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from draftlab.base import Monitor, UserError, check_folder
+from draftlab.base import Monitor, UserError, check_folder, read_json
 from draftlab.chat.render import stop_ids, template_sha256, tokenizer_sha256
 from draftlab.data.suites import load_suite
 from draftlab.decode.beside import check_knobs
 from draftlab.decode.evaluate import EvalKnobs, Evaluator, NamedHead
-from draftlab.export import find_layout
+from draftlab.export import ExportKnobs, export_head
+from draftlab.export.gguf import convert, find_converter
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config, load_head
 from draftlab.report import write_html
@@ -44,6 +43,12 @@ def head_path(source: str) -> Path:
     path = reference_head() if source == REFERENCE else Path(source)
     load_config(path)
     return path
+
+
+def head_name_of(folder: Path) -> str:
+    """What reports call a head: its folder's name, or its run's where it lies in one."""
+    folder = folder.resolve()
+    return folder.parent.name if folder.name == "head" else folder.name
 
 
 def check_fits(
@@ -78,7 +83,7 @@ def _load_named(folder: Path, name: str, target: Target) -> NamedHead:
     """A head for a target's device and dtype."""
     head = load_head(
         folder,
-        embeddings=target.parts.embeddings.to("cpu", torch.float32),
+        lent=target.parts.lent,
         dtype=target.dtype,
         device=target.device,
     )
@@ -100,7 +105,7 @@ def _compared(
                 f"{config.target.name}"
             )
             continue
-        name = source if source == REFERENCE else folder.resolve().name
+        name = source if source == REFERENCE else head_name_of(folder)
         if name in taken:
             name = str(folder)
         taken.add(name)
@@ -125,13 +130,16 @@ def new_evaluator(
     """
     if knobs.engine == "vllm":
         check_knobs(knobs)
-    target = target or load_target(target_knobs)
+    if target is None:
+        target = load_target(target_knobs)
+        for note in target.notes:
+            monitor.say(note)
     tokenizer = load_tokenizer(target_knobs)
     heads = []
     if head_folder is not None:
         config = load_config(head_folder)
         check_fits(config, target, tokenizer, head_folder, raw=knobs.raw)
-        name = head_name or head_folder.resolve().name
+        name = head_name or head_name_of(head_folder)
         heads.append(_load_named(head_folder, name, target))
         heads += _compared(knobs, {name}, target, tokenizer, monitor)
     longest = target.max_length - max(knobs.max_new_tokens, knobs.timing_tokens)
@@ -163,16 +171,15 @@ def evaluate(
     evaluator = new_evaluator(
         target_knobs, head_folder, knobs, monitor=monitor, target=target, head_name=head_name
     )
-    return write_report(evaluator, out)
-
-
-def write_report(evaluator: Evaluator, out: Path) -> Report:
-    """Measures, and writes report.json, report.html and plots into `out`."""
     report = evaluator.run()
+    write_report(report, out)
+    return report
+
+
+def write_report(report: Report, out: Path) -> None:
+    """Writes report.json, report.html and plots into `out`."""
     report.write(out / "report.json")
     write_html(report, out)
-    evaluator.work.monitor.say(f"report: {out / 'report.html'}")
-    return report
 
 
 def export(
@@ -181,19 +188,27 @@ def export(
     out: Path,
     layout: str,
     *,
-    k: int | None = None,
-    dtype: str | None = None,
+    knobs: ExportKnobs | None = None,
     monitor: Monitor,
 ) -> Path:
     """Exports a head to a layout; it is loaded back and compared before this returns."""
-    path = find_layout(layout)(
+    knobs = knobs or ExportKnobs()
+    converter = find_converter() if knobs.gguf and layout == "llamacpp" else None
+    target_folder = resolve_target(target_knobs)
+    path = export_head(
         head_folder,
-        resolve_target(target_knobs),
+        target_folder,
         out,
+        layout,
         target_name=target_knobs.path,
-        k=k,
-        dtype=dtype,
+        k=knobs.k,
+        dtype=knobs.dtype,
+        max_shard=knobs.max_shard,
         monitor=monitor,
+        trust_remote_code=target_knobs.trust_remote_code,
     )
     monitor.say(f"export: {path} holds the head in {layout} layout, read back and equal")
+    if converter is not None:
+        dtype = read_json(path / "config.json")["dtype"]
+        convert(converter, path, target_folder, dtype, monitor)
     return path

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
+from pydantic import Field, ValidationError
 
-from draftlab.base import UserError, save_tensors
+from draftlab.base import Knobs, UserError, complaints, save_tensors, size_text
 
 
 def test_tensors_that_cannot_be_written_are_the_disks_fault(tmp_path: Path) -> None:
@@ -16,3 +18,39 @@ def test_tensors_that_cannot_be_written_are_the_disks_fault(tmp_path: Path) -> N
         save_tensors({"a": torch.zeros(3)}, tmp_path / "gone" / "a.safetensors")
     assert "gone" in str(caught.value.where)
     assert caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1020, "1.02 kB"), (3_295_000, "3.29 MB"), (33.1e9, "33.1 GB")],
+)
+def test_sizes_keep_three_digits(size: int, text: str) -> None:
+    assert size_text(size) == text
+
+
+class Inner(Knobs):
+    rate: Annotated[float, Field(gt=0)] = 1.0
+
+
+class Outer(Knobs):
+    many: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1,)
+    inner: Inner = Inner()
+    name: str = Field(default="a", pattern="^a")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"many": [0]}, "many.0: expected a number greater than or equal to 1, found 0"),
+        ({"many": []}, "many: expected at least one value, found none"),
+        ({"many": ["x"]}, "many.0: expected a valid integer, found 'x'"),
+        ({"inner": 3}, "inner: expected a mapping of knobs, found 3"),
+        ({"inner": {"rate": 0}}, "inner.rate: expected a number greater than 0, found 0"),
+        ({"inner": {"rat": 1}}, "inner.rat: unknown key"),
+        ({"name": "b"}, "name: expected a text that matches ^a, found 'b'"),
+    ],
+)
+def test_complaints_are_one_line_a_fault(given: dict, said: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Outer.model_validate(given)
+    assert complaints(caught.value) == said

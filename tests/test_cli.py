@@ -16,11 +16,16 @@ from rich.console import Console
 
 from draftlab import pipeline
 from draftlab.base import UserError
-from draftlab.console import ConsoleMonitor, user_errors
+from draftlab.cli.console import ConsoleMonitor, user_errors
 from draftlab.results import SCHEMA_VERSION, Report
 from tests.small_run import copy_of_finished, draftlab, finished, half_written, snapshot
 
-VERBS = ("run", "prepare", "record", "train", "eval", "export", "inspect", "recipe", "version")
+# fmt: off
+VERBS = (
+    "run", "prepare", "record", "train", "eval", "doctor", "export", "import", "push", "inspect",
+    "recipe", "store", "version",
+)
+# fmt: on
 THERE = [f"{s}: there" for s in ("answers", "store", "head", "eval", "export")]
 
 
@@ -239,7 +244,11 @@ def test_a_head_folder_is_evaluated_with_its_target(tmp_path: Path) -> None:
     assert "found both" in refused(finished(), "eval", "--head", head, "--run", "small")
     options = ("--head", head, "--target", "toy", "--prompts", "prompts.jsonl", "--temps", "0")
     short = ("--max-prompts", "1", "--max-new-tokens", "4", "--out", str(tmp_path))
-    assert draftlab(finished(), "eval", *options, *short).exit_code == 0
+    result = draftlab(finished(), "eval", *options, *short, "--json")
+    assert result.exit_code == 0, result.output
+    # It is called after its run.
+    assert {row["head"] for row in json.loads(result.stdout)["rows"]} == {None, "small"}
+    assert result.stderr.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
 
 
 def test_export_alone_follows_the_run_and_its_options(tmp_path: Path) -> None:
@@ -271,7 +280,10 @@ def test_inspect_shows_run_store_head_and_report() -> None:
         (("small", "--sample", "1"), ("conversation p1",)),
         ((str(run / "store"),), ("12 in 3 shards", "conversation p0")),
         ((str(run / "head"),), ("trained steps", "LlamaForCausalLM")),
-        ((str(run / "eval" / "report.json"),), ("acceptance",)),
+        ((str(run / "head" / "model.safetensors"),), ("trained steps", "15 tensors, ")),
+        ((str(run / "eval" / "report.json"),), ("expected AL",)),
+        ((str(run / "eval"),), ("expected AL",)),
+        ((str(run / "eval" / "report.html"),), ("expected AL",)),
         (("reference",), ("embedded",)),
     ):
         result = draftlab(finished(), "inspect", *arguments)
@@ -279,6 +291,17 @@ def test_inspect_shows_run_store_head_and_report() -> None:
         assert [text for text in said if text not in result.stdout] == []
     assert "expected a sample in 0..11" in draftlab(finished(), "inspect", "--sample", "12").stderr
     assert "expected a run, found none" in refused(finished(), "inspect", "nothing")
+    other = str(run / "provenance.json")
+    assert "expected report schema 1 or 2, found None" in refused(finished(), "inspect", other)
+
+
+def test_inspect_does_not_believe_a_cut_head(tmp_path: Path) -> None:
+    shutil.copytree(finished() / "runs" / "small" / "head", tmp_path / "head")
+    weights = tmp_path / "head" / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 4)
+    assert "weights are unreadable" in refused(tmp_path, "inspect", "head")
+    weights.unlink()
+    assert "expected the head's weights, found nothing" in refused(tmp_path, "inspect", "head")
 
 
 @pytest.mark.parametrize(
@@ -290,18 +313,24 @@ def test_inspect_shows_run_store_head_and_report() -> None:
         (("train", "small.yaml", "prompts.source=no.jsonl"), ("no.jsonl",)),
         (("eval", "--run", "nothing"), ("expected a run, found none", "none named 'nothing'")),
         (("eval", "--temps", "0,hot"), ("0,0.7,1.5", "'0,hot'", "eval --help")),
-        (("eval", "--temps", "-1"), ("expected --temps greater than or equal to 0, found -1",)),
-        (("eval", "--k", "0"), ("expected --k greater", "found 0", "command line", "eval --help")),
-        (("eval", "--batch", "0"), ("expected --batch ", "found 0")),
-        (("eval", "--timing-batches", "8,0"), ("expected --timing-batches ", "found 0")),
-        (("eval", "--top-p", "0"), ("expected --top-p greater than 0, found 0",)),
+        (
+            ("eval", "--temps", "-1"),
+            ("--temps: expected a number greater than or equal to 0, found -1",),
+        ),
+        (
+            ("eval", "--k", "0"),
+            ("--k: expected a number greater", "found 0", "command line", "eval --help"),
+        ),
+        (("eval", "--batch", "0"), ("--batch: expected ", "found 0")),
+        (("eval", "--timing-batches", "8,0"), ("--timing-batches: expected ", "found 0")),
+        (("eval", "--top-p", "0"), ("--top-p: expected a number greater than 0, found 0",)),
         (("eval", "--out", "small.yaml"), ("expected a folder to write to, found a file",)),
         (("eval", "--out", "small.yaml/x"), ("expected a folder to write to, found a file",)),
         (("eval", "--k", "3,x"), ("4 or 3,5", "'3,x'")),
         (("eval", "--engine", "fast"), ("engine", "'fast'")),
         (("eval", "--temps", "0,,0.7"), ("--temps", "0,,0.7")),
         (("eval", "--compare", "nothing"), ("draftlab.json", "nothing")),
-        (("eval", "--draft-probs", "maybe"), ("expected --draft-probs 'on', ", "'maybe'")),
+        (("eval", "--draft-probs", "maybe"), ("--draft-probs: expected 'on', ", "'maybe'")),
         (("eval", "--prompts", "no.jsonl"), ("no.jsonl",)),
         (("eval", "--head", "nothing"), ("draftlab.json", "nothing")),
         (("recipe", "show", "none.yaml"), ("expected a recipe",)),
@@ -360,11 +389,14 @@ def test_an_interrupted_evaluation_starts_anew(
         raise KeyboardInterrupt
 
     folder = finished()
+    before = snapshot(folder / "runs")
     monkeypatch.setattr(Evaluator, "run", interrupted)
-    result = draftlab(folder, "eval", "--out", str(tmp_path / "out"))
-    assert result.exit_code == 130
-    assert "nothing was written" in result.stderr
+    for where in ("--out", str(tmp_path / "out")), ():
+        result = draftlab(folder, "eval", "--temps", "1", *where)
+        assert result.exit_code == 130
+        assert "nothing was written" in result.stderr
     assert not (tmp_path / "out").exists()
+    assert snapshot(folder / "runs") == before  # the report that was, and its books
 
 
 def test_a_broken_suite_leaves_the_runs_books_alone(tmp_path: Path) -> None:
@@ -437,19 +469,34 @@ def test_no_verb_is_forgotten_here(tmp_path: Path) -> None:
     assert "properties" in json.loads(draftlab(tmp_path, "recipe", "schema", "--json").stdout)
 
 
-def test_help_is_fast_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_slips_are_answered_before_torch_is_imported(tmp_path: Path) -> None:
+    """`--help` and what is mistyped: seconds of imports would come before every answer."""
+    (tmp_path / "small.yaml").write_text("train: {steps: 1}")
+    typed = [
+        "--help", "eval --help", "evla", "eval --foo", "eval --temps 0,hot", "eval --k 0",
+        "eval --engine fast", "eval --dtype float8", "export --to ggfu", "export --k 0",
+        "train none.yaml", "train small.yaml train.stepz=1", "run small.yaml eval.k=[0]",
+        "train small.yaml --gpu x", "doctor x --k 0", "push x noname", "push x a/b --to ggfu",
+        "recipe show small.yaml", "recipe schema", "version",
+    ]  # fmt: skip
     code = (
-        "import sys; from draftlab.cli import app\n"
-        "try: app(['--help'], prog_name='draftlab')\n"
-        "except SystemExit as end: assert not end.code\n"
+        "import shlex, sys; from draftlab.cli import app\n"
+        "for line in sys.stdin:\n"
+        "    try: app(shlex.split(line), prog_name='draftlab')\n"
+        "    except SystemExit as end: print('exit', end.code or 0)\n"
         "heavy = {'torch', 'transformers', 'accelerate', 'matplotlib', 'numpy', 'tokenizers'}\n"
-        "print(sorted(heavy & sys.modules.keys()), file=sys.stderr)"
+        "print('heavy', sorted(heavy & sys.modules.keys()))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
+        [sys.executable, "-c", code], input="\n".join(typed), capture_output=True, text=True,
+        check=True, cwd=tmp_path,
+    )  # fmt: skip
+    ends = [line for line in done.stdout.splitlines() if line.startswith(("exit ", "heavy "))]
+    right = {"--help", "eval --help", "recipe show small.yaml", "recipe schema", "version"}
+    assert ends == [f"exit {0 if line in right else 2}" for line in typed] + ["heavy []"]
     assert "Usage: draftlab" in done.stdout
-    assert done.stderr.strip() == "[]"
+    for said in ("--to: expected a layout", "--k: expected a number", "--dtype: expected 'auto'"):
+        assert said in done.stderr
 
 
 def test_a_process_of_its_own_keeps_stdout_clean() -> None:

@@ -96,14 +96,22 @@ def test_an_unknown_knob_unlike_any_lists_the_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("train: {steps: many}", "train.steps: input should be a valid integer"),
-        ("train: {steps: 0}", "train.steps: input should be greater than or equal to 1"),
-        ("train: 7", "train: input should be a valid dictionary"),
-        ("train:", "train: input should be a valid dictionary"),
-        ("record: {overlong: cut}", "record.overlong: input should be 'truncate' or 'skip'"),
-        ("eval: {temperatures: []}", "eval.temperatures: "),
-        ("export: {formats: [speculator]}", "did you mean 'speculators'?"),
-        ("name: ../elsewhere", "name: string should match pattern"),
+        ("train: {steps: many}", "train.steps: expected a valid integer, found 'many'"),
+        ("train: {steps: 0}", "train.steps: expected a number greater than or equal to 1, found 0"),
+        ("train: 7", "train: expected a mapping of knobs, found "),
+        ("train:", "train: expected a mapping of knobs, found "),
+        ("record: {overlong: cut}", "record.overlong: expected 'truncate' or 'skip', found 'cut'"),
+        ("eval: {temperatures: []}", "eval.temperatures: expected at least one value, found none"),
+        (
+            "eval: {k: [0]}",
+            "fit:\n  eval.k.0: expected a number greater than or equal to 1, found 0\n",
+        ),
+        (
+            "export: {formats: [gguf]}",
+            "export.formats: expected a layout out of llamacpp, sglang, speculators, vllm; found "
+            "'gguf'; did you mean 'llamacpp'?\n",
+        ),
+        ("name: ../elsewhere", "name: expected a text that matches ^"),
         ("- a\n- b", "expected a mapping of knobs, found list"),
         ("", "expected a mapping of knobs, found NoneType"),
         ("train: {steps: 1", "expected YAML"),
@@ -178,8 +186,8 @@ def test_overrides_are_dotted_keys_with_yaml_values(tmp_path: Path) -> None:
         ("train.stpes=3", "did you mean train.steps?"),
         ("trian.steps=3", "did you mean train?"),
         ("train.steps=[1", "the value of train.steps is not YAML"),
-        ("seed.deep=1", "seed: input should be a valid integer"),
-        ("train.steps=", "train.steps: input should be a valid integer; found None"),
+        ("seed.deep=1", "seed: expected a valid integer"),
+        ("train.steps=", "train.steps: expected a valid integer, found None"),
     ],
 )
 def test_overrides_that_do_not_fit(tmp_path: Path, override: str, says: str) -> None:
@@ -198,5 +206,5 @@ def test_changed_validates_what_was_asked() -> None:
     knobs = TrainKnobs()
     assert changed(knobs, {"steps": 5, "clip": None}, where="here").steps == 5
     assert changed(knobs, {"clip": None}, where="here") == knobs
-    with pytest.raises(UserError, match=r"expected steps .*found -1"):
+    with pytest.raises(UserError, match=r"steps: expected .*found -1"):
         changed(knobs, {"steps": -1}, where="here")

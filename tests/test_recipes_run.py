@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draftlab.export.speculators import verify_export
+from draftlab.export import verify_export
 from draftlab.heads.folder import load_config
 from draftlab.recipe import load_recipe
 from draftlab.results import Report
@@ -39,12 +39,13 @@ SMALL = (
 )
 
 
-def tiny_target(folder: Path, kind: str) -> None:
+def tiny_target(folder: Path, kind: str, layers: int = 4) -> None:
     """A random model with a tokenizer, and rows of embeddings that no token has."""
     tokenizer = toy_tokenizer()
     ids = {f"{n}_token_id": getattr(tokenizer, f"{n}_token_id") for n in ("bos", "eos", "pad")}
     size = len(tokenizer) + 64
-    zoo_folder(folder, kind, vocab_size=size, max_position_embeddings=512, **ids)
+    sizes = {"vocab_size": size, "num_hidden_layers": layers, "max_position_embeddings": 512}
+    zoo_folder(folder, kind, **sizes, **ids)
     tokenizer.save_pretrained(folder)
 
 
@@ -78,10 +79,46 @@ def test_a_recipe_runs_from_prompts_to_export(
     assert all(row.drafts > 0 for row in drafted)
 
     out = run / "export" / "speculators"
-    verify_export(out, run / "head", tmp_path / "toy")
+    verify_export(out, run / "head", tmp_path / "toy", "speculators")
     written = json.loads((out / "config.json").read_text())
     assert written["speculators_model_type"] == "peagle"
     assert written["mask_token_id"] == config.mask_token_id
     layer = written["transformer_layer_config"]
     assert layer["model_type"] == ("qwen3" if config.qk_norm else "llama")
     assert layer["max_position_embeddings"] == 512
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "family"),
+    [
+        ("llama3_eagle3", "llama", "eagle3"),
+        ("qwen3_eagle3", "qwen3", "eagle3"),
+        ("gpt_oss_eagle3", "gpt_oss", "eagle3"),
+        ("quickstart_eagle", "llama", "eagle"),
+    ],
+)
+def test_a_chains_recipe_runs_from_prompts_to_exports(
+    tmp_path: Path, name: str, kind: str, family: str
+) -> None:
+    tiny_target(tmp_path / "toy", kind, layers=8)
+    write_prompts(tmp_path / "prompts.jsonl", [f"def f{i}(use): the user {i}" for i in range(12)])
+    # The quickstart's own prompts and heads are for the embedded target.
+    embedded = ("prompts.source=prompts.jsonl", "eval.compare=[]", "eval.suite=prompts.jsonl")
+    small = (*SMALL, "eval.timing_prompts=0", *(embedded if name.startswith("quick") else ()))
+    asked = load_recipe(RECIPES / f"{name}.yaml", small)
+    result = draftlab(tmp_path, "run", str(RECIPES / f"{name}.yaml"), *small)
+    assert result.exit_code == 0, result.output
+    assert "predicted AL" in result.output
+
+    run = tmp_path / "runs" / name
+    config = load_config(run / "head")
+    assert (config.family, config.k_trained) == (family, asked.train.ttt_steps)
+    assert config.boundaries == ((8,) if family == "eagle" else (2, 4, 5))
+    assert config.norm_before_fc == asked.head.norm_before_fc == (kind == "gpt_oss")
+    report = Report.read(run / "eval" / "report.json")
+    drafted = [row for row in report.rows if row.drafter != "none"]
+    assert {row.drafter for row in drafted} == {"chain"}
+    assert all(row.drafts > 0 for row in drafted)
+    assert {p.name for p in (run / "export").iterdir()} == set(asked.export.formats)
+    for program in asked.export.formats:
+        verify_export(run / "export" / program, run / "head", tmp_path / "toy", program)

@@ -15,7 +15,7 @@ FILES = {"answers": {"prompts.sha256": "1"}, "eval": {"eval.suite.sha256": "2"}}
 
 @pytest.fixture(autouse=True)
 def _stores_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module.Store, "open", lambda folder: None)
+    monkeypatch.setattr(run_module, "check_store", lambda folder: None)
 
 
 def make_run(folder: Path, files: dict | None = None, **tree: object) -> Run:
@@ -70,7 +70,7 @@ def test_a_cut_store_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def broken(folder: Path) -> None:
         raise UserError("a shard of the store is missing", where=folder)
 
-    monkeypatch.setattr(run_module.Store, "open", broken)
+    monkeypatch.setattr(run_module, "check_store", broken)
     assert states(run, "store")["store"] == "unfinished"
 
 
@@ -105,7 +105,7 @@ def test_a_knob_changes_its_stage_and_what_follows(tmp_path: Path, tree: dict, o
 
 def test_every_knob_belongs_to_a_stage() -> None:
     prefixes = {prefix for stage in STAGES.values() for prefix in stage.knobs}
-    assert set(Recipe.model_fields) - prefixes == {"name"}
+    assert set(Recipe.model_fields) - prefixes == {"name", "hardware"}  # hardware: of --plan alone
 
 
 def test_changed_file_contents_count(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -13,8 +14,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftlab.base import UserError, canonical_json, read_json, sha256_text
 
-Messages = Sequence[dict[str, str]]
-"""[{"role": "system" | "user" | "assistant", "content": text}, …]"""
+Messages = Sequence[Mapping[str, Any]]
+"""[{"role": "system" | "user" | "assistant" | "tool", "content": text}, …]; an assistant's may also
+have `reasoning_content` (text) and `tool_calls` ([{"function": {"name", "arguments": {…}}}])."""
+Tools = Sequence[dict[str, Any]]
+"""JSON schemas of the functions that a conversation's answers may call."""
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # What tokenizers disagree about: cases, digits, indentation, line ends, contractions, accents.
@@ -53,21 +57,36 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def render_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generation_prompt: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Tools | None = None,
+    *,
+    generation_prompt: bool = False,
 ) -> str:
     """The conversation as the template writes it, optionally ready for the next answer."""
-    return _jinja(tokenizer, messages, generation_prompt=generation_prompt, marks=False)[0]
+    return _jinja(tokenizer, messages, tools, generation_prompt=generation_prompt, marks=False)[0]
 
 
 def marked_blocks(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None = None
 ) -> list[tuple[int, int]] | None:
     """Character ranges of the text inside `{% generation %}`; None when none was met."""
-    return _jinja(tokenizer, messages, generation_prompt=False, marks=True)[1] or None
+    return _jinja(tokenizer, messages, tools, generation_prompt=False, marks=True)[1] or None
+
+
+def _named(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under each of the names that templates read."""
+    thoughts = message.get("reasoning_content")
+    return dict(message) if thoughts is None else {**message, "thinking": thoughts}
 
 
 def _jinja(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, *, generation_prompt: bool, marks: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Tools | None,
+    *,
+    generation_prompt: bool,
+    marks: bool,
 ) -> tuple[str, list[tuple[int, int]]]:
     # What `apply_chat_template` calls. Its token mask is not enough here: adjacent answers melt
     # into one run, and an answer whose first character has no token silently loses its mask.
@@ -76,7 +95,8 @@ def _jinja(
         raise RenderError("expected a conversation that begins with another turn than an answer")
     try:
         texts, blocks = render_jinja_template(
-            conversations=[list(messages)],
+            conversations=[[_named(message) for message in messages]],
+            tools=list(tools) if tools else None,
             chat_template=source,
             return_assistant_tokens_mask=marks and _MARKER.search(source) is not None,
             add_generation_prompt=generation_prompt,

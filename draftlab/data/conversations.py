@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from importlib import resources
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
-from draftlab.base import Knobs, Monitor, UserError, atomic_path
+from draftlab.base import Monitor, UserError, atomic_path
+from draftlab.data.knobs import PromptKnobs
+from draftlab.data.line_schema import Line
 
 EMBEDDED = {"embedded": "head.jsonl", "embedded:heldout": "heldout.jsonl"}
 """Prompt sets that ship in draftlab/embedded/prompts: for training a head, and held out."""
@@ -22,16 +24,6 @@ _HINT = (
     'a line is {"id": …, "messages": [{"role": "system" | "user" | "assistant", '
     '"content": text}, …], "source": …}; id and source may be left out of all lines'
 )
-
-
-class PromptKnobs(Knobs):
-    """Which prompts the target answers."""
-
-    source: str = "embedded"
-    """A JSONL file of conversations, or "embedded" (Python functions to write, for training a
-    head), or "embedded:heldout" (the same from other files, for evaluation)."""
-    max_prompts: Annotated[int, Field(ge=1)] | None = None
-    """Conversations taken from the source, the first ones; None: all."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +47,21 @@ class Conversation:
 
     Attributes:
         id: unique in its file.
-        messages: [{"role", "content"}, …].
+        messages: [{"role", "content"}, …]; answers may have `reasoning_content` and `tool_calls`.
         source: data set or file it was taken from.
         temperature: that its answers were sampled at; None: given, not the target's own.
         answers: the target's own, in the order of the assistant turns; empty for given ones.
+        media: kinds of parts that are no text ("image", …) and so are not in `messages`.
+        tools: JSON schemas of functions that the answers may call.
     """
 
     id: str
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     source: str
     temperature: float | None = None
     answers: tuple[Answer, ...] = ()
+    media: tuple[str, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
 
     @property
     def answered(self) -> bool:
@@ -80,31 +76,9 @@ class Conversation:
             "source": self.source,
             "temperature": self.temperature,
             "answers": [vars(answer) for answer in self.answers],
+            **({"tools": list(self.tools)} if self.tools else {}),
         }
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class _Message(_Strict):
-    role: Literal["system", "user", "assistant"]
-    content: str
-
-
-class _Answer(_Strict):
-    prompt_ids: list[int]
-    token_ids: list[int]
-    finish: Literal["stop", "length"]
-
-
-class _Line(_Strict):
-    id: Annotated[str, Field(min_length=1)] | None = None
-    messages: Annotated[list[_Message], Field(min_length=1)]
-    source: str | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    answers: list[_Answer] = []
 
 
 def parse_line(line: bytes, path: Path, number: int) -> Conversation:
@@ -116,7 +90,7 @@ def parse_line(line: bytes, path: Path, number: int) -> Conversation:
     return _conversation(_parse(line, path, number), path, number)
 
 
-def _parse(line: bytes, path: Path, number: int) -> _Line:
+def _parse(line: bytes, path: Path, number: int) -> Line:
     where = f"{path}:{number}"
     try:
         value = json.loads(line.decode("utf-8"))
@@ -127,9 +101,9 @@ def _parse(line: bytes, path: Path, number: int) -> _Line:
             do=_HINT,
         ) from None
     try:
-        read = _Line.model_validate(value)
+        read = Line.model_validate(value)
         for message in read.messages:
-            message.content.encode()
+            message.text.encode()
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the line"
@@ -145,13 +119,15 @@ def _parse(line: bytes, path: Path, number: int) -> _Line:
     return read
 
 
-def _conversation(read: _Line, path: Path, number: int) -> Conversation:
+def _conversation(read: Line, path: Path, number: int) -> Conversation:
     return Conversation(
         read.id or f"{path.stem}:{number}",
-        [message.model_dump() for message in read.messages],
+        [message.plain() for message in read.messages],
         read.source or path.name,
         read.temperature,
         tuple(Answer(tuple(a.prompt_ids), tuple(a.token_ids), a.finish) for a in read.answers),
+        tuple(sorted(set().union(*(message.media for message in read.messages)))),
+        tuple(read.tools),
     )
 
 
@@ -167,7 +143,8 @@ def iterate_conversations(path: Path) -> Iterator[Conversation]:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 read = _parse(line, path, number)
-                conversation, found = _conversation(read, path, number), read.model_fields_set
+                conversation = _conversation(read, path, number)
+                found = read.model_fields_set - {"tools"}
                 keys = found if keys is None else keys
                 if found != keys:
                     raise UserError(
@@ -248,7 +225,9 @@ def usable_prompts(knobs: PromptKnobs, monitor: Monitor) -> list[Conversation]:
     def usable() -> Iterator[Conversation]:
         for conversation in iterate_conversations(path):
             spoken = [m["role"] for m in conversation.messages if m["role"] != "system"]
-            if "user" not in spoken:
+            if conversation.media:
+                dropped[f"have {' and '.join(conversation.media)} parts: drafting is for text"] += 1
+            elif "user" not in spoken:
                 dropped["have no user turn"] += 1
             elif spoken[0] != "user":
                 dropped["begin with an answer"] += 1
@@ -259,7 +238,9 @@ def usable_prompts(knobs: PromptKnobs, monitor: Monitor) -> list[Conversation]:
     for reason, count in sorted(dropped.items()):
         monitor.say(f"prompts: dropped {count:,} conversations that {reason}")
     if not taken and dropped:
-        raise UserError("expected conversations with a user turn, found none", where=path, do=_HINT)
+        raise UserError(
+            "expected conversations of text with a user turn, found none", where=path, do=_HINT
+        )
     return _some(taken, path)
 
 

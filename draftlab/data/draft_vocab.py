@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from draftlab.base import Knobs, UserError
+from draftlab.base import UserError
 from draftlab.data.store import Store, predicted
-
-
-class DraftVocabKnobs(Knobs):
-    """How many of the target's tokens a head can draft."""
-
-    size: Annotated[int, Field(gt=0)] | None = None
-    """Tokens; None: all of the target's. A token outside is a miss wherever the target wants it."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +64,7 @@ def build_draft_vocabulary(
     forced, banned = set(always), set(never)
     if any(not 0 <= i < vocab_size for i in forced | banned):
         raise ValueError(f"expected ids in 0..{vocab_size - 1}, found {sorted(forced | banned)}")
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for index in range(len(store)):
-        tokens, spans = store.tokens_and_spans(index)
-        counts += np.bincount(tokens[predicted(spans)].numpy(), minlength=vocab_size)
+    counts = predicted_counts(store, vocab_size)
     allowed = np.ones(vocab_size, dtype=bool)
     allowed[list(banned)] = False
     wanted = vocab_size if size is None else size
@@ -84,6 +72,15 @@ def build_draft_vocabulary(
     total = counts.sum()
     coverage = float(counts[chosen].sum() / total) if total else 0.0
     return DraftVocabulary(torch.from_numpy(np.flatnonzero(chosen)), coverage)
+
+
+def predicted_counts(store: Store, vocab_size: int) -> np.ndarray:
+    """How often each token of the target's vocabulary is predicted in a store, int64 [V]."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for index in range(len(store)):
+        tokens, spans = store.tokens_and_spans(index)
+        counts += np.bincount(tokens[predicted(spans)].numpy(), minlength=vocab_size)
+    return counts
 
 
 def _choose(counts: np.ndarray, allowed: np.ndarray, forced: set[int], size: int) -> np.ndarray:

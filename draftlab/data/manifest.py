@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 BOUNDARY_MEANING = "input-of-layer: b is the state entering layer b; num_layers: before final norm"
-StoreDtype = Literal["bfloat16", "float32"]
+StoreDtype = Literal["bfloat16", "float32", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,25 @@ class StoreIdentity:
         """Names and shapes of the tensors of one of the store's shards."""
         tokens, width = shard.tokens, self.hidden_size
         per_token = {name: [tokens] for name in ("tokens", "spans", "logsumexp", "argmax")}
+        scales = {"scales": [tokens, len(self.boundaries)]} if self.dtype == "fp8" else {}
         return {
             "features": [tokens, len(self.boundaries) * width],
+            **scales,
             "last": [tokens, width],
             "offsets": [len(shard.ids) + 1],
             **per_token,
         }
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in a shard."""
+        wide, width = len(self.boundaries), self.hidden_size
+        of_states = {
+            "bfloat16": 2 * (wide + 1) * width,
+            "float32": 4 * (wide + 1) * width,
+            "fp8": wide * (width + 4) + 2 * width,
+        }
+        return of_states[self.dtype] + 16
 
     def check(self, expect: StoreIdentity, where: Path) -> None:
         """Refuses a store (self) that was made for something else than `expect`.
@@ -109,6 +122,10 @@ class Shard(_Strict):
     """Which of the shard's records share a forward pass; it decides the last bits of the states."""
     bytes: int | None = None
     sha256: str | None = None
+    not_finite: dict[str, str] = {}
+    """Ids of records with NaN or infinity, and where: stored as zeros, outside of any answer."""
+    fp8_errors: list[tuple[float, float]] = []
+    """Relative error of each boundary's features as read, and of its worst channel."""
 
     @property
     def tokens(self) -> int:
@@ -127,7 +144,7 @@ class Shard(_Strict):
 
 
 class Counts(_Strict):
-    """What is in the store; loss_tokens are positions inside answers."""
+    """What was planned; loss_tokens are positions inside answers (`not_finite` ones included)."""
 
     records: int
     tokens: int
@@ -148,6 +165,8 @@ class Manifest(_Strict):
 
     schema_version: int = SCHEMA_VERSION
     complete: bool
+    online: bool = False
+    """Whether there are no shards: what they would hold is made while training."""
     identity: StoreIdentity
     boundary_meaning: str = BOUNDARY_MEANING
     samples_sha256: str

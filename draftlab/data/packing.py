@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.base import UserError
 from draftlab.data.store import Record
+from draftlab.kernels.distill_plan import RowPlan, plan_rows
+from draftlab.kernels.noise import keyed_spread
 
 
 def loss_reach(spans: Tensor) -> Tensor:
@@ -48,12 +50,30 @@ class StepRows:
         index: int64 [B, R], their position t in the batch row.
         loss: int64 [n], flat indices b·R + r of the real ones, in order.
         teacher: int64 [n], flat indices b·S + t + 1 + k of their teachers p_{t+1+k}.
+        origin: int64 [n], which of the previous step's real ones they are (step 0: b·S + t).
     """
 
     select: Tensor
     index: Tensor
     loss: Tensor
     teacher: Tensor
+    origin: Tensor
+
+
+@dataclass(frozen=True)
+class FeatureNoise:
+    """Noise on the features of a batch, made where it is added.
+
+    Attributes:
+        keys: int64 [B, S], well mixed. scale: float32 [B, S], the largest there is.
+    """
+
+    keys: Tensor
+    scale: Tensor
+
+    def values(self, size: int) -> Tensor:
+        """Uniform float32 [B, S, size]."""
+        return keyed_spread(self.keys, size) * self.scale[..., None]
 
 
 @dataclass(frozen=True)
@@ -65,7 +85,10 @@ class Batch:
             each conversation.
         features: [B, S, F]. last: [B, S, Ht]. logsumexp: float32 [B, S]. argmax: int64 [B, S].
         passes: the rows of each step, for each pass over the batch (see `pack`).
+        plans: of each pass, all its rows, step after step, by where their teachers are.
         records: how many conversations. num_tokens: how many real positions.
+        noise: on what is made from the features; None: there is none.
+        idle: whether it counts for nothing: another process trains on the same rows.
     """
 
     tokens: Tensor
@@ -76,8 +99,11 @@ class Batch:
     logsumexp: Tensor
     argmax: Tensor
     passes: tuple[tuple[StepRows, ...], ...]
+    plans: tuple[RowPlan, ...]
     records: int
     num_tokens: int
+    noise: FeatureNoise | None = None
+    idle: bool = False
 
     @property
     def steps(self) -> tuple[StepRows, ...]:
@@ -86,9 +112,16 @@ class Batch:
         return steps
 
     @property
+    def plan(self) -> RowPlan:
+        """In which order the rows of all steps meet their teachers, of a batch of one pass."""
+        (plan,) = self.plans
+        return plan
+
+    @property
     def counts(self) -> list[int]:
         """N_k: how many positions carry loss at each step, over all passes."""
-        return [sum(len(rows.loss) for rows in step) for step in zip(*self.passes, strict=True)]
+        found = [sum(len(rows.loss) for rows in step) for step in zip(*self.passes, strict=True)]
+        return [0] * len(found) if self.idle else found
 
     @property
     def num_anchors(self) -> int:
@@ -97,46 +130,60 @@ class Batch:
 
     def split(self) -> Iterator[Batch]:
         """A batch for each pass; they share all but their rows."""
-        return (replace(self, passes=(steps,)) for steps in self.passes)
+        for steps, plan in zip(self.passes, self.plans, strict=True):
+            yield replace(self, passes=(steps,), plans=(plan,))
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on another device."""
-        move = lambda t: t.to(device, non_blocking=True)  # noqa: E731
-        passes = tuple(
-            tuple(
-                StepRows(move(s.select), move(s.index), move(s.loss), move(s.teacher))
-                for s in steps
-            )
-            for steps in self.passes
+        """The batch on another device; tensors that lie in one are copied as one."""
+        moved: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def move(tensor: Tensor) -> Tensor:
+            whole = tensor if tensor._base is None else tensor._base
+            if id(whole) not in moved:
+                moved[id(whole)] = whole, whole.to(device, non_blocking=True)
+            _, copy = moved[id(whole)]
+            return copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+        return map_tensors(self, move)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A batch, or part of one, with every tensor changed but those that the host reads."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(map_tensors(part, change) for part in value)
+    if isinstance(value, RowPlan):
+        return RowPlan(
+            change(value.order), change(value.place), change(value.positions), value.host
         )
-        return Batch(
-            move(self.tokens),
-            move(self.documents),
-            move(self.positions),
-            move(self.features),
-            move(self.last),
-            move(self.logsumexp),
-            move(self.argmax),
-            passes,
-            self.records,
-            self.num_tokens,
-        )
+    if is_dataclass(value):
+        parts = vars(value).items()
+        return type(value)(**{name: map_tensors(part, change) for name, part in parts})
+    return value
 
 
 def step_rows(reach: Tensor, num_steps: int) -> tuple[StepRows, ...]:
     """Rows of each step for reach [B, S]; steps that nothing reaches are empty."""
-    num_rows, width = reach.shape
-    index = torch.arange(width).expand(num_rows, width)
-    alive = torch.ones_like(index, dtype=torch.bool)
-    steps = []
+    depth = reach.numpy()
+    num_rows, width = depth.shape
+    first = np.arange(num_rows)[:, None] * width
+    index, alive = np.broadcast_to(np.arange(width), depth.shape), np.ones(depth.shape, bool)
+    steps: list[StepRows] = []
     for k in range(num_steps):
-        wanted = alive & (reach.gather(1, index) > k)
-        count = int(wanted.sum(1).max()) if wanted.numel() else 0
-        select = wanted.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count]
-        index, alive = index.gather(1, select), wanted.gather(1, select)
-        flat = alive.flatten().nonzero()[:, 0]
-        row = torch.arange(num_rows)[:, None] * width
-        steps.append(StepRows(select, index, flat, (row + index + 1 + k).flatten()[flat]))
+        wanted = alive & (np.take_along_axis(depth, index, 1) > k)
+        count = wanted.sum(1).max(initial=0)
+        select = np.argsort(~wanted, axis=1, kind="stable")[:, :count].copy()
+        index, alive = (np.take_along_axis(x, select, 1) for x in (index, wanted))
+        loss = alive.ravel().nonzero()[0]
+        teacher = (first + index + 1 + k).ravel()[loss]
+        origin = teacher - 1
+        if steps:
+            earlier = steps[-1].index.shape[1]
+            picked = np.arange(num_rows)[:, None] * earlier + select
+            origin = steps[-1].loss.numpy().searchsorted(picked.ravel()[loss])
+        made = (select, index, loss, teacher, origin)
+        steps.append(StepRows(*map(torch.from_numpy, made)))
     return tuple(steps)
 
 
@@ -158,91 +205,102 @@ def pack(
     num_steps: int,
     *,
     keep: Callable[[Record], Tensor] | None = None,
+    noise: Callable[[Record], tuple[Tensor, float]] | None = None,
     passes: int = 1,
+    pin: bool = False,
+    one_row: bool = False,
+    idle: bool = False,
 ) -> Batch:
     """Builds a batch from the records of each row; rows are trimmed to the longest one.
 
     Args:
         keep: how many steps each position of a record may have at most, int64 [T]; None: all.
+        noise: keys int64 [T] and scale of the noise on a record's features; None: there is none.
         passes: parts that the anchors are dealt to, to be run one after the other: less memory, the
             same sum of losses.
+        pin: whether to make it in pages that a GPU reads while the host goes on.
+        one_row: whether all rows become one, in which none is padded to the longest of a step.
+        idle: see `Batch`.
     """
-    num_rows = len(records)
-    width = max(sum(len(r.tokens) for r in row) for row in records)
-    sample = records[0][0]
-    tokens = torch.zeros(num_rows, width, dtype=torch.int64)
-    documents = torch.full_like(tokens, -1)
-    positions, reach, argmax = (torch.zeros_like(tokens) for _ in range(3))
-    features = sample.features.new_zeros(num_rows, width, sample.features.shape[-1])
-    last = sample.last.new_zeros(num_rows, width, sample.last.shape[-1])
-    logsumexp = torch.zeros(num_rows, width)
+    flat = [record for row in records for record in row]
+    if one_row:
+        records, row_tokens = [flat], len(records) * row_tokens
+    places = [(b, span) for b, row in enumerate(records) for span in _spans(row)]
+    width = max(span.stop for _, span in places)
     if width > row_tokens:
         raise ValueError(f"a row of {width} tokens exceeds row_tokens {row_tokens}")
-    for b, row in enumerate(records):
-        start = 0
-        for number, record in enumerate(row):
-            at = slice(start, start + len(record.tokens))
-            tokens[b, at], documents[b, at] = record.tokens, number
-            positions[b, at] = torch.arange(len(record.tokens))
-            reach[b, at], argmax[b, at] = loss_reach(record.spans), record.argmax
-            if keep is not None:
-                reach[b, at] = reach[b, at].minimum(keep(record))
-            features[b, at], last[b, at] = record.features, record.last
-            logsumexp[b, at] = record.logsumexp
-            start = at.stop
-    return Batch(
-        tokens,
-        documents,
-        positions,
-        features,
-        last,
-        logsumexp,
-        argmax,
-        tuple(step_rows(part, num_steps) for part in deal(reach, num_steps, passes)),
-        sum(len(row) for row in records),
-        int((documents >= 0).sum()),
+
+    def lay(values: Sequence[Tensor], dtype: torch.dtype | None = None, rest: int = 0) -> Tensor:
+        """[B, S, …] of a tensor [T, …] a record, `rest` behind the last one of a row."""
+        shape = (len(records), width, *values[0].shape[1:])
+        whole = torch.empty(shape, dtype=dtype or values[0].dtype, pin_memory=pin)
+        array, stops = _array(whole), [0] * len(records)
+        for (b, span), value in zip(places, values, strict=True):
+            array[b, span], stops[b] = _array(value), span.stop
+        for b, stop in enumerate(stops):
+            array[b, stop:] = rest
+        return whole
+
+    slots = [torch.arange(len(r.tokens)) for r in flat]
+    reaches = [loss_reach(r.spans.long()) for r in flat]
+    if keep is not None:
+        reaches = [reach.minimum(keep(r)) for reach, r in zip(reaches, flat, strict=True)]
+    reach = lay(reaches)
+    numbers = [torch.full_like(at, n) for n, at in zip(_numbers(records), slots, strict=True)]
+    added = None
+    if noise is not None:
+        keys, scales = zip(*map(noise, flat), strict=True)
+        scales = [torch.full((len(k),), scale) for k, scale in zip(keys, scales, strict=True)]
+        added = FeatureNoise(lay(keys), lay(scales))
+    steps = tuple(step_rows(part, num_steps) for part in deal(reach, num_steps, passes))
+    batch = Batch(
+        lay([r.tokens for r in flat], torch.int64),
+        lay(numbers, rest=-1),
+        lay(slots),
+        lay([r.features for r in flat]),
+        lay([r.last for r in flat]),
+        lay([r.logsumexp for r in flat]),
+        lay([r.argmax for r in flat], torch.int64),
+        steps,
+        tuple(plan_rows(torch.cat([rows.teacher for rows in each])) for each in steps),
+        len(flat),
+        0 if idle else sum(len(at) for at in slots),
+        added,
+        idle,
     )
+    return _gathered(batch) if pin else batch
 
 
-def plan_rows(
-    lengths: Sequence[int], row_tokens: int, *, seed: int, epoch: int, open_rows: int = 64
-) -> list[list[int]]:
-    """Assigns every record to a row of at most `row_tokens`, in an order fixed by seed and epoch.
+def _spans(row: Sequence[Record]) -> Iterator[slice]:
+    """Where the records of a row lie."""
+    start = 0
+    for record in row:
+        yield slice(start, start + len(record.tokens))
+        start += len(record.tokens)
 
-    Records come in random order and go into the fullest of the last `open_rows` rows that has room;
-    the rows are then shuffled, so that late, emptier rows do not end up together.
+
+def _numbers(records: Sequence[Sequence[Record]]) -> list[int]:
+    """Each record's number in its row."""
+    return [number for row in records for number in range(len(row))]
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    """A tensor's memory; of bfloat16, which numpy lacks, its bits.
+
+    numpy copies on the thread that asks. torch would start others, which the packing threads have
+    no use for.
     """
-    longest = max(lengths)
-    if longest > row_tokens:
-        raise UserError(
-            f"expected records of at most train.row_tokens = {row_tokens} tokens, found one of "
-            f"{longest}",
-            do="raise train.row_tokens or lower record.max_length",
-        )
-    generator = np.random.default_rng([seed, epoch])
-    rows: list[list[int]] = []
-    room: dict[int, int] = {}
-    for record in generator.permutation(len(lengths)).tolist():
-        fitting = [r for r, left in room.items() if left >= lengths[record]]
-        if fitting:
-            row = min(fitting, key=lambda r: (room[r], r))
-        else:
-            row = len(rows)
-            rows.append([])
-            room[row] = row_tokens
-            if len(room) > open_rows:
-                del room[min(room, key=lambda r: (room[r], r))]
-        rows[row].append(record)
-        room[row] -= lengths[record]
-    return [rows[i] for i in generator.permutation(len(rows))]
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
-def batches(
-    lengths: Sequence[int], row_tokens: int, batch_rows: int, *, seed: int
-) -> Iterator[list[list[int]]]:
-    """Endless optimizer steps, each a list of rows of record indices; no record is left out."""
-    epoch = 0
-    while True:
-        rows = plan_rows(lengths, row_tokens, seed=seed, epoch=epoch)
-        yield from (rows[i : i + batch_rows] for i in range(0, len(rows), batch_rows))
-        epoch += 1
+def _gathered(batch: Batch) -> Batch:
+    """The batch with all its integers in one pinned tensor, to be copied at once."""
+    found: list[Tensor] = []
+    map_tensors(batch, lambda t: found.append(t) or t)
+    integers = {id(t): t for t in found if t.dtype == torch.int64}
+    sizes = [t.numel() for t in integers.values()]
+    whole = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
+    views = dict(zip(integers, whole.split(sizes), strict=True))
+    for key, tensor in integers.items():
+        views[key] = views[key].view(tensor.shape).copy_(tensor)
+    return map_tensors(batch, lambda t: views.get(id(t), t))

@@ -15,6 +15,10 @@ from draftlab.base import Monitor, UserError
 from draftlab.data.manifest import Counts, Dropped, Manifest, Shard, StoreIdentity
 from draftlab.data.store import Sample, predicted
 
+PASS_TOKENS = 256
+"""What a forward pass costs whatever is in it, in tokens: an H200 reads an 8B model's weights in
+the time it computes 130, and small products run at part of its speed."""
+
 
 def plan_store(
     samples: Sequence[Sample],
@@ -25,6 +29,7 @@ def plan_store(
     shard_tokens: int,
     batch_tokens: int,
     target_dtype: str,
+    not_finite: str,
     monitor: Monitor,
 ) -> tuple[Manifest, list[Sample]]:
     """Plans a recording; the same arguments give the same plan.
@@ -80,6 +85,7 @@ def plan_store(
             "shard_tokens": shard_tokens,
             "batch_tokens": batch_tokens,
             "target_dtype": target_dtype,
+            "not_finite": not_finite,
         },
         counts=Counts(
             records=len(kept),
@@ -177,17 +183,32 @@ def _shards(samples: Sequence[Sample], shard_tokens: int, batch_tokens: int) -> 
             ids=[s.id for s in group],
             lengths=[len(s.token_ids) for s in group],
             temperatures=[s.temperature for s in group],
-            batches=_batches([len(s.token_ids) for s in group], batch_tokens),
+            batches=cut_batches([len(s.token_ids) for s in group], batch_tokens),
         )
         for number, group in enumerate(groups)
     ]
 
 
-def _batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Longest first: little padding, and what does not fit the device fails at once."""
-    batches: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > batch_tokens:
-            batches.append([])
-        batches[-1].append(index)
-    return batches
+def cut_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Cuts records, longest first, into the batches that cost least.
+
+    A batch costs its padded tokens and a pass of its own, in which the target's weights are read.
+    Longest first: what does not fit the device fails at once.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    cost, begin = [0], [0]  # of the best cut of the first e records; where its last batch begins
+    for end in range(1, len(order) + 1):
+        best = None
+        for start in range(end - 1, -1, -1):
+            padded = (end - start) * lengths[order[start]]
+            if padded > batch_tokens and end - start > 1:
+                break
+            found = cost[start] + padded + PASS_TOKENS
+            best = min(best or (found, start), (found, start))
+        cost.append(best[0])
+        begin.append(best[1])
+    batches, end = [], len(order)
+    while end:
+        batches.append(order[begin[end] : end])
+        end = begin[end]
+    return batches[::-1]

@@ -2,62 +2,37 @@
 
 The plan (which sample lies in which shard, which share a forward pass) is written into the manifest
 before anything is computed, so a killed recording goes on after its last committed shard and ends
-with the bytes that an uninterrupted one writes. A shard is committed when its receipt, a small JSON
-file that names the plan and the shard's checksum, lies beside it; receipts go when all are there.
+with the bytes that an uninterrupted one writes, however many processes shared the work
+(`data/receipts.py`). Forward passes, copies from the device and the disk work at the same time
+(`data/states.py`, `data/shard_writer.py`).
 """
 
 from __future__ import annotations
 
-import fcntl
 import itertools
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import torch
-from pydantic import Field
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
-
-from draftlab.base import (
-    Knobs,
-    Monitor,
-    UserError,
-    atomic_path,
-    canonical_json,
-    read_json,
-    sha256_file,
-    sha256_text,
-    write_json,
-)
-from draftlab.data.manifest import MANIFEST, Manifest, Shard, StoreDtype, StoreIdentity
+from draftlab.base import Monitor, UserError, size_text
+from draftlab.data.knobs import RecordKnobs
+from draftlab.data.manifest import MANIFEST, Manifest, Shard, StoreIdentity
 from draftlab.data.plan import plan_store, refuse_other_plan
-from draftlab.data.states import batch_states
-from draftlab.data.store import DTYPES, Sample, Store
+from draftlab.data.receipts import Receipts, adopt, locked
+from draftlab.data.shard_writer import ShardWriters
+from draftlab.data.states import Capture
+from draftlab.data.store import Sample, Store
 from draftlab.target.model import Target, check_boundaries
 
+Part = Literal["alone", "lead", "help"]
+"""Of a process in a recording: it works alone; it makes the plan, shares the work and completes the
+store; or it takes shards of a plan that another process makes."""
 
-class RecordKnobs(Knobs):
-    """What is recorded, in which pieces."""
 
-    boundaries: tuple[int, ...] | None = None
-    """Boundaries whose states become the features, ascending; None: the target's default ones."""
-    dtype: StoreDtype = "bfloat16"
-    """Of the stored states."""
-    shard_tokens: Annotated[int, Field(gt=0)] = 32_768
-    """Tokens of a shard. A shard is held in memory and is what a killed recording loses."""
-    batch_tokens: Annotated[int, Field(gt=0)] = 8_192
-    """Tokens of a forward pass, padding included; a longer sample goes alone."""
-    max_length: Annotated[int, Field(gt=2)] | None = None
-    """Tokens of a sample; None: what the target was built for."""
-    overlong: Literal["truncate", "skip"] = "truncate"
-    """What happens to samples over max_length: their end is cut off, or they are left out."""
+_POLL_S = 0.2
 
 
 def record(
@@ -68,7 +43,8 @@ def record(
     identity: StoreIdentity,
     *,
     monitor: Monitor,
-) -> Store:
+    part: Part = "alone",
+) -> Store | None:
     """Records samples into a store, or goes on where an interrupted recording stopped.
 
     Shards that are whole are kept; calling it on a complete store returns that store, after making
@@ -81,13 +57,50 @@ def record(
         knobs: see `RecordKnobs`; boundaries, when given, and dtype are those of the identity.
         identity: of the store, with its boundaries decided (`StoreIdentity.of`).
         monitor: told of everything truncated or dropped, and of progress in tokens.
+        part: what this process does. Any number may help, come and go; one leads.
+
+    Returns:
+        The store; None for a helper.
 
     Raises:
         UserError: nothing to record, a sample that does not fit the vocabulary, states that are not
             finite, too little disk, a folder that holds another recording or is being recorded.
     """
+    heard = Monitor() if part == "help" else monitor
+    plan, kept = planned(target, samples, knobs, identity, monitor=heard)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, shared=part != "alone"):
+        if part == "help":
+            if published := _awaited(folder, plan, monitor):
+                _record_missing(target, kept, published, knobs, monitor)
+            return None
+        receipts = Receipts(folder, adopt(folder, plan, monitor))
+        if not receipts.plan.complete:
+            missing = [shard for shard in receipts.plan.shards if not receipts.committed(shard)]
+            _check_disk(receipts.plan, missing, folder, monitor)
+            receipts.publish()
+            _record_missing(target, kept, receipts, knobs, monitor)
+            # Those that another process took: it commits them, or dies and leaves them to us.
+            _record_missing(target, kept, receipts, knobs, monitor, wait=True)
+            receipts.complete()
+        receipts.clear()
+    store = Store.open(folder, identity)
+    _say_findings(store.manifest, monitor)
+    return store
+
+
+def planned(
+    target: Target,
+    samples: Sequence[Sample],
+    knobs: RecordKnobs,
+    identity: StoreIdentity,
+    *,
+    monitor: Monitor,
+) -> tuple[Manifest, list[Sample]]:
+    """What a recording with these arguments would do: `plan_store`."""
     _check_identity(target, knobs, identity)
-    plan, kept = plan_store(
+    return plan_store(
         samples,
         identity,
         max_length=_max_length(target, knobs),
@@ -95,24 +108,14 @@ def record(
         shard_tokens=knobs.shard_tokens,
         batch_tokens=knobs.batch_tokens,
         target_dtype=str(target.dtype).removeprefix("torch."),
+        not_finite=knobs.not_finite,
         monitor=monitor,
     )
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
-        for leftover in (*folder.glob(".shard-*.tmp"), *folder.glob(f".{MANIFEST}.*.tmp")):
-            leftover.unlink()
-        plan = _adopt(folder, plan, monitor)
-        if not plan.complete:
-            _record_missing(target, kept, folder, plan, monitor)
-            write_json(folder / MANIFEST, _completed(folder, plan).dump())
-        for shard in plan.shards:
-            _receipt(folder, shard).unlink(missing_ok=True)
-    return Store.open(folder, identity)
 
 
 def _check_identity(target: Target, knobs: RecordKnobs, identity: StoreIdentity) -> None:
-    check_boundaries(identity.boundaries, target.num_layers)
+    if identity.boundaries:  # none: the last state alone, which every store holds
+        check_boundaries(identity.boundaries, target.num_layers)
     actual = StoreIdentity.of(
         target,
         tokenizer_sha256=identity.tokenizer_sha256,
@@ -135,157 +138,93 @@ def _max_length(target: Target, knobs: RecordKnobs) -> int:
     return knobs.max_length or target.max_length
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keeps a second recording out; the system drops the lock when this process dies."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                "another process is recording into this store", where=folder, do="wait for it"
-            ) from None
-        yield
-    finally:
-        os.close(handle)
-
-
-def _receipt(folder: Path, shard: Shard) -> Path:
-    return (folder / shard.file).with_suffix(".json")
-
-
-def _key(plan: Manifest) -> str:
-    return sha256_text(canonical_json(plan.dump()))
-
-
-def _committed(folder: Path, plan_key: str, shard: Shard) -> bool:
-    """Whether a shard of this plan is whole, by its receipt and its size."""
-    receipt = _receipt(folder, shard)
-    if not receipt.is_file():
-        return False
-    fields = read_json(receipt, kind="shard's receipt")
-    if fields.get("plan") != plan_key:
-        return False
-    return shard.model_copy(update={"bytes": fields["bytes"]}).problem(folder) is None
-
-
-def _adopt(folder: Path, plan: Manifest, monitor: Monitor) -> Manifest:
-    """The plan to follow: the folder's own when it has one, for the batches it was begun with.
-
-    A complete store whose shards are all there is returned as it is. One that lost shards is taken
-    back to its plan and the receipts of the good ones.
-    """
-    path = folder / MANIFEST
-    if not path.exists():
-        return plan
-    found = Manifest.read(path)
-    refuse_other_plan(found, plan, folder)
-    problems = {shard.file: shard.problem(folder) for shard in found.shards}
-    if not found.complete or not any(problems.values()):
-        return found
-    blank = [shard.model_copy(update={"bytes": None, "sha256": None}) for shard in found.shards]
-    plan = found.model_copy(update={"complete": False, "shards": blank})
-    for shard in found.shards:
-        if problems[shard.file]:
-            monitor.say(f"{shard.file}: {problems[shard.file]}; it is recorded again")
-        else:
-            fields = {"plan": _key(plan), "bytes": shard.bytes, "sha256": shard.sha256}
-            write_json(_receipt(folder, shard), fields)
-    return plan
-
-
-def _completed(folder: Path, plan: Manifest) -> Manifest:
-    """The plan with every shard's size and checksum, from the receipts."""
-    shards = []
-    for shard in plan.shards:
-        receipt = read_json(_receipt(folder, shard), kind="shard's receipt")
-        update = {"bytes": receipt["bytes"], "sha256": receipt["sha256"]}
-        shards.append(shard.model_copy(update=update))
-    return plan.model_copy(update={"complete": True, "shards": shards})
+def _awaited(folder: Path, plan: Manifest, monitor: Monitor) -> Receipts | None:
+    """What a helper works on, when the leading process has written its plan; None: nothing more."""
+    path, said = folder / MANIFEST, False
+    while not path.exists():
+        if not said:
+            monitor.say(f"waiting for the plan of {folder}, which the leading process makes")
+        said = True
+        time.sleep(_POLL_S)
+    receipts = Receipts.of_published(folder)
+    if receipts is not None:
+        refuse_other_plan(receipts.plan, plan, folder)
+    return receipts
 
 
 def _record_missing(
-    target: Target, samples: list[Sample], folder: Path, plan: Manifest, monitor: Monitor
+    target: Target,
+    samples: list[Sample],
+    receipts: Receipts,
+    knobs: RecordKnobs,
+    monitor: Monitor,
+    *,
+    wait: bool = False,
 ) -> None:
-    """Writes the manifest's plan and every shard that is not committed."""
-    key, rest = _key(plan), iter(samples)
+    """Records the shards that are neither committed nor taken (`wait`: nor given up) by others."""
+    plan, rest = receipts.plan, iter(samples)
     pieces = [(shard, list(itertools.islice(rest, len(shard.ids)))) for shard in plan.shards]
-    missing = [(shard, mine) for shard, mine in pieces if not _committed(folder, key, shard)]
-    if not missing:
-        return
-    _check_disk(folder, plan, [shard for shard, _ in missing], monitor)
-    write_json(folder / MANIFEST, plan.dump())
-    total = plan.counts.tokens
-    done = resumed = total - sum(shard.tokens for shard, _ in missing)
-    started = time.monotonic()
-
-    def advance(tokens: int) -> None:
-        nonlocal done
-        done += tokens
-        rate = (done - resumed) / max(time.monotonic() - started, 1e-9)
-        monitor.progress("record", done, total, f"{rate:,.0f} tokens/s")
-
-    for shard, mine in missing:
-        # A receipt of an earlier life of this shard must not vouch for the new one.
-        _receipt(folder, shard).unlink(missing_ok=True)
-        tensors = _compute(target, mine, shard, plan.identity, advance)
-        path = folder / shard.file
-        try:
-            with atomic_path(path) as temporary:
-                save_file(tensors, temporary)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"a shard could not be written: {error}", where=path) from None
-        fields = {"plan": key, "bytes": path.stat().st_size, "sha256": sha256_file(path)}
-        write_json(_receipt(folder, shard), fields)
+    capture = Capture(target, plan.identity)
+    total, done, started = plan.counts.tokens, 0, time.monotonic()
+    with ShardWriters(receipts, knobs.not_finite) as writers:
+        for shard, mine in pieces:
+            claim = None if receipts.committed(shard) else receipts.take(shard, wait=wait)
+            if claim is None:
+                total -= shard.tokens
+                continue
+            with writers.shard(shard, mine, claim) as put:
+                for batch in shard.batches:
+                    members = [mine[i] for i in batch]
+                    put(capture(members))
+                    done += sum(len(sample.token_ids) for sample in members)
+                    rate = done / max(time.monotonic() - started, 1e-9)
+                    monitor.progress("record", done, total, f"{rate:,.0f} tokens/s")
+    if done:
+        seconds = time.monotonic() - started
+        monitor.say(
+            f"recorded {done / seconds:,.0f} tokens/s, "
+            f"{writers.bytes_written / seconds / 1e6:,.0f} MB/s; the target waited for the disk "
+            f"{writers.waited / seconds:.0%} of the time"
+        )
 
 
-def _check_disk(folder: Path, plan: Manifest, missing: list[Shard], monitor: Monitor) -> None:
-    identity = plan.identity
-    width = (len(identity.boundaries) + 1) * identity.hidden_size * DTYPES[identity.dtype].itemsize
-    needed = sum(shard.tokens * (width + 16) + 8 * len(shard.ids) + 1024 for shard in missing)
+def _check_disk(plan: Manifest, missing: list[Shard], folder: Path, monitor: Monitor) -> None:
+    needed = sum(
+        shard.tokens * plan.identity.token_bytes + 8 * len(shard.ids) + 1024 for shard in missing
+    )
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"expected {needed / 2**30:.2f} GiB of free disk for {len(missing)} shards, found "
-            f"{free / 2**30:.2f} GiB",
+            f"expected {size_text(needed)} of free disk for {len(missing)} shards, found "
+            f"{size_text(free)}",
             where=folder,
-            do="free some, name a folder elsewhere, or record fewer samples or boundaries",
+            do="free some, name a folder elsewhere, store fp8 features (record.dtype), or record "
+            "fewer samples or boundaries",
         )
     there = len(plan.shards) - len(missing)
     monitor.say(
         f"recording {plan.counts.records:,} records, {plan.counts.tokens:,} tokens "
         f"({plan.counts.loss_tokens:,} in answers), {len(plan.shards)} shards"
         + (f", {there} of them there already" if there else "")
-        + f"; {needed / 2**30:.2f} GiB to write"
+        + f"; {size_text(needed)} to write"
     )
 
 
-def _compute(
-    target: Target,
-    samples: list[Sample],
-    shard: Shard,
-    identity: StoreIdentity,
-    advance: Callable[[int], None],
-) -> dict[str, Tensor]:
-    """A shard's tensors, from the forward passes its plan lists."""
-    dtype = DTYPES[identity.dtype]
-    offsets = torch.tensor([0, *shard.lengths]).cumsum(0)
-    shapes = identity.shapes(shard)
-    tensors = {
-        "offsets": offsets,
-        "tokens": torch.tensor([i for s in samples for i in s.token_ids], dtype=torch.int32),
-        "spans": torch.tensor([i for s in samples for i in s.spans], dtype=torch.int32),
-        "features": torch.empty(shapes["features"], dtype=dtype),
-        "last": torch.empty(shapes["last"], dtype=dtype),
-        "logsumexp": torch.empty(shapes["logsumexp"], dtype=torch.float32),
-        "argmax": torch.empty(shapes["argmax"], dtype=torch.int32),
-    }
-    for batch in shard.batches:
-        mine = [samples[i] for i in batch]
-        lengths = [len(s.token_ids) for s in mine]
-        for name, values in batch_states(target, mine, identity).items():
-            for i, piece in zip(batch, values.split(lengths), strict=True):
-                tensors[name][offsets[i] : offsets[i + 1]] = piece
-        advance(sum(lengths))
-    return tensors
+def _say_findings(manifest: Manifest, monitor: Monitor) -> None:
+    """What recording found in the states: samples that were skipped, errors of fp8."""
+    bad = {name: place for shard in manifest.shards for name, place in shard.not_finite.items()}
+    for name, place in list(bad.items())[:5]:
+        monitor.say(f"skipped sample {name!r}: NaN or infinity at {place}")
+    if bad:
+        monitor.say(f"{len(bad):,} of {manifest.counts.records:,} samples skipped: not finite")
+    for number, boundary in enumerate(manifest.identity.boundaries):
+        shards = [shard for shard in manifest.shards if shard.fp8_errors]
+        if not shards:
+            continue
+        tokens = sum(shard.tokens for shard in shards)
+        errors = [(shard.tokens, *shard.fp8_errors[number]) for shard in shards]
+        error = (sum(n * e**2 for n, e, _ in errors) / tokens) ** 0.5
+        worst = max(w for _, _, w in errors)
+        monitor.say(
+            f"fp8: relative error {error:.2%} at boundary {boundary} (worst channel {worst:.2%})"
+        )

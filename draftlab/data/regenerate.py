@@ -10,14 +10,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
-from draftlab.base import Knobs, Monitor, UserError, sha256_text
+from draftlab.base import Monitor, UserError, sha256_text
 from draftlab.chat.render import (
     RenderError,
     prompt_ids,
@@ -27,36 +26,13 @@ from draftlab.chat.render import (
 )
 from draftlab.data.answer_file import AnswerFile
 from draftlab.data.conversations import Answer, Conversation, with_answers, write_conversations
+from draftlab.data.knobs import RegenerateKnobs
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Generation, Request, Sampling
 from draftlab.target.model import Target
 
 Decode = Callable[[Sequence[Request], int], Iterator[Generation]]
 """Decodes requests whose prompt and answer take at most so many positions, in any order."""
-
-
-class RegenerateKnobs(Knobs):
-    """How the target answers the prompts."""
-
-    enabled: bool = True
-    """Whether the target writes the answers; False keeps the given ones (off-policy)."""
-    temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)] = (
-        0.0,
-        0.8,
-    )
-    """Answer s of prompt i is sampled at temperatures[(i + s) modulo their number]; 0 is greedy."""
-    samples: Annotated[int, Field(ge=1)] = 1
-    """Answers to each prompt; further ones get ids such as `prompt-7~1`."""
-    top_k: Annotated[int, Field(ge=1)] | None = None
-    """How many of the most probable tokens are sampled from; None: all."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Probability mass that is sampled from; None: all."""
-    max_new_tokens: Annotated[int, Field(ge=1)] = 128
-    """Longest answer, in tokens."""
-    batch: Annotated[int, Field(ge=1)] = 64
-    """Prompts decoded at once."""
-    piece: Annotated[int, Field(ge=1)] = 256
-    """Conversations written at a time; a restart repeats less than one piece."""
 
 
 def regenerate(
@@ -165,8 +141,8 @@ class _Draft:
 
     prompt: Conversation
     temperature: float
-    groups: list[list[dict[str, str]]]
-    said: list[dict[str, str]] = field(default_factory=list)
+    groups: list[list[dict[str, Any]]]
+    said: list[dict[str, Any]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
 
     @property
@@ -183,13 +159,17 @@ class _Draft:
             self.prompt.source,
             self.temperature,
             tuple(self.answers),
+            tools=self.prompt.tools,
         )
 
 
-def _groups(messages: list[dict[str, str]]) -> list[list[dict[str, str]]]:
-    """The turns before each answer; given answers are left out, adjacent ones count once."""
-    groups: list[list[dict[str, str]]] = [[]]
-    for message in messages:
+def _groups(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The turns before each answer; given answers are left out, adjacent ones count once.
+
+    A tool's result answers to a call that the target may not make: nothing is asked from there on.
+    """
+    groups: list[list[dict[str, Any]]] = [[]]
+    for message in takewhile(lambda m: m["role"] != "tool", messages):
         if message["role"] != "assistant":
             groups[-1].append(message)
         elif groups[-1]:
@@ -213,7 +193,7 @@ def _start(
         prompt = replace(given, id=f"{given.id}~{sample}") if sample else given
         draft = _Draft(prompt, temperature, _groups(prompt.messages))
         try:
-            length = len(prompt_ids(tokenizer, draft.groups[0]))
+            length = len(prompt_ids(tokenizer, draft.groups[0], prompt.tools))
         except RenderError as error:
             reason = error.what
         else:
@@ -264,7 +244,7 @@ class _Writer:
             return None
         draft.said += draft.groups[number]
         try:
-            ids = prompt_ids(self.tokenizer, draft.said)
+            ids = prompt_ids(self.tokenizer, draft.said, draft.prompt.tools)
         except RenderError:
             return None
         room = self.max_length - len(ids)

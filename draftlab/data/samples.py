@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.base import Monitor, UserError
-from draftlab.chat.render import REGENERATE, RenderError, render
-from draftlab.data.conversations import Conversation
+from draftlab.chat.render import REGENERATE, RenderError, Turn, turns
+from draftlab.data.conversations import Answer, Conversation
 from draftlab.data.store import Sample
 
 
@@ -18,9 +18,10 @@ def samples(
 ) -> list[Sample]:
     """Samples of conversations, in order; those without trusted spans are dropped and counted.
 
-    The target's own answers keep the very tokens it read and wrote. Where a later prompt does not
-    begin with them (the template trims or strips earlier answers, or they tokenise differently),
-    the later answers are samples of their own, `<id>#2`, `<id>#3` …, each with what the target saw.
+    The target's own answers keep the very tokens it read and wrote; given ones are rendered by its
+    template. Where a later prompt does not begin with what was answered before (the template drops
+    earlier reasoning, trims answers, or they tokenise differently), the later answers are samples
+    of their own, `<id>#2`, `<id>#3` …, each with what the target saw.
 
     Raises:
         UserError: nothing is left.
@@ -30,13 +31,11 @@ def samples(
     first: dict[str, str] = {}
     for conversation in conversations:
         try:
-            if conversation.answers:
-                taken += _own(conversation)
-                continue
-            rendered = render(tokenizer, conversation.messages, where=conversation.id)
-            if any(rendered.spans):
-                ids, spans = rendered.token_ids, rendered.spans
-                taken.append(Sample(conversation.id, ids, spans, conversation.temperature))
+            said = conversation.answers or turns(
+                tokenizer, conversation.messages, conversation.tools, where=conversation.id
+            )
+            taken += _joined(conversation, said)
+            if said:
                 continue
             reason = "no assistant turn"
         except RenderError as error:
@@ -61,16 +60,17 @@ def samples(
     return taken
 
 
-def _own(conversation: Conversation) -> Iterator[Sample]:
-    """Samples of the target's own answers: as few as exactness allows."""
+def _joined(conversation: Conversation, said: Sequence[Answer | Turn]) -> Iterator[Sample]:
+    """Samples of a conversation's answers: as few as exactness allows."""
     tokens: tuple[int, ...] = ()
     spans: list[int] = []
     answers, name = 0, conversation.id
-    for number, answer in enumerate(conversation.answers, 1):
+    for number, answer in enumerate(said, 1):
         if tokens and answer.prompt_ids[: len(tokens)] != tokens:
             yield Sample(name, tokens, tuple(spans), conversation.temperature)
             tokens, spans, answers, name = (), [], 0, f"{conversation.id}#{number}"
         answers += 1
         spans += [0] * (len(answer.prompt_ids) - len(tokens)) + [answers] * len(answer.token_ids)
         tokens = answer.prompt_ids + answer.token_ids
-    yield Sample(name, tokens, tuple(spans), conversation.temperature)
+    if tokens:
+        yield Sample(name, tokens, tuple(spans), conversation.temperature)

@@ -1,48 +1,123 @@
-"""What one forward pass records: boundary states, and a summary of the target's distributions."""
+"""What one forward pass records: boundary states, and a summary of the target's distributions.
+
+All of it is made on the target's device without the host waiting for it, and then copied to pinned
+memory on a stream of its own, so that the next pass runs while this one's states travel.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from draftlab.base import UserError
+from draftlab.data.fp8 import E4M3, quantise
 from draftlab.data.manifest import StoreIdentity
-from draftlab.data.store import DTYPES, Sample
+from draftlab.data.store import DTYPES, NO_TEACHER, Sample, teachers
 from draftlab.target.model import Target
 
 LOGITS_AT_ONCE = 64 * 2**20  # elements; the full-vocabulary logits of a whole batch never exist
 
 
-def batch_states(
-    target: Target, samples: Sequence[Sample], identity: StoreIdentity
-) -> dict[str, Tensor]:
-    """What one right-padded forward pass records, padding taken out again.
+@dataclass(frozen=True)
+class Captured:
+    """What one pass recorded, on the host once `wait` has returned.
 
-    Returns:
-        features [n, F] and last [n, Ht] in the store's dtype, logsumexp float32 [n] and argmax
-        int32 [n], on the CPU; n tokens of all samples in order.
+    Attributes:
+        tensors: features, last, logsumexp, argmax as a shard has them, [n, …] of n tokens of all
+            samples in order; with fp8 also scales [n, …], error and square [F] (`data/fp8.py`).
+        finite: bool [n, boundaries + 2]: each boundary's states, the last state, the logits.
+        ready: when the copies are done; None: they are.
     """
-    lengths = torch.tensor([len(s.token_ids) for s in samples])
-    ids = torch.zeros(len(samples), int(lengths.max()), dtype=torch.long)
-    for row, sample in enumerate(samples):
-        ids[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids)
-    real = (torch.arange(ids.shape[1]) < lengths[:, None]).to(target.device)
-    try:
-        states = target.states(ids.to(target.device), identity.boundaries)
-        features, last = states.features[real], states.last[real]
-        logsumexp, argmax = summarise(target, last)
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"a forward pass of {ids.shape[0]} × {ids.shape[1]} tokens does not fit: {error}",
-            do="lower record.batch_tokens (or record.max_length)",
-        ) from None
-    dtype = DTYPES[identity.dtype]
-    stored = {"features": features.to(dtype), "last": last.to(dtype), "logsumexp": logsumexp}
-    _check_finite(stored, samples, identity)
-    stored["argmax"] = argmax.to(torch.int32)
-    return {name: values.cpu() for name, values in stored.items()}
+
+    tensors: dict[str, Tensor]
+    finite: Tensor
+    ready: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        """Blocks until the tensors are on the host."""
+        if self.ready is not None:
+            self.ready.synchronize()
+
+
+class Capture:
+    """Runs the target over batches and has what they record copied to the host."""
+
+    def __init__(self, target: Target, identity: StoreIdentity) -> None:
+        self.target, self.identity = target, identity
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @torch.inference_mode()
+    def __call__(self, samples: Sequence[Sample]) -> Captured:
+        """One right-padded forward pass; padding is taken out again on the device.
+
+        Raises:
+            UserError: it does not fit the device.
+        """
+        target = self.target
+        lengths = torch.tensor([len(s.token_ids) for s in samples])
+        ids = torch.zeros(len(samples), int(lengths.max()), dtype=torch.long)
+        for row, sample in enumerate(samples):
+            ids[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids)
+        real = (torch.arange(ids.shape[1]) < lengths[:, None]).flatten().nonzero()[:, 0]
+        asked = torch.cat([teachers(torch.tensor(s.spans)) for s in samples]).nonzero()[:, 0]
+        try:
+            states = target.states(_to(ids, target.device), self.identity.boundaries)
+            rows = _to(real, states.last.device)
+            features, last = (t.flatten(0, 1)[rows] for t in (states.features, states.last))
+            return self._copied(*self._made(features, last, _to(asked, last.device)))
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"a forward pass of {ids.shape[0]} × {ids.shape[1]} tokens does not fit: {error}",
+                do="lower record.batch_tokens (or record.max_length)",
+            ) from None
+
+    def _made(
+        self, features: Tensor, last: Tensor, asked: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The stored tensors on the device, and which states are finite."""
+        boundaries, kinds = len(self.identity.boundaries), DTYPES[self.identity.dtype]
+        made = {"last": last.to(kinds.last)}
+        if kinds.features is E4M3:
+            quantised = quantise(features, boundaries)
+            made |= vars(quantised) | {"features": quantised.codes}
+            del made["codes"]
+        else:  # rounded first: bfloat16 makes infinities of the largest float32
+            made["features"] = features = features.to(kinds.features)
+        sums, tokens = summarise(self.target, last[asked])
+        made["logsumexp"] = torch.full_like(last[:, 0], NO_TEACHER[0], dtype=torch.float32)
+        made["argmax"] = torch.full_like(last[:, 0], NO_TEACHER[1], dtype=torch.int32)
+        certain = torch.ones_like(last[:, 0], dtype=torch.bool)
+        made["logsumexp"][asked], made["argmax"][asked] = sums, tokens.int()
+        certain[asked] = sums.isfinite()
+        by_boundary = features.isfinite().view(len(last), boundaries, last.shape[-1]).all(-1)
+        by_last = made["last"].isfinite().all(-1)
+        return made, torch.cat([by_boundary, by_last[:, None], certain[:, None]], -1)
+
+    def _copied(self, made: dict[str, Tensor], finite: Tensor) -> Captured:
+        """Starts the copies to the host."""
+        device = finite.device
+        if device.type == "cpu":
+            return Captured(made, finite, None)
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        stream.wait_stream(torch.cuda.current_stream(device))
+        host = {}
+        with torch.cuda.stream(stream):
+            for name, values in (made | {"finite": finite}).items():
+                # Pinned memory comes from torch's cache, which waits for copies under way.
+                host[name] = torch.empty_like(values, device="cpu", pin_memory=True)
+                host[name].copy_(values, non_blocking=True)
+                values.record_stream(stream)
+            ready = torch.cuda.Event()
+            ready.record(stream)
+        return Captured(host, host.pop("finite"), ready)
+
+
+def _to(values: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for it."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def summarise(target: Target, last: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,27 +135,20 @@ def summarise(target: Target, last: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(sums), torch.cat(tokens)
 
 
-def _check_finite(
-    stored: dict[str, Tensor], samples: Sequence[Sample], identity: StoreIdentity
-) -> None:
-    for name, values in stored.items():
-        if bool(values.isfinite().all()):
-            continue
-        # One NaN spreads to every position in the next layer: the lowest boundary tells most.
-        bad = ~values.isfinite().view(len(values), -1)
-        column, position = bad.T.nonzero()[0].tolist()
-        if name == "features":
-            place = f"boundary {identity.boundaries[column // identity.hidden_size]}"
-        else:
-            place = (
-                "the logits" if name == "logsumexp" else f"boundary {identity.num_layers} (last)"
-            )
-        for sample in samples:
-            if position < len(sample.token_ids):
-                break
-            position -= len(sample.token_ids)
-        raise UserError(
-            f"expected finite states, found NaN or infinity at {place}, position {position}",
-            where=f"sample {sample.id!r}",
-            do="load the target in float32 or bfloat16 (target.dtype); float16 overflows easily",
-        )
+def not_finite(
+    captured: Captured, samples: Sequence[Sample], identity: StoreIdentity
+) -> dict[int, str]:
+    """Where each sample (by its number) of a captured batch first has NaN or infinity."""
+    if bool(captured.finite.all()):
+        return {}
+    found = {}
+    lengths = [len(sample.token_ids) for sample in samples]
+    for number, finite in enumerate(captured.finite.split(lengths)):
+        bad = (~finite).T.nonzero()
+        if len(bad):
+            # One NaN spreads to every position in the next layer: the lowest boundary tells most.
+            column, position = bad[0].tolist()
+            names = [*identity.boundaries, f"{identity.num_layers} (last)"]
+            place = f"boundary {names[column]}" if column < len(names) else "the logits"
+            found[number] = f"{place}, position {position}"
+    return found

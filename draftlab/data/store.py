@@ -7,10 +7,10 @@ by `draftlab.data.record`; reading maps a shard into memory and touches only the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +18,26 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftlab.base import UserError, sha256_file
+from draftlab.data.fp8 import E4M3, dequantise
 from draftlab.data.manifest import MANIFEST, Manifest, StoreIdentity
 
 __all__ = ["Record", "Sample", "Store", "StoreIdentity", "predicted"]
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+class StateDtypes(NamedTuple):
+    """Of a store's tensors of states; with e4m3 features there are also their scales."""
+
+    features: torch.dtype
+    last: torch.dtype
+
+
+DTYPES = {
+    "bfloat16": StateDtypes(torch.bfloat16, torch.bfloat16),
+    "float32": StateDtypes(torch.float32, torch.float32),
+    "fp8": StateDtypes(E4M3, torch.bfloat16),
+}
+NO_TEACHER = (float("nan"), -1)
+"""logsumexp and argmax of positions that are no prediction's teacher: they are not computed."""
 RERECORD = "record again into this folder: only what is missing is made"
 REMOVE = "remove this shard and record again into this folder: only what is missing is made"
 
@@ -52,11 +67,12 @@ class Record:
         id: the sample's.
         tokens: int64 [T].
         spans: int64 [T].
-        features: [T, F] in the store's dtype, the boundaries' states side by side, ascending.
-        last: [T, Ht] in the store's dtype, before the final norm.
+        features: [T, F] in the store's dtype (fp8: read as bfloat16), the boundaries' states side
+            by side, ascending.
+        last: [T, Ht] in the store's dtype (fp8: bfloat16), before the final norm.
         logsumexp: float32 [T], of the target's logits at T = 1 over the whole vocabulary, from the
-            state before it was rounded to the store's dtype.
-        argmax: int64 [T], of the same logits; ties are the lowest id.
+            state before it was rounded to the store's dtype; NaN where not `teachers`.
+        argmax: int64 [T], of the same logits; ties are the lowest id; −1 where not `teachers`.
         temperature: the sample's.
     """
 
@@ -81,10 +97,28 @@ def predicted(spans: Tensor) -> Tensor:
     return asked
 
 
+def teachers(spans: Tensor) -> Tensor:
+    """Positions whose distribution a head learns from: bool [T].
+
+    The teacher of the prediction of x_j is the target's distribution at j − 1.
+    """
+    asked = torch.zeros(len(spans), dtype=torch.bool)
+    asked[:-1] = predicted(spans)[1:]
+    return asked
+
+
+def check_store(folder: Path) -> None:
+    """Refuses a store that is not whole, as `Store.open`; one that is made while training is."""
+    if not Manifest.read(folder / MANIFEST).online:
+        Store.open(folder)
+
+
 class Store:
     """Random access to a complete store. Build it with `Store.open`."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest, opened: dict[int, dict[str, Tensor]] | None = None
+    ) -> None:
         self.folder, self.manifest = folder, manifest
         self.identity = manifest.identity
         self.ids: list[str] = [i for shard in manifest.shards for i in shard.ids]
@@ -92,7 +126,7 @@ class Store:
         # Of shard s: number of its first record, and where its records begin.
         self._first = [0, *itertools.accumulate(len(shard.ids) for shard in manifest.shards)]
         self._offsets = [np.cumsum([0, *shard.lengths]) for shard in manifest.shards]
-        self._opened: dict[int, Any] = {}
+        self._opened = {} if opened is None else opened
 
     @classmethod
     def open(cls, folder: Path, expect: StoreIdentity | None = None) -> Store:
@@ -116,6 +150,12 @@ class Store:
                 where=folder,
                 do="run the same command again: recording resumes after the last whole shard",
             )
+        if manifest.online:
+            raise UserError(
+                "this store holds no states: its recipe makes them while it trains",
+                where=folder,
+                do="record with record.online: false to look into them",
+            )
         for shard in manifest.shards:
             problem = shard.problem(folder)
             if problem:
@@ -129,28 +169,49 @@ class Store:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: int) -> Record:
+        record = self.view(index)
+        return replace(
+            record,
+            tokens=record.tokens.long(),
+            spans=record.spans.long(),
+            features=record.features.clone(),
+            last=record.last.clone(),
+            logsumexp=record.logsumexp.clone(),
+            argmax=record.argmax.long(),
+        )
+
+    def view(self, index: int) -> Record:
+        """A record in the shard's own memory and dtypes (integers are int32): not to be changed."""
         number, row, window = self._place(index)
-        tokens, spans, features, last, logsumexp, argmax = (
+        shard = self.manifest.shards[number]
+        tokens, spans, *states = (
             self._read(number, name, window)
             for name in ("tokens", "spans", "features", "last", "logsumexp", "argmax")
         )
-        shard = self.manifest.shards[number]
-        return Record(
-            shard.ids[row],
-            tokens.long(),
-            spans.long(),
-            features,
-            last,
-            logsumexp,
-            argmax.long(),
-            shard.temperatures[row],
-        )
+        if states[0].dtype is E4M3:
+            states[0] = dequantise(states[0], self._read(number, "scales", window))
+        return Record(shard.ids[row], tokens, spans, *states, shard.temperatures[row])
+
+    def views(self, indices: Sequence[int]) -> list[Record]:
+        """`view` of several records."""
+        return [self.view(index) for index in indices]
 
     def tokens_and_spans(self, index: int) -> tuple[Tensor, Tensor]:
         """int64 [T] tokens and spans of a record; its states are not touched."""
         number, _, window = self._place(index)
         tokens, spans = (self._read(number, name, window) for name in ("tokens", "spans"))
         return tokens.long(), spans.long()
+
+    def stored(self, index: int) -> dict[str, Tensor]:
+        """A record's part of every tensor of its shard, as it lies there; not to be changed."""
+        number, _, window = self._place(index)
+        names = self._shard(number).keys() - {"offsets"}
+        return {name: self._read(number, name, window) for name in sorted(names)}
+
+    def temperature(self, index: int) -> float | None:
+        """That a record's answers were sampled at."""
+        number, row, _ = self._place(index)
+        return self.manifest.shards[number].temperatures[row]
 
     def verify(self) -> None:
         """Hashes every shard again.
@@ -179,21 +240,22 @@ class Store:
         return number, row, slice(int(start), int(end))
 
     def _read(self, number: int, name: str, window: slice) -> Tensor:
-        # A slice shares memory with the mapping, where a change would be seen by later reads.
-        return self._shard(number).get_slice(name)[window].clone()
+        # Shares memory with the mapping, where a change would be seen by later reads.
+        return self._shard(number)[name][window]
 
-    def _shard(self, number: int) -> Any:
-        """The mapped shard, opened and checked on first use and then kept."""
+    def _shard(self, number: int) -> dict[str, Tensor]:
+        """The mapped shard's tensors, opened and checked on first use and then kept."""
         if number not in self._opened:
             path = self.folder / self.manifest.shards[number].file
             try:
                 opened = safe_open(path, "pt")
-                shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-                offsets = opened.get_tensor("offsets").numpy()
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
             except (SafetensorError, OSError) as error:
                 raise UserError(
                     f"the shard is truncated or corrupt: {error}", where=path, do=REMOVE
                 ) from None
+            shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+            offsets = tensors["offsets"].numpy() if "offsets" in tensors else None
             expected = self.identity.shapes(self.manifest.shards[number])
             if shapes != expected or not np.array_equal(offsets, self._offsets[number]):
                 raise UserError(
@@ -202,5 +264,5 @@ class Store:
                     where=path,
                     do=REMOVE,
                 )
-            self._opened[number] = opened
+            self._opened[number] = tensors
         return self._opened[number]

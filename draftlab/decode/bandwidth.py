@@ -1,9 +1,9 @@
 """The bandwidth floor of a decode step: its weights, each read once, at the device's copy rate.
 
 A step of few rows is bound by reading weights: the target's once, and the head's once a pass, of
-which a chain has one for each draft and a parallel head one for all. The fc layer runs in the first
-pass only, later ones are fed the head's own output. Keys and values are
-left out (they are small at the lengths that are timed), so the floor is a floor.
+which a chain has one for each draft and a parallel head one for all. The fc of EAGLE3 runs in the
+first pass only, later ones are fed the head's own output. Keys and values are left out (they are
+small at the lengths that are timed), so the floor is a floor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.eagle import EagleHead
+from draftlab.heads.head import DraftHead
 from draftlab.heads.ptd import PtdHead
 from draftlab.target.model import Target
 
@@ -67,15 +68,16 @@ def target_bytes(target: Target) -> int | None:
     return _bytes([*layers, *others]) - (0 if tied else _bytes([table]))
 
 
-def head_bytes(head: Eagle3Head, k: int) -> int:
+def head_bytes(head: DraftHead, k: int) -> int:
     """Bytes of head weights that drafting `k` tokens reads, embeddings aside."""
     once = _bytes(p for name, p in head.named_parameters() if not name.startswith("embed_tokens"))
     if isinstance(head, PtdHead):
         return once
-    return k * once - (k - 1) * _bytes(head.fc.parameters())
+    later = [] if isinstance(head, EagleHead) else head.fc.parameters()
+    return k * once - (k - 1) * _bytes(later)
 
 
-def floor_ms(target: Target, head: Eagle3Head | None, k: int) -> float | None:
+def floor_ms(target: Target, head: DraftHead | None, k: int) -> float | None:
     """Milliseconds a step takes at least; None where the device or the target gives none."""
     rate, weights = copy_rate(target.device), target_bytes(target)
     if rate is None or weights is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from draftlab.decode.grid import NamedHead
 from draftlab.decode.knobs import EvalKnobs
 from draftlab.decode.self_check import complaint
 from draftlab.results import Row
@@ -15,21 +16,26 @@ def suite_warnings(prompts: int, knobs: EvalKnobs) -> list[str]:
     """Of every row with a drafter: too few prompts for an interval to be trusted."""
     found = []
     if prompts < FEW_PROMPTS:
-        found.append(f"{prompts} prompts are few: mind the interval")
+        found.append(f"few prompts ({prompts}): mind the interval")
     if 0 < knobs.timing_prompts < FEW_TIMED:
         found.append(
-            f"{knobs.timing_prompts} timed prompts are few: their intervals are too narrow "
+            f"few timed prompts ({knobs.timing_prompts}): their intervals are too narrow "
             f"(eval.timing_prompts, at least {FEW_TIMED})"
         )
     return found
 
 
+def depth_warnings(head: NamedHead, k: int) -> list[str]:
+    """Of more drafts a step than a head was trained for: known before anything is measured."""
+    if k <= head.k_trained:
+        return []
+    unit = "depths" if head.drafter == "parallel" else "steps"
+    return [f"K = {k} exceeds the {head.k_trained} {unit} of training: its last drafts are guesses"]
+
+
 def row_warnings(row: Row) -> list[str]:
-    """Of one row: its K, its self-check, and drafting that does not pay."""
+    """Of one row as it was measured: its self-check, and drafting that does not pay."""
     found = []
-    if row.k_trained is not None and row.k > row.k_trained:
-        trained = "depths" if row.drafter == "parallel" else "steps"
-        found.append(f"K = {row.k} exceeds the {row.k_trained} {trained} of training")
     if row.self_check and (failed := complaint(row.self_check)):
         found.append(failed)
     slow = [t for t in row.timings if t.speedup is not None and t.speedup < SLOWER]

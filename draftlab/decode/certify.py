@@ -34,7 +34,7 @@ from draftlab.decode.engine import Engine
 from draftlab.decode.goodness import g_test
 from draftlab.decode.sampling import Generation, Request, Sampling
 from draftlab.decode.self_check import self_check
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DraftHead
 from draftlab.results import Counters
 from draftlab.target.model import Target
 
@@ -56,7 +56,7 @@ EngineFactory = Callable[..., Decodes]
 
 def certify(
     target: Target,
-    head: Eagle3Head,
+    head: DraftHead,
     prompts: Prompts,
     stop_ids: frozenset[int],
     knobs: CertifyKnobs,
@@ -85,7 +85,7 @@ def certify(
 @dataclass(frozen=True)
 class _Trial:
     target: Target
-    head: Eagle3Head
+    head: DraftHead
     engine: EngineFactory
     stop_ids: frozenset[int]
     knobs: CertifyKnobs

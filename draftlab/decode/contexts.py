@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from draftlab.base import Monitor, UserError
 from draftlab.decode.faults import Fault, emitted
 from draftlab.decode.goodness import RARE, samples_for
 from draftlab.decode.tree import Tree, grow
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DraftHead
 from draftlab.target.model import Target
 
 POWER = 0.99
@@ -20,6 +21,9 @@ BROAD = 0.25
 """Share of a tree's answers that must be likely enough to be counted one by one: known faults show
 in a context with one likely answer too, but faults that nobody has thought of would hide there."""
 LIMIT = 10**7  # samples nobody draws
+LEAVES = 32
+"""Rows of the widest forward pass: small models run much faster on many, and the memory for
+distributions over a large vocabulary stays small."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,15 @@ class Sampled:
         """The same, of one judged token, which is a first draft or recovered from one."""
         return Sampled(1, self.top_k, self.temperature, 1, self.draft_temperature)
 
-    def grow(self, target: Target, head: Eagle3Head, context: tuple[int, ...]) -> Tree:
-        """The tree behind a context."""
-        return grow(target, head, context, **vars(self))
+    def grow(
+        self, target: Target, head: DraftHead, contexts: Sequence[tuple[int, ...]]
+    ) -> Iterator[Tree]:
+        """The trees behind contexts, in their order; as many at once as make `LEAVES` leaves."""
+        size = max(LEAVES // self.top_k ** (self.levels - 1), 1)
+        for _, alike in groupby(contexts, len):
+            group = list(alike)
+            for start in range(0, len(group), size):
+                yield from grow(target, head, group[start : start + size], **vars(self))
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ def windows(texts: Sequence[tuple[int, ...]], size: int, count: int) -> list[tup
 
 def choose(
     target: Target,
-    head: Eagle3Head,
+    head: DraftHead,
     pieces: Sequence[tuple[int, ...]],
     sampled: Sampled,
     *,
@@ -89,19 +99,18 @@ def choose(
     """
     margin = 1e-3 if target.dtype == torch.float32 else 0.1
     ranked = []
-    for number, context in enumerate(pieces):
-        tree = sampled.first_draft().grow(target, head, context)
+    for number, tree in enumerate(sampled.first_draft().grow(target, head, pieces), 1):
         if tree.margin >= margin:
             needed = _needed(tree, Fault.OFTEN, 1, level, LIMIT)
-            ranked.append((LIMIT if needed is None else needed, context))
-        monitor.progress("certify: contexts", number + 1, len(pieces))
+            ranked.append((LIMIT if needed is None else needed, tree.context))
+        monitor.progress("certify: contexts", number, len(pieces))
     ranked = sorted(ranked, key=lambda entry: entry[0])[:finalists]
     narrow: list[Tree] = []
 
     def broad() -> Iterator[Tree]:
-        for number, (_, context) in enumerate(ranked):
-            tree = sampled.grow(target, head, context)
-            monitor.progress("certify: best contexts", number + 1, len(ranked))
+        contexts = [context for _, context in ranked]
+        for number, tree in enumerate(sampled.grow(target, head, contexts), 1):
+            monitor.progress("certify: best contexts", number, len(contexts))
             if tree.margin >= margin:
                 likely = (tree.joint() * enough >= RARE).sum()
                 if likely >= BROAD * tree.target[-1].size:

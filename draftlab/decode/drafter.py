@@ -11,7 +11,7 @@ from torch import Tensor
 from draftlab.decode.fused_head import FusedHead
 from draftlab.decode.packed_head import PackedHead
 from draftlab.decode.plain_head import HeadPasses, Pass, PlainHead, Pools
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DraftHead
 from draftlab.heads.ptd import PtdHead
 from draftlab.kernels.chain_layout import chain_layout
 from draftlab.kernels.rows import DraftDistribution, RowKeys, draft_index
@@ -57,8 +57,8 @@ class Proposal:
 class Drafter(Protocol):
     """Proposes K tokens a row.
 
-    The engine calls `start` once, `observe` for each chunk of a prompt and `draft` after the last
-    one, then `propose` after each decode step. All of them run on the device without waiting.
+    The engine calls `start` once, `observe` for each chunk of a prompt but its last pair, then
+    `propose` with that pair and after each decode step. All run on the device without waiting.
 
     Attributes:
         kind: how it drafts.
@@ -66,6 +66,7 @@ class Drafter(Protocol):
         boundaries: of the target, whose states it is fed.
         draft_ids: int64 [W], target ids of its vocabulary; draft_index: int32 [V], the inverse.
         draft_vocab: size and dtype of its distributions; None when it drafts greedily only.
+        pools: its keys and values of each layer, in the blocks of the target's tables.
     """
 
     kind: Literal["chain", "parallel"]
@@ -74,6 +75,7 @@ class Drafter(Protocol):
     draft_ids: Tensor
     draft_index: Tensor
     draft_vocab: tuple[int, torch.dtype] | None
+    pools: Pools
 
     def start(
         self,
@@ -90,16 +92,11 @@ class Drafter(Protocol):
             packed: on a CPU, run on weights packed for oneDNN.
         """
 
-    def observe(self, observed: Observed) -> Tensor:
-        """Takes in true features; returns what `draft` needs of each row's last pair, [B, …]."""
-
-    def draft(
-        self, seen: Tensor, positions: Tensor, block_table: Tensor, keys: RowKeys
-    ) -> Proposal:
-        """Drafts K tokens beyond the last pairs, which sit at `positions` [B]."""
+    def observe(self, observed: Observed) -> None:
+        """Takes in true features."""
 
     def propose(self, observed: Observed) -> Proposal:
-        """`observe`, then `draft`."""
+        """Takes in true features and drafts K tokens beyond each row's last pair."""
 
     def sampling(self, keys: RowKeys) -> tuple[Tensor, Tensor]:
         """Draft temperature float32 [B], and bool [B]: which rows sample their drafts."""
@@ -120,7 +117,7 @@ class HeadDrafter:
 
     def __init__(
         self,
-        head: Eagle3Head,
+        head: DraftHead,
         k: int,
         *,
         draft_probs: bool = True,
@@ -182,9 +179,9 @@ class HeadDrafter:
         return temperature, sampled
 
     @torch.inference_mode()
-    def observe(self, observed: Observed) -> Tensor:
+    def observe(self, observed: Observed) -> None:
         place = self._lay_out(observed.positions, observed.counts, observed.block_table, later=0)
-        return self._observe(observed, place[0])[:, 0]
+        self._observe(observed, place[0])
 
     def _lay_out(
         self, positions: Tensor, counts: Tensor, block_table: Tensor, *, later: int
@@ -199,10 +196,10 @@ class HeadDrafter:
         passes = []
         for number in range(later + 1):
             slots, at = (chain.of_pass(x, number) for x in (chain.slots, chain.positions))
-            cos, sin = (chain.of_pass(half, number) for half in angles)
+            here = tuple(chain.of_pass(part, number) for part in angles)
             first = number == 0 and chain.width > 1
             asked = chain.last[:, None] if first else at
-            passes.append(Pass(slots, (cos, sin), at, asked, counts if first else None))
+            passes.append(Pass(slots, here, at, asked, counts if first else None))
         return passes
 
     def _observe(self, observed: Observed, place: Pass) -> Tensor:
@@ -243,27 +240,8 @@ class ChainDrafter(HeadDrafter):
         chain = self._lay_out(
             observed.positions, observed.counts, observed.block_table, later=self.k - 1
         )
-        sampling = observed.sampling or self.sampling(observed.keys)
-        seen = self._observe(observed, chain[0])
-        return self._draft(seen, chain, observed.block_table, observed.keys, sampling)
-
-    @torch.inference_mode()
-    def draft(
-        self, seen: Tensor, positions: Tensor, block_table: Tensor, keys: RowKeys
-    ) -> Proposal:
-        one = torch.ones_like(positions)
-        chain = self._lay_out(positions[:, None], one, block_table, later=self.k - 1)
-        return self._draft(seen[:, None], chain, block_table, keys, self.sampling(keys))
-
-    def _draft(
-        self,
-        output: Tensor,
-        chain: list[Pass],
-        block_table: Tensor,
-        keys: RowKeys,
-        sampling: tuple[Tensor, Tensor],
-    ) -> Proposal:
-        """K drafts behind the last pairs of `chain[0]`, whose outputs [B, 1, H] are given."""
+        keys, sampling = observed.keys, observed.sampling or self.sampling(observed.keys)
+        output = self._observe(observed, chain[0])
         # One pass behind the other, so each writes to one piece of memory.
         shape = self.k, len(output)
         tokens = keys.seed.new_empty(shape)
@@ -275,7 +253,7 @@ class ChainDrafter(HeadDrafter):
         for step in range(self.k):
             if step:
                 drafted = tokens[step - 1][:, None]
-                output = self._forward(drafted, output, chain[step], block_table)
+                output = self._forward(drafted, output, chain[step], observed.block_table)
             if logits is None or log_sum is None:
                 argmax_draft(self.passes.logits(output[:, 0]), ids=self.draft_ids, out=tokens[step])
                 continue
@@ -291,7 +269,7 @@ class ChainDrafter(HeadDrafter):
         return self._proposal(tokens, logits, log_sum, sampling)
 
 
-def new_drafter(head: Eagle3Head, k: int, **options: Any) -> HeadDrafter:
+def new_drafter(head: DraftHead, k: int, **options: Any) -> HeadDrafter:
     """The drafter of a head's family; `options` are those of `HeadDrafter`."""
     from draftlab.decode.parallel import ParallelDrafter  # which is built on this file
 

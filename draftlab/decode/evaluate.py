@@ -16,7 +16,7 @@ from typing import Any
 from draftlab.base import Monitor, UserError
 from draftlab.decode.adviser import StepPoint, advise
 from draftlab.decode.bandwidth import copy_rate
-from draftlab.decode.cautions import row_warnings, suite_warnings
+from draftlab.decode.cautions import depth_warnings, row_warnings, suite_warnings
 from draftlab.decode.drafter import new_drafter
 from draftlab.decode.engine import Engine
 from draftlab.decode.grid import PLAIN, Arm, NamedHead, Suite
@@ -154,6 +154,9 @@ class Evaluator:
             work.monitor.say(f"eval: {used}")
         for text in self.warnings:
             work.monitor.say(f"warning: {text}")
+        for head in work.heads:
+            for text in (text for k in head.depths(knobs) for text in depth_warnings(head, k)):
+                work.monitor.say(f"warning: {head.name}: {text}")
 
     def run(self) -> Report:
         """Counts every cell of the grid, times it, and advises on K."""
@@ -170,6 +173,7 @@ class Evaluator:
             for arm in work.arms_at(t)
         ]
         certificates = self._certify()
+        stretches = {one.name: one.stretches for one in work.heads if one.stretches}
         rows = [_certified(row, certificates) for row in rows]
         for row in rows:
             for text in row_warnings(row):
@@ -181,7 +185,8 @@ class Evaluator:
             environment=environment(device)
             | {"timing": self._timing_conditions()}
             | ({"products": used} if (used := self._products()) else {})
-            | ({"certificates": certificates} if certificates else {}),
+            | ({"certificates": certificates} if certificates else {})
+            | ({"alpha_by_position": stretches} if stretches else {}),
             adviser=advise(rows, [probe for one in measured for probe in one.probes]),
             rows=rows,
         )
@@ -271,7 +276,10 @@ class Evaluator:
             **counted_figures(generations, greedy=greedy),
             **row_times(found.timings.get(cell, [])),
             **(equality(generations, plain, dtype) if head and greedy else {}),
-            warnings=[*(self.warnings if head else []), *found.warnings],
+            warnings=[
+                *(self.warnings + depth_warnings(head, arm.k) if head else []),
+                *found.warnings,
+            ],
         )
         return row.model_copy(update={"warnings": row.warnings + row_warnings(row)})
 

@@ -11,10 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.decode.plain_head import Pass, Pools, embedding_table
-from draftlab.heads.eagle3 import DecoderLayer, Eagle3Head
+from draftlab.heads.eagle import EagleHead
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.head_inputs import head_inputs
 from draftlab.kernels.linear import gated_linear, linear, linear_then_norm
@@ -59,26 +62,31 @@ class FusedHead:
     """
 
     @torch.no_grad()
-    def __init__(self, head: Eagle3Head) -> None:
+    def __init__(self, head: DraftHead) -> None:
         self.head, self.eps = head, head.config.rms_norm_eps
         self.layers = [_read_layer(layer) for layer in head.layers]
         # The norm before each later layer's qkv.
         self.norms = [layer.input_layernorm.weight for layer in head.layers[1:]]
         self.embeddings = embedding_table(head)
+        self.norms_logits = isinstance(head, Eagle3Head) and not head.config.norm_output
 
     @staticmethod
-    def suits(head: Eagle3Head) -> bool:
+    def suits(head: DraftHead) -> bool:
         """Whether a head's passes can run so."""
         weight = head.fc.weight
         return (
-            weight.is_cuda
+            isinstance(head, Eagle3Head | EagleHead)
+            and weight.is_cuda
             and weight.dtype in (torch.bfloat16, torch.float16)
             and {p.dtype for p in head.parameters()} == {weight.dtype}
+            and head.config.llama4 is None
         )
 
     def fuse(self, features: Tensor) -> Tensor:
         """See `HeadPasses`."""
-        return linear(features.flatten(0, -2), self.head.fc.weight).view(*features.shape[:-1], -1)
+        if isinstance(self.head, Eagle3Head):
+            return self._fc(self.head.normed_features(features))
+        return self.head.fuse(features)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """See `HeadPasses`."""
@@ -87,7 +95,7 @@ class FusedHead:
     def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See `HeadPasses`."""
         head = self.head
-        norm = head.norm.weight
+        norm = head.norm.weight if self.norms_logits else None
         return linear(output, head.lm_head.weight, norm_weight=norm, eps=self.eps, out=out)
 
     def forward(
@@ -97,20 +105,7 @@ class FusedHead:
         eps, shape, asked = self.eps, tokens.shape, place.asked.shape[1]
         angles = tuple(half.flatten(0, 1) for half in place.angles)
         slots = place.slots.flatten()
-        first = self.head.layer
-        x, residual = head_inputs(
-            tokens,
-            hidden,
-            self.embeddings,
-            first.input_layernorm.weight,
-            first.hidden_norm.weight,
-            eps,
-            norm_before_residual=first.norm_before_residual,
-            counts=place.counts if len(self.layers) == 1 else None,
-            ahead=asked,
-            masks=place.masks,
-        )
-        x, y = x.flatten(0, 1), residual.flatten(0, 1)
+        x, y = self._inputs(tokens, hidden, place)
         parts = place.parts(len(self.layers))
         for number, (layer, pool, (counts, positions)) in enumerate(
             zip(self.layers, pools, parts, strict=True)
@@ -122,7 +117,7 @@ class FusedHead:
             query = query.view(*shape, *query.shape[1:])
             if counts is not None:
                 query = last_rows(query, counts, asked)
-                if number:
+                if len(y) != len(tokens) * asked:
                     y = last_rows(y.view(*shape, -1), counts, asked).flatten(0, 1)
             attended = attend_paged(
                 query,
@@ -139,4 +134,29 @@ class FusedHead:
                 y = linear(inner, layer.down, residual=y)
             else:
                 y, x = linear_then_norm(inner, layer.down, self.norms[number], eps, residual=y)
-        return y.view(len(tokens), asked, -1)
+        return self.head.finish(y.view(len(tokens), asked, -1))
+
+    def _fc(self, x: Tensor) -> Tensor:
+        """fc, [B, M, H]."""
+        return linear(x.flatten(0, -2), self.head.fc.weight).view(*x.shape[:-1], -1)
+
+    def _inputs(self, tokens: Tensor, hidden: Tensor, place: Pass) -> tuple[Tensor, Tensor]:
+        """What the first layer reads [B·M, 2H or H], and its residual [B·M or B·A, H]."""
+        first = self.head.layer
+        if isinstance(self.head, EagleHead):
+            pairs = torch.cat([F.embedding(tokens, self.embeddings), hidden], -1)
+            x = self._fc(pairs).flatten(0, 1)
+            return x, x
+        x, residual = head_inputs(
+            tokens,
+            hidden,
+            self.embeddings,
+            first.input_layernorm.weight,
+            first.hidden_norm.weight,
+            self.eps,
+            norm_before_residual=first.norm_before_residual,
+            counts=place.counts if len(self.layers) == 1 else None,
+            ahead=place.asked.shape[1],
+            masks=place.masks,
+        )
+        return x.flatten(0, 1), residual.flatten(0, 1)

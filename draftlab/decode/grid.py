@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from draftlab.base import canonical_json, sha256_text
 from draftlab.decode.knobs import EvalKnobs
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DraftHead
 from draftlab.heads.ptd import PtdHead
 
 DEFAULT_K = 4
@@ -40,13 +40,19 @@ class NamedHead:
     """
 
     name: str
-    head: Eagle3Head = field(repr=False)
+    head: DraftHead = field(repr=False)
     folder: Path | None = None
 
     @property
     def k_trained(self) -> int:
         """Steps the head was unrolled for in training, or depths of a parallel head."""
         return self.head.config.k_trained
+
+    @property
+    def stretches(self) -> list[dict[str, Any]]:
+        """α by position in the conversation, as its training validated it; empty where none did."""
+        validation = self.head.config.provenance.get("validation") or {}
+        return validation.get("by_position", [])
 
     @property
     def drafter(self) -> Literal["chain", "parallel"]:

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from draftlab.base import Knobs
-from draftlab.decode.vllm import VllmKnobs
 
 
 def _as_list(value: Any) -> Any:
@@ -24,6 +23,15 @@ _Listed = BeforeValidator(_as_list)
 _Distinct = AfterValidator(_distinct)
 _Count = Annotated[int, Field(ge=1)]
 _Temperature = Annotated[float, Field(ge=0)]
+
+
+class VllmKnobs(Knobs):
+    """Where vLLM is, and how it is started."""
+
+    python: str | None = None
+    """The Python that has vLLM; None: this one if it has, else DRAFTLAB_VLLM_PYTHON."""
+    memory_share: float | None = Field(default=None, gt=0, le=1)
+    """Share of the GPU's memory it may take; None: nine tenths of what is free when it starts."""
 
 
 class EvalKnobs(Knobs):

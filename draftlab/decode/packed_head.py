@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftlab.decode.plain_head import Pass, Pools, embedding_table
-from draftlab.heads.eagle3 import DecoderLayer, Eagle3Head
+from draftlab.heads.eagle import EagleHead
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import RMSNorm
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.packed_linear import PackedGated, PackedLinear, RowNorm, why_not_packed
@@ -30,8 +32,8 @@ class _Layer:
         self.mlp = PackedGated(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
 
 
-def _norm(module: RMSNorm | None) -> RowNorm | None:
-    return None if module is None else RowNorm(module.weight, module.eps)
+def _norm(module: nn.Module | None) -> RowNorm | None:
+    return RowNorm(module.weight, module.eps) if isinstance(module, RMSNorm) else None
 
 
 class PackedHead:
@@ -42,23 +44,30 @@ class PackedHead:
     """
 
     @torch.no_grad()
-    def __init__(self, head: Eagle3Head) -> None:
+    def __init__(self, head: DraftHead) -> None:
         self.head, self.embeddings = head, embedding_table(head)
         attention = head.layer.self_attn
         self.head_dim, self.num_kv_heads = attention.head_dim, attention.num_kv_heads
         self.fc, self.lm_head = PackedLinear(head.fc.weight), PackedLinear(head.lm_head.weight)
-        self.hidden_norm, self.norm = _norm(head.layer.hidden_norm), _norm(head.norm)
+        self.hidden_norm = _norm(getattr(head.layer, "hidden_norm", None))
+        self.norm = _norm(head.norm)
         self.layers = [_Layer(layer) for layer in head.layers]
 
     @staticmethod
-    def suits(head: Eagle3Head) -> bool:
+    def suits(head: DraftHead) -> bool:
         """Whether a head's passes can run so."""
         weight = head.fc.weight
-        return why_not_packed(weight.device, weight.dtype) is None
+        return (
+            isinstance(head, Eagle3Head | EagleHead)
+            and head.config.llama4 is None
+            and why_not_packed(weight.device, weight.dtype) is None
+        )
 
     def fuse(self, features: Tensor) -> Tensor:
         """See `HeadPasses`."""
-        return self.fc(features.flatten(0, -2)).view(*features.shape[:-1], -1)
+        if isinstance(self.head, Eagle3Head):
+            return self._fc(self.head.normed_features(features))
+        return self.head.fuse(features)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """See `HeadPasses`."""
@@ -66,7 +75,8 @@ class PackedHead:
 
     def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See `HeadPasses`."""
-        found = self.lm_head(self.norm(output))
+        plain = self.norm is None or self.head.config.norm_output
+        found = self.lm_head(output if plain else self.norm(output))
         return found if out is None else out.copy_(found)
 
     def forward(
@@ -96,13 +106,20 @@ class PackedHead:
             y = layer.out.added_to(residual.flatten(0, 1), attended.flatten(2).flatten(0, 1))
             y = layer.mlp.added_to(y, layer.mlp_norm(y))
             hidden = y.view(*attended.shape[:2], -1)
-        return hidden
+        return self.norm(hidden) if self.head.config.norm_output else hidden
+
+    def _fc(self, x: Tensor) -> Tensor:
+        """fc, [B, M, H]."""
+        return self.fc(x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
     def _inputs(self, tokens: Tensor, hidden: Tensor, place: Pass) -> tuple[Tensor, Tensor]:
-        """What the first layer reads [B, M, 2H], and its residual [B, M, H]."""
+        """What the first layer reads [B, M, 2H or H], and its residual [B, M, H]."""
         if place.masks is not None:
             hidden = place.masks.fill(hidden)
+        embedding = F.embedding(tokens, self.embeddings)
+        if self.hidden_norm is None:  # EAGLE
+            residual = self._fc(torch.cat([embedding, hidden], -1))
+            return residual, residual
         normed = self.hidden_norm(hidden)
-        embedding = self.layers[0].input_norm(F.embedding(tokens, self.embeddings))
-        residual = normed if self.head.layer.norm_before_residual else hidden
-        return torch.cat([embedding, normed], -1), residual
+        residual = normed if self.head.config.norm_before_residual else hidden
+        return torch.cat([self.layers[0].input_norm(embedding), normed], -1), residual

@@ -12,7 +12,6 @@ from draftlab.decode.plain_head import Pass
 from draftlab.heads.ptd import PtdHead
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.head_inputs import Masks
-from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.kernels.parallel_layout import parallel_layout
 from draftlab.kernels.rows import RowKeys
 from draftlab.kernels.verify import argmax_draft, sample_draft
@@ -72,23 +71,6 @@ class ParallelDrafter(HeadDrafter):
         outputs = self._forward(layout.tokens, hidden, place, table)
         sampling = observed.sampling or self.sampling(observed.keys)
         return self._draw(outputs, place.asked[:, 0].contiguous(), observed.keys, sampling)
-
-    @torch.inference_mode()
-    def draft(
-        self, seen: Tensor, positions: Tensor, block_table: Tensor, keys: RowKeys
-    ) -> Proposal:
-        outputs = seen[:, None]
-        if self.k > 1:
-            behind = positions[:, None] + torch.arange(1, self.k, device=positions.device)
-            real = (positions >= 0)[:, None] & (behind < self.max_length)
-            behind = behind.where(real, -1)
-            slots = slot_mapping(block_table, behind, self.block_size)
-            place = Pass(slots, self._angles(behind), behind, behind)
-            tokens = torch.full_like(behind, self.mask_token_id)
-            hidden = self.mask_state.expand(*behind.shape, -1)
-            masked = self._forward(tokens, hidden, place, block_table)
-            outputs = torch.cat([outputs, masked], 1)
-        return self._draw(outputs, positions, keys, self.sampling(keys))
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B, M, …] of positions [B, M]."""

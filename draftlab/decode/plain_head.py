@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DraftHead
+from draftlab.heads.layers import Angles
 from draftlab.heads.ptd import PtdHead
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.head_inputs import Masks
@@ -28,7 +29,8 @@ class Pass:
 
     Attributes:
         slots: int64 [B, M], where their keys go; −1 nowhere.
-        angles: cosines and sines [B, M, …], as the head's path rotates by.
+        angles: cosines and sines [B, M, …], as the head's path rotates by, and what else it needs
+            of positions.
         positions: int64 [B, M], consecutive; −1 is padding, at the end.
         asked: int64 [B, A], positions of those whose outputs are asked for.
         counts: int64 [B]; they are A columns from counts − 1 on. None: all, A = M.
@@ -36,7 +38,7 @@ class Pass:
     """
 
     slots: Tensor
-    angles: tuple[Tensor, Tensor]
+    angles: Angles
     positions: Tensor
     asked: Tensor
     counts: Tensor | None = None
@@ -56,18 +58,18 @@ class HeadPasses(Protocol):
     """How a head's passes run."""
 
     def fuse(self, features: Tensor) -> Tensor:
-        """`Eagle3Head.fuse`."""
+        """`DraftHead.fuse`."""
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, …] of positions [T], as `forward` takes them; −1 is padding."""
+    def angles(self, positions: Tensor) -> Angles:
+        """Of positions [T], what `forward` takes of them, each [T, …]; −1 is padding."""
 
     def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """`Eagle3Head.logits`, [N, W] of outputs [N, H]; `out`: where they go."""
+        """`DraftHead.logits`, [N, W] of outputs [N, H]; `out`: where they go."""
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor, pools: Pools
     ) -> Tensor:
-        """Pre-norm outputs [B, A, H] of what is asked for; the keys of all enter the pools.
+        """The head's outputs [B, A, H] of what is asked for; the keys of all enter the pools.
 
         Args:
             tokens: int64 [B, M].
@@ -81,14 +83,14 @@ class HeadPasses(Protocol):
 class PlainHead:
     """The passes of a head, in its own modules."""
 
-    def __init__(self, head: Eagle3Head) -> None:
+    def __init__(self, head: DraftHead) -> None:
         self.head = head
 
     def fuse(self, features: Tensor) -> Tensor:
         """See `HeadPasses`."""
         return self.head.fuse(features)
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor) -> Angles:
         """See `HeadPasses`."""
         return self.head.rope.angles(positions.clamp(min=0))
 
@@ -107,7 +109,7 @@ class PlainHead:
         parts = place.parts(len(layers))
         for layer, pool, (counts, positions) in zip(layers, pools, parts, strict=True):
             if layer is layers[0]:
-                x, residual = layer.inputs(self.head.embed(tokens), hidden)
+                x, residual = self.head.inputs(self.head.embed(tokens), hidden)
             else:
                 x, residual = layer.input_layernorm(hidden), hidden
             angles = place.angles
@@ -118,12 +120,14 @@ class PlainHead:
                 )
             query = layer.self_attn.query(x, angles)
             scale = query.shape[-1] ** -0.5
-            attended = attend_paged(query, *pool, block_table, positions, scale=scale)
+            attended = attend_paged(
+                query, *pool, block_table, positions, chunk=layer.chunk, scale=scale
+            )
             hidden = layer.output(attended, residual)
-        return hidden
+        return self.head.finish(hidden)
 
 
-def embedding_table(head: Eagle3Head) -> Tensor:
+def embedding_table(head: DraftHead) -> Tensor:
     """Embeddings [V, H] as `head.embed` looks them up: the mask token's row is the trained one.
 
     A copy only where the table has another row there, which that of a loaded head has not.

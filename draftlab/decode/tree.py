@@ -6,6 +6,7 @@ it would draft there. Engine, verifier and drafter take no part: they are what i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DraftHead
 from draftlab.heads.ptd import PtdHead
 from draftlab.target.model import Target
 
@@ -79,16 +80,16 @@ class Tree:
 @torch.inference_mode()
 def grow(
     target: Target,
-    head: Eagle3Head,
-    context: tuple[int, ...],
+    head: DraftHead,
+    contexts: Sequence[tuple[int, ...]],
     *,
     levels: int,
     top_k: int,
     temperature: float,
     k: int,
     draft_temperature: float,
-) -> Tree:
-    """Runs target and head over all prefixes behind a context.
+) -> list[Tree]:
+    """Runs target and head over all prefixes behind N contexts of one length; a tree for each.
 
     Args:
         levels: judged tokens L.
@@ -97,43 +98,53 @@ def grow(
         draft_temperature: drafts are sampled from softmax(logits / draft_temperature); 0 means
             that each is the argmax.
     """
-    ids = torch.tensor([context], device=target.device)
+    ids, count = torch.tensor(contexts, device=target.device), len(contexts)
     firsts, p, margin = _kept(target.logits(target.states(ids).last[:, -1]), top_k, temperature)
-    first_probability = float(p[0, 0])
+    # From here on the nodes of a level lie context by context: [N · C^m, …].
     rows, tokens, probabilities = torch.cat([ids, firsts[:, :1]], 1), [], []
     for level in range(levels):
         if level:
             rows = torch.cat([rows.repeat_interleave(top_k, 0), tokens[-1].reshape(-1, 1)], 1)
         states = target.states(rows, head.config.boundaries)
-        inside, p, gap = _kept(target.logits(states.last[:, -1]), top_k, temperature)
+        inside, among, gap = _kept(target.logits(states.last[:, -1]), top_k, temperature)
         tokens.append(inside)
-        probabilities.append(p)
-        margin = min(margin, gap)
+        probabilities.append(among)
+        margin = torch.minimum(margin, gap.view(count, -1).amin(1))
     kind = _Parallel if isinstance(head, PtdHead) else _Chain
     drafter = kind(head, rows, states.features, draft_temperature)
 
-    def under(level: int, start: int, depth: int) -> np.ndarray:
+    def under(level: int, start: int, depth: int) -> Tensor:
         """The children of a level in what draft `depth` of a step from level `start` was drawn."""
-        q = drafter.draft(len(context) + start - 1, depth)
+        q = drafter.draft(ids.shape[1] + start - 1, depth)
         # Leaves under one node share everything up to it.
-        return q[:: top_k ** (levels - 1 - level)].gather(1, tokens[level]).cpu().numpy()
+        return q[:: top_k ** (levels - 1 - level)].gather(1, tokens[level])
 
-    return Tree(
-        context,
-        tuple(firsts[0].tolist()),
-        first_probability,
-        tuple(t.cpu().numpy() for t in tokens),
-        tuple(p.cpu().numpy() for p in probabilities),
-        tuple(tuple(under(m, m - d, d) for d in range(min(m + 1, k))) for m in range(levels)),
-        tuple(under(m, m - k, k - 1) if m >= k else None for m in range(levels)),
-        margin,
-    )
+    draft = [[under(m, m - d, d) for d in range(min(m + 1, k))] for m in range(levels)]
+    stale = [under(m, m - k, k - 1) if m >= k else None for m in range(levels)]
+
+    def own(found: Tensor, number: int) -> np.ndarray:
+        """The part of a context."""
+        return found.chunk(count)[number].cpu().numpy()
+
+    return [
+        Tree(
+            tuple(context),
+            tuple(firsts[n].tolist()),
+            float(p[n, 0]),
+            tuple(own(t, n) for t in tokens),
+            tuple(own(t, n) for t in probabilities),
+            tuple(tuple(own(q, n) for q in level) for level in draft),
+            tuple(None if q is None else own(q, n) for q in stale),
+            float(margin[n]),
+        )
+        for n, context in enumerate(contexts)
+    ]
 
 
-def _kept(logits: Tensor, top_k: int, temperature: float) -> tuple[Tensor, Tensor, float]:
-    """Top-k ids of logits [B, V], int64 [B, C], their probabilities, and the gap to the next."""
+def _kept(logits: Tensor, top_k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Top-k ids of logits [B, V], int64 [B, C], their probabilities, and gaps [B] to the next."""
     values, ids = logits.double().topk(min(top_k + 1, logits.shape[-1]))
-    gap = float((values[:, top_k - 1] - values[:, -1]).min()) if values.shape[1] > top_k else 1e9
+    gap = values[:, top_k - 1] - values[:, -1] if values.shape[1] > top_k else values[:, 0] + 1e9
     return ids[:, :top_k], (values[:, :top_k] / temperature).softmax(-1), gap
 
 
@@ -177,6 +188,10 @@ def _causal(_: int, *inputs: Tensor) -> Tensor:
     return found.transpose(1, 2)
 
 
+Keys = tuple[Tensor, ...]
+"""Keys and values of one layer, each [B, kv heads, M, head_dim]."""
+
+
 class _Chain(_AlongRows):
     """Drafts one behind the other, each from the output of the one before."""
 
@@ -187,24 +202,30 @@ class _Chain(_AlongRows):
     def draft(self, start: int, depth: int) -> Tensor:
         """Distribution of draft `depth` of a step whose last true pair sits at `start`."""
         output = self.outputs[:, start, None]
-        keys: tuple[Tensor, ...] = tuple(t[:, :, : start + 1] for t in self.keys)
+        keys: list[Keys] = [tuple(t[:, :, : start + 1] for t in layer) for layer in self.keys]
         for at in range(start + 1, start + depth + 1):
             output, keys = self._run(self.rows[:, at + 1, None], output, at, keys)
         return self.distribution(output[:, 0])
 
     def _run(
-        self, tokens: Tensor, hidden: Tensor, start: int, past: tuple[Tensor, ...] | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Outputs [B, M, H] of pairs at positions from `start`, and all keys and values so far."""
-        layer = self.head.layer
-        x, residual = layer.inputs(self.head.embed_tokens(tokens), hidden)
+        self, tokens: Tensor, hidden: Tensor, start: int, past: Sequence[Keys] | None
+    ) -> tuple[Tensor, list[Keys]]:
+        """Outputs [B, M, H] of pairs at positions from `start`, and each layer's keys so far."""
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        angles = self.head.rope.angles(positions)
-        keys = tuple(t.transpose(1, 2) for t in layer.self_attn.key_value(x, angles))
-        if past is not None:
-            keys = tuple(torch.cat(pair, 2) for pair in zip(past, keys, strict=True))
-        query = layer.self_attn.query(x, angles).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(
-            query, *keys, is_causal=past is None, enable_gqa=True
-        )
-        return layer.output(attended.transpose(1, 2), residual), keys
+        reach = torch.arange(start + tokens.shape[1], device=tokens.device)
+        made: list[Keys] = []
+
+        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys = key.transpose(1, 2), value.transpose(1, 2)
+            if past is not None:
+                keys = tuple(torch.cat(pair, 2) for pair in zip(past[number], keys, strict=True))
+            made.append(keys)
+            chunk = self.head.layers[number].chunk or len(reach)
+            at = positions[:, None]
+            visible = (at // chunk * chunk <= reach) & (reach <= at)
+            found = F.scaled_dot_product_attention(
+                query.transpose(1, 2), *keys, attn_mask=visible, enable_gqa=True
+            )
+            return found.transpose(1, 2)
+
+        return self.head.run(tokens, hidden, positions, attend), made

@@ -1,6 +1,6 @@
 """vLLM as an engine: the same prompts through an installed vLLM, with its own counters and times.
 
-vLLM lives in an environment of its own. `decode/vllm_client.py` runs there and answers in JSON
+vLLM lives in an environment of its own. `decode/vllm_client/` runs there and answers in JSON
 lines; here its answers become the engine's `Generation`s. What vLLM does not tell stays empty:
 `expected` is (), and of the steps only the accepted drafts are its own.
 """
@@ -21,28 +21,26 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from pydantic import Field
 
-from draftlab.base import Knobs, Monitor, UserError, read_json
+from draftlab.base import Monitor, UserError, read_json
+from draftlab.decode.knobs import VllmKnobs
 from draftlab.decode.sampling import Generation, Request
+from draftlab.decode.vllm_client.asked import NO_VLLM
 from draftlab.results import Counters
 
 PYTHON_VARIABLE = "DRAFTLAB_VLLM_PYTHON"
 COUNTERS = ("drafts", "draft_tokens", "accepted", "accepted_at")
-CLIENT = Path(__file__).with_name("vllm_client.py")
+CLIENT = Path(__file__).with_name("vllm_client")
+_START = """\
+import sys
+sys.path = [sys.argv[1], *filter(None, sys.path)]  # the working directory may hold a vllm.py
+from vllm_client.serve import main
+sys.exit(main())
+"""
 _INSTALL = (
     f"name the Python that has vLLM: eval.vllm.python or {PYTHON_VARIABLE}; "
     "eval/parity/setup_vllm.sh makes one for a CPU"
 )
-
-
-class VllmKnobs(Knobs):
-    """Where vLLM is, and how it is started."""
-
-    python: str | None = None
-    """The Python that has vLLM; None: this one if it has, else DRAFTLAB_VLLM_PYTHON."""
-    memory_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of the GPU's memory it may take; None: nine tenths of what is free when it starts."""
 
 
 def find_python(knobs: VllmKnobs) -> Path:
@@ -111,13 +109,14 @@ class VllmEngine:
         knobs, monitor = knobs or VllmKnobs(), monitor or Monitor()
         self.k = k if head else 0
         python = find_python(knobs)
-        # A folder of its own: a program's folder comes first where Python looks for modules, and
-        # beside the client are a vllm.py and others that would be found in place of the real ones.
+        # A folder of its own: it comes first where Python looks for modules, and beside the client
+        # are a vllm.py and others that would be found in place of the real ones.
         self._folder = tempfile.TemporaryDirectory()
-        program = shutil.copy(CLIENT, self._folder.name)
+        copy = Path(self._folder.name) / CLIENT.name
+        shutil.copytree(CLIENT, copy, ignore=shutil.ignore_patterns("__pycache__"))
         self._said = open(Path(self._folder.name) / "said", "w+b")  # noqa: SIM115  # see close
         self._process = subprocess.Popen(
-            [str(python), str(program)],
+            [str(python), "-c", _START, self._folder.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
@@ -131,7 +130,7 @@ class VllmEngine:
                     "draft": str(head.resolve()) if head else None,
                     "k": self.k,
                     "draft_probs": draft_probs,
-                    "parallel_drafting": bool(head) and _drafts_in_parallel(head),
+                    **_speculation(head),
                     "dtype": str(dtype).removeprefix("torch."),
                     "max_model_len": max_length,
                     "max_num_seqs": batch,
@@ -215,7 +214,7 @@ class VllmEngine:
         status = self._process.wait()
         self._said.seek(0)
         said = self._said.read().decode("utf-8", "replace").strip()
-        missing = status == 3  # vllm_client.NO_VLLM
+        missing = status == NO_VLLM
         raise UserError(
             "expected a Python that has vLLM, found one without"
             if missing
@@ -225,12 +224,25 @@ class VllmEngine:
         )
 
 
-def _drafts_in_parallel(head: Path) -> bool:
-    """Whether a head's config.json, in either layout, names the token of masked slots."""
-    file = head / "config.json"
-    if not file.is_file():
-        return False  # the client says what is missing
-    return read_json(file, kind="head's config.json").get("mask_token_id") is not None
+def drafting_method(config: dict[str, Any]) -> str:
+    """How vLLM drafts with a head, by its config.json: it is not told by it (CONTRACTS §1.0).
+
+    A causal LM's own name stands for EAGLE's first generation; all others here are EAGLE3's kind.
+    """
+    names = config.get("architectures") or [""]
+    return "eagle" if names[0] in ("LlamaForCausalLM", "Llama4ForCausalLM") else "eagle3"
+
+
+def _speculation(head: Path | None) -> dict[str, Any]:
+    """What a head's config.json, in either layout, says of how it drafts."""
+    file = head and head / "config.json"
+    if not file or not file.is_file():
+        return {}  # the client says what is missing
+    config = read_json(file, kind="head's config.json")
+    return {
+        "method": drafting_method(config),
+        "parallel_drafting": config.get("mask_token_id") is not None,
+    }
 
 
 def _memory(knobs: VllmKnobs, device: torch.device | None) -> dict[str, Any]:

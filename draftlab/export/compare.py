@@ -8,51 +8,44 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from draftlab.base import UserError
-
-SAFETENSORS_METADATA = {"format": "pt"}
-"""What transformers' readers ask of a safetensors header."""
+from draftlab.export.weights import SAFETENSORS_METADATA, read_weights, weight_files
 
 
-def read_tensors(file: Path, kind: str) -> dict[str, Tensor]:
-    """All tensors of a safetensors file; a missing or broken one is a `UserError` naming it."""
-    try:
-        return load_file(file)
-    except Exception as error:  # safetensors raises its own types
-        raise UserError(f"the {kind} cannot be read: {error}", where=file) from None
-
-
-def compare_tensors(wanted: dict[str, Tensor], file: Path) -> None:
-    """Compares names, dtypes, shapes and every byte of a safetensors file.
+def compare_tensors(wanted: dict[str, Tensor], folder: Path) -> None:
+    """Compares names, dtypes, shapes and every byte of an export's safetensors.
 
     Args:
-        wanted: the tensors that the file must hold, and no others.
-        file: the safetensors file.
+        wanted: the tensors that the folder must hold, and no others.
+        folder: the export.
 
     Raises:
         UserError: naming the first difference.
     """
-    found = read_tensors(file, "exported weights")
+    found = read_weights(folder, "exported weights")
+    files = weight_files(folder)
+    where = files[0] if len(files) == 1 else folder
     if odd := sorted(wanted.keys() ^ found.keys()):
         side = "missing from" if odd[0] in wanted else "unknown in"
-        raise UserError(f"tensor {odd[0]} is {side} the export", where=file)
+        raise UserError(f"tensor {odd[0]} is {side} the export", where=where)
     for name, tensor in wanted.items():
-        _compare(name, tensor, found[name], file)
-    with safe_open(file, "pt") as opened:
-        if opened.metadata() != SAFETENSORS_METADATA:
-            raise UserError(
-                f"expected safetensors metadata {SAFETENSORS_METADATA}, found {opened.metadata()}",
-                where=file,
-            )
+        _compare(name, tensor, found[name], where)
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            if opened.metadata() != SAFETENSORS_METADATA:
+                raise UserError(
+                    f"expected safetensors metadata {SAFETENSORS_METADATA}, found "
+                    f"{opened.metadata()}",
+                    where=file,
+                )
 
 
-def _compare(name: str, wanted: Tensor, found: Tensor, file: Path) -> None:
+def _compare(name: str, wanted: Tensor, found: Tensor, where: Path) -> None:
     for what in ("dtype", "shape"):
         if (a := getattr(wanted, what)) != (b := getattr(found, what)):
-            raise UserError(f"{name}: expected {what} {a}, found {b}", where=file)
+            raise UserError(f"{name}: expected {what} {a}, found {b}", where=where)
     # Bytes, since 0 == -0 and NaN != NaN.
     left, right = (t.contiguous().flatten().view(torch.uint8) for t in (wanted, found))
     if not torch.equal(left, right):
@@ -60,7 +53,7 @@ def _compare(name: str, wanted: Tensor, found: Tensor, file: Path) -> None:
         raise UserError(
             f"{name}: expected {wanted.flatten()[index].item()} at flat index {index}, "
             f"found {found.flatten()[index].item()}",
-            where=file,
+            where=where,
             do="export again; if it stays, the head or the disk changed in between",
         )
 

@@ -7,9 +7,16 @@ import shlex
 from importlib import metadata
 from pathlib import Path
 
+from draftlab.export.gguf import OUT_TYPES
+from draftlab.export.layout import Export
 from draftlab.heads.config import HeadConfig
 
-_FAMILIES = {"eagle3": "EAGLE3", "ptd": "Parallel draft (P-EAGLE)"}
+_FAMILIES = {
+    "eagle3": "EAGLE3",
+    "ptd": "Parallel draft (P-EAGLE)",
+    "eagle": "EAGLE",
+    "eagle_llama4": "Dense Llama 4 EAGLE",
+}
 
 
 def is_hub_id(name: str) -> bool:
@@ -21,35 +28,94 @@ def is_hub_id(name: str) -> bool:
     )
 
 
-def launch_text(head: HeadConfig, place: Path, verifier: str, k: int) -> str:
-    """launch.md: how vLLM serves this export."""
-    chosen = {"model": str(place), "method": "eagle3", "num_speculative_tokens": k}
-    parallel = head.family == "ptd"
+def block(*lines: str) -> str:
+    """Command lines as Markdown."""
+    return "```\n" + "\n".join(lines) + "\n```\n"
+
+
+def vllm_text(export: Export, place: Path, *, alone: bool = False, method: str = "eagle3") -> str:
+    """launch.md: how vLLM serves an export.
+
+    Args:
+        alone: vLLM takes target, method and K from config.json.
+        method: of drafting, as vLLM calls it.
+    """
+    chosen = {"model": str(place), "method": method, "num_speculative_tokens": export.k}
+    parallel = export.head.family == "ptd"
     # Only of an export served alone does vLLM read it from config.json.
     options = json.dumps(chosen | ({"parallel_drafting": True} if parallel else {}))
-    explicit = f"vllm serve {shlex.quote(verifier)} --speculative-config {shlex.quote(options)}"
-    alone = f"vllm serve {shlex.quote(str(place))}"
-    if is_hub_id(verifier):
+    explicit = block(
+        f"vllm serve {shlex.quote(export.target_name)} --speculative-config {shlex.quote(options)}"
+    )
+    if alone:
         text = (
-            f"The target is on the Hub, and the export names it:\n\n```\n{alone}\n```\n\n"
-            f"Spelled out, for another K or a local copy of the target:\n\n```\n{explicit}\n```\n"
+            "The target is on the Hub, and the export names it:\n\n"
+            + block(f"vllm serve {shlex.quote(str(place))}")
+            + f"\nSpelled out, for another K or a local copy of the target:\n\n{explicit}"
         )
+    elif is_hub_id(export.target_name):
+        text = explicit
     else:
         text = (
             "The target is a local folder, which vLLM wants named (it serves an export alone only "
-            f"where the target is on the Hub):\n\n```\n{explicit}\n```\n"
+            f"where the target is on the Hub):\n\n{explicit}"
         )
-    drafts = f"{k} tokens a step, greedy, " + ("all in one pass" if parallel else "one a pass")
+    drafts = f"{export.k} tokens a step, greedy, "
+    drafts += "all in one pass" if parallel else "one a pass"
     return f"# Serving this head with vLLM\n\n{text}\nDrafts: {drafts}.\n"
 
 
-def readme_text(head: HeadConfig, verifier: str, layout: str) -> str:
+def sglang_text(export: Export, place: Path, *, algorithm: str = "EAGLE3") -> str:
+    """launch.md: how SGLang serves an export, as a chain (CONTRACTS §6).
+
+    Args:
+        algorithm: as SGLang calls it.
+    """
+    command = block(
+        f"python -m sglang.launch_server --model-path {shlex.quote(export.target_name)} \\",
+        f"  --speculative-algorithm {algorithm} \\",
+        f"  --speculative-draft-model-path {shlex.quote(str(place))} \\",
+        f"  --speculative-num-steps {export.k} --speculative-eagle-topk 1 \\",
+        f"  --speculative-num-draft-tokens {export.k + 1}",
+    )
+    return (
+        f"# Serving this head with SGLang\n\n{command}\nDrafts: {export.k} tokens a step, one a "
+        "pass. SGLang counts the token it drafts from, hence one more in the last option.\n"
+    )
+
+
+def llamacpp_text(export: Export, place: Path) -> str:
+    """launch.md: how llama.cpp's converter and server take an export (CONTRACTS §5, §10)."""
+    hub = is_hub_id(export.target_name)
+    target = "target" if hub else shlex.quote(export.target_name)
+    fetch = [f"hf download {shlex.quote(export.target_name)} --local-dir target"] if hub else []
+    head, convert = shlex.quote(str(place)), "python convert_hf_to_gguf.py"
+    outtype = OUT_TYPES[export.dtype_name]
+    commands = block(
+        *fetch,
+        f"{convert} {target} --outtype {outtype} --outfile target.gguf",
+        f"{convert} {head} --target-model-dir {target} --outtype {outtype} \\",
+        "  --outfile head.gguf",
+        "llama-server -m target.gguf -md head.gguf --spec-type draft-eagle3 \\",
+        f"  --spec-draft-n-max {export.k} --spec-draft-p-min 0 --jinja",
+    )
+    return (
+        "# Serving this head with llama.cpp\n\nIn a folder of llama.cpp (the converter reads "
+        f"tokenizer and sizes from the target):\n\n{commands}\n"
+        f"Drafts: at most {export.k} tokens a step, one a pass. The converter refuses tokenizers "
+        "that it does not know by their hash; `draftlab export --to llamacpp --gguf` tells it of "
+        "those that split text as Llama 3's or Qwen 2's do.\n"
+    )
+
+
+def readme_text(head: HeadConfig, target_name: str, layout: str) -> str:
     """README.md: the layout, its version, who wrote it, for which target."""
     try:
         version = metadata.version("draftlab")
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed
         version = "(not installed)"
     return (
-        f"{_FAMILIES[head.family]} head for {verifier}: {layout}, written by draftlab {version}. "
-        f"launch.md says how to serve it. Fingerprint of the target: {head.target.fingerprint}\n"
+        f"{_FAMILIES[head.family]} head for {target_name}: {layout}, written by draftlab "
+        f"{version}. launch.md says how to serve it. Fingerprint of the target: "
+        f"{head.target.fingerprint}\n"
     )

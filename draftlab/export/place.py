@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,23 +11,33 @@ from pathlib import Path
 
 from draftlab.base import UserError
 
+_OURS = re.compile(
+    r"config\.json|launch\.md|README\.md|model(-\d+-of-\d+)?\.safetensors"
+    r"|model\.safetensors\.index\.json|.*\.gguf"
+)
+"""Names of the files that an export holds."""
 
-def check_place(place: Path, files: frozenset[str]) -> None:
+
+def check_place(place: Path) -> None:
     """Refuses to write inside a file, or to replace anything but an earlier export.
 
     Args:
         place: the folder to write, absolute.
-        files: the names that an export of this layout holds.
     """
     nearest = next(p for p in (place, *place.parents) if p.exists())
     if not nearest.is_dir():
         raise UserError("expected a folder to export into, found a file", where=nearest)
-    if nearest == place and (foreign := sorted({p.name for p in place.iterdir()} - files)):
+    if nearest != place:
+        return
+    names = sorted(p.name for p in place.iterdir())
+    if foreign := [name for name in names if not _OURS.fullmatch(name)]:
         raise UserError(
             f"the folder holds what this export did not write: {', '.join(foreign[:5])}",
             where=place,
             do="give another folder, or an empty one",
         )
+    if names and "launch.md" not in names:  # which every export has
+        raise UserError("the folder holds a model that is no export", where=place)
 
 
 @contextmanager

@@ -1,48 +1,18 @@
-"""The EAGLE3 head (METHODS §2; CONTRACTS §1.3), and what every family of heads shares with it.
+"""The EAGLE3 head (METHODS §2; CONTRACTS §1.3).
 
-Parameter names are those that vLLM and speculators read.
-
-The head at position t is fed (x_{t+1}, g_t) at RoPE position t and predicts x_{t+2}. The pre-norm
-output is fed back as the hidden state of the next draft.
+fc reads the target's states at the head's boundaries, as they are or normed (`norm_before_fc` over
+all of them, `fc_norm` one by one); the layer reads a token's embedding and the hidden state, normed
+side by side. What is fed back is the pre-norm output, with `norm_output` the normed one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.layers import Attention, RMSNorm, Rope, SwiGLU
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Layer number, rotated query, rotated key, value → attended values, shaped like the query."""
-
-
-class DecoderLayer(nn.Module):
-    """A plain decoder layer; `width` times the hidden size is what its attention reads."""
-
-    def __init__(self, config: HeadConfig, *, width: int = 1) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.input_layernorm = RMSNorm(size, config.rms_norm_eps)
-        self.self_attn = Attention(
-            width * size,
-            size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
-        )
-        self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
-        self.mlp = SwiGLU(size, config.intermediate_size)
-
-    def output(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """Pre-norm output [..., H] from attended values [..., heads, head_dim]."""
-        hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+from draftlab.heads.head import DecoderLayer, DraftHead
+from draftlab.heads.layers import RMSNorm
 
 
 class Eagle3Layer(DecoderLayer):
@@ -60,120 +30,31 @@ class Eagle3Layer(DecoderLayer):
         return torch.cat([self.input_layernorm(embedding), normed], dim=-1), residual
 
 
-class Eagle3Head(nn.Module):
-    """fc, one layer, norm and lm_head over the draft vocabulary; embeddings are frozen.
-
-    Buffers: `d2t` int64 [D], offsets (target id = draft id + d2t); `t2d` bool [V], membership.
-    """
+class Eagle3Head(DraftHead):
+    """An EAGLE3 head: `DraftHead` whose fc reads features, and whose layers read 2H, H, H, …."""
 
     def __init__(self, config: HeadConfig) -> None:
-        super().__init__()
-        self.config = config
-        size = config.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, size)
-        self.embed_tokens.weight.requires_grad_(False)
-        self.fc = nn.Linear(config.feature_size, size, bias=False)
         later = (DecoderLayer(config) for _ in range(config.num_layers - 1))
-        self.layers = nn.ModuleList([Eagle3Layer(config), *later])
-        self.norm = RMSNorm(size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        self.rope = Rope(config.head_dim, config.rope_parameters)
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        super().__init__(config, [Eagle3Layer(config), *later], fc_width=config.feature_size)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(config.feature_size, config.rms_norm_eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.boundaries
+            )
 
-    @property
-    def layer(self) -> Eagle3Layer:
-        """The first layer, of an EAGLE3 head the only one."""
-        return self.layers[0]
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [..., H] of token ids [...]."""
-        return self.embed_tokens(tokens)
-
-    def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Pre-norm outputs [..., M, H] of a pass whose inputs are all at hand.
-
-        Args:
-            tokens: int64 [..., M].
-            hidden: [..., M, H], `fuse`d features, or the head's own earlier output.
-            positions: int64 [..., M].
-            attend: what a slot sees is its business; it is called once a layer, in order.
-        """
-        angles = self.rope.angles(positions)
-        for number, layer in enumerate(self.layers):
-            if number == 0:
-                x, residual = layer.inputs(self.embed(tokens), hidden)
-            else:
-                x, residual = layer.input_layernorm(hidden), hidden
-            key, value = layer.self_attn.key_value(x, angles)
-            attended = attend(number, layer.self_attn.query(x, angles), key, value)
-            hidden = layer.output(attended, residual)
-        return hidden
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by the name it has in files."""
-        return self.state_dict()
-
-    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Takes in what `tensors` gives, from a file."""
-        self.load_state_dict(tensors)
-
-    def initialise_masks(self, generator: torch.Generator) -> None:
-        """Initial values of what stands in masked slots, of which this family has none."""
-
-    def set_draft_vocabulary(self, target_ids: Tensor) -> None:
-        """Sets d2t and t2d from ascending unique target ids, int64 [D]."""
-        size = self.config.draft_vocab_size
-        if target_ids.shape != (size,) or not bool((target_ids.diff() > 0).all()):
-            raise ValueError(f"expected {size} ascending unique target ids")
-        self.d2t.copy_(target_ids - torch.arange(size, device=target_ids.device))
-        self.t2d.zero_()
-        self.t2d[target_ids] = True
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Target token ids of draft-vocabulary ids, same shape."""
-        return draft_ids + self.d2t[draft_ids]
+    def normed_features(self, features: Tensor) -> Tensor:
+        """What fc reads, from the target's features [..., F]."""
+        if self.config.norm_before_fc:
+            return self.input_norm(features)
+        if self.config.fc_norm:
+            parts = features.split(self.config.target_hidden_size, -1)
+            normed = (norm(part) for norm, part in zip(self.fc_norm, parts, strict=True))
+            return torch.cat([*normed], -1)
+        return features
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Hidden state [..., H] of the first draft from the target's features [..., F]."""
-        return self.fc(features)
+        return self.fc(self.normed_features(features))
 
-    def logits(self, output: Tensor) -> Tensor:
-        """Draft-vocabulary logits [..., D] of pre-norm outputs [..., H]."""
-        return F.linear(self.norm(output), self.lm_head.weight.to(output.dtype))
-
-
-def initialise_head(
-    head: Eagle3Head,
-    *,
-    embeddings: Tensor,
-    final_norm: Tensor,
-    lm_head: Tensor,
-    target_ids: Tensor,
-    seed: int,
-) -> None:
-    """Initial values before training (METHODS §2).
-
-    Embeddings [V, H], final norm [H] and the draft vocabulary's lm_head rows come from the target
-    (so logits of a perfect imitation would be the target's); projections are normal with standard
-    deviation 1/√fan_in, scaled down where they write into the residual stream.
-
-    Args:
-        lm_head: the target's projection, [V, H].
-        target_ids: ascending draft vocabulary, int64 [D].
-        seed: of a generator local to this call.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            if parameter.ndim == 2 and not name.startswith(("embed_tokens", "lm_head", "mask_")):
-                scale = parameter.shape[1] ** -0.5
-                if name.endswith(("o_proj.weight", "down_proj.weight")):
-                    scale *= 0.5**0.5
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(noise * scale)
-        head.embed_tokens.weight.copy_(embeddings)
-        head.norm.weight.copy_(final_norm)
-        head.lm_head.weight.copy_(lm_head[target_ids])
-        head.set_draft_vocabulary(target_ids)
-        head.initialise_masks(generator)
+    def inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer.inputs(embedding, hidden)

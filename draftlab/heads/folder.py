@@ -7,77 +7,43 @@ target's, and so do we).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftlab.base import UserError, atomic_path, read_json, save_tensors, write_json
+from draftlab.base import UserError, atomic_path, complaints, read_json, save_tensors, write_json
 from draftlab.heads.config import HeadConfig
+from draftlab.heads.eagle import LM_HEAD, TARGET_NORM, EagleHead
 from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import EMBEDDINGS, DraftHead
+from draftlab.heads.llama4 import EagleLlama4Head
+from draftlab.heads.native import native_config
 from draftlab.heads.ptd import PtdHead
 
 CONFIG, WEIGHTS, NATIVE = "draftlab.json", "model.safetensors", "config.json"
-EMBEDDINGS = "embed_tokens.weight"
+_BORROWED = {EMBEDDINGS: "embeddings", LM_HEAD: "lm_head", TARGET_NORM: "final norm"}
+"""What a head may use of its target."""
+
+_FAMILIES: dict[str, Callable[[HeadConfig], DraftHead]] = {
+    "eagle3": Eagle3Head,
+    "ptd": PtdHead,
+    "eagle": EagleHead,
+    "eagle_llama4": EagleLlama4Head,
+}
 
 
-def new_head(config: HeadConfig) -> Eagle3Head:
+def new_head(config: HeadConfig) -> DraftHead:
     """A head of the family that `config` names, its values yet to be set."""
-    return PtdHead(config) if config.family == "ptd" else Eagle3Head(config)
+    return _FAMILIES[config.family](config)
 
 
-def native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
-    """config.json in vLLM's native layout (CONTRACTS §8), a pure function of draftlab.json."""
-    rope = dict(config.rope_parameters)
-    rope.setdefault("rope_type", "default")
-    scaling = {k: v for k, v in rope.items() if k != "rope_theta"}
-    nested = [b - 1 for b in config.boundaries]  # SGLang counts outputs of layers
-    # The name that becomes vLLM's class with norms of q and k; it has no other for these heads.
-    architecture = "Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"
-    mask = config.mask_token_id
-    # Readers differ in the key they look for (CONTRACTS §1.5).
-    names = ("mask_token_id", "ptd_token_id", "pard_token") if mask is not None else ()
-    return {
-        "architectures": [architecture],
-        "model_type": "qwen3" if config.qk_norm else "llama",
-        "dtype": dtype,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "num_hidden_layers": config.num_layers,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bias": False,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "tie_word_embeddings": False,
-        "target_hidden_size": config.target_hidden_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None if rope["rope_type"] == "default" else scaling,
-        "rope_parameters": rope,
-        "eagle_aux_hidden_state_layer_ids": list(config.boundaries),
-        "num_aux_hidden_states": len(config.boundaries),
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": nested,
-        },
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-        **dict.fromkeys(names, mask),
-    }
-
-
-def head_tensors(head: Eagle3Head, dtype: torch.dtype) -> dict[str, Tensor]:
+def head_tensors(head: DraftHead, dtype: torch.dtype) -> dict[str, Tensor]:
     """Every tensor by its name in files, floating ones cast to `dtype`, on the CPU."""
     return {
         name: (t.to(dtype) if t.is_floating_point() else t).detach().cpu().contiguous()
@@ -85,13 +51,13 @@ def head_tensors(head: Eagle3Head, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def save_head(folder: Path, head: Eagle3Head, dtype: torch.dtype) -> None:
+def save_head(folder: Path, head: DraftHead, dtype: torch.dtype) -> None:
     """Writes the head folder; draftlab.json comes last, so a folder that has it is whole."""
     # An older head here is no head any more from the first changed file on.
     (folder / CONFIG).unlink(missing_ok=True)
     tensors = head_tensors(head, dtype)
-    if head.config.embeddings == "target":
-        del tensors[EMBEDDINGS]
+    for name in head.borrowed():
+        del tensors[name]
     if head.config.draft_vocab_size == head.config.vocab_size:
         # A reader without a draft vocabulary has no place for the two maps (CONTRACTS §1.3).
         del tensors["d2t"], tensors["t2d"]
@@ -109,18 +75,50 @@ def load_config(folder: Path) -> HeadConfig:
         return HeadConfig.model_validate(fields)
     except ValidationError as error:
         raise UserError(
-            f"draftlab.json is not a head of this version: {error}", where=folder / CONFIG
+            f"draftlab.json does not describe a head:\n  {complaints(error)}",
+            where=folder / CONFIG,
         ) from None
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise UserError("expected the head's weights, found nothing", where=path) from None
+    except Exception as error:  # safetensors raises its own type for a truncated file
+        raise UserError(
+            f"the head's weights are unreadable: {error}",
+            where=path,
+            do="remove this file and train again: the last checkpoint gives the same bytes",
+        ) from None
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in a head's file, by name; only its header is read.
+
+    Raises:
+        UserError: when the file is missing, or cut.
+    """
+    with _reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, "pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
 def load_head(
-    folder: Path, *, embeddings: Tensor | None, dtype: torch.dtype, device: torch.device | str
-) -> Eagle3Head:
-    """Loads a head for inference: a `PtdHead` where draftlab.json says so.
+    folder: Path,
+    *,
+    embeddings: Tensor | None = None,
+    lent: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> DraftHead:
+    """Loads a head for inference, of the family that draftlab.json names.
 
     Args:
         folder: the head folder.
         embeddings: the target's embeddings [V, H], used when the head ships none of its own.
+        lent: all that a head may use of its target, by its name there (`TargetParts.lent`). What
+            has this dtype and device already is shared, not copied.
         dtype: of floating tensors.
         device: where it runs.
 
@@ -128,31 +126,12 @@ def load_head(
         UserError: for missing, unknown or misshapen tensors, each named, or NaN.
     """
     config = load_config(folder)
-    try:
+    with _reading(folder / WEIGHTS):
         tensors = load_file(folder / WEIGHTS)
-    except FileNotFoundError:
-        raise UserError(
-            "expected the head's weights, found nothing", where=folder / WEIGHTS
-        ) from None
-    except Exception as error:  # safetensors raises its own type for a truncated file
-        raise UserError(
-            f"the head's weights are unreadable: {error}",
-            where=folder / WEIGHTS,
-            do="remove this file and train again: the last checkpoint gives the same bytes",
-        ) from None
-    if config.embeddings == "target":
-        if EMBEDDINGS in tensors:
-            raise UserError(
-                f'draftlab.json says "embeddings": "target", and the file holds {EMBEDDINGS}',
-                where=folder / WEIGHTS,
-                do='say "own" if these are the ones the head was trained with',
-            )
-        if embeddings is None:
-            raise UserError(
-                "the head uses its target's embeddings, and none were given", where=folder
-            )
-        tensors[EMBEDDINGS] = embeddings
     head = new_head(config)
+    given = dict(lent or {}) | ({} if embeddings is None else {EMBEDDINGS: embeddings})
+    borrowed = {name: _borrow(name, tensors, given, folder) for name in sorted(head.borrowed())}
+    tensors |= borrowed
     if config.draft_vocab_size == config.vocab_size:
         head.set_draft_vocabulary(torch.arange(config.vocab_size))
         tensors |= {"d2t": head.d2t, "t2d": head.t2d}
@@ -165,10 +144,33 @@ def load_head(
             where=folder / WEIGHTS,
             do="a file with absolute ids in d2t was written by another program: import it instead",
         )
-    return head.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    head = head.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    for name, tensor in borrowed.items():
+        own = head.get_parameter(name)
+        if (own.dtype, own.device) == (tensor.dtype, tensor.device):
+            own.data = tensor.detach()
+    return head
 
 
-def check_tensors(head: Eagle3Head, tensors: dict[str, Tensor], where: Path) -> None:
+def _borrow(
+    name: str, stored: Mapping[str, Tensor], given: Mapping[str, Tensor], folder: Path
+) -> Tensor:
+    """A tensor that is the target's, which the head's file must not hold."""
+    if name in stored:
+        own = 'say "embeddings": "own" if these are the ones the head was trained with'
+        raise UserError(
+            f"draftlab.json says that the target lends {name}, and the file holds one",
+            where=folder / WEIGHTS,
+            do=own if name == EMBEDDINGS else "remove the tensor: it would not be used",
+        )
+    if name not in given:
+        raise UserError(
+            f"the head uses its target's {_BORROWED[name]}, and none were given", where=folder
+        )
+    return given[name]
+
+
+def check_tensors(head: DraftHead, tensors: dict[str, Tensor], where: Path) -> None:
     """Raises a `UserError` that lists every missing, unknown, misshapen or non-finite tensor."""
     expected = head.tensors()
     faults = [f"missing {name}" for name in expected.keys() - tensors.keys()]

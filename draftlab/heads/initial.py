@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from draftlab.base import UserError
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DraftHead
 
 _SHARED = (
     "boundaries",
@@ -21,14 +21,20 @@ _SHARED = (
     "head_dim",
     "rope_parameters",
     "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
     "qk_norm",
+    "llama4",
     "vocab_size",
 )
 """What both heads must agree on for one's weights to mean the same in the other."""
 
+_COPIED = ("fc.", "fc_norm.", "input_norm.", "layers.", "norm.", "mask_")
 
-def start_from(head: Eagle3Head, source: Eagle3Head, where: Path | str) -> str:
-    """Copies fc, layers, norm and lm_head of `source` into a head that has its initial values.
+
+def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
+    """Copies fc, layers, norms and lm_head of `source` into a head that has its initial values.
 
     Layers that `source` lacks begin as the identity: what they write into the residual stream is
     zero. Rows of lm_head are matched by target id; those that `source` has not keep their values.
@@ -49,6 +55,8 @@ def start_from(head: Eagle3Head, source: Eagle3Head, where: Path | str) -> str:
         for name in _SHARED
         if getattr(mine, name) != getattr(theirs, name)
     ]
+    if (mine.family == "eagle") != (theirs.family == "eagle"):
+        faults.append(f"family: the new head is {mine.family}, this one {theirs.family}")
     if theirs.num_layers > mine.num_layers:
         faults.append(
             f"num_layers: the new head has {mine.num_layers}, this one {theirs.num_layers}"
@@ -66,11 +74,7 @@ def start_from(head: Eagle3Head, source: Eagle3Head, where: Path | str) -> str:
             do="change the knobs of head: and record:, or start from another head (head.init)",
         )
     state, found = head.state_dict(), source.state_dict()
-    copied = [
-        name
-        for name in found
-        if name in state and name.startswith(("fc.", "layers.", "norm.", "mask_"))
-    ]
+    copied = [name for name in found if name in state and name.startswith(_COPIED)]
     with torch.no_grad():
         for name in copied:
             state[name].copy_(found[name])
@@ -89,7 +93,7 @@ def start_from(head: Eagle3Head, source: Eagle3Head, where: Path | str) -> str:
     )
 
 
-def fingerprint(head: Eagle3Head) -> str:
+def fingerprint(head: DraftHead) -> str:
     """Hex SHA-256 of a head's tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(head.state_dict().items()):

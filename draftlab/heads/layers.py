@@ -67,6 +67,10 @@ def rope_frequencies(head_dim: int, parameters: dict[str, Any]) -> Tensor:
     raise ValueError(f"rope_type {kind!r} is not supported in a head; use {', '.join(ROPE_TYPES)}")
 
 
+Angles = tuple[Tensor, ...]
+"""What layers need of positions: cosines and sines; of some families more."""
+
+
 class Rope(nn.Module):
     """Rotary embedding, half-split layout (CONTRACTS §5: converters expect it)."""
 
@@ -81,13 +85,13 @@ class Rope(nn.Module):
         self.frequencies = self._exact.to(self.frequencies.device)
         return self
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor) -> Angles:
         """Cosines and sines [..., 1, head_dim / 2], float32, for positions [...]."""
         angle = positions[..., None, None].float() * self.frequencies
         return angle.cos(), angle.sin()
 
 
-def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, angles: Angles) -> Tensor:
     """Rotates x [..., heads, head_dim] by `angles` of its positions, in float32."""
     cos, sin = angles
     first, second = x.float().chunk(2, dim=-1)
@@ -122,12 +126,12 @@ class Attention(nn.Module):
         if qk_norm_eps is not None:
             self.q_norm, self.k_norm = (RMSNorm(head_dim, qk_norm_eps) for _ in range(2))
 
-    def query(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def query(self, x: Tensor, angles: Angles) -> Tensor:
         """Rotated queries [..., heads, head_dim]."""
         query = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         return rotate(query if self.q_norm is None else self.q_norm(query), angles)
 
-    def key_value(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def key_value(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Rotated keys [..., kv heads, head_dim], and values, whose leading dimensions are x's."""
         shape = (self.num_kv_heads, self.head_dim)
         key = self.k_proj(x).unflatten(-1, shape)

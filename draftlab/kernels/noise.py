@@ -20,6 +20,7 @@ class Purpose(IntEnum):
     EMIT = 1  # the token that the verifier emits at a position: recovered, bonus or undrafted
     ACCEPT = 2  # the acceptance test of the draft at a position
     DRAFT = 3  # the draft token proposed for a position
+    FEATURE = 4  # the feature of a position, in training
 
 
 def prompt_key(request_id: str) -> int:
@@ -65,6 +66,12 @@ def keyed_exponential(
     bits = _shift(_mix(keys[..., None] ^ (tokens * -0x61C8864680B583EB)), 32)
     v = ((bits.double() + 0.5) * 2.0**-32).float()
     return -torch.log1p(-v.clamp(max=1 - 2.0**-24))
+
+
+def keyed_spread(keys: Tensor, size: int) -> Tensor:
+    """Uniform float32 [..., size] in [−1, 1) for well-mixed int64 keys [...] (`keyed_bits`)."""
+    places = torch.arange(1, size + 1, device=keys.device) * -0x61C8864680B583EB
+    return _shift(_mix(keys[..., None] ^ places), 40).float() * 2.0**-23 - 1
 
 
 def race(weights: Tensor, exponential: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.base import atomic_path, write_text
-from draftlab.report import same_k, wording
+from draftlab.report import by_position, same_k, wording
+from draftlab.report.conditions import report_conditions, row_labels
 from draftlab.report.wording import NONE
 from draftlab.results import Report, Row
 
@@ -86,7 +87,7 @@ def _timings(row: Row) -> list[dict[str, str]]:
         {
             "batch": str(one.batch) if row.timings else NONE,
             "tpot": wording.milliseconds(one.tpot_ms),
-            "tpot_ci": _interval(one.tpot_ms_ci, wording.time_digits(one.tpot_ms)),
+            "tpot_ci": _interval(one.tpot_ms_ci, wording.TIME_DIGITS),
             "baseline": wording.milliseconds(one.baseline_tpot_ms),
             "speedup": wording.times(one.speedup),
             "speedup_ci": _interval(one.speedup_ci, 2),
@@ -170,7 +171,7 @@ def _view(i: int, row: Row, label: str, *, heads: bool, kinds: bool) -> dict[str
         if row.speedup is None
         else f"{wording.milliseconds(row.baseline_tpot_ms)} / {wording.milliseconds(row.tpot_ms)}",
         "tpot": wording.milliseconds(row.tpot_ms),
-        "tpot_ci": _interval(row.tpot_ms_ci, wording.time_digits(row.tpot_ms)),
+        "tpot_ci": _interval(row.tpot_ms_ci, wording.TIME_DIGITS),
         "ttft": wording.milliseconds(row.ttft_ms),
         "timings": _timings(row),
         "self_check": _self_check(row),
@@ -208,8 +209,9 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     rows = report.rows
-    environment_facts = {k: v for k, v in report.environment.items() if k != "certificates"}
-    conditions = wording.report_conditions(report)
+    apart = ("certificates", by_position.KEY)  # sections of their own
+    environment_facts = {k: v for k, v in report.environment.items() if k not in apart}
+    conditions = report_conditions(report)
     # autoescape: names and warnings come from other people's files
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -218,7 +220,7 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
     heads = len({row.head for row in rows if row.head}) > 1
     views = [
         _view(i, row, label, heads=heads, kinds=wording.several_drafters(rows))
-        for i, (row, label) in enumerate(zip(rows, wording.labels(rows), strict=True), 1)
+        for i, (row, label) in enumerate(zip(rows, row_labels(rows), strict=True), 1)
     ]
     return environment.from_string(text).render(
         target=wording.target_name(report),
@@ -228,6 +230,7 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
         expects=any(row.expected_acceptance is not None for row in rows),
         default_mark=wording.DEFAULT_MARK,
         default_note=wording.DEFAULT_NOTE,
+        head_notes=wording.head_notes(rows),
         shared=conditions.shared,
         varying=conditions.varying,
         legend=wording.LEGEND,
@@ -235,6 +238,7 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
         advice=_advice(report),
         advice_check=wording.advice_check(report),
         same_k=same_k.tables(report),
+        by_position=by_position.tables(report),
         certificates=wording.certificates(report),
         warnings=wording.warnings(report),
         plots=[

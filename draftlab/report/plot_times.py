@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from draftlab.report import wording
 from draftlab.report.canvas import COLOURS, GREY, MARKERS, errors, legend, new_figure, plain, spread
+from draftlab.report.conditions import row_labels
 from draftlab.results import Report, Row
 
 MOST_BARS = 24
@@ -22,7 +23,7 @@ def tpot(rows: Sequence[Row], caption: str) -> Figure | None:
     """
     shown = [
         (row, label)
-        for row, label in zip(rows, wording.labels(rows), strict=True)
+        for row, label in zip(rows, row_labels(rows), strict=True)
         if row.tpot_ms is not None
     ]
     if not 0 < len(shown) <= MOST_BARS:

@@ -18,6 +18,7 @@ from draftlab.report.canvas import (
     plain,
     png,
 )
+from draftlab.report.conditions import report_conditions, row_labels, row_traits
 from draftlab.report.plot_times import speedup_by_batch, tpot, tpot_by_k
 from draftlab.results import Report, Row
 
@@ -51,7 +52,7 @@ def acceptance_by_position(rows: Sequence[Row], caption: str) -> Figure | None:
     if not shown:
         return None
     panels: dict[tuple[str, ...], list[Row]] = {}
-    for row, traits in zip(shown, wording.traits(shown), strict=True):
+    for row, traits in zip(shown, row_traits(shown), strict=True):
         panels.setdefault(traits, []).append(row)
     panels = dict(list(panels.items())[:MOST_PANELS])
     titles = [", ".join(traits) for traits in panels]
@@ -64,7 +65,7 @@ def acceptance_by_position(rows: Sequence[Row], caption: str) -> Figure | None:
     temperatures = sorted({row.temperature for row in shown})
     crosses = False
     for axes, here in zip(figure.axes, panels.values(), strict=True):
-        for row, label in zip(here, wording.labels(here), strict=True):
+        for row, label in zip(here, row_labels(here), strict=True):
             i = temperatures.index(row.temperature)
             positions = range(1, row.k + 1)
             axes.plot(
@@ -105,7 +106,7 @@ def acceptance_length(rows: Sequence[Row], caption: str) -> Figure | None:
     if len({row.temperature for row in measured}) < 2:
         return None
     lines: dict[tuple[str, ...], list[Row]] = {}
-    for row, traits in zip(measured, wording.traits(measured), strict=True):
+    for row, traits in zip(measured, row_traits(measured), strict=True):
         for probs in ("on", "off") if row.temperature == 0 else (wording.draft_probs(row),):
             lines.setdefault((f"draft probs {probs}", *traits), []).append(row)
     # a line of T = 0 alone would only repeat a point of its sister line
@@ -146,7 +147,7 @@ def figures(report: Report) -> dict[str, Figure]:
     rows = report.rows
     facts = [
         f"target {wording.target_name(report)}",
-        *(f"{name} {value}" for name, value in wording.report_conditions(report).shared.items()),
+        *(f"{name} {value}" for name, value in report_conditions(report).shared.items()),
         f"{' or '.join(map(str, sorted({row.prompts for row in rows})))} prompts",
         *sorted({f"{row.drafter}, K = {row.k}" for row in rows if wording.drafted(row)}),
     ]

@@ -10,10 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from draftlab.report import same_k, wording
+from draftlab.report.conditions import report_conditions
 from draftlab.report.wording import NONE
 from draftlab.results import Report, Row
 
 Column = tuple[str, Callable[[Row], str]]
+_EXPECTED = "ex-\npected\nAL"
+_ACCEPTANCE = "accep-\ntance\nat 1…K"
 
 
 def _acceptance(row: Row) -> str:
@@ -29,15 +32,15 @@ def _figures(rows: list[Row]) -> list[Column]:
         ("T", lambda row: wording.temperature(row.temperature)),
         ("draft\nprobs", wording.draft_probs),
         ("AL", lambda row: wording.with_interval(row.acceptance_length, row.acceptance_length_ci)),
-        ("expected\nAL", lambda row: wording.number(wording.expected_length(row), 2)),
-        ("acceptance\nat 1…K", _acceptance),
-        ("speed-up", lambda row: wording.times(row.speedup)),
+        (_EXPECTED, lambda row: wording.number(wording.expected_length(row), 2)),
+        (_ACCEPTANCE, _acceptance),
+        ("speed-up", lambda row: wording.speedup(row.speedup, row.speedup_ci)),
     ]
     if names_heads(rows) and wording.several_drafters(rows):
         columns.insert(1, ("drafter", lambda row: row.drafter))
     if len({row.engine for row in rows}) > 1:
         columns.insert(0, ("engine", lambda row: row.engine.partition(" (")[0]))
-    return [c for c in columns if c[0] != "expected\nAL" or _expects(rows)]
+    return [c for c in columns if c[0] != _EXPECTED or _expects(rows)]
 
 
 def names_heads(rows: list[Row]) -> bool:
@@ -72,11 +75,12 @@ def _mark(i: int, row: Row) -> str:
 
 
 def _table(rows: list[Row], columns: list[Column]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+    table = _frame()
     table.add_column("# ", justify="right", no_wrap=True)
     for name, _ in columns:
-        left = name in ("engine", "drafter", "head", "acceptance\nat 1…K")
-        table.add_column(name, justify="left" if left else "right")
+        left = name in ("engine", "drafter", "head", _ACCEPTANCE)
+        # Where columns are too many for the console, the one that grows with K is broken.
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != _ACCEPTANCE)
     for i, row in enumerate(rows, 1):
         # Text, not str: a name in square brackets must not be read as markup
         cells = [Text(_mark(i, row)), *(Text(get(row)) for _, get in columns)]
@@ -84,9 +88,20 @@ def _table(rows: list[Row], columns: list[Column]) -> Table:
     return table
 
 
+def _frame() -> Table:
+    """A table without columns."""
+    return Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1),
+        collapse_padding=True,
+        header_style="bold",
+    )
+
+
 def _batches(rows: list[Row]) -> Table:
     """Times at every batch that was timed."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+    table = _frame()
     for name in ("# ", "batch", "TPOT ms", "step\nms", "floor\nms", "tokens/s", "speed-up"):
         table.add_column(name, justify="right", no_wrap=True)
     for i, row in enumerate(rows, 1):
@@ -105,7 +120,7 @@ def _batches(rows: list[Row]) -> Table:
 
 
 def _varying_table(rows: list[Row], varying: dict[str, list[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
+    table = _frame()
     table.add_column("# ", justify="right", no_wrap=True)
     for name in varying:
         table.add_column(name, overflow="fold")
@@ -132,7 +147,7 @@ def print_report(report: Report, console: Console) -> None:
     if not report.rows:
         console.print("The report has no rows: nothing was evaluated.")
         return
-    rows, conditions = report.rows, wording.report_conditions(report)
+    rows, conditions = report.rows, report_conditions(report)
     varying = dict(conditions.varying)
     if names_heads(rows):
         varying.pop("head", None)
@@ -162,6 +177,7 @@ def print_report(report: Report, console: Console) -> None:
         del legend["expected AL"]
     if any(map(wording.is_vllm_default, rows)):
         legend[wording.DEFAULT_MARK] = wording.DEFAULT_NOTE
+    legend |= wording.head_notes(rows)
     console.print(_items(legend.items(), style="dim"))
     if found := wording.warnings(report):
         console.print()

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any
 
 from draftlab.results import Report, Row
@@ -16,6 +15,14 @@ from draftlab.results import Report, Row
 NONE = "–"  # not measured, or without meaning for the row
 DEFAULT_MARK = "*"
 DEFAULT_NOTE = "what vLLM does by default: draft probabilities off (at T = 0 both are the same)"
+
+TIME_DIGITS = 2  # of milliseconds, whatever their size: a column's points then stand in line
+
+HEAD_NOTES = {
+    "reference": "the head that ships in draftlab for its embedded model, trained on a GPU on 82 M "
+    "tokens: what more training gives"
+}
+"""What a head's name does not say of itself."""
 
 IN_CONSOLE = ("AL", "expected AL", "speed-up", "repetition")  # the page explains the rest
 
@@ -86,14 +93,9 @@ def with_interval(
     return f"{text} [{number(interval[0], digits)}, {number(interval[1], digits)}]"
 
 
-def time_digits(milliseconds: float | None) -> int:
-    """Digits after the point that keep three significant ones."""
-    return 2 if milliseconds is None or milliseconds < 10 else 1 if milliseconds < 100 else 0
-
-
 def milliseconds(value: float | None, interval: tuple[float, float] | None = None) -> str:
     """A time with its interval, in milliseconds."""
-    return with_interval(value, interval, time_digits(value))
+    return with_interval(value, interval, TIME_DIGITS)
 
 
 def times(value: float | None) -> str:
@@ -130,6 +132,11 @@ def is_vllm_default(row: Row) -> bool:
     return drafted(row) and (row.temperature == 0 or not row.draft_probs)
 
 
+def head_notes(rows: Sequence[Row]) -> dict[str, str]:
+    """Of the heads in a report that need one."""
+    return {name: note for name, note in HEAD_NOTES.items() if any(r.head == name for r in rows)}
+
+
 def expected_length(row: Row) -> float | None:
     """1 + Σ expected acceptance (each a mean over drafts); None where it was not measured."""
     return None if row.expected_acceptance is None else 1 + sum(row.expected_acceptance)
@@ -145,108 +152,6 @@ def target_name(report: Report) -> str:
     name = str(report.target.get("name") or report.target.get("path") or "unnamed target")
     fingerprint = report.target.get("fingerprint")
     return f"{name} ({short_hash(str(fingerprint))})" if fingerprint else name
-
-
-def _off(value: Any) -> str:
-    return "off" if value is None else str(value)
-
-
-def _of_head(get: Callable[[Row], str]) -> Callable[[Row], str | None]:
-    """A condition that rows without a drafter do not have."""
-    return lambda row: get(row) if drafted(row) else None
-
-
-_CONDITIONS: dict[str, Callable[[Row], str | None]] = {
-    "head": _of_head(lambda row: row.head or "unnamed"),
-    "draft temperature": _of_head(
-        lambda row: (
-            "as the target's" if row.draft_temperature is None else f"{row.draft_temperature:g}"
-        )
-    ),
-    "engine": lambda row: f"{row.engine} {row.engine_version}".strip(),
-    "device": lambda row: row.device,
-    "dtype": lambda row: row.dtype,
-    "batch": lambda row: str(row.batch),
-    "suite": lambda row: f"{row.suite} (sha256 {row.suite_sha256[:12]})",
-    "template": lambda row: short_hash(row.template),
-    "max tokens": lambda row: count(row.max_new_tokens),
-    "top-k": lambda row: _off(row.top_k),
-    "top-p": lambda row: _off(row.top_p),
-    "seed": lambda row: str(row.seed),
-}
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """Conditions of a report's rows.
-
-    Attributes:
-        shared: name and value of those alike in every row that has them.
-        varying: name of the others, with the value of each row.
-    """
-
-    shared: dict[str, str]
-    varying: dict[str, list[str]]
-
-    def lines(self, width: int) -> list[str]:
-        """The shared ones in lines of at most `width` characters, broken between conditions."""
-        lines: list[str] = []
-        for item in (f"{name} {value}" for name, value in self.shared.items()):
-            if lines and len(lines[-1]) + len(item) + 3 <= width:
-                lines[-1] += f" · {item}"
-            else:
-                lines.append(item)
-        return lines
-
-
-def conditions(rows: Sequence[Row]) -> Conditions:
-    """Splits the rows' conditions into shared and varying ones."""
-    shared, varying = {}, {}
-    for name, get in _CONDITIONS.items():
-        values = [get(row) for row in rows]
-        distinct = {value for value in values if value is not None}
-        if len(distinct) > 1:
-            varying[name] = [NONE if value is None else value for value in values]
-        elif distinct:
-            shared[name] = distinct.pop()
-    trained = {row.head: row.k_trained for row in rows if row.k_trained is not None}
-    if trained:
-        several = len(set(trained.values())) > 1
-        shared["trained K"] = ", ".join(
-            dict.fromkeys(f"{k} ({head})" if several else f"{k}" for head, k in trained.items())
-        )
-    return Conditions(shared, varying)
-
-
-def report_conditions(report: Report) -> Conditions:
-    """The conditions of its rows, and of the timing pass where `environment.timing` has them.
-
-    A timing pass may differ from the counted one: batch 1, fewer prompts, stop tokens ignored.
-    """
-    found = conditions(report.rows)
-    timing = report.environment.get("timing")
-    if not isinstance(timing, Mapping):
-        return found
-    text = ", ".join(f"{name} {value}" for name, value in timing.items() if value is not None)
-    return replace(found, shared=found.shared | {"timed at": text})
-
-
-def traits(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """What tells each row from the others, temperature and draft probabilities aside."""
-    varying = conditions(rows).varying
-    several_k = len({row.k for row in rows if drafted(row)}) > 1
-    both = several_drafters(rows)
-    found = []
-    for i, row in enumerate(rows):
-        parts = [row.drafter] if both and drafted(row) else []
-        parts += [f"K = {row.k}"] if several_k and drafted(row) else []
-        parts += [
-            values[i] if name == "head" else f"{name} {values[i]}"
-            for name, values in varying.items()
-            if values[i] != NONE
-        ]
-        found.append(tuple(parts))
-    return found
 
 
 def advice(report: Report) -> list[tuple[str, str]]:
@@ -291,18 +196,6 @@ def certificates(report: Report) -> list[tuple[str, list[str]]]:
         (head, [f"{one['level']}, {'passed' if one['passed'] else 'FAILED'}", *one["lines"]])
         for head, one in report.environment.get("certificates", {}).items()
     ]
-
-
-def labels(rows: Sequence[Row]) -> list[str]:
-    """A short name of each row: temperature, draft probabilities, and its traits; no two alike."""
-    names = []
-    for row, parts in zip(rows, traits(rows), strict=True):
-        probs = "" if draft_probs(row) == NONE else f"draft probs {draft_probs(row)}"
-        state = probs if drafted(row) else "no drafting"
-        names.append(
-            ", ".join(filter(None, [f"T = {temperature(row.temperature)}", state, *parts]))
-        )
-    return [name if names.count(name) == 1 else f"{name} (#{i})" for i, name in enumerate(names, 1)]
 
 
 def warnings(report: Report) -> list[tuple[str, str]]:

@@ -134,7 +134,7 @@ def _attend(
         if query.device.type == "cpu":  # planned once for all layers; a GPU needs no plan
             reads = cache.reads(query.shape[2] // key.shape[2], query.dtype, **rule)
             return attend_reads(query, key, value, reads, **scores), None
-        where = cache.block_table, cache.positions
+        where = (table.to(query.device) for table in (cache.block_table, cache.positions))
         return attend_paged(query, key, value, *where, **rule, **scores), None
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(

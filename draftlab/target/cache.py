@@ -36,7 +36,8 @@ class _RowLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         view = self.owner
         # Indices around a slice put the indexed dimensions first: [B, M, kv heads, head_dim].
-        index = (view.rows[:, None], slice(None), view.slots)
+        rows, slots = (x.to(key_states.device) for x in (view.rows, view.slots))
+        index = (rows[:, None], slice(None), slots)
         self.keys[index] = key_states.transpose(1, 2)
         self.values[index] = value_states.transpose(1, 2)
         # A range of rows is a view; picking rows one by one would copy the whole cache each layer.

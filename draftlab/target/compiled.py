@@ -31,9 +31,12 @@ _TOLERANCE = 2e-2  # relative; one rounding to bfloat16 more or less gives 0.004
 
 
 def compile_small(target: Target) -> None:
-    """Compiles the small operations of a target that gains by it: CUDA, 16 bit, not fused."""
+    """Compiles the small operations of a target that gains by it: CUDA, 16 bit, not fused.
+
+    Not of one that is spread over GPUs: each would need variants of its own.
+    """
     half = target.dtype in (torch.bfloat16, torch.float16)
-    if target.device.type == "cuda" and half and not knows(target):
+    if target.device.type == "cuda" and half and not target.spread and not knows(target):
         compile_layers(target)
 
 

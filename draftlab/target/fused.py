@@ -211,11 +211,12 @@ def _plain(modules: list[nn.Module]) -> bool:
 
 
 def _uniform(target: Target) -> bool:
-    """One device, one dtype and one eps throughout."""
+    """One device, one dtype and one eps throughout, and plain tensors: quantised ones are not."""
     parameters = [*target.layers.parameters(), target.norm.weight, target.parts.lm_head]
     norms = [m for m in target.layers.modules() if hasattr(m, "variance_epsilon")]
     return (
-        len({(p.device, p.dtype) for p in parameters}) == 1
+        len({(type(p.data), p.device, p.dtype) for p in parameters}) == 1
+        and type(parameters[0].data) is Tensor
         and {m.variance_epsilon for m in norms} == {target.norm.variance_epsilon}
         and getattr(target.norm, "weight", None) is not None
     )

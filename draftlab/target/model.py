@@ -4,46 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from draftlab.base import Knobs, UserError, canonical_json, read_json
-from draftlab.target.attention import ATTENTION
+from draftlab.base import UserError, canonical_json, read_json
 from draftlab.target.cache import RowCache
+from draftlab.target.knobs import EMBEDDED, TargetKnobs
+from draftlab.target.loading import load_model
 from draftlab.target.paged import PagedCache
 from draftlab.target.parts import TargetParts, parts_of, shard_files, text_decoder
 from draftlab.target.probe import check_pages, check_rows
 from draftlab.target.replacements import replace_layers
-
-EMBEDDED = "embedded"
-
-
-class TargetKnobs(Knobs):
-    """Which model, and how it is loaded."""
-
-    path: str = EMBEDDED
-    """Folder or Hub id of a causal LM; "embedded" is the small code model in draftlab itself."""
-    revision: str | None = None
-    """Commit, tag or branch on the Hub; None: the default branch. Local folders ignore it."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Compute dtype; "auto": the checkpoint's on a GPU, float32 on a CPU."""
-    device: str = "auto"
-    """"cpu", "cuda", "cuda:1" …; "auto": a GPU when there is one."""
-    trust_remote_code: bool = False
-    """Whether code shipped with a checkpoint may run. Off unless you have read it."""
-    compile: bool = True
-    """On CUDA in 16 bit, torch.compile fuses small operations of layers that have no kernels of our
-    own. Off: they run as transformers writes them."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +34,12 @@ class States:
     last: Tensor
 
 
-def resolve_target(knobs: TargetKnobs) -> Path:
-    """A local folder for the target: the embedded one, a folder, or a download from the Hub."""
+def local_target(knobs: TargetKnobs) -> Path | None:
+    """The embedded target's folder, or the one that is named; None: a Hub id is.
+
+    Raises:
+        UserError: what is named is neither.
+    """
     if knobs.path == EMBEDDED:
         return Path(str(resources.files("draftlab") / "embedded" / "target"))
     path = Path(knobs.path).expanduser()
@@ -67,6 +51,13 @@ def resolve_target(knobs: TargetKnobs) -> Path:
             where=path,
             do='give a folder, a Hub id such as "org/name", or "embedded"',
         )
+    return None
+
+
+def resolve_target(knobs: TargetKnobs) -> Path:
+    """A local folder for the target: the embedded one, a folder, or a download from the Hub."""
+    if (path := local_target(knobs)) is not None:
+        return path
     from huggingface_hub import snapshot_download
 
     try:
@@ -161,16 +152,27 @@ def load_tokenizer(knobs: TargetKnobs) -> PreTrainedTokenizerBase:
     """The target's tokenizer, chat template included."""
     folder = resolve_target(knobs)
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=knobs.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=knobs.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"the target's tokenizer does not load: {error}", where=folder) from None
+    template = tokenizer.chat_template
+    if isinstance(template, str):
+        tokenizer.chat_template = knobs.template(template)
+    elif template:  # several, by name
+        named = {name: knobs.template(source) for name, source in template.items()}
+        tokenizer.chat_template = named
+    return tokenizer
 
 
 class Target:
-    """A loaded target: states at boundaries, logits of last states; `load_target` builds it."""
+    """A loaded target: states at boundaries, logits of last states; `load_target` builds it.
 
-    def __init__(self, model: Any, folder: Path, name: str) -> None:
-        self.model, self.folder, self.name = model, folder, name
+    Attributes:
+        notes: lines on how it was loaded, to be said where it is.
+    """
+
+    def __init__(self, model: Any, folder: Path, name: str, notes: Sequence[str] = ()) -> None:
+        self.model, self.folder, self.name, self.notes = model, folder, name, tuple(notes)
         self.config = model.config.get_text_config()
         self.decoder, self.layers, self.norm = text_decoder(model)
         self.parts: TargetParts = parts_of(model)
@@ -193,6 +195,11 @@ class Target:
     def dtype(self) -> torch.dtype:
         """Compute dtype."""
         return self.parts.embeddings.dtype
+
+    @property
+    def spread(self) -> bool:
+        """Whether layers lie on several devices."""
+        return any(p.device != self.device for p in self.layers.parameters())
 
     @property
     def max_length(self) -> int:
@@ -265,7 +272,8 @@ class Target:
                     input_ids=token_ids, position_ids=at, past_key_values=cache, use_cache=True
                 )
         last = taken[self.num_layers]
-        features = [taken[b] for b in boundaries]
+        # A spread target (`target/spread.py`) leaves states where its layers are.
+        features = [taken[b].to(last.device) for b in boundaries]
         return States(torch.cat(features, -1) if features else last[..., :0], last)
 
     @torch.inference_mode()
@@ -302,24 +310,9 @@ def load_target(knobs: TargetKnobs) -> Target:
         UserError: missing, corrupt or unsupported checkpoints.
     """
     folder, device = resolve_target(knobs), resolve_device(knobs.device)
-    dtype: Any = knobs.dtype
-    if dtype == "auto":
-        dtype = "float32" if device.type == "cpu" else "auto"
-    shard_files(folder)
-    transformers_logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            trust_remote_code=knobs.trust_remote_code,
-        )
-    except Exception as error:  # transformers and safetensors raise many types for a bad checkpoint
-        raise UserError(
-            f"the target does not load: {type(error).__name__}: {error}", where=folder
-        ) from None
+    model, notes = load_model(folder, knobs, device)
     replace_layers(model)
-    target = Target(model.to(device).eval().requires_grad_(False), folder, knobs.path)
+    target = Target(model.eval().requires_grad_(False), folder, knobs.path, notes)
     target.check_parts()
     if knobs.compile:
         from draftlab.target.compiled import compile_small  # it knows what a target is

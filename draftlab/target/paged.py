@@ -49,7 +49,8 @@ class _PagedLayer(CacheLayerMixin):
         if key.device.type == "cpu":  # planned once for all layers; a GPU needs no plan
             write_rows(key.flatten(0, 1), value.flatten(0, 1), *pools, self.owner.writes)
         else:
-            write_paged(key, value, *pools, self.owner.slots)
+            # A layer of a spread target may be on another GPU than the engine's books.
+            write_paged(key, value, *pools, self.owner.slots.to(key.device))
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -42,6 +42,16 @@ class TargetParts:
         logits = F.linear(self.norm(last.to(weight.dtype)), weight).float() * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
+    @property
+    def lent(self) -> dict[str, Tensor]:
+        """What a head may use of its target, by its name in the head; nothing is copied."""
+        weight = next(self.norm.parameters()).detach()
+        return {
+            "embed_tokens.weight": self.embeddings,
+            "lm_head.weight": self.lm_head,
+            "target_norm.weight": weight,
+        }
+
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetParts:
         """Copies on another device, in another dtype."""
         return TargetParts(
@@ -61,8 +71,8 @@ def text_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.M
         UserError: when the model is not built from `layers` and a final norm.
     """
     decoder = model.get_decoder()
-    if decoder is model:  # Llama 4's own name for its tower is not the one transformers looks for
-        decoder = model.model
+    while not hasattr(decoder, "layers") and hasattr(decoder, "model"):
+        decoder = decoder.model  # Llama 4's names for its towers are not those that it looks for
     layers = getattr(decoder, "layers", None)
     norm = next((getattr(decoder, n) for n in _NORMS if hasattr(decoder, n)), None)
     if not isinstance(layers, nn.ModuleList) or norm is None:
@@ -94,6 +104,43 @@ def _logit_scale(config: Any) -> float:
     return float(getattr(config, "logit_scale", None) or 1.0) / float(
         getattr(config, "logits_scaling", None) or 1.0
     )
+
+
+def check_llama_style(folder: Path, *, trust_remote_code: bool = False) -> None:
+    """Refuses a target whose final norm and logits a head cannot make itself, as EAGLE's must.
+
+    Nothing of its weights is read.
+
+    Raises:
+        UserError: logits that are scaled or capped, or a final norm that is no RMS norm times its
+            weight.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    text = config.get_text_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    norm = copy.deepcopy(text_decoder(model)[2]).to_empty(device="cpu").float()
+    x = torch.linspace(-1, 2, text.hidden_size)[None]
+    faults = []
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.copy_(torch.linspace(0.5, 1.5, len(parameter)))
+        plain = F.rms_norm(
+            x, x.shape[-1:], next(norm.parameters()), getattr(text, "rms_norm_eps", 0.0)
+        )
+        if not torch.allclose(norm(x), plain, atol=1e-4):
+            faults.append(f"its final norm ({type(norm).__name__}) is not Llama's")
+    if _logit_scale(text) != 1:
+        faults.append("its logits are scaled")
+    if getattr(text, "final_logit_softcapping", None):
+        faults.append("its logits are capped")
+    if faults:
+        raise UserError(
+            f"EAGLE heads are for Llama-style targets; of {type(model).__name__} "
+            + ", ".join(faults),
+            where=folder,
+            do="train an EAGLE3 head: head.family=eagle3",
+        )
 
 
 def load_parts(folder: Path, *, trust_remote_code: bool = False) -> TargetParts:
@@ -161,7 +208,14 @@ def read_tensor(folder: Path, name: str) -> Tensor:
     found = found or [k for k in where if k.endswith("." + name) or name.endswith("." + k)]
     if len(found) != 1:
         raise UserError(f"expected one tensor named {name}, found {found or 'none'}", where=folder)
-    with _open(folder / where[found[0]]) as opened:
+    file = str(where[found[0]])
+    if file != Path(file).name:  # whatever an index says, nothing outside the folder is opened
+        raise UserError(
+            f"expected names of files beside the index, found {file!r}",
+            where=index,
+            do="fetch the checkpoint again from where you trust it",
+        )
+    with _open(folder / file) as opened:
         return opened.get_tensor(found[0])
 
 

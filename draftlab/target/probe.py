@@ -67,11 +67,16 @@ def can_capture(target: Target) -> bool:
     """
     if target.device.type != "cuda":
         return False
-    reason = _waits(target)
+    if target.spread:
+        reason = "its layers are on several GPUs"
+    elif (waits := _waits(target)) is not None:
+        reason = f"the host waits for the device in a pass ({waits})"
+    else:
+        reason = None
     if reason is not None:
         warnings.warn(
             f"{type(target.decoder).__name__} decodes without CUDA graphs, so more slowly: "
-            f"the host waits for the device in a pass ({reason})",
+            f"{reason}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftlab.data.packing import Batch
-from draftlab.train.objective import StepOutput
+from draftlab.train.knobs import TrainKnobs
+from draftlab.train.objective import StepOutput, Terms
 from draftlab.train.parallel import parallel_outputs, parallel_weights
 from draftlab.train.ttt import ttt_weights, unroll
 
@@ -21,14 +22,25 @@ class Objective:
         weights: (γ, N_k of a whole optimizer step) → weight of each step's sum of losses, before
             all is divided by N_0.
         drops: whether training keeps only some anchors at later steps (`train.cod_ratio`).
+        imitates: whether outputs imitate the target's states (`train.regression`), from features
+            with noise on them (`train.noise`).
     """
 
     outputs: Callable[[Any, Batch], Iterator[StepOutput]]
     weights: Callable[[float, Sequence[int]], list[float]]
-    drops: bool
+    drops: bool = False
+    imitates: bool = False
+
+    def terms(self, knobs: TrainKnobs) -> Terms:
+        """What a row's loss is made of."""
+        if self.imitates:
+            return Terms(knobs.loss, knobs.distillation, knobs.regression)
+        return Terms(knobs.loss)
 
 
 OBJECTIVES = {
-    "eagle3": Objective(unroll, ttt_weights, drops=False),
+    "eagle3": Objective(unroll, ttt_weights),
     "ptd": Objective(parallel_outputs, parallel_weights, drops=True),
+    "eagle": Objective(unroll, ttt_weights, imitates=True),
+    "eagle_llama4": Objective(unroll, ttt_weights, imitates=True),
 }

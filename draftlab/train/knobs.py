@@ -7,18 +7,49 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from draftlab.base import Knobs
+from draftlab.heads.config import shape_fault
 
-FREE_KNOBS = frozenset({"device", "checkpoint_every", "log_every", "validate_every", "wandb"})
+FREE_KNOBS = frozenset(
+    {
+        "device",
+        "parallel",
+        "compile",
+        "recompute",
+        "checkpoint_every",
+        "log_every",
+        "validate_every",
+        "wandb",
+    }
+)
 """Knobs of `TrainKnobs` that change how training runs, never what it makes."""
+
+
+class Llama4Knobs(Knobs):
+    """Attention of an eagle_llama4 head; what is None follows the target, or else Llama 4."""
+
+    no_rope_layers: tuple[Literal[0, 1], ...] | None = None
+    """For each layer, 1: with RoPE, 0: without; None: every fourth without, as in Llama 4."""
+    attention_chunk_size: int | None = Field(default=None, ge=0)
+    """Positions that layers with RoPE see at a time; 0: all."""
+    use_qk_norm: bool | None = None
+    """Whether layers with RoPE norm queries and keys, without weights."""
+    attn_temperature_tuning: bool | None = None
+    """Whether queries of layers without RoPE grow with their position."""
+    floor_scale: int | None = Field(default=None, ge=1)
+    """Positions between two steps of that."""
+    attn_scale: float | None = None
+    """How much a step is."""
 
 
 class HeadKnobs(Knobs):
     """Shape of the head; what is None follows the target."""
 
-    family: Literal["eagle3", "ptd"] = "eagle3"
-    """eagle3: drafts one token a pass, from its own last. ptd: all K tokens in one pass."""
+    family: Literal["eagle3", "ptd", "eagle", "eagle_llama4"] = "eagle3"
+    """eagle3: drafts one token a pass, from its own last. ptd: all K tokens in one pass. eagle: the
+    first generation, one a pass, from an imitation of the target's last state. eagle_llama4: that
+    with the layers of Llama 4, dense ones."""
     num_layers: int = Field(default=1, ge=1, le=4)
-    """Decoder layers; more than one for ptd only."""
+    """Decoder layers; more than one for ptd and eagle only."""
     intermediate_size: int | None = None
     """Width of the feed-forward; None: the target's."""
     num_attention_heads: int | None = None
@@ -29,8 +60,16 @@ class HeadKnobs(Knobs):
     """Width of a head; None: the target's."""
     norm_before_residual: bool = False
     """Whether the residual is the normed hidden state. SGLang cannot serve True."""
+    norm_before_fc: bool = False
+    """eagle3, ptd: whether the features are normed side by side before fc."""
+    fc_norm: bool = False
+    """eagle3, ptd: whether the features of each boundary are normed before fc, each alone."""
+    norm_output: bool = False
+    """eagle3: whether the normed output is fed back, in place of the output before its norm."""
     qk_norm: bool = False
     """Whether queries and keys are normed, as in Qwen3."""
+    llama4: Llama4Knobs = Llama4Knobs()
+    """eagle_llama4: its attention; what is null follows the target, or else Llama 4."""
     mask_token: int | str = "auto"
     """ptd: token of the masked slots, by name or id; "auto": a mask or reserved token, or an
     embedding that no token has."""
@@ -39,10 +78,19 @@ class HeadKnobs(Knobs):
 
     @model_validator(mode="after")
     def _fits_family(self) -> HeadKnobs:
-        if self.family == "eagle3" and self.num_layers != 1:
-            raise ValueError(f"family eagle3 has num_layers 1, found {self.num_layers}")
-        if self.family == "eagle3" and self.mask_token != "auto":
-            raise ValueError(f"family eagle3 has no mask_token, found {self.mask_token!r}")
+        if fault := shape_fault(self):
+            raise ValueError(fault)
+        chosen = [name for name, value in self.llama4 if value is not None]
+        if self.family != "eagle_llama4" and chosen:
+            raise ValueError(f"family {self.family} has no llama4.{chosen[0]}")
+        ropes = self.llama4.no_rope_layers
+        if ropes is not None and len(ropes) != self.num_layers:
+            raise ValueError(
+                f"llama4.no_rope_layers has one number for each of the {self.num_layers} layers, "
+                f"found {list(ropes)}"
+            )
+        if self.family != "ptd" and self.mask_token != "auto":
+            raise ValueError(f"family {self.family} has no mask_token, found {self.mask_token!r}")
         return self
 
 
@@ -59,6 +107,15 @@ class TrainKnobs(Knobs):
     """Rows of one forward pass; None: all of them. Fewer accumulate, with the same result."""
     ttt_steps: int = Field(default=7, ge=1)
     """Draft length that the head is trained for: unrolled steps, or depths of a parallel head."""
+    loss: Literal["soft_ce", "lk"] = "soft_ce"
+    """soft_ce: cross-entropy to the target's distribution. lk: acceptance too, more of it the
+    better a step gets in a forward pass, so that micro_rows and anchor_parts change it a little."""
+    regression: float = Field(default=1.0, ge=0)
+    """eagle: weight of the imitation of the target's states (smooth L1)."""
+    distillation: float = Field(default=0.1, ge=0)
+    """eagle: weight of the loss on distributions."""
+    noise: float = Field(default=0.1, ge=0)
+    """eagle: largest noise on features, times 512 / length of the conversation; 0: none."""
     gamma: float = Field(default=0.8, gt=0, le=1)
     """Weight of step (depth) k is gamma^k."""
     cod_ratio: float = Field(default=0.8, gt=0, le=1)
@@ -71,9 +128,13 @@ class TrainKnobs(Knobs):
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak of the schedule."""
     warmup: float = Field(default=0.04, ge=0, lt=1)
-    """Share of the steps with rising learning rate; then a cosine."""
+    """Share of the steps with rising learning rate."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """How it falls behind them. wsd: it stays at its peak up to the last steps."""
+    decay: float = Field(default=0.2, gt=0, le=1)
+    """wsd: share of the steps over which it falls."""
     final_learning_rate: float = Field(default=0.02, ge=0, le=1)
-    """End of the cosine, as a share of the peak."""
+    """Its end, as a share of the peak."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's, on matrices only."""
     beta2: float = Field(default=0.95, gt=0, lt=1)
@@ -82,6 +143,13 @@ class TrainKnobs(Knobs):
     """Largest gradient norm."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Autocast dtype over float32 weights; "auto": bfloat16 on a GPU, float32 on a CPU."""
+    compile: Literal["auto"] | bool = "auto"
+    """Whether norms, rotations and gates of a step are compiled (torch.compile); "auto": on a
+    GPU. EAGLE3 heads of one layer only."""
+    recompute: Literal["auto"] | bool = "auto"
+    """Whether steps are computed again in the backward pass in place of being kept: less memory for
+    long rows, a third more time; "auto": on a GPU that could not keep them. EAGLE3 heads of one
+    layer only."""
     validation_share: float = Field(default=0.05, ge=0, lt=1)
     """Share of the records kept out of training; at least one when above 0."""
     validate_every: int | None = Field(default=None, ge=1)
@@ -92,5 +160,9 @@ class TrainKnobs(Knobs):
     """Steps between lines of metrics.jsonl."""
     device: str = "auto"
     """Where to train: "cpu", "cuda", "auto": a GPU when there is one."""
+    parallel: Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"] = "ddp"
+    """What several processes keep: the whole head each (ddp), shards of weights, gradients and
+    moments (fsdp2, zero3), of gradients and moments (zero2), or of moments (zero1). zero: by
+    DeepSpeed."""
     wandb: str | None = None
     """Project on Weights & Biases; None: off."""

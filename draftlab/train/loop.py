@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import math
-import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 
 from draftlab.base import Monitor, UserError, canonical_json, sha256_text
 from draftlab.data.draft_vocab import DraftVocabulary
-from draftlab.data.packing import Batch, batches, pack
-from draftlab.data.store import Store
+from draftlab.data.order import batches
+from draftlab.data.packing import Batch, pack
+from draftlab.data.store import Record, Store
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.eagle3 import Eagle3Head, initialise_head
 from draftlab.heads.folder import new_head
+from draftlab.heads.head import DraftHead, initialise_head
 from draftlab.heads.initial import fingerprint, start_from
-from draftlab.target.model import resolve_device
 from draftlab.target.parts import TargetParts
-from draftlab.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint, trainable
+from draftlab.train.checkpoint import Checkpoint, checkpoints, read_checkpoint, save_checkpoint
+from draftlab.train.clock import OUTSIDE, Clock
+from draftlab.train.cost import dense_flops, matrix_rate, mean_context
 from draftlab.train.families import OBJECTIVES
+from draftlab.train.feed import Piece, feed, in_one_row
 from draftlab.train.knobs import FREE_KNOBS, TrainKnobs
-from draftlab.train.metrics import MetricsLog, truncate_metrics
-from draftlab.train.objective import Sums, weighted_loss
-from draftlab.train.optimizer import learning_rate, new_optimizer
+from draftlab.train.lesson import Lesson
+from draftlab.train.metrics import MetricsLog, Window, speed_line
+from draftlab.train.noise import feature_noise
+from draftlab.train.objective import DraftTeacher, Sums
+from draftlab.train.optimizer import learning_rate
 from draftlab.train.parallel import depths_kept
+from draftlab.train.ranks import Ranks, share
 from draftlab.train.validate import Validation, validate
+from draftlab.train.wrap import wrap
 
 
 def split(store: Store, share: float, seed: int) -> tuple[list[int], list[int]]:
@@ -57,6 +58,7 @@ class Trainer:
         folder: gets metrics.jsonl and checkpoints/.
         monitor: for lines and progress.
         initial: a trained head to start from.
+        ranks: who trains with this process; None: those it was started with.
     """
 
     def __init__(
@@ -70,20 +72,15 @@ class Trainer:
         seed: int,
         folder: Path,
         monitor: Monitor,
-        initial: Eagle3Head | None = None,
+        initial: DraftHead | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.store, self.knobs, self.seed = store, knobs, seed
         self.folder, self.monitor = folder, monitor
         self.objective = OBJECTIVES[config.family]
-        device = resolve_device(knobs.device)
-        precision = knobs.precision
-        if precision == "auto":
-            precision = "float32" if device.type == "cpu" else "bfloat16"
-        self.accelerator = Accelerator(
-            cpu=device.type == "cpu",
-            mixed_precision="bf16" if precision == "bfloat16" else "no",
-        )
-        self.device = self.accelerator.device
+        self.ranks = ranks or Ranks.join(knobs.device)
+        self.device = self.ranks.device
+        self.dtype = product_dtype(knobs.precision, self.device)
         self.training, self.held_out = split(store, knobs.validation_share, seed)
         head = new_head(config)
         initialise_head(
@@ -96,15 +93,12 @@ class Trainer:
         )
         if initial is not None:
             monitor.say(start_from(head, initial, "head.init"))
-        self.parts = parts.to(self.device, torch.float32)
-        optimizer = new_optimizer(head, knobs, self.device)
-        self.head: Eagle3Head
-        self.head, self.optimizer = self.accelerator.prepare(head, optimizer)
-        if self.accelerator.num_processes > 1:
-            raise UserError(
-                "training on several processes is not supported yet",
-                do="start one process",
-            )
+        self.head = head.to(self.device)
+        if not head.embed_tokens.weight.requires_grad:
+            head.embed_tokens.to(self.dtype)  # what reads them has no more digits
+        self.target = DraftTeacher.of(parts, head, torch.float32)
+        lesson = Lesson(head, self.target, knobs, self.dtype)
+        self.wrapped = wrap(lesson, knobs, self.ranks)
         self.key = sha256_text(
             canonical_json(
                 [
@@ -118,40 +112,55 @@ class Trainer:
             )
         )
         self.step = self.tokens_seen = 0
-        self.log = MetricsLog(folder, knobs)
+        self.log = MetricsLog(folder, knobs, muted=not self.ranks.is_main)
+        self.clock = Clock(self.device)
+        self._measure(lesson)
         self._resume()
 
-    def _resume(self) -> None:
-        found = checkpoints(self.folder / "checkpoints")
-        if not found:
-            truncate_metrics(self.log.path, 0)
-            return
-        # prepare() wraps the optimizer; its own state dictionary is the one that counts.
-        self.step, self.tokens_seen = load_checkpoint(
-            found[-1], self.head, self.optimizer.optimizer, key=self.key
+    def _measure(self, lesson: Lesson) -> None:
+        """How fast training could be: what is printed of its speed is a share of that."""
+        lengths = [self.store.lengths[i] for i in self.training]
+        context, num_steps = mean_context(lengths), self.knobs.ttt_steps
+        self.dense_flops = dense_flops(self.head.config, num_steps, context)
+        self.ceiling = matrix_rate(self.device, self.dtype) * self.ranks.size
+        self.monitor.say(
+            f"training on {self.wrapped.describe()}, products in {str(self.dtype)[6:]}: "
+            f"{self.dense_flops / 1e9:,.3g} GFLOP a token if every position ran every step; large "
+            f"products reach {self.ceiling / 1e12:,.3g} TFLOP/s here (dense MFU: the share of that)"
         )
-        self.monitor.say(f"resuming training after step {self.step}")
-        truncate_metrics(self.log.path, self.step)
+        self.monitor.say(f"how steps are run: {lesson.how}")
+
+    def _resume(self) -> None:
+        found = self.ranks.told(checkpoints(self.folder / "checkpoints")[-1:])
+        for path in found:
+            kept = read_checkpoint(path, key=self.key)
+            self.wrapped.load(kept.weights, kept.moments)
+            self.step, self.tokens_seen = kept.step, kept.tokens_seen
+            self.monitor.say(f"resuming training after step {self.step}")
+        self.log.truncate(self.step)
 
     def run(self) -> Validation | None:
         """Trains to the last step; returns the closing validation (None: nothing held out)."""
-        knobs = self.knobs
-        validation: Validation | None = None
-        sums, started = Sums.zeros(knobs.ttt_steps, self.device), time.perf_counter()
-        tokens_logged = self.tokens_seen
-        grad_norm = torch.zeros(())
-        for micro in self._prefetched():
-            rate = learning_rate(self.step, knobs)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            grad_norm = self._optimize(micro, sums)
+        with self.ranks.together():
+            return self._run()
+
+    def _run(self) -> Validation | None:
+        knobs, validation = self.knobs, None
+        self.window = Window.empty(knobs.ttt_steps, self.device)
+        steps = islice(enumerate(self._order()), self.step, knobs.steps)
+        self.clock.start()
+        for piece in feed(steps, lambda work: self._pack(*work), self.device):
+            self.clock.mark("data")
+            if piece.first:
+                self._agree(piece)
+            self._accumulate(piece)
+            if not piece.last:
+                continue
+            self._update()
             self.step += 1
             last = self.step == knobs.steps
             if self.step % knobs.log_every == 0 or last:
-                busy, started = time.perf_counter() - started, time.perf_counter()
-                self._log(sums, rate, float(grad_norm), self.tokens_seen - tokens_logged, busy)
-                tokens_logged = self.tokens_seen
-                sums = Sums.zeros(knobs.ttt_steps, self.device)
+                self._log()
             if knobs.validate_every and self.step % knobs.validate_every == 0 and not last:
                 self.validate()
             if self.step % knobs.checkpoint_every == 0 and not last:
@@ -179,104 +188,97 @@ class Trainer:
             seed=self.seed,
             step=step,
         )
-        size = knobs.micro_rows or len(rows)
+        noise = partial(feature_noise, largest=knobs.noise, seed=self.seed, step=step)
         return [
             pack(
-                [[self.store[i] for i in row] for row in rows[at : at + size]],
+                self._records(micro),
                 knobs.row_tokens,
                 knobs.ttt_steps,
                 keep=keep if self.objective.drops else None,
+                noise=noise if self.objective.imitates and knobs.noise else None,
                 passes=knobs.anchor_parts,
+                pin=self.device.type == "cuda",
+                one_row=in_one_row(self.device),
+                idle=idle,
             )
-            for at in range(0, len(rows), size)
+            for micro, idle in share(rows, knobs.micro_rows, self.ranks)
         ]
 
-    def _prefetched(self) -> Iterator[list[Batch]]:
-        """The remaining steps' micro-batches, in order, packed ahead of time by threads."""
-        steps = islice(enumerate(self._order()), self.step, self.knobs.steps)
-        workers = 1 if self.device.type == "cpu" else 6
-        with ThreadPoolExecutor(workers) as pool:
-            ahead = deque(pool.submit(self._pack, *step) for step in islice(steps, 2 * workers))
-            while ahead:
-                ready = ahead.popleft().result()
-                ahead.extend(pool.submit(self._pack, *step) for step in islice(steps, 1))
-                yield ready
+    def _records(self, rows: list[list[int]]) -> list[list[Record]]:
+        """The records of a micro-batch, asked for all at once."""
+        found = iter(self.store.views([i for row in rows for i in row]))
+        return [list(islice(found, len(row))) for row in rows]
 
-    def _optimize(self, micro: list[Batch], sums: Sums) -> torch.Tensor:
-        """One optimizer step; the loss is normalised by the counts of all its micro-batches."""
-        counts = [sum(n) for n in zip(*(batch.counts for batch in micro), strict=True)]
-        weights = self.objective.weights(self.knobs.gamma, counts)
-        for batch in micro:
-            for part in batch.to(self.device).split():
-                with self.accelerator.autocast() if self.device.type != "cpu" else self._cpu_cast():
-                    loss, found = weighted_loss(
-                        self.objective.outputs(self.head, part),
-                        self.head,
-                        self.parts,
-                        part,
-                        weights,
-                    )
-                if loss.requires_grad:  # or no position of this part carries loss
-                    self.accelerator.backward(loss / counts[0])
-                sums.add(found)
-            self.tokens_seen += batch.num_tokens
-        norm = self.accelerator.clip_grad_norm_(trainable(self.head).values(), self.knobs.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
+    def _agree(self, piece: Piece) -> None:
+        """Counts an optimizer step over all ranks; hosts wait for each other here."""
+        *counts, tokens = self.ranks.total(torch.tensor([*piece.counts, piece.tokens])).tolist()
+        self.anchors, self.weights = counts[0], self.objective.weights(self.knobs.gamma, counts)
+        self.window.seen(counts, tokens)
+        self.tokens_seen += tokens
+        if self.ranks.size > 1:
+            self.clock.mark("ranks")
 
-    def _cpu_cast(self) -> Any:
-        if self.accelerator.mixed_precision == "bf16":
-            return torch.autocast("cpu", torch.bfloat16)
-        return nullcontext()
+    def _accumulate(self, piece: Piece) -> None:
+        """Adds a micro-batch's gradients; the loss is normalised by its whole step's counts."""
+        idle, parts = piece.batch.idle, list(piece.batch.split())
+        weights = [0.0] * len(self.weights) if idle else self.weights
+        for number, part in enumerate(parts, 1):
+            last = piece.last and number == len(parts)
+            loss, sums = self.wrapped.forward(part, weights, reduce=last)
+            self.clock.mark("forward")
+            self.wrapped.backward(loss, self.anchors)
+            self.clock.mark("backward")
+            if not idle:
+                self.window.sums.add(sums)
 
-    def _log(self, sums: Sums, rate: float, norm: float, tokens: int, busy: float) -> None:
-        count = sums.count.clamp(min=1)
-        alpha, accuracy = (sums.alpha / count).tolist(), (sums.hits / count).tolist()
-        losses = (sums.loss / count).tolist()
-        if not all(math.isfinite(x) for x in losses):
+    def _update(self) -> None:
+        """Moves the weights along the gradients."""
+        self.window.grad_norm = self.wrapped.step(learning_rate(self.step, self.knobs))
+        self.clock.mark("optimizer")
+
+    def _log(self) -> None:
+        mine = torch.stack(self.window.sums.tensors()).cpu()
+        self.window.sums = Sums(*self.ranks.total(mine))
+        found = self.window.row(self.clock, dense_flops=self.dense_flops, ceiling=self.ceiling)
+        self.window = Window.empty(self.knobs.ttt_steps, self.device)
+        if not all(math.isfinite(x) for x in found["loss"]):
             raise UserError(
-                f"the loss is not finite at step {self.step}: {losses}",
+                f"the loss is not finite at step {self.step}: {found['loss']}",
                 where=self.folder / "metrics.jsonl",
                 do="lower train.learning_rate, or look for broken records with `draftlab inspect`",
             )
-        row = {
-            "step": self.step,
-            "tokens_seen": self.tokens_seen,
-            "loss": losses,
-            "alpha": alpha,
-            "accuracy": accuracy,
-            "lr": rate,
-            "grad_norm": norm,
-            "tokens_per_s": tokens / busy,
-            "predictions_per_s": float(sums.count.sum()) / busy,
-        }
-        self.log.write(row)
-        self.monitor.progress(
-            "train",
-            self.step,
-            self.knobs.steps,
-            f"{tokens / busy:,.0f} tokens/s · loss {losses[0]:.3f} · α {alpha[0]:.3f}",
-        )
+        seen = {"step": self.step, "tokens_seen": self.tokens_seen}
+        rate = learning_rate(self.step - 1, self.knobs)
+        self.log.write({**seen, **found, "lr": rate})
+        self.monitor.progress("train", self.step, self.knobs.steps, speed_line(found))
 
     def validate(self) -> Validation:
         """Validates on the held-out records, writes and says what it found."""
+        num_steps = self.knobs.ttt_steps
+        head, ranks = self.wrapped.plain(), self.ranks
         found = validate(
-            self.head, self.parts, self.store, self.held_out, num_steps=self.knobs.ttt_steps
+            head, self.target, self.store, self.held_out, num_steps=num_steps, ranks=ranks
         )
         self.log.write(
             {"step": self.step, "tokens_seen": self.tokens_seen, "validation": found.metrics()}
         )
         self.monitor.say(f"validation at step {self.step}: {found.line()}")
+        if line := found.position_line():
+            self.monitor.say(line)
+        self.clock.mark(OUTSIDE)
         return found
 
-    def save(self) -> Path:
-        """Writes a checkpoint of the current step."""
-        return save_checkpoint(
-            self.folder / "checkpoints",
-            self.head,
-            self.optimizer.optimizer,
-            step=self.step,
-            tokens_seen=self.tokens_seen,
-            key=self.key,
-        )
+    def save(self) -> None:
+        """Writes a checkpoint of the current step, whole, whatever lies in shards."""
+        weights, moments = self.wrapped.weights(), self.wrapped.moments()
+        if self.ranks.is_main:
+            kept = Checkpoint(self.step, self.tokens_seen, self.key, weights, moments)
+            save_checkpoint(self.folder / "checkpoints", kept)
+        self.clock.mark(OUTSIDE)
+
+
+def product_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """What `train.precision` means on a device."""
+    if precision == "auto":
+        precision = "float32" if device.type == "cpu" else "bfloat16"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]

@@ -1,13 +1,88 @@
-"""metrics.jsonl, and Weights & Biases when asked for."""
+"""What training says of itself: metrics.jsonl, and Weights & Biases when asked for."""
 
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from draftlab.base import UserError
+from draftlab.train.clock import OUTSIDE, Clock
 from draftlab.train.knobs import TrainKnobs
+from draftlab.train.objective import Sums
+
+
+@dataclass
+class Window:
+    """What the steps since the last line of metrics.jsonl came to.
+
+    Sums stay on the device; what the host counts it knows from packing.
+    """
+
+    sums: Sums
+    grad_norm: Tensor
+    tokens: int = 0
+    counts: list[int] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, num_steps: int, device: torch.device) -> Window:
+        """Nothing seen yet."""
+        zeros = Sums.zeros(num_steps, device)
+        return cls(zeros, torch.zeros((), device=device), counts=[0] * num_steps)
+
+    def seen(self, counts: Sequence[int], tokens: int) -> None:
+        """Counts an optimizer step, of all processes."""
+        self.tokens += tokens
+        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
+
+    def row(self, clock: Clock, *, dense_flops: float, ceiling: float) -> dict[str, Any]:
+        """The numbers of a line; the device is waited for, once.
+
+        Args:
+            clock: has run since the window was opened; starts anew.
+            dense_flops: of a token, if every position ran every step.
+            ceiling: operations a second of the device's largest products.
+        """
+        loss, alpha, hits = (
+            (x / self.sums.count.clamp(min=1)).tolist() for x in self.sums.tensors()[:3]
+        )
+        phases = clock.read()
+        phases.pop(OUTSIDE, None)
+        seconds = sum(phases.values())
+        return {
+            "loss": loss,
+            "alpha": alpha,
+            "accuracy": hits,
+            "grad_norm": float(self.grad_norm),
+            "tokens_per_s": self.tokens / seconds,
+            "loss_tokens_per_s": self.counts[0] / seconds,
+            "predictions_per_s": sum(self.counts) / seconds,
+            "mfu": self.tokens / seconds * dense_flops / ceiling,
+            "phases": {name: part / seconds for name, part in phases.items()},
+            "peak_memory_gib": peak_memory(self.grad_norm.device) / 2**30,
+        }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that were in use at once, at most: of a GPU's tensors, elsewhere of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def speed_line(row: dict[str, Any]) -> str:
+    """A line's speed, loss and where the time went, for the console."""
+    return (
+        f"{row['tokens_per_s']:,.0f} tokens/s ({row['loss_tokens_per_s']:,.0f} with loss) · "
+        f"loss {row['loss'][0]:.3f} · α {row['alpha'][0]:.3f} · dense MFU {row['mfu']:.0%} · "
+        f"data {row['phases'].get('data', 0):.1%} of the time · {row['peak_memory_gib']:.1f} GiB"
+    )
 
 
 class MetricsLog:
@@ -16,33 +91,36 @@ class MetricsLog:
     Args:
         folder: the run's train/ folder.
         knobs: say whether there is a tracker.
+        muted: writes nothing; of several processes all but one.
     """
 
-    def __init__(self, folder: Path, knobs: TrainKnobs) -> None:
-        self.path = folder / "metrics.jsonl"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.tracker = _wandb_run(knobs, folder)
+    def __init__(self, folder: Path, knobs: TrainKnobs, *, muted: bool = False) -> None:
+        self.path, self.muted = folder / "metrics.jsonl", muted
+        if not muted:
+            folder.mkdir(parents=True, exist_ok=True)
+        self.tracker = None if muted else _wandb_run(knobs, folder)
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends a row; `step` is its place."""
+        if self.muted:
+            return
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         if self.tracker is not None:
             self.tracker.log(_flat(row), step=row["step"])
 
+    def truncate(self, step: int) -> None:
+        """Drops rows written after the checkpoint that training resumes from, and a torn last."""
+        if self.muted or not self.path.exists():
+            return
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        self.path.write_text("".join(kept), encoding="utf-8")
+
     def close(self) -> None:
         """Finishes the tracker."""
         if self.tracker is not None:
             self.tracker.finish()
-
-
-def truncate_metrics(path: Path, step: int) -> None:
-    """Drops rows written after the checkpoint that training resumes from, and a torn last one."""
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-    path.write_text("".join(kept), encoding="utf-8")
 
 
 def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:

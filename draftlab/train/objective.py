@@ -6,17 +6,19 @@ An objective is a function that yields, for each step, a head's logits at the ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.data.packing import Batch, StepRows
-from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.kernels.distill import Teacher
+from draftlab.heads.head import DraftHead
+from draftlab.kernels.distill import Teacher, lk_share, weighted
 from draftlab.kernels.distill_linear import distill_linear
-from draftlab.kernels.distill_plan import plan_rows
 from draftlab.target.parts import TargetParts
 
 
@@ -25,12 +27,31 @@ class StepOutput:
     """Step k of the unroll, or depth k, at the n rows that carry loss there.
 
     Attributes:
-        output: [n, H], the head's, before its norm.
+        output: [n, H], the head's (`DraftHead.finish`).
         teacher: int64 [n], flat positions b·S + t + 1 + k of their teachers.
     """
 
     output: Tensor
     teacher: Tensor
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the loss of a row is: distillation · ℓ + regression · smooth L1 (METHODS §2, §3).
+
+    Smooth L1 is a mean over H, of the head's output and the normed state of its teacher: what the
+    next draft is fed, and what it would be fed if the target had written this one.
+
+    Attributes:
+        loss: ℓ of `kernels/distill.py`; "lk" takes its share from the α of the batch at hand.
+    """
+
+    loss: Literal["soft_ce", "lk"] = "soft_ce"
+    distillation: float = 1.0
+    regression: float = 0.0
+
+
+SOFT_CE = Terms()
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -74,12 +95,46 @@ class Sums:
         return self.loss, self.alpha, self.hits, self.count
 
 
+@dataclass(frozen=True)
+class DraftTeacher:
+    """The target, as far as it teaches a head: its final norm, and lm_head's draft vocabulary.
+
+    Attributes:
+        weight: [D, Ht]. target_ids: int64 [D]. norm, scale, softcap: as of `TargetParts`.
+    """
+
+    norm: Callable[[Tensor], Tensor]
+    weight: Tensor
+    target_ids: Tensor
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(
+        cls, parts: TargetParts, head: DraftHead, dtype: torch.dtype | None = None
+    ) -> DraftTeacher:
+        """The teacher of a head, on its device, in `dtype` (None: the parts')."""
+        device, dtype = head.d2t.device, dtype or parts.lm_head.dtype
+        ids = head.target_ids(torch.arange(len(head.d2t), device=device))
+        # Rows are picked before anything is moved: lm_head may be large, and elsewhere.
+        rows = parts.lm_head[ids.to(parts.lm_head.device)].to(device, dtype)
+        # A copy: a module moves in place, and this one may be the final norm of a model in use.
+        norm = copy.deepcopy(parts.norm).to(device, dtype)
+        return cls(norm, rows, ids, parts.scale, parts.softcap)
+
+    def at(self, batch: Batch) -> Teacher:
+        """What it says at the positions of a batch."""
+        last, logsumexp = batch.last.flatten(0, 1), batch.logsumexp.flatten()
+        return Teacher(last, self.norm, self.weight, logsumexp, self.scale, self.softcap)
+
+
 def weighted_loss(
-    outputs: Iterator[StepOutput],
-    head: Eagle3Head,
-    parts: TargetParts,
+    outputs: Iterable[StepOutput],
+    head: DraftHead,
+    target: DraftTeacher,
     batch: Batch,
     weights: Sequence[float],
+    terms: Terms = SOFT_CE,
 ) -> tuple[Tensor, Sums]:
     """Σ_k weight_k Σ ℓ over the rows that carry loss, not yet divided by N_0; the sums to report.
 
@@ -89,24 +144,41 @@ def weighted_loss(
     steps = list(outputs)
     if not steps:
         return torch.zeros((), device=batch.tokens.device), sums
-    target_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
     row, sizes = torch.cat([s.teacher for s in steps]), [len(s.teacher) for s in steps]
     weight = torch.cat(
         [torch.full((n,), w, device=row.device) for n, w in zip(sizes, weights, strict=False)]
     )
-    teacher = Teacher(
-        batch.last.flatten(0, 1),
-        parts.norm,
-        parts.lm_head[target_ids],
-        batch.logsumexp.flatten(),
-        parts.scale,
-        parts.softcap,
+    teacher = target.at(batch)
+    output, plan = torch.cat([s.output for s in steps]), batch.plan
+    with torch.autocast(output.device.type, enabled=False):  # which would widen the norm on a GPU
+        hidden, share = head.normed(output), None
+    if terms.loss == "lk":
+        with torch.no_grad():
+            alpha = distill_linear(hidden, head.lm_head.weight, teacher, plan, weight).alpha
+            share = lk_share(alpha, step_of_row(sizes, row.device), len(sizes))
+    out = distill_linear(
+        hidden,
+        head.lm_head.weight,
+        teacher,
+        plan,
+        terms.distillation * weight,
+        loss=terms.loss,
+        share=share,
     )
-    hidden = head.norm(torch.cat([s.output for s in steps]))
-    out = distill_linear(hidden, head.lm_head.weight, teacher, plan_rows(row), weight)
-    hit = target_ids[out.best] == batch.argmax.flatten()[row]
-    by_step = zip(*(x.split(sizes) for x in (out.loss, out.alpha, hit)), sizes, strict=True)
+    total, value = out.total, terms.distillation * out.loss
+    if terms.regression:
+        wanted = target.norm(teacher.last[row].to(target.weight.dtype))
+        missed = F.smooth_l1_loss(output.to(wanted.dtype), wanted, reduction="none").mean(-1)
+        total = total + terms.regression * weighted(weight, missed)
+        value = value + terms.regression * missed.detach()
+    hit = target.target_ids[out.best] == batch.argmax.flatten()[row]
+    by_step = zip(*(x.split(sizes) for x in (value, out.alpha, hit)), sizes, strict=True)
     for k, (loss, alpha, hits, count) in enumerate(by_step):
         sums.loss[k], sums.alpha[k], sums.hits[k] = loss.sum(), alpha.sum(), hits.sum()
         sums.count[k] = count
-    return out.total, sums
+    return total, sums
+
+
+def step_of_row(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [R], the step of each of the rows that lie step behind step."""
+    return torch.cat([torch.full((n,), k, device=device) for k, n in enumerate(sizes)])

@@ -12,12 +12,19 @@ from draftlab.train.knobs import TrainKnobs
 
 
 def learning_rate(step: int, knobs: TrainKnobs) -> float:
-    """Linear warm-up, then a cosine down to a share of the peak; a function of the step alone."""
+    """Linear warm-up, then down to a share of the peak; a function of the step alone.
+
+    Down goes a cosine over all other steps, or with wsd (warm-up, stable, decay) a straight line
+    over the last ones, the peak being kept until then.
+    """
     warmup = max(1, round(knobs.warmup * knobs.steps))
     if step < warmup:
         return knobs.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, knobs.steps - warmup)
     floor = knobs.final_learning_rate
+    if knobs.schedule == "wsd":
+        left = (knobs.steps - step) / max(1, round(knobs.decay * knobs.steps))
+        return knobs.learning_rate * (floor + (1 - floor) * min(1.0, left))
+    progress = (step - warmup) / max(1, knobs.steps - warmup)
     return knobs.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 

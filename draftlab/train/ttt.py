@@ -1,4 +1,4 @@
-"""The objective of EAGLE3: training-time test of a head on a packed batch (METHODS §2).
+"""The objective of chains: training-time test of a head on a packed batch (METHODS §2, §3).
 
 Step k runs only rows that still carry loss. Its row at position t reads token x_{t+1+k} and the
 row's own previous output, attends to the step-0 keys of positions ≤ t of its conversation and to
@@ -9,43 +9,86 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from draftlab.data.packing import Batch
-from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.kernels.ttt_attention import OwnKeys, document_starts, ttt_attention
+from draftlab.heads.head import DraftHead
+from draftlab.kernels.ttt_attention import OwnKeys, document_starts
 from draftlab.target.parts import TargetParts
-from draftlab.train.objective import StepOutput, Sums, row_starts, take_rows, weighted_loss
+from draftlab.train.chunked import chunked_attention
+from draftlab.train.objective import (
+    SOFT_CE,
+    DraftTeacher,
+    StepOutput,
+    Sums,
+    Terms,
+    row_starts,
+    take_rows,
+    weighted_loss,
+)
 
 
-def unroll(head: Eagle3Head, batch: Batch) -> Iterator[StepOutput]:
-    """Yields each step's output; gradients flow through all earlier steps."""
-    layer = head.layer
-    following = batch.tokens.roll(-1, dims=1)
-    hidden = head.fuse(batch.features.to(head.fc.weight.dtype))
-    x, residual = layer.inputs(head.embed_tokens(following), hidden)
-    key, value = layer.self_attn.key_value(x, head.rope.angles(batch.positions))
-    starts, own = document_starts(batch.documents), None
-    output = hidden  # of the step before; step 0 has none
+def unroll(head: DraftHead, batch: Batch) -> Iterator[StepOutput]:
+    """Yields each step's output; gradients flow through all earlier steps.
+
+    Of several layers all but the last run step 0 at every position: their outputs are the next
+    one's keys.
+    """
+    starts, width = document_starts(batch.documents), batch.tokens.shape[1]
+    everywhere = torch.arange(width, device=starts.device).expand_as(starts)
+    past: list[tuple[Tensor, Tensor]] = []  # keys and values of step 0, of each layer
+    own: list[OwnKeys | None] = [None] * len(head.layers)
+    hidden = first_hidden(head, batch)
     for k, rows in enumerate(batch.steps):
         if rows.index.shape[1] == 0:
             return
-        index = rows.index
-        positions = batch.positions.gather(1, index) + k
+        own_positions = batch.positions.gather(1, rows.index) + k
+        own_starts = row_starts(starts, rows)
         if k == 0:
-            x, residual = take_rows(x, index), take_rows(residual, index)
+            tokens, positions = batch.tokens.roll(-1, dims=1), batch.positions
+            index, since = everywhere, starts
         else:
-            width = batch.tokens.shape[1]
-            token = batch.tokens.gather(1, (index + 1 + k).clamp(max=width - 1))
-            x, residual = layer.inputs(head.embed_tokens(token), take_rows(output, rows.select))
+            tokens = batch.tokens.gather(1, (rows.index + 1 + k).clamp(max=width - 1))
+            hidden, positions = take_rows(hidden, rows.select), own_positions
+            index, since = rows.index, own_starts
         angles = head.rope.angles(positions)
-        query = layer.self_attn.query(x, angles)
-        if k > 0:
-            new_key, new_value = layer.self_attn.key_value(x, angles)
-            own = OwnKeys.extended(own, new_key, new_value, rows.select)
-        attended = ttt_attention(query, key, value, index, row_starts(starts, rows), own)
-        output = layer.output(attended, residual)
-        yield StepOutput(output.flatten(0, 1)[rows.loss], rows.teacher)
+        for number, layer in enumerate(head.layers):
+            if number == 0:
+                x, residual = head.inputs(head.embed_tokens(tokens), hidden)
+            else:
+                x, residual = layer.input_layernorm(hidden), hidden
+            made = layer.self_attn.key_value(x, angles)
+            if k == 0:
+                past.append(made)
+            else:
+                own[number] = OwnKeys.extended(own[number], *made, rows.select)
+            if k == 0 and number == len(head.layers) - 1:
+                x, residual = take_rows(x, rows.index), take_rows(residual, rows.index)
+                index, since, positions = rows.index, own_starts, own_positions
+                angles = head.rope.angles(positions)
+            query = layer.self_attn.query(x, angles)
+            attended = chunked_attention(
+                query,
+                *past[number],
+                index,
+                since,
+                own[number],
+                positions=positions,
+                chunk=layer.chunk,
+            )
+            hidden = layer.output(attended, residual)
+        hidden = head.finish(hidden)
+        yield StepOutput(hidden.flatten(0, 1)[rows.loss], rows.teacher)
+
+
+def first_hidden(head: DraftHead, batch: Batch) -> Tensor:
+    """The hidden states [B, S, H] that the target's features give, with the batch's noise."""
+    features = batch.last if head.config.reads_last else batch.features
+    hidden = head.fuse(features.to(head.fc.weight.dtype))
+    if batch.noise is not None:
+        hidden = hidden + batch.noise.values(hidden.shape[-1]).to(hidden.dtype)
+    return hidden
 
 
 def ttt_weights(gamma: float, counts: Sequence[int]) -> list[float]:
@@ -54,8 +97,9 @@ def ttt_weights(gamma: float, counts: Sequence[int]) -> list[float]:
 
 
 def ttt_loss(
-    head: Eagle3Head, parts: TargetParts, batch: Batch, *, gamma: float
+    head: DraftHead, parts: TargetParts, batch: Batch, *, gamma: float, terms: Terms = SOFT_CE
 ) -> tuple[Tensor, Sums]:
     """Σ_k γ^k Σ ℓ, not yet divided by N_0, and the sums to report."""
     weights = ttt_weights(gamma, batch.counts)
-    return weighted_loss(unroll(head, batch), head, parts, batch, weights)
+    target = DraftTeacher.of(parts, head)
+    return weighted_loss(unroll(head, batch), head, target, batch, weights, terms)

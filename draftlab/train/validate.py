@@ -11,20 +11,30 @@ the recorded tokens in place of accepted drafts, so both are scored for all posi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftlab.data.packing import Batch, loss_reach, pack
+from draftlab.data.packing import loss_reach, pack
 from draftlab.data.store import Record, Store
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DraftHead
 from draftlab.results import Counters
-from draftlab.target.parts import TargetParts
-from draftlab.train.families import OBJECTIVES
-from draftlab.train.objective import Sums, weighted_loss
+from draftlab.train.objective import DraftTeacher
+from draftlab.train.ranks import Ranks
+from draftlab.train.scores import Scores, score
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """α at the positions start ≤ t < stop of a conversation, per step; None without any row."""
+
+    start: int
+    stop: int
+    alpha: list[float | None]
+    rows: list[int]
 
 
 @dataclass
@@ -36,6 +46,8 @@ class Validation:
         loss: per step, mean over rows.
         walk: counters over greedy answers, only steps whose K drafts lie inside the answer.
         sampled_al: predicted AL at temperature 1 over sampled answers; None without any.
+        by_position: α by position in the conversation: heads fail past what they were trained on.
+        steps: (t, accepted) of the walk, by record.
     """
 
     alpha: list[float]
@@ -43,6 +55,7 @@ class Validation:
     loss: list[float]
     walk: Counters
     sampled_al: float | None
+    by_position: list[Stretch]
     steps: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     def line(self) -> str:
@@ -58,6 +71,13 @@ class Validation:
             parts.append(f"expected AL {self.sampled_al:.3f} (T = 1)")
         return " · ".join(parts)
 
+    def position_line(self) -> str | None:
+        """One line on α by position, at the first step; None if all lies in one stretch."""
+        found = [(s.stop, s.alpha[0]) for s in self.by_position if s.alpha[0] is not None]
+        if len(found) < 2:
+            return None
+        return "α by position: " + " · ".join(f"below {stop:,} {a:.3f}" for stop, a in found)
+
     def metrics(self) -> dict[str, Any]:
         """For metrics.jsonl."""
         return {
@@ -68,6 +88,7 @@ class Validation:
             "walk_drafts": self.walk.drafts,
             "walk_accepted_at": self.walk.accepted_at,
             "sampled_al": self.sampled_al,
+            "by_position": [asdict(stretch) for stretch in self.by_position],
         }
 
 
@@ -101,89 +122,87 @@ def walk(hits: Tensor, spans: Tensor, k: int) -> tuple[Counters, list[tuple[int,
     return counters, steps
 
 
-@dataclass(frozen=True)
-class DenseTeacher:
-    """The target's distribution at every position that teaches, over the draft vocabulary.
-
-    Attributes:
-        logits: float32 [J, D]. row: int64 [B·S], which row a flat position has.
-        logsumexp: float32 [B·S]. argmax: int64 [B·S], target ids.
-    """
-
-    logits: Tensor
-    row: Tensor
-    logsumexp: Tensor
-    argmax: Tensor
+MOST_TOKENS = 16384
+"""Positions of a pass, padding included, unless a single record has more."""
+FIRST_STRETCH = 256
+"""Positions of the first stretch; each later one goes twice as far as those before it."""
 
 
-@torch.no_grad()
-def teach(parts: TargetParts, target_ids: Tensor, batch: Batch) -> DenseTeacher:
-    """Computes each needed teacher once; all steps that share a position share it."""
-    flat = batch.tokens.numel()
-    needed = torch.zeros(flat, dtype=torch.bool, device=batch.tokens.device)
-    for step in batch.steps:
-        needed[step.teacher] = True
-    positions = needed.nonzero()[:, 0]
-    row = needed.cumsum(0) - 1
-    logits = parts.logits(batch.last.flatten(0, 1)[positions], target_ids)
-    return DenseTeacher(logits, row, batch.logsumexp.flatten(), batch.argmax.flatten())
+class _ByPosition:
+    """Sums of α by stretch and step."""
+
+    def __init__(self, longest: int, num_steps: int, device: torch.device) -> None:
+        self.stops = [FIRST_STRETCH]
+        while self.stops[-1] < longest:
+            self.stops.append(2 * self.stops[-1])
+        self.edges = torch.tensor(self.stops, device=device)
+        # [α or row, stretch, step]; float64, as counts are among them
+        self.sums = torch.zeros(2, len(self.stops), num_steps, dtype=torch.float64, device=device)
+
+    def add(self, positions: Tensor, scores: Scores) -> None:
+        stretch = torch.bucketize(positions.flatten(), self.edges, right=True)
+        for sums, values in zip(self.sums, (scores.alpha, scores.asked), strict=True):
+            sums.index_add_(0, stretch, values.flatten(0, 1).to(sums.dtype))
+
+    def stretches(self) -> list[Stretch]:
+        found = []
+        for start, stop, alpha, rows in zip(
+            [0, *self.stops], self.stops, *self.sums.tolist(), strict=False
+        ):
+            mean = [a / n if n else None for a, n in zip(alpha, rows, strict=True)]
+            found.append(Stretch(start, stop, mean, [int(n) for n in rows]))
+        return found
 
 
-@torch.no_grad()
-def token_scores(head: Eagle3Head, parts: TargetParts, batch: Batch) -> tuple[Tensor, Tensor]:
-    """For every position t and step k with loss: was x_{t+2+k} drafted, and min(1, q(x) / p(x)).
-
-    Returns:
-        hits bool and ratios float32, each [B, S, L]; False and 0 where there is no loss.
-    """
-    rows, width = batch.tokens.shape
-    ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
-    teacher = teach(parts, ids, batch)
-    draft_of = torch.full((head.config.vocab_size,), -1, device=ids.device)
-    draft_of[ids] = torch.arange(len(ids), device=ids.device)
-    hits = torch.zeros(rows * width, len(batch.steps), dtype=torch.bool, device=ids.device)
-    ratios = torch.zeros(rows * width, len(batch.steps), device=ids.device)
-    tokens = batch.tokens.flatten()
-    for k, step in enumerate(OBJECTIVES[head.config.family].outputs(head, batch)):
-        logits = head.logits(step.output)
-        at, token = step.teacher - 1 - k, tokens[step.teacher + 1]
-        draft = draft_of[token]
-        known = draft >= 0
-        hits[at, k] = ids[logits.argmax(-1)] == token
-        pick = draft.clamp(min=0)[:, None]
-        log_q = logits.float().log_softmax(-1).gather(1, pick)[:, 0]
-        z = teacher.logits[teacher.row[step.teacher]].gather(1, pick)[:, 0]
-        log_p = z - teacher.logsumexp[step.teacher]
-        ratios[at, k] = (log_q - log_p).exp().clamp(max=1) * known
-    return hits.view(rows, width, -1), ratios.view(rows, width, -1)
+def _groups(order: Sequence[int], lengths: Sequence[int], rows: int) -> Iterator[list[int]]:
+    """Records for one pass each, of ascending lengths: so many, or fewer if they are long."""
+    group: list[int] = []
+    for i in order:
+        full = (len(group) + 1) * lengths[i] > MOST_TOKENS
+        if group and (full or len(group) == rows):
+            yield group
+            group = []
+        group.append(i)
+    yield group
 
 
 @torch.no_grad()
 def validate(
-    head: Eagle3Head,
-    parts: TargetParts,
+    head: DraftHead,
+    target: DraftTeacher,
     store: Store,
     indices: Sequence[int],
     *,
     num_steps: int,
     batch_rows: int = 8,
+    ranks: Ranks | None = None,
 ) -> Validation:
-    """Validates on records `indices` of the store, one a row."""
+    """Validates on records `indices` of the store, one a row.
+
+    Args:
+        ranks: who share the work; None: it is done alone.
+    """
     device = head.fc.weight.device
-    sums = Sums.zeros(num_steps, device)
+    ranks = ranks or Ranks(0, 1, device)
+    lengths = [store.lengths[i] for i in indices]
+    by_position = _ByPosition(max(lengths), num_steps, device)
+    sums = torch.zeros(4, num_steps, dtype=torch.float64, device=device)  # loss, α, best, rows
     counters = Counters(num_steps)
     steps: dict[str, list[tuple[int, int]]] = {}
     expected, anchors = 0.0, 0
     training = head.training
     head.eval()
     order = sorted(indices, key=lambda i: (store.lengths[i], i))
-    for start in range(0, len(order), batch_rows):
-        records: list[Record] = [store[i] for i in order[start : start + batch_rows]]
+    groups = [*_groups(order, store.lengths, batch_rows)]
+    for group in groups[ranks.rank :: ranks.size]:
+        records: list[Record] = store.views(group)
         longest = max(len(r.tokens) for r in records)
         batch = pack([[r] for r in records], longest, num_steps).to(device)
-        outputs = OBJECTIVES[head.config.family].outputs(head, batch)
-        sums.add(weighted_loss(outputs, head, parts, batch, [1.0] * num_steps)[1])
-        hits, ratios = (x.cpu() for x in token_scores(head, parts, batch))
+        scores = score(head, target, batch)
+        by_position.add(batch.positions, scores)
+        kinds = scores.loss, scores.alpha, scores.best, scores.asked
+        sums += torch.stack([kind.double().sum((0, 1)) for kind in kinds])
+        hits, ratios = scores.hits.cpu(), scores.ratios.cpu()
         for b, record in enumerate(records):
             if not record.temperature:
                 found, steps[record.id] = walk(
@@ -195,12 +214,21 @@ def validate(
                 runs = ratios[b, : len(record.tokens)][whole].cumprod(-1).sum(-1)
                 expected, anchors = expected + float(runs.sum()), anchors + len(runs)
     head.train(training)
-    count = sums.count.clamp(min=1)
+    by_position.sums, sums = (ranks.total(of.cpu()) for of in (by_position.sums, sums))
+    each = ranks.gathered((counters, steps, expected, anchors))
+    counters = sum((c for c, _, _, _ in each), Counters(num_steps))
+    steps = {name: found for _, of, _, _ in each for name, found in of.items()}
+    expected, anchors = (sum(one[i] for one in each) for i in (2, 3))
+    *of_rows, rows = sums.tolist()
+    loss, alpha, accuracy = (
+        [value / max(1, n) for value, n in zip(values, rows, strict=True)] for values in of_rows
+    )
     return Validation(
-        (sums.alpha / count).tolist(),
-        (sums.hits / count).tolist(),
-        (sums.loss / count).tolist(),
+        alpha,
+        accuracy,
+        loss,
         counters,
         1 + expected / anchors if anchors else None,
+        by_position.stretches(),
         steps,
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ import torch
 from draftlab import subject, verbs
 from draftlab.base import Monitor, UserError, write_json, write_text
 from draftlab.chat.render import stop_ids
-from draftlab.data.mask_token import choose_mask_token
-from draftlab.heads.config import HeadConfig
+from draftlab.export import ExportKnobs
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.heads.folder import load_head, new_head, save_head
+from draftlab.heads.folder import load_head
 from draftlab.target.model import Target, TargetKnobs, load_target, load_tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -45,15 +44,14 @@ class Subject:
     prompts: tuple[tuple[str, tuple[int, ...]], ...]
     stops: frozenset[int]
 
-    def export(self, layout: Path, k: int | None = None) -> None:
-        """Writes the head in speculators layout, in float32."""
+    def export(self, place: Path, k: int | None = None, layout: str = "speculators") -> None:
+        """Writes the head in another program's layout, in float32."""
         verbs.export(
             self.folder,
             self.knobs,
+            place,
             layout,
-            "speculators",
-            k=k,
-            dtype="float32",
+            knobs=ExportKnobs(k=k, dtype="float32"),
             monitor=Monitor(),
         )
 
@@ -63,6 +61,13 @@ def subject_options(parser: ArgumentParser, prompts: int) -> None:
     parser.add_argument("--head", help="head folder or 'reference'; default: the latest run's")
     parser.add_argument("--target", help="its target; default: the run's, or the embedded one")
     parser.add_argument("--prompts", type=int, default=prompts, help="first held-out prompts")
+    parser.add_argument(
+        "--random",
+        nargs="?",
+        const="",
+        metavar="TEXT",
+        help="in place of the head: random ones of all shapes (whose name holds TEXT)",
+    )
     parser.add_argument("--write", type=Path, help="Markdown page that gets the result's rows")
 
 
@@ -71,12 +76,11 @@ def load_subject(head: str | None, target: str | None, prompts: int) -> Subject:
     chosen = choose(head, target)
     knobs = chosen.target.model_copy(update={"dtype": "float32", "device": "cpu"})
     loaded, tokenizer = load_target(knobs), load_tokenizer(knobs)
-    embeddings = loaded.parts.embeddings.to("cpu", torch.float32)
     folder = chosen.head
     return Subject(
         folder.parent.name if folder.name == "head" else folder.name,
         folder,
-        load_head(folder, embeddings=embeddings, dtype=torch.float32, device="cpu"),
+        load_head(folder, lent=loaded.parts.lent, dtype=torch.float32, device="cpu"),
         knobs,
         loaded,
         verbs.load_suite("embedded:heldout", tokenizer, Monitor()).prompts[:prompts],
@@ -95,47 +99,6 @@ def choose(head: str | None, target: str | None) -> subject.Subject:
     return subject.eval_subject(None, head, target)
 
 
-def with_random_head(
-    subject: Subject, folder: Path, name: str, *, family: str, num_layers: int, qk_norm: bool
-) -> Subject:
-    """A subject whose head is of another shape, saved in `folder`, with loud random weights.
-
-    Weights as small as a new head's would hide what RoPE, norms and masks do wrong. Embeddings,
-    lm_head and draft vocabulary are those of the subject's own head.
-    """
-    own, parallel = subject.head, family == "ptd"
-    mask = choose_mask_token(
-        "auto", load_tokenizer(subject.knobs), own.config.vocab_size, subject.stops, None
-    )
-    config = HeadConfig.model_validate(
-        own.config.model_dump(by_alias=True)
-        | {
-            "family": family,
-            "num_layers": num_layers,
-            "qk_norm": qk_norm,
-            "mask_token_id": mask if parallel else None,
-            "embeddings": "own" if parallel else own.config.embeddings,
-            "provenance": {},
-        }
-    )
-    head = new_head(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim == 1:
-                parameter.copy_(1 + 0.5 * noise)
-            else:  # mask_hidden [1, F] stands beside features, not before a product
-                parameter.copy_(noise * (2 * parameter.shape[1] ** -0.5 if len(noise) > 1 else 1))
-        head.embed_tokens.load_state_dict(own.embed_tokens.state_dict())
-        head.lm_head.load_state_dict(own.lm_head.state_dict())
-        head.set_draft_vocabulary(own.t2d.nonzero()[:, 0])
-    save_head(folder, head, torch.float32)
-    embeddings = own.embed_tokens.weight.detach()
-    loaded = load_head(folder, embeddings=embeddings, dtype=torch.float32, device="cpu")
-    return replace(subject, name=name, folder=folder, head=loaded)
-
-
 def prepare(name: str) -> Path | None:
     """The interpreter of a parity environment, installed when it is not there; None: impossible."""
     script = HERE / f"setup_{name}.sh"
@@ -152,15 +115,20 @@ def prepare(name: str) -> Path | None:
     return Path(folder.rsplit(" (", 1)[0]) / "bin" / "python"
 
 
-def client(python: Path, program: str, request: dict[str, Any], answer: Path) -> None:
-    """Runs a client program in its own environment.
+def client(python: Path, program: str, requests: Mapping[Path, dict[str, Any]]) -> None:
+    """Runs a client program in its own environment, once for all requests.
+
+    Args:
+        requests: by the file that takes the answer.
 
     Raises:
         UserError: with the end of its output, when it fails.
     """
-    file = answer.with_suffix(".request.json")
-    write_json(file, request)
-    command = [str(python), str(HERE / program), str(file), str(answer)]
+    command = [str(python), str(HERE / program)]
+    for answer, request in requests.items():
+        file = answer.with_suffix(".request.json")
+        write_json(file, request)
+        command += [str(file), str(answer)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{program} failed:\n{(done.stdout + done.stderr)[-3000:]}")

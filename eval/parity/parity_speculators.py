@@ -6,11 +6,12 @@ The target's own greedy answers are recorded in float32 and packed into one row,
 conversations side by side. Steps 0 .. L − 1 of training-time test, of a parallel head depths
 0 .. L − 1, then run twice: here by the objective that trains the family, there by the library's own
 forward on the exported head (speculators layout, loaded with its `from_pretrained`). Compared are
-fc's output, the pre-norm output (what is fed back) and the logits, at every row both compute. The
-largest difference of each must stay below 1e-5 of the largest value. Two masks: `all` (everything
-carries loss, so every row is compared) and `answers` (real spans, so that rows left out by
-compaction are proven not to matter). `--random` takes loud random heads of all shapes that the
-layout holds in place of the head.
+fc's output, what is fed back (the output before the last norm, with norm_output behind it) and the
+logits, at every row both compute. The largest difference of each must stay below 1e-5 of the
+largest value. Two masks: `all` (everything carries loss, so every row is compared) and `answers`
+(real spans, so that rows left out by compaction are proven not to matter). `--random` takes loud
+random heads of all shapes that the layout holds in place of the head, for its target and for a
+random Qwen3 with tied embeddings, under the first mask.
 
 Exit status as of parity_vllm.py: 0 equal, 1 different, 2 unusable, 77 skipped.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -33,13 +34,13 @@ from common import (
     UNUSABLE,
     Subject,
     add_row,
-    load_subject,
+    client,
     prepare,
     subject_options,
     versions,
-    with_random_head,
 )
-from speculators_library import library_rows, loading_fault, theirs
+from random_heads import chosen_subjects
+from speculators_library import answer, library_rows, loading_fault, request
 from torch import Tensor
 
 from draftlab.base import UserError
@@ -47,35 +48,24 @@ from draftlab.data.packing import Batch, pack
 from draftlab.data.store import Record
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Request
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DraftHead
 from draftlab.heads.ptd import PtdHead
 from draftlab.target.model import Target
 from draftlab.train.families import OBJECTIVES
 
 TOLERANCE = 1e-5
-SHAPES = {
-    f"random {family}, {layers} layer(s), {'qwen3' if qk_norm else 'llama'}": {
-        "family": family,
-        "num_layers": layers,
-        "qk_norm": qk_norm,
-    }
-    for family, depths in (("eagle3", (1,)), ("ptd", (1, 2)))
-    for layers in depths
-    for qk_norm in (False, True)
-}
-"""What --random compares."""
 PAGE = ("speculators, equal outputs of training's forward", (
     "date", "head", "mask", "versions", "steps", "rows of step 0 … last", "max abs(logits)",
-    "largest difference / largest value: fc, pre-norm, logits", "argmax equal", "equal",
+    "largest difference / largest value: fc, fed back, logits", "argmax equal", "equal",
 ))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step's values at the rows compared: pre-norm outputs [n, H] and logits [n, D]."""
+    """One step's values at the rows compared: what is fed back [n, H], and logits [n, D]."""
 
     rows: Tensor
-    prenorm: Tensor
+    output: Tensor
     logits: Tensor
 
 
@@ -100,18 +90,12 @@ def deviation(ours: Tensor, theirs: Tensor) -> Deviation:
     return Deviation(float((ours - theirs).abs().max()), float(theirs.abs().max()))
 
 
-def ours(head: Eagle3Head, batch: Batch) -> list[Step]:
+@torch.inference_mode()
+def ours(head: DraftHead, batch: Batch) -> list[Step]:
     """Every step, or depth; `rows` are positions t of the packed row."""
-    taken: list[Tensor] = []
-    handle = head.norm.register_forward_pre_hook(lambda _module, args: taken.append(args[0]))
-    try:
-        with torch.inference_mode():
-            outputs = list(OBJECTIVES[head.config.family].outputs(head, batch))
-    finally:
-        handle.remove()
     return [
-        Step(output.teacher - 1 - k, prenorm, output.logits)
-        for k, (output, prenorm) in enumerate(zip(outputs, taken, strict=True))
+        Step(step.teacher - 1 - k, step.output, head.logits(step.output))
+        for k, step in enumerate(OBJECTIVES[head.config.family].outputs(head, batch))
     ]
 
 
@@ -152,7 +136,7 @@ def record_answers(
 def compare(
     steps: Sequence[Step], library: dict[str, Tensor], documents: Tensor, tolerance: float
 ) -> tuple[dict[str, Deviation], float, str | None]:
-    """Worst deviation of pre-norm outputs and logits over all steps, and the first fault.
+    """Worst deviation of outputs and logits over all steps, and the first fault.
 
     Returns:
         Deviations by name, share of rows with the same argmax, and the fault or None.
@@ -161,7 +145,7 @@ def compare(
     fault, same, count = None, 0, 0
     for k, step in enumerate(steps):
         rows = library_rows(step.rows, documents)
-        for name in ("prenorm", "logits"):
+        for name in ("output", "logits"):
             mine, other = getattr(step, name), library[name][k, rows]
             found = deviation(mine, other)
             if name not in worst or found.relative > worst[name].relative:
@@ -178,30 +162,50 @@ def compare(
     return worst, same / count, fault
 
 
-def compare_head(
-    subject: Subject,
-    python: Path,
-    answered: Sequence[Record],
-    mask: str,
-    options: argparse.Namespace,
-) -> tuple[list[str], bool]:
-    """One head under one mask: a row of the page, and whether all is equal."""
-    head, name = subject.head, subject.name
-    num_steps = options.steps or head.config.k_trained
+@dataclass(frozen=True)
+class Case:
+    """One head under one mask.
+
+    Attributes:
+        records: its target's answers, with the mask's spans. batch: the same, packed.
+        place: a folder of its own.
+    """
+
+    subject: Subject
+    mask: str
+    records: Sequence[Record]
+    batch: Batch
+    num_steps: int
+    place: Path
+
+    @property
+    def answer(self) -> Path:
+        """The file that takes the library's."""
+        return self.place / "answer.safetensors"
+
+
+def new_case(
+    subject: Subject, mask: str, answered: Sequence[Record], num_steps: int, place: Path
+) -> Case:
+    """A case of a target's answers."""
     records = [replace(r, spans=torch.ones_like(r.spans)) if mask == "all" else r for r in answered]
     batch = pack([records], sum(len(r.tokens) for r in records), num_steps)
-    documents = batch.documents[0]
-    if head.config.family == "ptd":
+    if subject.head.config.family == "ptd":
         # The library counts rows on over all documents, so float32 rounds other angles than ours.
+        documents = batch.documents[0]
         rows = library_rows(torch.arange(len(documents)), documents)
         batch = replace(batch, positions=rows[None])
-    with tempfile.TemporaryDirectory() as place:
-        layout = Path(place) / "speculators"
-        subject.export(layout)
-        library, report = theirs(python, layout, subject, batch, num_steps, options.attention)
-    steps = ours(head, batch)
-    worst, same, fault = compare(steps, library, documents, TOLERANCE)
-    fused = torch.cat([head.fuse(r.features[:-1]) for r in records])
+    place.mkdir()
+    return Case(subject, mask, records, batch, num_steps, place)
+
+
+def compare_case(case: Case, attention: str) -> tuple[list[str], bool]:
+    """A row of the page, once the library has answered, and whether all is equal."""
+    head, name = case.subject.head, case.subject.name
+    library, report = answer(case.answer, case.subject, case.num_steps)
+    steps = ours(head, case.batch)
+    worst, same, fault = compare(steps, library, case.batch.documents[0], TOLERANCE)
+    fused = torch.cat([head.fuse(r.features[:-1]) for r in case.records])
     if isinstance(head, PtdHead):
         masked = head.mask_state().expand(len(library["fc"]) - len(fused), -1)
         fused = torch.cat([fused, masked])
@@ -211,11 +215,11 @@ def compare_head(
     fault = loading_fault(report) or fault
     counts = [len(step.rows) for step in steps]
     figures = ", ".join(f"{d.relative:.1e}" for d in worst.values())
-    library_version = f"speculators {report['engine_version']} ({options.attention})"
+    library_version = f"speculators {report['engine_version']} ({attention})"
     print(
-        f"{name}, mask {mask}: {len(records)} conversations, {num_steps} steps with {counts} "
-        f"rows; {library_version}\n"
-        f"  largest difference / largest value: {figures} (fc, pre-norm, logits); "
+        f"{name}, mask {case.mask}: {len(case.records)} conversations, {case.num_steps} steps with "
+        f"{counts} rows; {library_version}\n"
+        f"  largest difference / largest value: {figures} (fc, fed back, logits); "
         f"largest logit {worst['logits'].scale:.2f}; argmax equal {same:.4%}\n"
         f"  {'EQUAL within ' + str(TOLERANCE) if fault is None else 'DIFFERENT: ' + fault}",
         flush=True,
@@ -223,9 +227,9 @@ def compare_head(
     row = [
         date.today().isoformat(),
         name,
-        mask,
+        case.mask,
         f"{versions()}; {library_version}, torch {report['torch_version']}",
-        str(num_steps),
+        str(case.num_steps),
         f"{counts[0]:,} … {counts[-1]:,}",
         f"{worst['logits'].scale:.2f}",
         figures,
@@ -235,33 +239,40 @@ def compare_head(
     return row, fault is None
 
 
+def cases(options: argparse.Namespace, place: Path) -> Iterator[Case]:
+    """Everything asked for, each target recorded once for each choice of boundaries."""
+    answers: dict[tuple[Path, tuple[int, ...]], list[Record]] = {}
+    for number, each in enumerate(chosen_subjects(options, place)):
+        boundaries = each.head.config.boundaries
+        key = (each.target.folder, boundaries)
+        if key not in answers:
+            answers[key] = record_answers(
+                each.target, each.prompts, each.stops, boundaries, options.max_new_tokens
+            )
+        num_steps = options.steps or each.head.config.k_trained
+        for mask in ("all",) if options.random is not None else ("all", "answers"):
+            own = place / f"case-{number}-{mask}"
+            yield new_case(each, mask, answers[key], num_steps, own)
+
+
 def run(options: argparse.Namespace) -> int:
     """Compares; returns the exit status."""
     python = prepare("speculators")
     if python is None:
         return SKIPPED
-    subject = load_subject(options.head, options.target, options.prompts)
-    answered = record_answers(
-        subject.target,
-        subject.prompts,
-        subject.stops,
-        subject.head.config.boundaries,
-        options.max_new_tokens,
-    )
     status = EQUAL
     with tempfile.TemporaryDirectory() as place:
-        heads = [subject]
-        if options.random:
-            heads = [
-                with_random_head(subject, Path(place) / str(number), name, **shape)
-                for number, (name, shape) in enumerate(SHAPES.items())
-            ]
-        for each in heads:
-            for mask in ("all", "answers"):
-                row, equal = compare_head(each, python, answered, mask, options)
-                status = status if equal else DIFFERENT
-                if options.write:
-                    add_row(options.write, PAGE, row)
+        asked = list(cases(options, Path(place)))
+        requests = {
+            c.answer: request(c.place, c.subject, c.batch, c.num_steps, options.attention)
+            for c in asked
+        }
+        client(python, "speculators_client.py", requests)
+        for case in asked:
+            row, equal = compare_case(case, options.attention)
+            status = status if equal else DIFFERENT
+            if options.write:
+                add_row(options.write, PAGE, row)
     return status
 
 
@@ -271,7 +282,6 @@ def main() -> int:
     subject_options(parser, prompts=6)
     parser.add_argument("--steps", type=int, help="default: as many as the head was trained for")
     parser.add_argument("--max-new-tokens", type=int, default=48)
-    parser.add_argument("--random", action="store_true", help="random heads of all shapes instead")
     parser.add_argument("--attention", default="flex", choices=("flex", "eager", "sdpa"))
     try:
         return run(parser.parse_args())

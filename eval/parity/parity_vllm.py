@@ -4,8 +4,9 @@
 
 At T = 0 everything must be equal: tokens, finish reasons, the accepted drafts of every verify step,
 counters of every prompt and their totals. draftlab decodes at batch 1 and at batch 8; vLLM serves
-the float32 export in speculators layout and, unexported, the head folder itself (vLLM-native); a
-parallel head with `parallel_drafting`.
+the float32 exports in speculators layout and in its own and, unexported, the head folder itself
+(vLLM-native); a parallel head with `parallel_drafting`. Of --random heads, of all shapes and two
+targets, it serves its own layout alone.
 At --temps above 0 the two draw from different random numbers, so acceptance lengths are compared,
 with argmax drafts and with sampled ones: the bootstrap interval of their difference, over prompts,
 must hold 0. All intervals of a run together are wrong in 5 % of runs (Bonferroni).
@@ -37,17 +38,19 @@ from common import (
     UNUSABLE,
     Subject,
     add_row,
-    load_subject,
     prepare,
     subject_options,
     versions,
 )
+from random_heads import chosen_subjects
 
 from draftlab.base import Monitor, UserError
 from draftlab.decode.drafter import new_drafter
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Generation, Request, Sampling
 from draftlab.decode.vllm import COUNTERS, VllmEngine, VllmKnobs, positions
+from draftlab.export.layout import Layout
+from draftlab.export.layouts import LAYOUTS
 from draftlab.results import Counters
 from draftlab.statistics import acceptance_interval, bootstrap_interval
 
@@ -223,18 +226,32 @@ def compare_sampled(
     return [*_common(bench, engine, drafts, f"{temperature:g}"), *shown, holds]
 
 
+def compare_one(bench: Bench) -> Iterator[tuple[Table, list[str]]]:
+    """A head in vLLM's own layout at T = 0 with one start of vLLM: a table and its row."""
+    mine = {batch: bench.ours(0.0, batch) for batch in BATCHES[-1:]}
+    with tempfile.TemporaryDirectory() as place:
+        bench.subject.export(Path(place) / "vllm", bench.k, "vllm")
+        with bench.theirs(Path(place) / "vllm") as engine:
+            for row in compare_greedy(bench, engine, "vllm", mine):
+                yield EXACT, row
+
+
 def compare(bench: Bench, temperatures: Sequence[float]) -> Iterator[tuple[Table, list[str]]]:
     """Everything, with as few starts of vLLM as there are (layout, drafts): tables and their rows.
 
     A row comes as soon as it is known.
     """
+    family = bench.subject.head.config.family
+    program = "speculators" if isinstance(LAYOUTS["speculators"].get(family), Layout) else "vllm"
+    if program != "vllm":
+        yield from compare_one(bench)
     level = 1 - 0.05 / max(2 * len(temperatures), 1)
     mine = {batch: bench.ours(0.0, batch) for batch in BATCHES}
     with tempfile.TemporaryDirectory() as place:
-        layout = Path(place) / "speculators"
-        bench.subject.export(layout, bench.k)
+        layout = Path(place) / program
+        bench.subject.export(layout, bench.k, program)
         with bench.theirs(layout) as engine:
-            for row in compare_greedy(bench, engine, "speculators", mine):
+            for row in compare_greedy(bench, engine, program, mine):
                 yield EXACT, row
             for t in temperatures:
                 yield SAMPLED, compare_sampled(bench, engine, t, False, level)
@@ -252,14 +269,16 @@ def run(options: argparse.Namespace) -> int:
     python = prepare("vllm")
     if python is None:
         return SKIPPED
-    subject = load_subject(options.head, options.target, options.prompts)
-    bench = Bench(subject, python, options.k, options.max_new_tokens, options.seed)
     status = EQUAL
-    for table, row in compare(bench, options.temps):
-        if options.write:
-            add_row(options.write, table, row)
-        if row[-1] != "yes":
-            status = DIFFERENT
+    with tempfile.TemporaryDirectory() as place:
+        for subject in chosen_subjects(options, Path(place), grown=True):
+            bench = Bench(subject, python, options.k, options.max_new_tokens, options.seed)
+            rows = compare(bench, options.temps) if options.random is None else compare_one(bench)
+            for table, row in rows:
+                if options.write:
+                    add_row(options.write, table, row)
+                if row[-1] != "yes":
+                    status = DIFFERENT
     return status
 
 

@@ -5,10 +5,11 @@ draftlab, and draftlab must not import it::
 
     .envs/speculators/bin/python eval/parity/speculators_client.py request.json answer.safetensors
 
-It writes ``answer.safetensors`` and, beside it, ``answer.json`` (versions, what loading reported,
-metrics). The head is loaded with the library's own ``from_pretrained`` in float32, and its own
-``forward`` (teacher-forced training steps, the only forward the library has) runs once on the rows
-given. Values are taken with hooks, because that forward returns neither hidden states nor logits.
+More such pairs may follow. It writes ``answer.safetensors`` and, beside it, ``answer.json``
+(versions, what loading reported, metrics). The head is loaded with the library's own
+``from_pretrained`` in float32, and its own ``forward`` (teacher-forced training steps, the only
+forward the library has) runs once on the rows given. Values are taken with hooks, because that
+forward returns neither hidden states nor logits.
 
 Request (a JSON object; unknown keys are refused)::
 
@@ -403,17 +404,23 @@ def run(request: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line: request and answer paths."""
+    """Command line: pairs of request and answer paths."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("request", type=Path, help="JSON file with the request")
-    parser.add_argument("answer", type=Path, help="safetensors file to write (and a .json beside)")
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        help="JSON file with a request, safetensors file to write (and a .json beside), …",
+    )
+    paths = parser.parse_args(arguments).paths
+    if len(paths) % 2:
+        parser.error("expected an answer's path behind every request's")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        request = read_request(options.request)
-        tensors, report = run(request)
-        from safetensors.torch import save_file
+        requests = [read_request(path) for path in paths[::2]]
+        for request, answer in zip(requests, paths[1::2], strict=True):
+            save_answer(*run(request), answer)
     except (RequestError, json.JSONDecodeError) as error:
         print(f"speculators_client: {error}", file=sys.stderr)
         return 2
@@ -426,10 +433,16 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 3
-    options.answer.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, str(options.answer))
-    options.answer.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     return 0
+
+
+def save_answer(tensors: Tensors, report: dict[str, Any], answer: Path) -> None:
+    """Writes an answer's two files."""
+    from safetensors.torch import save_file
+
+    answer.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(answer))
+    answer.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

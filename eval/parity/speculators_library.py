@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Subject, client
+from common import Subject
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -39,7 +38,7 @@ def by_depth(library: dict[str, Tensor], num_depths: int) -> dict[str, Tensor]:
     """The library's values of M elements [1, M, …] as those of steps [K, T', …]; others are NaN."""
     place, rows = (library["depth"], library["anchor_pos"]), int((library["depth"] == 0).sum())
     found = {}
-    for name in ("prenorm", "logits", "draft_tokens"):
+    for name in ("output", "logits", "draft_tokens"):
         values = library[name][0]
         blank = float("nan") if values.is_floating_point() else -1
         found[name] = values.new_full((num_depths, rows, *values.shape[1:]), blank)
@@ -47,36 +46,47 @@ def by_depth(library: dict[str, Tensor], num_depths: int) -> dict[str, Tensor]:
     return library | found
 
 
-def theirs(
-    python: Path, draft: Path, subject: Subject, batch: Batch, num_steps: int, attention: str
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The library's tensors and report for the batch's one row."""
+def request(
+    place: Path, subject: Subject, batch: Batch, num_steps: int, attention: str
+) -> dict[str, Any]:
+    """What the library is asked for the batch's one row.
+
+    Args:
+        place: an empty folder that takes the export and the row.
+    """
     documents, parallel = batch.documents[0], subject.head.config.family == "ptd"
     chosen = {}
     if parallel:  # in place of the anchors that the library would draw at random
         kept = documents[1:][documents[1:] == documents[:-1]]
         chosen = dict(zip(("anchor_pos", "depth"), elements(kept, num_steps), strict=True))
-    with tempfile.TemporaryDirectory() as place:
-        features, answer = Path(place) / "features.safetensors", Path(place) / "answer.safetensors"
-        save_file(
-            {
-                "hidden_states": batch.features[0].float().contiguous(),
-                "input_ids": batch.tokens[0].contiguous(),
-                "document_ids": documents.contiguous(),
-                **chosen,
-            },
-            features,
-        )
-        request = {
-            "draft": str(draft.resolve()),
-            "target": str(subject.target.folder.resolve()),
-            "features": str(features),
-            "num_depths" if parallel else "ttt_steps": num_steps,
-            "attention": attention,
-        }
-        client(python, "speculators_client.py", request, answer)
-        found, report = load_file(answer), json.loads(answer.with_suffix(".json").read_text())
-    return (by_depth(found, num_steps) if parallel else found), report
+    features, draft = place / "features.safetensors", place / "speculators"
+    subject.export(draft)
+    save_file(
+        {
+            "hidden_states": batch.features[0].float().contiguous(),
+            "input_ids": batch.tokens[0].contiguous(),
+            "document_ids": documents.contiguous(),
+            **chosen,
+        },
+        features,
+    )
+    return {
+        "draft": str(draft.resolve()),
+        "target": str(subject.target.folder.resolve()),
+        "features": str(features),
+        "num_depths" if parallel else "ttt_steps": num_steps,
+        "attention": attention,
+    }
+
+
+def answer(
+    file: Path, subject: Subject, num_steps: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The library's tensors of a request, `output` being what it feeds back, and its report."""
+    found, report = load_file(file), json.loads(file.with_suffix(".json").read_text())
+    config = subject.head.config
+    found["output"] = found["hidden" if config.norm_output else "prenorm"]
+    return (by_depth(found, num_steps) if config.family == "ptd" else found), report
 
 
 def loading_fault(report: dict[str, Any]) -> str | None:

@@ -58,6 +58,42 @@ def test_what_is_written_is_read_back(tmp_path: Path):
     assert read_conversations(tmp_path / "c.jsonl") == conversations
 
 
+def test_tools_calls_and_reasoning_are_read_back(tmp_path: Path):
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"a": [1]}}}
+    chat = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": "r", "tool_call_id": "1", "name": "f"},
+        {"role": "assistant", "content": "a"},
+    ]
+    # Of one file some may have tools and others none.
+    conversations = [
+        Conversation("x", chat, "s", tools=({"type": "function", "function": {"name": "f"}},)),
+        Conversation("y", chat[:1], "s"),
+    ]
+    write_conversations(tmp_path / "c.jsonl", conversations)
+    assert read_conversations(tmp_path / "c.jsonl") == conversations
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "user", "content": "q", "reasoning_content": "hm"}, "only an assistant has"),
+        ({"role": "assistant", "content": "q", "tool_calls": []}, "tool_calls"),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
+            "function.arguments",
+        ),
+        ({"role": "judge", "content": "q"}, "role"),
+    ],
+)
+def test_calls_that_do_not_fit_are_errors(tmp_path: Path, message: dict, says: str):
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps({"messages": [message]}) + "\n")
+    with pytest.raises(UserError, match=says):
+        read_conversations(path)
+
+
 def test_ids_and_sources_may_be_left_out_of_all_lines(tmp_path: Path):
     path = write(tmp_path / "mine.jsonl", *[line(id=None, source=None)] * 2)
     found = [(c.id, c.source) for c in read_conversations(path)]
@@ -140,3 +176,47 @@ def test_without_regeneration_answers_are_needed():
     assert "dropped 1 " in lines.lines[0]
     with pytest.raises(UserError, match="assistant turn"):
         with_answers([asked], lines)
+
+
+def parts(*kinds: str) -> list[dict]:
+    """A user turn of several parts, as chat APIs write it."""
+    content = [
+        {"type": kind, "text": f"said {i}. "} if kind == "text" else {"type": kind, kind: {"a": 1}}
+        for i, kind in enumerate(kinds)
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def test_images_are_left_out_and_counted(tmp_path: Path):
+    """Text in parts is text; what else there is cannot be drafted from."""
+    path = write(
+        tmp_path / "chat.jsonl",
+        line(id="words", messages=parts("text", "text")),
+        line(id="seen", messages=parts("text", "image_url")),
+        line(id="seen too", messages=[*parts("image"), {"role": "assistant", "content": "a cat"}]),
+        line(id="heard", messages=parts("input_audio", "image")),
+        line(id="plain"),
+    )
+    lines = Lines()
+    kept = load_prompts(PromptKnobs(source=str(path)), lines)
+    assert [c.id for c in kept] == ["words", "plain"]
+    assert kept[0].messages == [{"role": "user", "content": "said 0. said 1. "}]
+    why = "parts: drafting is for text"
+    assert lines.lines == [
+        f"prompts: dropped 1 conversations that have image and input_audio {why}",
+        f"prompts: dropped 2 conversations that have image {why}",
+        f"prompts: 2 conversations from {path}",
+    ]
+
+
+def test_nothing_but_images(tmp_path: Path):
+    path = write(tmp_path / "chat.jsonl", line(messages=parts("image")))
+    with pytest.raises(UserError, match="expected conversations of text"):
+        load_prompts(PromptKnobs(source=str(path)), Lines())
+
+
+@pytest.mark.parametrize("content", [[{"text": "a"}], [{"type": "text"}], [], 5, [{"type": ""}]])
+def test_parts_that_say_nothing_are_refused(content: object, tmp_path: Path):
+    path = write(tmp_path / "chat.jsonl", line(messages=[{"role": "user", "content": content}]))
+    with pytest.raises(UserError, match=r"chat.jsonl:1|content"):
+        load_prompts(PromptKnobs(source=str(path)), Lines())

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from draftlab.base import UserError
-from draftlab.data.draft_vocab import DraftVocabKnobs, DraftVocabulary, build_draft_vocabulary
+from draftlab.data.draft_vocab import DraftVocabulary, build_draft_vocabulary
+from draftlab.data.knobs import DraftVocabKnobs
 
 V = 20
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,7 +13,6 @@ from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,23 +20,10 @@ from draftlab.base import Monitor, UserError
 from draftlab.data import record as record_module
 from draftlab.data import states as states_module
 from draftlab.data.record import RecordKnobs, record
-from draftlab.data.store import Sample, Store, StoreIdentity
+from draftlab.data.store import Sample, Store, teachers
 from draftlab.target.model import Target, TargetKnobs, load_target
+from tests.data.recordings import BOUNDARIES, Lines, contents, identity_of, make, make_samples
 from tests.toys import toy_target_folder
-
-BOUNDARIES = (0, 2, 3)
-
-
-class Lines(Monitor):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.steps: list[tuple[float, float]] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
-        self.steps.append((done, total))
 
 
 @pytest.fixture(scope="module")
@@ -49,50 +34,6 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def target(target_folder: Path) -> Target:
     return load_target(TargetKnobs(path=str(target_folder), device="cpu"))
-
-
-def make_samples(count: int = 12, seed: int = 0) -> list[Sample]:
-    """Conversations of 8–40 tokens with one or two answers."""
-    generator = np.random.default_rng(seed)
-    samples = []
-    for i in range(count):
-        length = int(generator.integers(8, 41))
-        spans = [0] * length
-        spans[3 : length // 2] = [1] * (length // 2 - 3)
-        if i % 2:
-            spans[-3:] = [2] * 3
-        ids = tuple(generator.integers(0, 280, length).tolist())
-        samples.append(Sample(f"c{i}", ids, tuple(spans), [None, 0.0, 0.8][i % 3]))
-    return samples
-
-
-def identity_of(target: Target, dtype: str = "float32", **changes: object) -> StoreIdentity:
-    identity = StoreIdentity.of(
-        target, tokenizer_sha256="tok", template_sha256="tpl", boundaries=BOUNDARIES, dtype=dtype
-    )
-    return replace(identity, **changes)
-
-
-def make(
-    target: Target,
-    folder: Path,
-    samples: list[Sample] | None = None,
-    monitor: Monitor | None = None,
-    **changes: object,
-) -> Store:
-    knobs = RecordKnobs(**({"dtype": "float32", "shard_tokens": 100, "batch_tokens": 96} | changes))
-    return record(
-        target,
-        make_samples() if samples is None else samples,
-        folder,
-        knobs,
-        identity_of(target, knobs.dtype),
-        monitor=monitor or Monitor(),
-    )
-
-
-def contents(folder: Path) -> dict[str, str]:
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
 
 
 def test_records_equal_hf_states_of_each_sequence_alone(target: Target, tmp_path: Path) -> None:
@@ -110,12 +51,16 @@ def test_records_equal_hf_states_of_each_sequence_alone(target: Target, tmp_path
         torch.testing.assert_close(got.features, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(got.last, pre_norm[-1][0], atol=1e-5, rtol=1e-5)
         logits = out.logits[0].double()
+        taught = teachers(got.spans)
+        assert 0 < int(taught.sum()) < len(taught)
+        assert bool(got.logsumexp[~taught].isnan().all())
+        assert got.argmax[~taught].unique().tolist() == [-1]
         torch.testing.assert_close(
-            got.logsumexp.double(), logits.exp().sum(-1).log(), atol=1e-4, rtol=0
+            got.logsumexp[taught].double(), logits.logsumexp(-1)[taught], atol=1e-4, rtol=0
         )
         # Allow another argmax only where two logits are equal to rounding.
-        chosen = logits.gather(1, got.argmax[:, None]).squeeze(1)
-        torch.testing.assert_close(chosen, logits.amax(-1), atol=1e-5, rtol=0)
+        chosen = logits[taught].gather(1, got.argmax[taught, None]).squeeze(1)
+        torch.testing.assert_close(chosen, logits[taught].amax(-1), atol=1e-5, rtol=0)
         assert tuple(got.tokens.tolist()) == sample.token_ids
         assert tuple(got.spans.tolist()) == sample.spans
         assert (got.id, got.temperature) == (sample.id, sample.temperature)
@@ -140,11 +85,12 @@ def test_bfloat16_rounds_states_only(target: Target, tmp_path: Path) -> None:
         assert torch.equal(a.features.bfloat16(), b.features)
         assert torch.equal(a.last.bfloat16(), b.last)
         # From the unrounded state: the same bits, and the token the target itself emits.
-        assert torch.equal(a.logsumexp, b.logsumexp)
+        taught = teachers(a.spans)
+        assert torch.equal(a.logsumexp[taught], b.logsumexp[taught])
         assert torch.equal(a.argmax, b.argmax)
         # A teacher made from the rounded state stays a distribution to rounding.
         mass = (target.logits(b.last.float()) - b.logsumexp[:, None]).exp().sum(-1)
-        assert (mass - 1).abs().max() < 0.05
+        assert (mass[taught] - 1).abs().max() < 0.05
 
 
 def test_summary_in_pieces_and_ties(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,14 +266,14 @@ def test_the_manifest_names_no_place_or_time(target: Target, tmp_path: Path) -> 
 # A process that loads the target once and forks a recorder for every point of death. Forked, not
 # spawned: importing transformers thirty times would take minutes.
 _MASSACRE = """
-import json, os, shutil, signal, sys
+import json, os, shutil, signal, sys, threading
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-sys.path[:0] = [{root!r}, {here!r}]
-import test_record as t
+sys.path.insert(0, {root!r})
+from tests.data import recordings as t
 from draftlab.base import Monitor
-from draftlab.data import record as module
+from draftlab.data import shard_writer as module
 from draftlab.target.model import TargetKnobs, load_target
 
 work, target = Path({work!r}), load_target(TargetKnobs(path={target!r}, device="cpu"))
@@ -337,12 +283,14 @@ def recorder(folder, die_at):
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
-    count = 0
+    count, lock = 0, threading.Lock()
     def counted(original, halve=None):
         def step(*args, **kwargs):
             nonlocal count
-            count += 1
-            if count == die_at:
+            with lock:  # shards are written by threads
+                count += 1
+                mine = count
+            if mine == die_at:
                 if halve:
                     halve(*args)
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -378,7 +326,7 @@ for die_at in range(1, 200):
     recorder(folder, 4)
     assert recorder(folder, 0) == 0
     found = t.contents(folder)
-    assert found == expected, (die_at, expected, found)
+    assert found == expected, (die_at, set(expected.items()) ^ set(found.items()))
     shutil.rmtree(folder)
 print(json.dumps({{"killed": killed, "states": len(states), "files": sorted(expected)}}))
 """
@@ -390,7 +338,6 @@ def test_killed_at_every_step_resumes_to_the_same_bytes(
     root = Path(__file__).parents[2]
     script = _MASSACRE.format(
         root=str(root),
-        here=str(Path(__file__).parent),
         work=str(tmp_path),
         target=str(target_folder),
     )

@@ -124,6 +124,37 @@ def test_answers_are_in_prompt_order_with_the_temperature_of_their_place(tmp_pat
     assert manifest["tokens"] == sum(len(a.token_ids) for c in done for a in c.answers)
 
 
+def test_with_tools_the_target_answers_up_to_the_first_call(tmp_path: Path):
+    """What a tool said answers to a call that the target may not have made."""
+    tools = ({"type": "function", "function": {"name": "add"}},)
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    chat = [
+        *user("2+2?"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "4"},
+        *user("sure?"),
+    ]
+    template = "{{ tools | tojson if tools else '' }}" + CHATML_TEMPLATE
+    fake, tokenizer = Fake(), toy_tokenizer(template)
+    (done,) = regenerate(
+        fake_target(),
+        tokenizer,
+        [Conversation("c", chat, "s", tools=tools)],
+        KNOBS,
+        tmp_path / "a.jsonl",
+        seed=1,
+        monitor=Monitor(),
+        decode=fake,
+    )
+    (request,) = fake.requests
+    assert request.prompt_ids == prompt_ids(tokenizer, user("2+2?"), tools)
+    assert '"name": "add"' in tokenizer.decode(request.prompt_ids)
+    assert [m["role"] for m in done.messages] == ["user", "assistant"]
+    assert done.tools == tools
+    assert read_conversations(tmp_path / "a.jsonl") == [done]
+
+
 def test_the_requests_say_what_the_knobs_say(tmp_path: Path):
     fake = Fake()
     knobs = RegenerateKnobs(temperatures=(0.7,), top_p=0.9, top_k=5, max_new_tokens=3)

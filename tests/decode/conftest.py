@@ -11,12 +11,13 @@ import torch
 
 from draftlab.data.packing import Batch, pack
 from draftlab.heads.config import HeadConfig, TargetIdentity
-from draftlab.heads.eagle3 import Eagle3Head, initialise_head
+from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
+from draftlab.heads.head import initialise_head
 from draftlab.heads.ptd import PtdHead
 from draftlab.target.model import Target, TargetKnobs, load_target
 from draftlab.target.parts import TargetParts
-from draftlab.train.objective import weighted_loss
+from draftlab.train.objective import DraftTeacher, weighted_loss
 from draftlab.train.parallel import parallel_outputs, parallel_weights
 from draftlab.train.ttt import ttt_loss
 from tests.decode.answers import BOUNDARIES, answers, greedy_records
@@ -37,12 +38,17 @@ MASK = 288  # what no prompt and no answer holds
 PARALLEL = {"family": "ptd", "embeddings": "own", "mask_token_id": MASK, "num_layers": 2}
 
 
-def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> Eagle3Head:
+EAGLE = {"family": "eagle", "boundaries": (4,)}
+NORMED = {"fc_norm": True, "norm_output": True}
+
+
+def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> Any:
     """A head with initial values; its draft vocabulary leaves the lowest ids out."""
     size = target.hidden_size
+    if changed.get("family") == "eagle":
+        draft_size = target.vocab_size
     config = HeadConfig(
-        **changed,
-        boundaries=BOUNDARIES,
+        **({"boundaries": BOUNDARIES} | changed),
         target_num_layers=target.num_layers,
         target_hidden_size=size,
         hidden_size=size,
@@ -85,7 +91,8 @@ def parallel_head(target: Target) -> PtdHead:
 
     def loss(head: Eagle3Head, parts: TargetParts, batch: Batch, *, gamma: float) -> Any:
         weights = parallel_weights(gamma, batch.counts)
-        return weighted_loss(parallel_outputs(head, batch), head, parts, batch, weights)
+        target = DraftTeacher.of(parts, head)
+        return weighted_loss(parallel_outputs(head, batch), head, target, batch, weights)
 
     return trained_head(target, head, loss, 150)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,9 +18,10 @@ from draftlab.base import Monitor, UserError
 from draftlab.decode import certify as certify_module
 from draftlab.decode import drafter as drafter_module
 from draftlab.decode.certify import Certificate, CertifyKnobs, certify
+from draftlab.decode.contexts import Sampled
 from draftlab.decode.drafter import ChainDrafter
 from draftlab.decode.engine import Engine
-from draftlab.decode.faults import Fault
+from draftlab.decode.faults import Fault, emitted
 from draftlab.decode.job import Job
 from draftlab.decode.reference import ReferenceEngine
 from draftlab.heads.eagle3 import Eagle3Head
@@ -226,3 +228,18 @@ def test_without_prompts_there_is_nothing_to_certify_on(
 ) -> None:
     with pytest.raises(UserError, match="expected prompts to certify"):
         certify(small, poor_head, [], frozenset(), KNOBS, k=2, monitor=Monitor())
+
+
+def test_trees_grown_together_are_those_grown_alone(small: Target, poor_head: Eagle3Head) -> None:
+    contexts = [(0, 1, 2), (3, 3, 3), (4, 0, 1), (2, 2)]
+    sampled = Sampled(levels=3, top_k=4, temperature=1.0, k=2, draft_temperature=0.7)
+    together = list(sampled.grow(small, poor_head, contexts))
+    assert [tree.context for tree in together] == contexts
+    for found in together:
+        (alone,) = sampled.grow(small, poor_head, [found.context])
+        assert found.firsts == alone.firsts
+        assert found.margin == pytest.approx(alone.margin, abs=1e-4)
+        np.testing.assert_allclose(found.joint(), alone.joint(), rtol=1e-4, atol=1e-12)
+        for fault in Fault:  # all that the draft's probabilities enter
+            pair = (emitted(tree, fault, 2) for tree in (found, alone))
+            np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-12)

@@ -71,7 +71,7 @@ def test_probabilities_of_every_draft(fused: bool, head: Eagle3Head) -> None:
 
 @pytest.mark.parametrize("draft_probs", [False, True])
 def test_a_prompt_in_chunks_is_one_observation(draft_probs: bool, head: Eagle3Head) -> None:
-    """`observe` chunk by chunk, then `draft`: what `propose` says of everything at once."""
+    """`observe` chunk by chunk, then `propose`: what that says of everything at once."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 289, (2, 9), generator=generator)
     features = torch.randn(2, 9, 96, generator=generator)
@@ -87,9 +87,9 @@ def test_a_prompt_in_chunks_is_one_observation(draft_probs: bool, head: Eagle3He
     drafter.start(3, 24)
     expected = drafter.propose(part(0, 9))
     drafter.start(3, 24)
-    for start, end in ((0, 4), (4, 8), (8, 9)):
-        seen = drafter.observe(part(start, end))
-    found = drafter.draft(seen, torch.tensor([8, 8]), table, keys)
+    for start, end in ((0, 4), (4, 8)):
+        drafter.observe(part(start, end))
+    found = drafter.propose(part(8, 9))
     assert torch.equal(found.tokens, expected.tokens)
     assert (found.distribution is None) == (not draft_probs)
     if found.distribution is not None and expected.distribution is not None:

@@ -68,7 +68,7 @@ def test_rows_of_every_temperature_and_mode(target: Target, head: Eagle3Head, tm
             assert row.baseline_tpot_ms == plain.tpot_ms
             assert row.speedup == pytest.approx(row.baseline_tpot_ms / row.tpot_ms)
             assert row.acceptance_length == 1 + row.accepted / row.drafts
-            assert any("prompts are few" in warning for warning in row.warnings)
+            assert any("few prompts (6)" in warning for warning in row.warnings)
             # Probabilities are of what was drafted: unconditional, so they fall with depth.
             assert row.expected_acceptance == sorted(row.expected_acceptance, reverse=True)
     greedy = rows[1]
@@ -98,9 +98,20 @@ def test_without_a_head_only_plain_rows(target: Target) -> None:
 
 
 def test_a_k_beyond_training_is_said(target: Target, head: Eagle3Head) -> None:
-    report = evaluate(target, head, k=4, timing_prompts=0, temperatures=0)
-    assert report.rows[1].k == 4
-    assert "K = 4 exceeds the 3 steps of training" in report.rows[1].warnings
+    class First(Heard):
+        """Stops the evaluation as it begins to decode."""
+
+        def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
+            raise InterruptedError
+
+    heard = First()
+    with pytest.raises(InterruptedError):
+        evaluate(target, head, k=[3, 4], monitor=heard)
+    said = [line for line in heard.lines if "exceeds" in line]
+    deep = "K = 4 exceeds the 3 steps of training: its last drafts are guesses"
+    assert said == [f"warning: a head: {deep}"]  # before the time it takes
+    report = evaluate(target, head, k=[3, 4], timing_prompts=0, temperatures=0)
+    assert [deep in row.warnings for row in report.rows] == [False, False, True]
 
 
 def test_an_empty_suite_is_refused(target: Target) -> None:
@@ -192,8 +203,8 @@ def test_what_is_decoded_and_what_is_doubtful_is_said(target: Target, head: Eagl
     report = evaluate(target, head, monitor=heard, temperatures=0, max_prompts=4)
     text = "\n".join(heard.lines)
     assert "4 of 6 prompts of toy, up to 16 tokens each; T = 0; K = 3" in text
-    assert "4 prompts are few" in text
-    assert "2 timed prompts are few" in text
+    assert "few prompts (4)" in text
+    assert "few timed prompts (2)" in text
     slow = [row for row in report.rows if row.speedup is not None and row.speedup < 0.995]
     assert all("drafting slows decoding down here" in row.warnings[-1] for row in slow)
     assert ("drafting slows decoding down" in text) == bool(slow)

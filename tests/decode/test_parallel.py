@@ -131,15 +131,15 @@ def test_masks_are_what_drafts_come_from(target: Target) -> None:
 @pytest.mark.parametrize("draft_probs", [False, True])
 @pytest.mark.parametrize("k", [1, K])
 def test_a_prompt_in_chunks_is_one_observation(k: int, draft_probs: bool, target: Target) -> None:
-    """`observe` chunk by chunk, then `draft`: what `propose` says of everything at once."""
+    """`observe` chunk by chunk, then `propose`: what that says of everything at once."""
     drafter = ParallelDrafter(loud(target), k, draft_probs=draft_probs)
     drafter.start(4, 24)
     expected = drafter.propose(Rows([9] * 3).next([9] * 3, TABLE))
     drafter.start(4, 24)
     rows = Rows([9] * 3)
-    for count in (4, 4, 1):
-        seen = drafter.observe(rows.next([count] * 3, TABLE))
-    found = drafter.draft(seen, torch.tensor([8] * 3), TABLE, hot_keys())
+    for count in (4, 4):
+        drafter.observe(rows.next([count] * 3, TABLE))
+    found = drafter.propose(rows.next([1] * 3, TABLE))
     assert torch.equal(found.tokens, expected.tokens)
     assert (found.distribution is None) == (not draft_probs)
     if found.distribution is not None and expected.distribution is not None:
@@ -147,8 +147,7 @@ def test_a_prompt_in_chunks_is_one_observation(k: int, draft_probs: bool, target
         torch.testing.assert_close(found.distribution.log_sum, expected.distribution.log_sum)
 
 
-@pytest.mark.parametrize("way", ["propose", "draft"])
-def test_nothing_is_written_at_or_beyond_the_limit(way: str, target: Target) -> None:
+def test_nothing_is_written_at_or_beyond_the_limit(target: Target) -> None:
     """Nor by rows of padding, nor into blocks that a row does not own."""
     limit, head = 10, loud(target)
     drafter = ParallelDrafter(head, K)
@@ -159,12 +158,7 @@ def test_nothing_is_written_at_or_beyond_the_limit(way: str, target: Target) -> 
         pool.fill_(torch.nan)
         pool[0] = 0  # what nobody owns is read for drafts that cannot be verified
     rows = Rows(counts)
-    observed = rows.next(counts, table)
-    if way == "propose":
-        q = probabilities(drafter.propose(observed))
-    else:
-        last = torch.tensor(counts) - 1
-        q = probabilities(drafter.draft(drafter.observe(observed), last, table, hot_keys()))
+    q = probabilities(drafter.propose(rows.next(counts, table)))
     wanted = torch.zeros(7, 4, dtype=torch.bool)
     wanted.view(-1)[[*range(4, 14), *range(16, 24)]] = True
     for pool in (*drafter.key_pools, *drafter.value_pools):

@@ -172,8 +172,8 @@ def test_the_certificates_tree_knows_what_is_drafted(
 ) -> None:
     """Its draft probabilities, made without engine and drafter, are the drafter's own."""
     context, ids = (5, 6, 7, 8), torch.tensor([[5, 6, 7, 8]])
-    tree = grow(
-        target, parallel_head, context, levels=3, top_k=2, temperature=1.0, k=3,
+    (tree,) = grow(
+        target, parallel_head, [context], levels=3, top_k=2, temperature=1.0, k=3,
         draft_temperature=0.7,
     )  # fmt: skip
     drafter = ParallelDrafter(parallel_head, 3, draft_temperature=0.7)

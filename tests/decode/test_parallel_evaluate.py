@@ -44,9 +44,9 @@ def test_chain_and_parallel_in_one_report(
         assert row.self_check.passed
     beyond = [row for row in drafted if row.k == 5]
     for row, unit in zip(beyond, ("steps", "depths"), strict=True):
-        assert f"K = 5 exceeds the 3 {unit} of training" in row.warnings
+        assert any(f"K = 5 exceeds the 3 {unit} of training" in text for text in row.warnings)
     assert not any("exceeds" in text for row in drafted if row.k == 1 for text in row.warnings)
-    assert any("another, K = 5: K = 5 exceeds the 3 depths" in line for line in heard.lines)
+    assert any("another: K = 5 exceeds the 3 depths" in line for line in heard.lines)
     (one,) = report.adviser["break_even"]
     assert (one["chain"], one["parallel"]) == ("a head", "another")
     assert [point["k"] for point in one["points"]] == [1, 2, 3, 4, 5]

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from draftlab.base import Monitor, UserError
-from draftlab.decode import vllm_client as client
 from draftlab.decode.sampling import Generation, Request, Sampling
 from draftlab.decode.vllm import (
     PYTHON_VARIABLE,
@@ -22,6 +21,7 @@ from draftlab.decode.vllm import (
     find_python,
     positions,
 )
+from draftlab.decode.vllm_client import served
 from tests.decode import fake_vllm
 
 HERE = VllmKnobs(python=sys.executable)
@@ -128,6 +128,28 @@ def test_a_head_with_a_mask_token_drafts_in_parallel(folder: Path, install, layo
     assert asked.get("parallel_drafting") == (True if layout["mask_token_id"] else None)
 
 
+@pytest.mark.parametrize(
+    ("layout", "method"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "eagle"),
+        ({"architectures": ["Llama4ForCausalLM"]}, "eagle"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        ({"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}, "eagle3"),
+        ({}, "eagle3"),
+    ],
+)
+def test_the_method_is_told_by_the_architecture(
+    folder: Path, install, layout: dict, method: str
+) -> None:
+    """vLLM would take it from the folder's name."""
+    log, head = install(), folder.parent / "head"
+    head.mkdir()
+    (head / "config.json").write_text(json.dumps(layout))
+    run_vllm(head, folder, ask(4), 2, False)
+    asked = json.loads(log.read_text().splitlines()[0])["speculative_config"]
+    assert asked["method"] == method
+
+
 def test_the_engine_says_version_runner_device_and_what_was_corrected(
     folder: Path, install
 ) -> None:
@@ -137,7 +159,7 @@ def test_the_engine_says_version_runner_device_and_what_was_corrected(
     monitor.say = lines.append  # type: ignore[method-assign]
     with VllmEngine(folder, folder, k=2, max_length=32, knobs=HERE, monitor=monitor) as engine:
         assert engine.name == "vllm 9.9 (V1, cpu)"
-        assert engine.corrections == (client.CORRECTION,)
+        assert engine.corrections == (served.CORRECTION,)
     assert engine.name in lines[0]
     assert "corrected: vllm.v1.sample.rejection_sampler.expand_batch_to_tokens" in lines[0]
     with VllmEngine(folder, max_length=32, knobs=HERE) as engine:
@@ -235,10 +257,10 @@ def test_the_correction_expands_a_row_for_each_of_its_tokens(
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sampler = sys.modules["vllm.v1.sample.rejection_sampler"]
     sys.modules["vllm.v1.sample"].rejection_sampler = sampler
-    with pytest.raises(client.RequestError, match="expand_batch_to_tokens"):
-        client.correct_expand()
+    with pytest.raises(served.RequestError, match="expand_batch_to_tokens"):
+        served.correct_expand()
     sampler.expand_batch_to_tokens = None
-    client.correct_expand()
+    served.correct_expand()
     rows, ends = torch.tensor([0.7, 0.0, 1.5]), torch.tensor([2, 2, 5], dtype=torch.int32)
     found = sampler.expand_batch_to_tokens(rows, ends, 5)
     assert torch.equal(found, torch.tensor([0.7, 0.7, 1.5, 1.5, 1.5]))

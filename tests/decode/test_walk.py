@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Generation, Request
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.target.model import Target
+from draftlab.train.objective import DraftTeacher
 from draftlab.train.validate import validate
 from tests.decode.answers import answers, greedy_records, run
 
@@ -25,8 +27,8 @@ class ListStore:
         self.records = records
         self.lengths = [len(r.tokens) for r in records]
 
-    def __getitem__(self, index: int) -> Record:
-        return self.records[index]
+    def views(self, indices: Sequence[int]) -> list[Record]:
+        return [self.records[i] for i in indices]
 
 
 def walked_and_decoded(
@@ -34,7 +36,8 @@ def walked_and_decoded(
 ) -> tuple[dict[str, list[tuple[int, int]]], list[tuple[Request, Generation]]]:
     pairs = answers(target, 20, seed=100)  # the head was trained on them: long runs occur
     store: Any = ListStore(greedy_records(target, pairs))
-    steps = validate(head, target.parts, store, range(len(pairs)), num_steps=k).steps
+    teacher = DraftTeacher.of(target.parts, head)
+    steps = validate(head, teacher, store, range(len(pairs)), num_steps=k).steps
     engine = Engine(target, ChainDrafter(head, k), batch=batch, max_length=target.max_length)
     asked = [request for request, _ in pairs]
     found = run(engine, asked)

@@ -13,4 +13,5 @@ if FOLDER not in sys.path:
 common = importlib.import_module("common")
 vllm = importlib.import_module("parity_vllm")
 speculators = importlib.import_module("parity_speculators")
+llamacpp = importlib.import_module("parity_llamacpp")
 library = importlib.import_module("speculators_library")

@@ -17,15 +17,15 @@ KEPT = torch.tensor([0, 1, 2, 4, 5, 7, 8, 9, 10])
 def library(num_steps: int = 2) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(num_steps, len(KEPT), 5, generator=generator)
-    prenorm = torch.randn(num_steps, len(KEPT), 3, generator=generator)
-    return {"prenorm": prenorm, "logits": logits, "draft_tokens": logits.argmax(-1)}
+    output = torch.randn(num_steps, len(KEPT), 3, generator=generator)
+    return {"output": output, "logits": logits, "draft_tokens": logits.argmax(-1)}
 
 
 def same_steps(values: dict[str, Tensor], rows: Tensor) -> list[driver.Step]:
     at = torch.tensor([KEPT.tolist().index(row) for row in rows.tolist()])
     return [
         driver.Step(rows, p[at].clone(), z[at].clone())
-        for p, z in zip(values["prenorm"], values["logits"], strict=True)
+        for p, z in zip(values["output"], values["logits"], strict=True)
     ]
 
 
@@ -37,11 +37,11 @@ def test_equal_values_have_no_fault_and_a_moved_row_has_one() -> None:
     values, rows = library(), torch.tensor([1, 5, 9])
     worst, same, fault = driver.compare(same_steps(values, rows), values, DOCUMENTS, 1e-5)
     assert (fault, same, worst["logits"].difference) == (None, 1.0, 0.0)
-    wrong = [driver.Step(rows - 1, s.prenorm, s.logits) for s in same_steps(values, rows)]
+    wrong = [driver.Step(rows - 1, s.output, s.logits) for s in same_steps(values, rows)]
     assert driver.compare(wrong, values, DOCUMENTS, 1e-5)[2]
 
 
-@pytest.mark.parametrize("name", ["prenorm", "logits"])
+@pytest.mark.parametrize("name", ["output", "logits"])
 @pytest.mark.parametrize("off", [1e-3, float("nan")])
 def test_a_fault_names_step_quantity_position_and_conversation(name: str, off: float) -> None:
     values, rows = library(), torch.tensor([1, 5, 9])
@@ -94,4 +94,4 @@ def test_elements_are_compared_as_steps_and_one_that_is_not_there_is_a_fault() -
     outside = same_steps(values, torch.tensor([0, 10]))  # no depth 1 of a conversation's last row
     fault = driver.compare(outside, found, DOCUMENTS, 1e-5)[2]
     assert fault is not None
-    assert fault.startswith("step 1, prenorm, position 10")
+    assert fault.startswith("step 1, output, position 10")

@@ -113,4 +113,4 @@ def test_a_client_that_fails_is_an_error_with_its_words(
     monkeypatch.setattr(common, "HERE", tmp_path)
     (tmp_path / "broken.py").write_text("import sys; sys.exit('the head does not load')\n")
     with pytest.raises(UserError, match="the head does not load"):
-        common.client(Path(sys.executable), "broken.py", {}, tmp_path / "answer.json")
+        common.client(Path(sys.executable), "broken.py", {tmp_path / "answer.json": {}})

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftlab.export.speculators import export_speculators
+from draftlab.export import export_head, verify_export
 
 HIDDEN, VOCAB, LAYERS, MAX_LENGTH = 32, 96, 5, 512
 BOUNDARIES = (1, 2, 4, 5)
@@ -36,6 +36,13 @@ def make_target(folder: Path, *, seed: int = 0, layers: int = LAYERS) -> Path:
     return folder
 
 
-def export(head: Path, target: Path, out: Path, **options: object) -> Path:
-    """`export_speculators` for a target called org/target, unless `options` say otherwise."""
-    return export_speculators(head, target, out, **({"target_name": "org/target"} | options))
+def export(
+    head: Path, target: Path, out: Path, program: str = "speculators", **options: object
+) -> Path:
+    """`export_head` for a target called org/target, unless `options` say otherwise."""
+    return export_head(head, target, out, program, **({"target_name": "org/target"} | options))
+
+
+def verify(out: Path, head: Path, target: Path, program: str = "speculators") -> None:
+    """`verify_export`."""
+    verify_export(out, head, target, program)

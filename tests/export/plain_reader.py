@@ -11,14 +11,20 @@ from safetensors.torch import load_file
 
 
 def read_and_run(
-    folder: Path, tokens: torch.Tensor, features: torch.Tensor
+    folder: Path,
+    tokens: torch.Tensor,
+    features: torch.Tensor,
+    embeddings: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draft logits [S, D] and target ids [D] of a head with llama3 rope."""
-    top, w = (
-        json.loads((folder / "config.json").read_text()),
-        load_file(folder / "model.safetensors"),
-    )
-    c = top["transformer_layer_config"]
+    """Draft logits [S, D] and target ids [D] of a head with llama3 rope.
+
+    Args:
+        embeddings: [V, H], the target's, for layouts that leave them out.
+    """
+    top, w = json.loads((folder / "config.json").read_text()), {"embed_tokens.weight": embeddings}
+    for file in folder.glob("*.safetensors"):
+        w |= {n.replace("midlayer.", "layers.0."): t for n, t in load_file(file).items()}
+    c = top.get("transformer_layer_config", top)
     rope, size, d = c["rope_parameters"], len(tokens), c["head_dim"]
     before = top["norm_before_residual"]
 

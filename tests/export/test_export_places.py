@@ -10,10 +10,9 @@ import pytest
 from safetensors.torch import save_file
 
 from draftlab.base import UserError
-from draftlab.export import speculators
+from draftlab.export import weights, write
 from draftlab.export.place import whole_folder
-from draftlab.export.speculators import verify_export
-from tests.export.export_toys import LAYERS, export, make_target
+from tests.export.export_toys import LAYERS, export, make_target, verify
 
 MakeHead = Callable[..., Path]
 
@@ -27,7 +26,7 @@ def test_another_target_is_refused_with_both_fingerprints(
         export(head, other, tmp_path / "out")
     wanted = json.loads((head / "draftlab.json").read_text())["target"]["fingerprint"]
     assert wanted in str(caught.value)
-    assert speculators.fingerprint(other) in str(caught.value)
+    assert write.fingerprint(other) in str(caught.value)
     deeper = make_target(tmp_path / "deeper", layers=LAYERS + 1)
     with pytest.raises(UserError, match=f"num_hidden_layers {LAYERS}, this one has {LAYERS + 1}"):
         export(head, deeper, tmp_path / "out")
@@ -63,7 +62,7 @@ def test_an_export_that_reads_back_wrong_never_appears(
 
     head, out = make_head(), tmp_path / "out"
     export(head, target, out, k=2)
-    monkeypatch.setattr(speculators, "save_file", save_wrong)
+    monkeypatch.setattr(weights, "save_tensors", save_wrong)
     with pytest.raises(UserError, match=r"norm\.weight"):
         export(head, target, out, k=3)
     with pytest.raises(UserError, match=r"norm\.weight"):
@@ -71,7 +70,7 @@ def test_an_export_that_reads_back_wrong_never_appears(
     assert not (tmp_path / "new").exists()
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
     monkeypatch.undo()
-    verify_export(out, head, target)
+    verify(out, head, target)
     assert '"speculative_tokens": 2' in (out / "config.json").read_text()
     export(head, target, out, k=3)
     assert '"speculative_tokens": 3' in (out / "config.json").read_text()
@@ -95,7 +94,7 @@ def test_places_that_are_no_export_are_refused(
         export(head, target, head)
     (mine / "thesis.tex").rename(mine / "config.json")
     (mine / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UserError, match="no speculators export"):
+    with pytest.raises(UserError, match="a model that is no export"):
         export(head, target, mine)
     assert (tmp_path / "file").read_text() == "mine"
 

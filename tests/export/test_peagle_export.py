@@ -15,9 +15,17 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from draftlab.base import Monitor, UserError
-from draftlab.export.speculators import verify_export
 from draftlab.heads.folder import load_head
-from tests.export.export_toys import BOUNDARIES, HIDDEN, MASK, MAX_LENGTH, PTD, VOCAB, export
+from tests.export.export_toys import (
+    BOUNDARIES,
+    HIDDEN,
+    MASK,
+    MAX_LENGTH,
+    PTD,
+    VOCAB,
+    export,
+    verify,
+)
 from tests.export.plain_reader import read_and_run
 
 MakeHead = Callable[..., Path]
@@ -182,7 +190,7 @@ def test_a_changed_tensor_is_found(
     tensors[name].view(-1)[0] += 1
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(UserError, match=name):
-        verify_export(out, head, target)
+        verify(out, head, target)
 
 
 def test_a_missing_or_flat_mask_hidden_is_found(
@@ -198,7 +206,7 @@ def test_a_missing_or_flat_mask_hidden_is_found(
     ):
         save_file(changed, out / WEIGHTS, metadata={"format": "pt"})
         with pytest.raises(UserError, match=message):
-            verify_export(out, head, target)
+            verify(out, head, target)
 
 
 @pytest.mark.parametrize("value", [MASK + 1, None, ...])
@@ -213,7 +221,7 @@ def test_another_mask_token_in_the_config_is_found(
         json.dumps(config | ({} if value is ... else {"mask_token_id": value}))
     )
     with pytest.raises(UserError, match=f"mask_token_id: expected {MASK}"):
-        verify_export(out, head, target)
+        verify(out, head, target)
 
 
 @pytest.mark.parametrize("drop", ["mask_hidden", "width"])

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from draftlab.base import Monitor, UserError
 from draftlab.export import LAYOUTS, ExportKnobs, find_layout
-from draftlab.export.speculators import export_speculators
+from draftlab.export.knobs import PROGRAMS
 from draftlab.heads.folder import load_head
 from draftlab.target.parts import load_parts
 from tests.export.export_toys import BOUNDARIES, HIDDEN, MAX_LENGTH, VOCAB, export
@@ -256,13 +256,16 @@ def test_chosen_defaults_are_said(make_head: MakeHead, target: Path, tmp_path: P
 
 
 def test_layouts_and_knobs() -> None:
-    assert LAYOUTS["speculators"] is find_layout("speculators") is export_speculators
+    assert LAYOUTS.keys() == set(PROGRAMS)
+    assert find_layout("speculators") is LAYOUTS["speculators"]
     with pytest.raises(UserError, match="did you mean 'speculators'"):
         find_layout("speculator")
-    with pytest.raises(UserError, match="expected a layout out of speculators"):
+    with pytest.raises(UserError, match="expected a layout out of llamacpp, sglang, speculators"):
+        find_layout("onnx")
+    with pytest.raises(UserError, match="did you mean 'llamacpp'"):
         find_layout("gguf")
     assert ExportKnobs() == ExportKnobs(formats=("speculators",), dtype=None, k=None)
     with pytest.raises(ValueError, match="did you mean 'speculators'"):
         ExportKnobs(formats=("Speculators",))
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
         ExportKnobs(k=0)

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftlab.base import UserError
-from draftlab.export.speculators import verify_export
-from tests.export.export_toys import HIDDEN, export
+from tests.export.export_toys import HIDDEN, export, verify
 
 MakeHead = Callable[..., Path]
 
@@ -31,13 +30,13 @@ def test_one_changed_byte_is_found(
 ) -> None:
     head = make_head()
     out = export(head, target, tmp_path / "out")
-    verify_export(out, head, target)
+    verify(out, head, target)
     file = out / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[tensor_at(file, name)] ^= 1
     file.write_bytes(content)
     with pytest.raises(UserError, match=name):
-        verify_export(out, head, target)
+        verify(out, head, target)
 
 
 def test_a_sign_of_zero_is_found(make_head: MakeHead, target: Path, tmp_path: Path) -> None:
@@ -50,7 +49,7 @@ def test_a_sign_of_zero_is_found(make_head: MakeHead, target: Path, tmp_path: Pa
     tensors["norm.weight"][0] = -0.0
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"norm\.weight.*index 0"):
-        verify_export(out, head, target)
+        verify(out, head, target)
 
 
 def _drop(tensors: dict) -> None:
@@ -92,7 +91,7 @@ def test_changed_tensors_are_found(
     change(tensors)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=message):
-        verify_export(out, head, target)
+        verify(out, head, target)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +128,7 @@ def test_a_changed_key_is_found(
     (out / "config.json").write_text(json.dumps(config))
     named = "dtype" if path == "dtype" else path.replace(".", r"\.")
     with pytest.raises(UserError, match=named):
-        verify_export(out, head, target)
+        verify(out, head, target)
 
 
 @pytest.mark.parametrize("value", [0, None, "4"])
@@ -142,4 +141,4 @@ def test_verify_wants_tokens_to_draft(
     config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = value
     (out / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="speculative_tokens"):
-        verify_export(out, head, target)
+        verify(out, head, target)

@@ -261,5 +261,5 @@ def test_embeddings_that_are_said_to_be_the_targets_are_not_replaced(folder: Pat
     path = folder / "draftlab.json"
     fields = json.loads(path.read_text()) | {"embeddings": "target"}
     path.write_text(json.dumps(fields))
-    with pytest.raises(UserError, match=r"the file holds embed_tokens\.weight"):
+    with pytest.raises(UserError, match=r"lends embed_tokens\.weight, and the file holds one"):
         load(folder, torch.zeros(1, 1))

@@ -1,13 +1,11 @@
-"""draftlab/heads/eagle3.py and layers.py against a few lines written from METHODS §2."""
+"""Shapes, RoPE and initial values of heads; `test_options.py` has their mathematics."""
 
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,90 +13,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from draftlab.heads.eagle3 import Eagle3Head, initialise_head
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import initialise_head
 from draftlab.heads.layers import rope_frequencies
 from tests.heads.head_toys import LLAMA3, make_config, make_head
-
-
-class Reference:
-    """One position at a time, from METHODS §2: no batch, no fused function, complex rotations."""
-
-    def __init__(self, head: Eagle3Head) -> None:
-        self.w = {name: t.double() for name, t in head.state_dict().items()}
-        self.c = head.config
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return self.w[name] * x / torch.sqrt((x * x).mean() + self.c.rms_norm_eps)
-
-    def heads(self, x: Tensor, name: str, position: int | None) -> Tensor:
-        d = self.c.head_dim
-        y = (self.w[f"layers.0.self_attn.{name}_proj.weight"] @ x).view(-1, d)
-        if position is None:
-            return y
-        theta = self.c.rope_parameters["rope_theta"]
-        angle = [position * theta ** (-2 * i / d) for i in range(d // 2)]
-        turn = torch.tensor([complex(math.cos(a), math.sin(a)) for a in angle])
-        y = torch.complex(y[:, : d // 2], y[:, d // 2 :]) * turn.to(torch.complex128)
-        return torch.cat([y.real, y.imag], -1)
-
-    def step(self, token: int, hidden: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """Pre-norm output [H] and draft logits [D]; leaves its key and value behind."""
-        w, c = self.w, self.c
-        embedding = self.norm(w["embed_tokens.weight"][token], "layers.0.input_layernorm.weight")
-        normed = self.norm(hidden, "layers.0.hidden_norm.weight")
-        x = torch.cat([embedding, normed])
-        self.keys.append(self.heads(x, "k", position))
-        self.values.append(self.heads(x, "v", None))
-        group = c.num_attention_heads // c.num_key_value_heads
-        mixed = []
-        for n, query in enumerate(self.heads(x, "q", position)):
-            scores = torch.stack([k[n // group] @ query for k in self.keys]) / math.sqrt(c.head_dim)
-            share = scores.exp() / scores.exp().sum()
-            mixed.append(sum(s * v[n // group] for s, v in zip(share, self.values, strict=True)))
-        residual = normed if c.norm_before_residual else hidden
-        out = residual + w["layers.0.self_attn.o_proj.weight"] @ torch.cat(mixed)
-        y = self.norm(out, "layers.0.post_attention_layernorm.weight")
-        gate, up = (w[f"layers.0.mlp.{name}_proj.weight"] @ y for name in ("gate", "up"))
-        out = out + w["layers.0.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
-        return out, w["lm_head.weight"] @ self.norm(out, "norm.weight")
-
-
-def run(head: Eagle3Head, tokens: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
-    """Pre-norm outputs [S, H] of the head under causal attention over the given positions."""
-    layer = head.layer
-    x, residual = layer.inputs(head.embed_tokens(tokens), hidden)
-    angles = head.rope.angles(positions)
-    query = layer.self_attn.query(x, angles)
-    key, value = layer.self_attn.key_value(x, angles)
-    q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return layer.output(attended[0].transpose(0, 1), residual)
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_forward_and_fed_back_steps_equal_the_reference(before: bool) -> None:
-    head, size, drafts = make_head(norm_before_residual=before), 9, 3
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(50, (size + drafts,), generator=generator)
-    features = torch.randn(size, 80, generator=generator, dtype=torch.float64)
-    reference = Reference(head)
-    wanted, logits = [], []
-    for t in range(size + drafts):
-        # After the target's features end, the head's own pre-norm output is fed back.
-        hidden = reference.w["fc.weight"] @ features[t] if t < size else wanted[-1]
-        out, row = reference.step(int(tokens[t]), hidden, t)
-        wanted.append(out)
-        logits.append(row)
-    hidden = head.fuse(features)
-    for t in range(size, size + drafts + 1):
-        out = run(head, tokens[:t], hidden, torch.arange(t))
-        # float32 angles are the only rounding: everything else runs in float64 here.
-        torch.testing.assert_close(out, torch.stack(wanted[:t]), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(head.logits(out), torch.stack(logits[:t]), rtol=1e-4, atol=1e-4)
-        hidden = torch.cat([hidden, out[-1:]])
-    assert torch.stack(logits).std() > 1
 
 
 def test_leading_dimensions_are_free() -> None:

@@ -130,11 +130,11 @@ def test_times_of_every_batch() -> None:
     assert rows[3] == [
         "8",
         f"{timing.tpot_ms:.2f} [{timing.tpot_ms_ci[0]:.2f}, {timing.tpot_ms_ci[1]:.2f}]",
-        "11.4",
+        "11.40",
         f"{timing.speedup:.2f}× [{low:.2f}, {high:.2f}]",
-        "31.4",
-        f"{timing.step_ms:.1f}",
-        f"{timing.floor_ms:.1f}",
+        "31.40",
+        f"{timing.step_ms:.2f}",
+        f"{timing.floor_ms:.2f}",
         f"{timing.throughput_tok_s:.1f}",
     ]
 
@@ -248,3 +248,17 @@ def test_a_certificate_has_its_own_section() -> None:
     assert "reference: L1, FAILED" in found.text
     assert "p = 1e-9 <b>" in found.text
     assert "certificates" not in found.text  # and no dump of it among the environment's facts
+
+
+def test_alpha_by_position_has_its_own_section() -> None:
+    report = sample.report()
+    assert "by position in the conversation" not in page(report).text
+    stretch = {"start": 256, "stop": 512, "alpha": [0.6125, None], "rows": [1200, 0]}
+    empty = {"start": 0, "stop": 256, "alpha": [None, None], "rows": [0, 0]}
+    report.environment["alpha_by_position"] = {"mine": [empty, stretch]}
+    found = page(report)
+    assert "mine: positions" in found.text
+    assert "256 – 511" in found.text
+    assert "0 – 255" not in found.text
+    assert "0.613" in found.text or "0.612" in found.text
+    assert "alpha_by_position" not in found.text  # and no dump of it among the environment's facts

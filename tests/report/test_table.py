@@ -27,17 +27,18 @@ def lines_of(text: str, row: str) -> list[str]:
 
 def test_every_figure_of_a_row_is_there() -> None:
     report = sample.report()
-    row, text = report.rows[4], printed(report)
+    row = report.rows[4] = report.rows[4].model_copy(update={"speedup_ci": (1.5, 1.7)})
+    text = printed(report)
     figures, counters = lines_of(text, "5")
     low, high = row.acceptance_length_ci
     assert f"{row.acceptance_length:.2f} [{low:.2f}, {high:.2f}]" in figures
     assert f" {1 + sum(row.expected_acceptance):.2f} " in figures
     assert " ".join(f"{a / row.drafts:.2f}" for a in row.accepted_at) in figures
-    assert f"{row.speedup:.2f}×" in figures
+    assert f"{row.speedup:.2f}× [1.50, 1.70]" in figures
     assert figures.split()[1:5] == ["chain", "4", "0.8", "on"]
     low, high = row.tpot_ms_ci
     assert f"{row.tpot_ms:.2f} [{low:.2f}, {high:.2f}]" in counters
-    assert " 31.4 " in counters
+    assert " 31.42 " in counters
     assert counters.split()[-6:] == [
         "0.10", "64", "8,192", f"{row.drafts:,}", f"{row.draft_tokens:,}", f"{row.accepted:,}",
     ]  # fmt: skip
@@ -110,6 +111,19 @@ def test_two_heads_are_told_apart_in_the_first_table() -> None:
         "none", "quickstart", "reference",
     ]  # fmt: skip
     assert len(lines_of(text, "2*")) == 2  # no third table repeats it
+    assert wording.HEAD_NOTES["reference"] in " ".join(text.split())
+    assert wording.HEAD_NOTES["reference"] not in " ".join(printed(sample.report()).split())
+
+
+def test_heads_of_two_kinds_fit_too() -> None:
+    rows = [
+        sample.row(head="quickstart", k=8, temperature=0.8, speedup_ci=(1.5, 1.7)),
+        sample.row(head="quickstart_ptd", k=8, temperature=0.8, drafter="parallel"),
+    ]
+    text = printed(sample.report(rows))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text.replace("1…K", "")
+    assert "[1.50, 1.70]" in lines_of(text, "1*")[0]
 
 
 def test_two_engines_stand_side_by_side() -> None:
@@ -149,7 +163,7 @@ def test_the_legend_explains_only_what_is_shown() -> None:
 def test_hundred_columns_are_enough(k: int) -> None:
     rows = [
         sample.baseline(temperature=1.25, output_tokens=1_000_000, tpot_ms=123.4),
-        sample.row(temperature=1.25, k=k, keep=0.9),
+        sample.row(temperature=1.25, k=k, keep=0.9, speedup_ci=(1.5, 1.7)),
         sample.row(temperature=1.25, k=k, draft_probs=True, head="a/very-long-name" * 9),
     ]
     text = printed(sample.report(rows))

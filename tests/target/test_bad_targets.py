@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from draftlab.base import UserError
 from draftlab.target.model import (
@@ -15,6 +18,7 @@ from draftlab.target.model import (
     resolve_device,
     resolve_target,
 )
+from draftlab.target.spread import layer_places
 from tests.target.zoo import zoo_folder
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n"
@@ -83,6 +87,25 @@ def test_weights_of_another_shape(folder: Path, tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
     with pytest.raises(UserError):
         load(folder)
+
+
+def test_a_tensor_that_is_not_there(folder: Path) -> None:
+    """transformers would fill it with random numbers and go on."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 1 tensors .*model\.layers\.2\.mlp\.up_proj"):
+        load(folder)
+
+
+def test_more_gpus_than_there_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = AutoConfig.from_pretrained(folder)
+    with pytest.raises(UserError, match="and there are 1 GPUs from cuda:1 on"):
+        layer_places(config, 2, torch.device("cuda:1"))
+    assert layer_places(config, 2, torch.device("cuda")) is not None
+    load(folder, gpus=2)  # on a CPU it has no effect
 
 
 def test_no_tokenizer(folder: Path) -> None:

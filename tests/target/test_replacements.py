@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Llama4Config, Llama4ForConditionalGeneration
 
 from draftlab.base import UserError
 from draftlab.kernels.paged_attention import slot_mapping
@@ -15,7 +14,7 @@ from draftlab.target import llama4, replacements
 from draftlab.target.fused import knows
 from draftlab.target.model import Target, TargetKnobs, load_target
 from draftlab.target.parts import load_parts, text_decoder
-from tests.target.zoo import SHAPE, ZOO, eager_model, zoo_config, zoo_folder
+from tests.target.zoo import SHAPE, ZOO, eager_model, zoo_folder
 
 LENGTHS = (70, 3, 33)  # Llama 4's temperature in the zoo steps every 16 positions
 LATENT = {  # DeepSeek's attention, for keys compressed to one head
@@ -126,26 +125,17 @@ def test_replaced_layers_never_run_on_kernels_of_other_layers(tmp_path: Path) ->
     assert knows(target)
 
 
-def test_llama4_with_pictures_gives_its_text_tower(tmp_path: Path) -> None:
+def test_llama4_with_pictures_gives_its_text_tower(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A checkpoint of the whole model: its names are prefixed, its config is nested."""
-    text = zoo_config("llama4_text")
-    vision = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-        "vision_output_dim": 16,
-        "image_size": 28,
-        "patch_size": 14,
-        "projector_input_dim": 16,
-        "projector_output_dim": 16,
-    }
-    config = Llama4Config(text_config=text.to_dict(), vision_config=vision)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        whole = Llama4ForConditionalGeneration(config).float().eval()
-    whole.save_pretrained(tmp_path)
-    target = load(tmp_path)
+    folder = zoo_folder(tmp_path, "llama4")
+    capfd.readouterr()
+    target = load(folder)
+    assert capfd.readouterr() == ("", "")  # transformers' table of tensors is read, not shown
+    (note,) = target.notes
+    assert "multi_modal_projector (1), vision_model (25)" in note
+    whole = eager_model(folder)
     ids = texts()[0][None]
     with torch.inference_mode():
         expected = whole(input_ids=ids, use_cache=False).logits

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 SHAPE = {
@@ -51,7 +53,7 @@ ZOO = {
         "floor_scale": 16,
         "attn_scale": 0.5,
         "use_qk_norm": True,
-        "moe_layers": [1, 3],
+        "interleave_moe_layer_step": 2,
         "num_local_experts": 4,
         "intermediate_size_mlp": 40,
     },
@@ -108,6 +110,20 @@ ZOO = {
     # Norms after each block, over whole queries and keys; windows.
     "olmo3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }
+# A text tower of the zoo beside one for images.
+VISION = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "image_size": 16,
+    "patch_size": 8,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+    "vision_output_dim": 16,
+}
+MULTIMODAL = {"llama4": "llama4_text"}
+ZOO |= {kind: ZOO[text] for kind, text in MULTIMODAL.items()}
 # Sizes that GPU kernels know from real checkpoints, for `zoo_config(kind, **wide(kind))`.
 WIDE: dict[str, object] = {
     "vocab_size": 1024,
@@ -118,7 +134,7 @@ WIDE: dict[str, object] = {
     "initializer_range": 0.08,
 }
 _FACTORS = [1.0 + i / 16 for i in range(32)]  # one for each frequency
-_WIDE = {
+_WIDE: dict[str, dict[str, object]] = {
     "mistral": {"sliding_window": 24},
     "qwen3": {"head_dim": 128},
     "gpt_oss": {"sliding_window": 24, "num_local_experts": 8},
@@ -146,7 +162,7 @@ _WIDE = {
 
 def wide(kind: str) -> dict[str, object]:
     """What to change of an architecture for `WIDE` sizes."""
-    return WIDE | _WIDE.get(kind, {})
+    return WIDE | _WIDE.get(MULTIMODAL.get(kind, kind), {})
 
 
 # Whose experts go through transformers' interface, so that ours multiply them.
@@ -155,16 +171,20 @@ MIXTURES = ("gpt_oss", "qwen3_moe", "mixtral", "glm4_moe")
 
 def zoo_config(kind: str, **changes: object) -> PreTrainedConfig:
     """The config of an architecture in small."""
-    return CONFIG_MAPPING[kind](**(SHAPE | ZOO.get(kind, {}) | changes))
+    fields = SHAPE | ZOO.get(kind, {}) | changes
+    if kind in MULTIMODAL:
+        return CONFIG_MAPPING[kind](text_config=fields, vision_config=VISION)
+    return CONFIG_MAPPING[kind](**fields)
 
 
 def zoo_folder(
     path: Path, kind: str, *, shard: str = "1GB", seed: int = 0, **changes: object
 ) -> Path:
     """Saves a random float32 target; norms and sinks differ from their plain initial values."""
+    auto = AutoModelForImageTextToText if kind in MULTIMODAL else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(zoo_config(kind, **changes)).float()
+        model = auto.from_config(zoo_config(kind, **changes)).float()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 1:
@@ -176,7 +196,15 @@ def zoo_folder(
 
 
 def eager_model(folder: Path) -> torch.nn.Module:
-    """transformers' own reading of a checkpoint, with attention and experts as it writes them."""
-    return AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", experts_implementation="eager", dtype="float32"
-    ).eval()
+    """transformers' own reading of a checkpoint, with attention and experts as it writes them.
+
+    Of a multimodal one that is the whole model, of which draftlab takes the text tower.
+    """
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    return (
+        getattr(transformers, name)
+        .from_pretrained(
+            folder, attn_implementation="eager", experts_implementation="eager", dtype="float32"
+        )
+        .eval()
+    )

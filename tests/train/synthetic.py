@@ -7,8 +7,9 @@ from torch import Tensor
 
 from draftlab.data.store import Record
 from draftlab.heads.config import HeadConfig, TargetIdentity
-from draftlab.heads.eagle3 import Eagle3Head, initialise_head
+from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
+from draftlab.heads.head import initialise_head
 from draftlab.heads.layers import RMSNorm
 from draftlab.target.parts import TargetParts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.target.parts import TargetParts
 from draftlab.train.knobs import TrainKnobs
 from draftlab.train.loop import Trainer
-from draftlab.train.validate import token_scores, walk
+from draftlab.train.objective import DraftTeacher
+from draftlab.train.scores import score
+from draftlab.train.validate import walk
 from tests.train import synthetic
 from tests.train.test_ttt import reach_mask_t, reach_mask_t_k, spans_of
 
@@ -38,6 +41,9 @@ class ListStore:
 
     def __getitem__(self, index: int) -> Record:
         return self.records[index]
+
+    def views(self, indices: Sequence[int]) -> list[Record]:
+        return [self.records[i] for i in indices]
 
 
 def toy_answer(target: TargetParts, seed: int) -> Record:
@@ -121,7 +127,7 @@ def accuracies(trainer: Trainer, target: TargetParts) -> tuple[float, float]:
     """Share of right drafts of an answer's first draft, and of the others, on fresh answers."""
     records = [toy_answer(target, 1000 + i) for i in range(30)]
     batch = pack([[r] for r in records], 64, 3)
-    hits, _ = token_scores(trainer.head, target, batch)
+    hits = score(trainer.head, DraftTeacher.of(target, trainer.head), batch).hits
     reach = batch.steps[0].index.new_tensor([PROMPT - 1])
     first = hits[:, reach, 0].float().mean()
     others = hits[:, PROMPT : PROMPT + ANSWER - 2, 0].float().mean()

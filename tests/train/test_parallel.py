@@ -14,7 +14,7 @@ from draftlab.data.packing import deal, loss_reach, pack
 from draftlab.data.store import Record
 from draftlab.heads.ptd import PtdHead
 from draftlab.target.parts import TargetParts
-from draftlab.train.objective import weighted_loss
+from draftlab.train.objective import DraftTeacher, weighted_loss
 from draftlab.train.parallel import depths_kept, parallel_outputs, parallel_weights
 from tests.train.synthetic import head, parts, record
 from tests.train.test_ttt import server_log, spans_of
@@ -147,7 +147,8 @@ def test_loss_and_gradients_equal_a_server_run_anchor_by_anchor(
         keep=lambda r: kept[r.id][: len(r.tokens)],
     )
     weights = parallel_weights(GAMMA, batch.counts)
-    loss, sums = weighted_loss(parallel_outputs(model, batch), model, target, batch, weights)
+    teacher = DraftTeacher.of(target, model)
+    loss, sums = weighted_loss(parallel_outputs(model, batch), model, teacher, batch, weights)
     (loss / batch.num_anchors).backward()
     found = gradients(model)
     expected, counts = reference(model, target, records, kept)
@@ -196,12 +197,13 @@ def test_a_whole_pass_of_the_head_is_that_of_a_server(changes: dict) -> None:
 
 def test_a_conversation_packed_behind_another_has_the_same_loss() -> None:
     target, model = parts(), loud(num_layers=3)
+    teacher = DraftTeacher.of(target, model)
     one, two = (record(spans_of([(3, 8)]), target, seed) for seed in (1, 2))
 
     def loss(*rows: list[Record]) -> float:
         batch = pack(list(rows), 64, DEPTHS)
         total, _ = weighted_loss(
-            parallel_outputs(model, batch), model, target, batch, [1.0] * DEPTHS
+            parallel_outputs(model, batch), model, teacher, batch, [1.0] * DEPTHS
         )
         return float(total.detach())
 
@@ -216,14 +218,16 @@ def test_parts_of_the_anchors_add_up_to_the_whole(passes: int) -> None:
     rows = [records[:3], records[3:]]
     whole = pack(rows, 64, DEPTHS)
     weights = parallel_weights(GAMMA, whole.counts)
-    loss, _ = weighted_loss(parallel_outputs(model, whole), model, target, whole, weights)
+    teacher = DraftTeacher.of(target, model)
+    loss, _ = weighted_loss(parallel_outputs(model, whole), model, teacher, whole, weights)
     loss.backward()
     wanted = gradients(model)
     dealt = pack(rows, 64, DEPTHS, passes=passes)
     assert dealt.counts == whole.counts
     total = 0.0
     for part in dealt.split():
-        loss_of_part, _ = weighted_loss(parallel_outputs(model, part), model, target, part, weights)
+        outputs = parallel_outputs(model, part)
+        loss_of_part, _ = weighted_loss(outputs, model, teacher, part, weights)
         loss_of_part.backward()
         total += float(loss_of_part.detach())
     assert total == pytest.approx(float(loss.detach()), rel=1e-6)

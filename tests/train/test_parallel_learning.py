@@ -13,7 +13,9 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, load_head, save_head
 from draftlab.heads.ptd import PtdHead
 from draftlab.train.loop import Trainer
-from draftlab.train.validate import token_scores, validate
+from draftlab.train.objective import DraftTeacher
+from draftlab.train.scores import score
+from draftlab.train.validate import validate
 from tests.train import synthetic
 from tests.train.test_learning import (
     ANSWER,
@@ -56,7 +58,8 @@ def test_every_depth_is_learnt(num_layers: int, tmp_path: Path) -> None:
         ttt_steps=DEPTHS,
     )
     records = [toy_answer(target, 1000 + i) for i in range(30)]
-    hits, _ = token_scores(trainer.head, target, pack([[r] for r in records], 64, DEPTHS))
+    batch = pack([[r] for r in records], 64, DEPTHS)
+    hits = score(trainer.head, DraftTeacher.of(target, trainer.head), batch).hits
     for depth in range(DEPTHS):
         # Anchors behind the answer's first token: their own token says what follows.
         found = hits[:, PROMPT : PROMPT + ANSWER - 2 - depth, depth].float().mean()
@@ -100,9 +103,10 @@ def test_vectors_do_not_decay_even_as_matrices_of_one_row(tmp_path: Path) -> Non
         weight_decay=0.1,
     )
     head = trainer.head
-    decayed, rest = ({id(p) for p in group["params"]} for group in trainer.optimizer.param_groups)
-    assert trainer.optimizer.param_groups[0]["weight_decay"] == 0.1
-    assert trainer.optimizer.param_groups[1]["weight_decay"] == 0
+    groups = trainer.wrapped.optimizer.param_groups
+    decayed, rest = ({id(p) for p in group["params"]} for group in groups)
+    assert groups[0]["weight_decay"] == 0.1
+    assert groups[1]["weight_decay"] == 0
     assert {id(head.mask_hidden), id(head.mask_embedding), id(head.norm.weight)} <= rest
     assert {id(head.fc.weight), id(head.layers[1].mlp.up_proj.weight)} <= decayed
     assert id(head.embed_tokens.weight) not in decayed | rest
@@ -168,10 +172,10 @@ def test_validation_sees_every_depth_of_every_anchor(tmp_path: Path) -> None:
     target = orthogonal_parts()
     data = store(12)
     head = synthetic.head(target, family="ptd")
-    found = validate(head, target, data, range(12), num_steps=DEPTHS)
+    found = validate(head, DraftTeacher.of(target, head), data, range(12), num_steps=DEPTHS)
     everything = pack([[r] for r in data.records], 64, DEPTHS)
     assert len(found.alpha) == len(found.accuracy) == DEPTHS
-    hits, _ = token_scores(head, target, everything)
+    hits = score(head, DraftTeacher.of(target, head), everything).hits
     counts = torch.tensor(everything.counts)
     agreed = torch.stack([hits[..., d].sum() / counts[d] for d in range(DEPTHS)])
     # The toy's argmax is its next token, so accuracy is the share of hits.
@@ -198,7 +202,8 @@ def test_a_trained_chain_head_is_a_beginning(tmp_path: Path) -> None:
     batch = pack([[r] for r in records], 64, DEPTHS)
     fresh = trained(tmp_path / "fresh", store(300), target, **fields)
     begun, without = (
-        token_scores(t.head, target, batch)[0][..., 0].sum() for t in (trainer, fresh)
+        score(t.head, DraftTeacher.of(target, t.head), batch).hits[..., 0].sum()
+        for t in (trainer, fresh)
     )
     assert begun > 4 * without
     # Another beginning is another training: its checkpoints do not go on from these.

@@ -66,7 +66,7 @@ def test_a_mask_token_that_will_not_do_is_refused_before_anything_is_made(tmp_pa
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        (("head.num_layers=2",), "eagle3 has num_layers 1, found 2"),
+        (("head.num_layers=2",), "EAGLE3 head has num_layers 1, found 2"),
         (("head.mask_token=7",), "eagle3 has no mask_token, found 7"),
         (("head.family=ptd", "head.num_layers=5"), "head.num_layers"),
         (("head.family=medusa",), "head.family"),

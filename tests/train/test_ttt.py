@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.data.packing import batches, loss_reach, pack, plan_rows
+from draftlab.data.order import batches, epoch_rows
+from draftlab.data.packing import loss_reach, pack
 from draftlab.data.store import Record
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.target.parts import TargetParts
@@ -225,10 +226,17 @@ def test_a_token_outside_the_draft_vocabulary_stays_in_the_denominator() -> None
     st.lists(st.integers(1, 50), min_size=1, max_size=80), st.integers(50, 90), st.integers(0, 3)
 )
 def test_rows_hold_every_record_once(lengths: list[int], room: int, epoch: int) -> None:
-    rows = plan_rows(lengths, room, seed=1, epoch=epoch)
+    rows = epoch_rows(lengths, room, seed=1, epoch=epoch)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in row) <= room for row in rows)
-    assert rows == plan_rows(lengths, room, seed=1, epoch=epoch)
+    assert rows == epoch_rows(lengths, room, seed=1, epoch=epoch)
+
+
+def test_rows_are_full() -> None:
+    assert len(epoch_rows([50] * 10, 100, seed=0, epoch=0)) == 5  # what just fits is let in
+    lengths = [20 + 37 * i % 280 for i in range(2000)]
+    rows = epoch_rows(lengths, 512, seed=0, epoch=0)
+    assert sum(lengths) / (512 * len(rows)) > 0.95
 
 
 def test_epochs_differ_and_leave_nothing_out() -> None:

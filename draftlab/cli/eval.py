@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from draftlab.base import UserError
-from draftlab.console import STARTS_ANEW, Debug, Json, guard, monitor, show
+from draftlab.cli.console import STARTS_ANEW, Debug, Json, guard, monitor, show
 
 T = TypeVar("T")
 
@@ -112,10 +113,10 @@ def eval_(
     Without arguments it takes the head of the latest run and that run's eval knobs.
     """
     with guard(debug, STARTS_ANEW):
+        from draftlab.decode.knobs import EvalKnobs
         from draftlab.recipe import changed
-        from draftlab.subject import eval_subject
+        from draftlab.target.knobs import TargetKnobs
 
-        subject = eval_subject(run_name, head, target)
         asked: dict[str, Any] = {
             "engine": engine,
             "suite": suite,
@@ -137,15 +138,16 @@ def eval_(
             "certify": certify or None,
             "packed": packed,
         }
-        names = {key: f"--{key.replace('_', '-')}" for key in asked} | {"temperatures": "--temps"}
-        knobs = changed(subject.knobs, asked, where="command line", options=names, do=_HELP)
-        target_knobs = changed(
-            subject.target,
-            {"dtype": dtype},
-            where="command line",
-            options={"dtype": "--dtype"},
-            do=_HELP,
-        )
+        names = {key: f"--{key.replace('_', '-')}" for key in [*asked, "dtype"]}
+        names["temperatures"] = "--temps"
+        check = partial(changed, where="command line", options=names, do=_HELP)
+        of_target = {"dtype": dtype}
+        check(EvalKnobs(), asked)  # a slip is answered before torch is imported
+        check(TargetKnobs(), of_target)
+        from draftlab.subject import eval_subject
+
+        subject = eval_subject(run_name, head, target)
+        knobs, target_knobs = check(subject.knobs, asked), check(subject.target, of_target)
         report, folder = subject.evaluate(target_knobs, knobs, out, monitor=monitor)
         show(report, as_json, folder / "report.json")
         certificates = report.environment.get("certificates", {})

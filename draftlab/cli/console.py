@@ -173,10 +173,11 @@ def guard(debug: bool, interrupted: str = RESUMES) -> AbstractContextManager[Non
 
 
 def show(report: Report, as_json: bool, path: Path) -> None:
-    """Prints a report's tables, or the file it lies in."""
+    """Prints a report's tables, or the file it lies in; then where the page is."""
     if as_json:
         typer.echo(path.read_text(encoding="utf-8"), nl=False)
     else:
         from draftlab.report import print_report
 
         print_report(report, output)
+    monitor.say(f"report: {path.with_name('report.html')}")

@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftlab.console import Debug, Json, guard, monitor, output, plan_line, show
-from draftlab.eval_cli import eval_
+from draftlab.cli.console import Debug, Json, guard, monitor, output, plan_line, show
+from draftlab.cli.doctor import doctor
+from draftlab.cli.eval import eval_
+from draftlab.cli.export import export, import_
+from draftlab.cli.hub import push
+from draftlab.cli.store import store_app
 
 if TYPE_CHECKING:
     from draftlab.pipeline import Pipeline
@@ -32,6 +36,7 @@ app = typer.Typer(
 )
 recipe_app = typer.Typer(help="Look at recipes.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
+app.add_typer(store_app, name="store")
 
 RecipeArg = Annotated[Path, typer.Argument(help="Recipe, a YAML file.", metavar="RECIPE")]
 Overrides = Annotated[
@@ -47,27 +52,56 @@ Plan = Annotated[
 
 
 def _pipeline(recipe: Path, overrides: list[str] | None) -> Pipeline:
-    from draftlab.pipeline import Pipeline
     from draftlab.recipe import load_recipe
 
-    return Pipeline(load_recipe(recipe, overrides or []), monitor)
+    asked = load_recipe(recipe, overrides or [])  # a slip is answered before torch is imported
+    from draftlab.pipeline import Pipeline
+
+    return Pipeline(asked, monitor)
 
 
 def _make(
-    stages: tuple[str, ...], recipe: Path, overrides: list[str] | None, force: bool, plan: bool
+    stages: tuple[str, ...],
+    recipe: Path,
+    overrides: list[str] | None,
+    force: bool,
+    plan: bool,
+    *,
+    record_gpus: int = 1,
 ) -> Pipeline | None:
     """Makes stages, or prints the plan and returns None."""
     pipeline = _pipeline(recipe, overrides)
+    pipeline.record_gpus = record_gpus
     if plan:
         from draftlab.recipe import to_yaml
 
         typer.echo(to_yaml(pipeline.recipe))
-        typer.echo(f"run folder: {pipeline.run.folder}")
+        typer.echo(f"run folder: {pipeline.runs / pipeline.recipe.name}")
         for status in pipeline.plan(*stages):
             typer.echo(plan_line(status))
+        for line in pipeline.estimate():
+            typer.echo(line)
         return None
     pipeline.make(*stages, force=force)
     return pipeline
+
+
+def _launched(
+    verb: tuple[str, ...],
+    recipe: Path,
+    overrides: list[str] | None,
+    force: bool,
+    debug: bool,
+    gpus: int,
+) -> int:
+    """Runs a verb in as many processes as GPUs were asked for; returns the exit code."""
+    from draftlab.cli.launch import launch
+    from draftlab.recipe import load_recipe
+    from draftlab.train.ranks import check_gpus
+
+    check_gpus(gpus, load_recipe(recipe, overrides or []).train.device)
+    options = ["--force"] * force + ["--debug"] * debug
+    return launch([*verb, str(recipe), *(overrides or []), *options], gpus, monitor)
 
 
 @app.command()
@@ -109,11 +143,27 @@ def record(
     overrides: Overrides = None,
     force: Force = False,
     plan: Plan = False,
+    gpus: Annotated[
+        int, typer.Option(help="GPUs that share the work; each holds the whole target.", min=1)
+    ] = 1,
+    join: Annotated[
+        bool, typer.Option("--join", help="Share the work of a process that records this run.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
-    """Record the target's hidden states over the answers (store/)."""
+    """Record the target's hidden states over the answers (store/).
+
+    Processes of `accelerate launch` or `torchrun` share the work, and any number may --join later,
+    from every machine that sees the run folder.
+    """
     with guard(debug):
-        _make(("store",), recipe, overrides, force, plan)
+        from draftlab.helpers import launched_helper
+
+        launched = launched_helper()
+        if (join or launched is not None) and not plan:
+            _pipeline(recipe, [*(overrides or []), *(launched or [])]).join_recording()
+        else:
+            _make(("store",), recipe, overrides, force, plan, record_gpus=gpus)
 
 
 @app.command()
@@ -122,62 +172,51 @@ def train(
     overrides: Overrides = None,
     force: Force = False,
     plan: Plan = False,
+    gpus: Annotated[int, typer.Option(help="GPUs that train together, a process each.", min=1)] = 1,
     debug: Debug = False,
 ) -> None:
-    """Train a head, making first what it needs (head/). Run again, it does what is missing."""
+    """Train a head, making first what it needs (head/). Run again, it does what is missing.
+
+    Processes of `torchrun` or `accelerate launch` train together, too.
+    """
     with guard(debug):
+        if gpus > 1 and not plan:
+            raise typer.Exit(_launched(("train",), recipe, overrides, force, debug, gpus))
         pipeline = _make(("head",), recipe, overrides, force, plan)
-        if pipeline:
+        if pipeline and pipeline.leads:
             monitor.say(
                 f"head: {pipeline.run.folder / 'head'} · next: draftlab eval, draftlab export"
             )
 
 
 app.command("eval")(eval_)
-
-
-@app.command()
-def export(
-    run_name: Annotated[
-        str | None, typer.Option("--run", help="Run whose head is exported.", metavar="RUN")
-    ] = None,
-    head: Annotated[str | None, typer.Option(help='A head folder, or "reference".')] = None,
-    target: Annotated[
-        str | None, typer.Option(help="Target of --head: folder, Hub id or embedded.")
-    ] = None,
-    to: Annotated[
-        str | None, typer.Option("--to", help="speculators; default: the run's.", metavar="LAYOUT")
-    ] = None,
-    k: Annotated[int | None, typer.Option("--k", help="Speculative tokens in its config.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
-    debug: Debug = False,
-) -> None:
-    """Write a head for other programs; it is read back and compared before success is said."""
-    with guard(debug):
-        from draftlab.recipe import changed
-        from draftlab.subject import eval_subject
-
-        subject = eval_subject(run_name, head, target)
-        asked = {"formats": (to,) if to else None, "k": k, "dtype": dtype}
-        subject.export(changed(subject.exports, asked, where="command line"), out, monitor=monitor)
+app.command()(export)
+app.command("import")(import_)
+app.command()(doctor)
+app.command()(push)
 
 
 @app.command()
 def inspect(
     what: Annotated[
-        str | None, typer.Argument(help="A run, store, head or report; default: the latest run.")
+        str | None,
+        typer.Argument(
+            help='A run, store, head or report, or "reference"; default: the latest run.'
+        ),
     ] = None,
     sample: Annotated[
         int, typer.Option(help="Conversation of a run or store to print, coloured by its mask.")
     ] = 0,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Hash every byte of a store again.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
-    """Look into a run, a store or a head: counts, hashes, one conversation with its mask."""
+    """Look into a run, a store, a head or a report: counts, hashes, a conversation's mask."""
     with guard(debug):
         from draftlab.inspect import inspect_path
 
-        inspect_path(what, sample, output)
+        inspect_path(what, sample, output, verify=verify)
 
 
 @recipe_app.command("schema")
@@ -212,7 +251,3 @@ def version() -> None:
 def main() -> None:
     """Entry point of the `draftlab` command."""
     app()
-
-
-if __name__ == "__main__":
-    main()

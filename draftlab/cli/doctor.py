@@ -1,0 +1,73 @@
+"""The options of `draftlab doctor`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from draftlab.cli.console import Debug, guard, monitor, output
+
+_HELP = "`draftlab doctor --help` explains every option"
+NOTHING_WRITTEN = "a diagnosis writes nothing, and the same command starts anew"
+
+
+def doctor(
+    head: Annotated[
+        str, typer.Argument(help='A head folder, a run folder, or "reference".', metavar="HEAD")
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(help="Target: folder, Hub id or embedded; default: the head's, if embedded."),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(help="Prompts to score on: a suite or a JSONL of conversations."),
+    ] = None,
+    max_prompts: Annotated[int | None, typer.Option(help="Prompts taken; default 16.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of each answer; default 64.")
+    ] = None,
+    k: Annotated[
+        int | None, typer.Option("--k", help="Drafts a step; default: as trained, at most 4.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let code shipped with the target run.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the diagnosis as JSON, and nothing else there.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Say what is wrong with a head: its files, and the reading of them that fits best.
+
+    The exit code is 0 for a healthy head and 1 where faults were found.
+    """
+    with guard(debug, NOTHING_WRITTEN):
+        from draftlab.doctor.knobs import DoctorKnobs
+        from draftlab.recipe import changed
+
+        asked = {
+            "prompts": prompts,
+            "max_prompts": max_prompts,
+            "max_new_tokens": max_new_tokens,
+            "k": k,
+        }
+        names = {key: f"--{key.replace('_', '-')}" for key in asked}
+        # A slip is answered before torch is imported.
+        knobs = changed(DoctorKnobs(), asked, where="command line", options=names, do=_HELP)
+        from draftlab.doctor.examine import examine
+        from draftlab.doctor.where import find_head, find_target
+        from draftlab.doctor.witness import Witness
+        from draftlab.doctor.wording import print_diagnosis
+
+        folder = find_head(head)
+        chosen = find_target(folder, target, device, trust_remote_code=trust_remote_code)
+        diagnosis = examine(folder, Witness(chosen, knobs, monitor))
+        if as_json:
+            typer.echo(json.dumps(diagnosis.dump(), indent=2, ensure_ascii=False))
+        else:
+            print_diagnosis(diagnosis, output)
+        raise typer.Exit(0 if diagnosis.healthy else 1)

@@ -1,0 +1,67 @@
+"""The options of `draftlab push`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from draftlab.cli.console import Debug, guard, monitor
+
+_HELP = "`draftlab push --help` explains every option"
+UNSENT = "the same command goes on: what the Hub has whole is not sent again"
+
+
+def push(
+    run_name: Annotated[str, typer.Argument(help="Run whose head is pushed.", metavar="RUN")],
+    repo: Annotated[str, typer.Argument(help="Repository to push to.", metavar="ORG/NAME")],
+    to: Annotated[
+        str,
+        typer.Option("--to", help="speculators, vllm, sglang or llamacpp.", metavar="LAYOUT"),
+    ] = "speculators",
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="The target's Hub id; default: the run's target, if it is one."),
+    ] = None,
+    licence: Annotated[
+        str | None,
+        typer.Option("--license", help="As the Hub names it, such as apache-2.0."),
+    ] = None,
+    k: Annotated[int | None, typer.Option("--k", help="Speculative tokens in its config.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="A new repository is seen by all; default: private.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write the folder, and send nothing.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the folder is written; default: RUN/hub/ORG--NAME.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Put a run's head on the Hugging Face Hub, with a model card made of its report.
+
+    The repository is private unless --public. The login is that of `hf auth login` or HF_TOKEN.
+    """
+    with guard(debug, UNSENT):
+        from draftlab.export.knobs import ExportKnobs
+        from draftlab.hub.names import check_repo
+        from draftlab.recipe import changed
+
+        check_repo(repo)  # slips are answered before torch is imported
+        asked = {"formats": (to,), "k": k, "dtype": dtype}
+        options = {"formats": "--to", "k": "--k", "dtype": "--dtype"}
+        exports = changed(ExportKnobs(), asked, where="command line", options=options, do=_HELP)
+        from draftlab.hub.folder import Push, write_folder
+        from draftlab.hub.upload import upload
+        from draftlab.subject import eval_subject
+
+        subject = eval_subject(run_name, None, None)
+        place = out or subject.folder / "hub" / repo.replace("/", "--")
+        folder = write_folder(subject, Push(repo, exports, base_model, licence), place, monitor)
+        if dry_run:
+            monitor.say(f"push: {folder} is what would be sent to {repo}; nothing was")
+            return
+        monitor.say(f"push: {upload(folder, repo, public=public, monitor=monitor)}")

@@ -1,0 +1,112 @@
+"""The verbs of `draftlab store`: new stores made of recorded ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from draftlab.cli.console import Debug, guard, monitor
+
+if TYPE_CHECKING:
+    from draftlab.data.store import Store
+
+store_app = typer.Typer(help="Merge, split and sample stores.", no_args_is_help=True)
+
+FromStore = Annotated[Path, typer.Argument(help="A recorded store.", metavar="STORE")]
+Seed = Annotated[int, typer.Option(help="Of the choice of records.")]
+STARTS_ANEW = "nothing was written, and the same command starts anew"
+
+
+@store_app.command()
+def merge(
+    stores: Annotated[list[Path], typer.Argument(help="Recorded stores.", metavar="STORE…")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    debug: Debug = False,
+) -> None:
+    """All records of several stores; their shards are linked, which takes no space."""
+    with guard(debug, STARTS_ANEW):
+        from draftlab.data import rewrite
+        from draftlab.data.store import Store
+
+        _told(rewrite.merge([Store.open(path) for path in stores], out, monitor))
+
+
+@store_app.command()
+def split(
+    store: FromStore,
+    out: Annotated[list[Path], typer.Option(help="Folder to write; one for each part, in order.")],
+    shares: Annotated[
+        str | None, typer.Option(help="Of the parts, such as 95,5; default: equal ones.")
+    ] = None,
+    seed: Seed = 0,
+    debug: Debug = False,
+) -> None:
+    """Parts of a store, every record in just one of them, dealt at random."""
+    with guard(debug, STARTS_ANEW):
+        from draftlab.data import rewrite
+        from draftlab.data.store import Store
+
+        opened, weights = Store.open(store), _shares(shares, len(out))
+        for folder in out:
+            rewrite.check_new(folder)
+        made_by = {"made_by": "split", "shares": weights, "seed": seed}
+        parts = rewrite.deal(len(opened), weights, seed)
+        for number, (folder, part) in enumerate(zip(out, parts, strict=True)):
+            _told(rewrite.select(opened, part, folder, {**made_by, "part": number}, monitor))
+
+
+@store_app.command()
+def sample(
+    store: FromStore,
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    records: Annotated[int, typer.Option(help="How many.", min=1)],
+    seed: Seed = 0,
+    debug: Debug = False,
+) -> None:
+    """Some of a store's records, chosen at random, in stored order."""
+    with guard(debug, STARTS_ANEW):
+        from draftlab.base import UserError
+        from draftlab.data import rewrite
+        from draftlab.data.store import Store
+
+        opened = Store.open(store)
+        if records > len(opened):
+            raise UserError(
+                f"expected at most the store's {len(opened):,} records, found {records:,}",
+                where="--records",
+            )
+        chosen = rewrite.deal(len(opened), [records, len(opened) - records], seed)[0]
+        made_by = {"made_by": "sample", "records": records, "seed": seed}
+        _told(rewrite.select(opened, chosen, out, made_by, monitor))
+
+
+def _shares(text: str | None, parts: int) -> list[float]:
+    from draftlab.base import UserError
+
+    if parts < 2:
+        raise UserError(
+            f"expected a folder for each part, found {parts}", where="--out", do="give --out twice"
+        )
+    if text is None:
+        return [1.0] * parts
+    try:
+        shares = [float(share) for share in text.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != parts or not all(share > 0 for share in shares):
+        raise UserError(
+            f"expected {parts} positive shares, one for each --out, found {text!r}",
+            where="--shares",
+            do="write them with commas: 95,5",
+        )
+    return shares
+
+
+def _told(store: Store) -> None:
+    counts = store.manifest.counts
+    monitor.say(
+        f"{store.folder}: {counts.records:,} records, {counts.tokens:,} tokens, "
+        f"{len(store.manifest.shards)} shards"
+    )

@@ -1,0 +1,45 @@
+"""llama.cpp: a folder that its `convert_hf_to_gguf.py` takes unchanged (CONTRACTS §5)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from draftlab.base import UserError
+from draftlab.export.launch import llamacpp_text
+from draftlab.export.layout import Export
+from draftlab.export.native import Native, refuse_flags
+
+NUM_BOUNDARIES = 3
+
+
+class LlamaCpp(Native):
+    """The native layout, of the heads that llama.cpp's graph can compute.
+
+    The converter recognises it by `draft_vocab_size` beside one layer, reads the boundaries from
+    the top of config.json, permutes q and k itself and turns offsets in d2t into ids.
+    """
+
+    program = "llama.cpp"
+
+    def check(self, export: Export) -> None:
+        super().check(export)
+        head = export.head
+        refuse_flags(
+            head,
+            {
+                "qk_norm": "its EAGLE3 layer has no norms of queries and keys",
+                "fc_norm": "its converter drops the norms, and it would draft wrong in silence",
+                "norm_output": "it feeds back the state before the norm, and would draft wrong in "
+                "silence",
+            },
+            "llama.cpp",
+        )
+        if len(head.boundaries) != NUM_BOUNDARIES:
+            raise UserError(
+                f"llama.cpp reads exactly {NUM_BOUNDARIES} boundaries, this head has "
+                f"{len(head.boundaries)}: {list(head.boundaries)}",
+                do="use --to vllm, or train a head with three",
+            )
+
+    def launch(self, export: Export, place: Path) -> str:
+        return llamacpp_text(export, place)

@@ -1,0 +1,129 @@
+"""The dense drafter for Llama 4 targets: EAGLE over Llama 4's layers (METHODS §3; CONTRACTS §1.2).
+
+As in `heads/eagle.py` the feature is the target's last state behind its final norm, and the output
+imitates it. Here the first layer keeps its input norm, and a final norm of the head's own makes the
+output: it is what the target's lm_head reads and what is fed back.
+
+Weights are in Llama 4's own layout: rotations turn neighbouring pairs (2i, 2i + 1), so that files
+need no permutation (vLLM's loader makes one of half-split pairs for its kernels). A layer either
+rotates (queries and keys then have unit norm with `use_qk_norm`, and see only their chunk), or does
+not (queries then have a temperature that grows with their position).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from draftlab.heads.config import HeadConfig, Llama4Config
+from draftlab.heads.eagle import EagleHead
+from draftlab.heads.head import DecoderLayer
+from draftlab.heads.layers import Angles, Attention, RMSNorm, Rope, SwiGLU
+
+
+class Llama4Rope(Rope):
+    """Angles of rotations, and the temperature of layers that have none."""
+
+    def __init__(self, config: HeadConfig, kind: Llama4Config) -> None:
+        super().__init__(config.head_dim, config.rope_parameters)
+        self.floor_scale, self.attn_scale = kind.floor_scale, kind.attn_scale
+
+    def angles(self, positions: Tensor) -> Angles:
+        """Cosines and sines [..., 1, head_dim / 2], and factors of queries [..., 1, 1]; float32."""
+        steps = torch.floor((positions[..., None, None].float() + 1) / self.floor_scale)
+        return *super().angles(positions), 1 + self.attn_scale * torch.log1p(steps)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates neighbouring pairs of x [..., heads, head_dim], in float32."""
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
+    return turned.flatten(-2).to(x.dtype)
+
+
+class Llama4Attention(Attention):
+    """Projections of one of Llama 4's layers, number `number` of the head."""
+
+    def __init__(self, config: HeadConfig, kind: Llama4Config, number: int) -> None:
+        super().__init__(
+            config.hidden_size,
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.rotates = bool(kind.no_rope_layers[number])
+        self.has_unit_norm = kind.use_qk_norm and self.rotates
+        self.has_temperature = kind.attn_temperature_tuning and not self.rotates
+        self.eps = config.rms_norm_eps
+
+    def query(self, x: Tensor, angles: Angles) -> Tensor:
+        query = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        if self.has_temperature:
+            return (query.float() * angles[2]).to(query.dtype)
+        return self._placed(query, angles)
+
+    def key_value(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        shape = (self.num_kv_heads, self.head_dim)
+        key, value = (project(x).unflatten(-1, shape) for project in (self.k_proj, self.v_proj))
+        return self._placed(key, angles), value
+
+    def _placed(self, x: Tensor, angles: Angles) -> Tensor:
+        if not self.rotates:
+            return x
+        x = rotate_pairs(x, *angles[:2])
+        if not self.has_unit_norm:
+            return x
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Llama4Layer(DecoderLayer):
+    """A dense layer of Llama 4."""
+
+    def __init__(self, config: HeadConfig, kind: Llama4Config, number: int) -> None:
+        nn.Module.__init__(self)  # of other parts than its base class
+        size = config.hidden_size
+        self.input_layernorm, self.post_attention_layernorm = (
+            RMSNorm(size, config.rms_norm_eps) for _ in range(2)
+        )
+        self.self_attn = Llama4Attention(config, kind, number)
+        self.chunk = kind.attention_chunk_size if self.self_attn.rotates else None
+        self.feed_forward = SwiGLU(size, config.intermediate_size)
+
+    @property
+    def mlp(self) -> SwiGLU:
+        """Its feed-forward, which Llama 4 calls by another name."""
+        return self.feed_forward
+
+
+class EagleLlama4Head(EagleHead):
+    """fc over cat[embedding, feature], layers of Llama 4, and a final norm that makes the output.
+
+    Parameters: `lm_head` [V, H] and `target_norm` [H] are the target's, frozen, and in no file;
+    `norm` is the head's own.
+    """
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rope = Llama4Rope(config, _kind(config))
+
+    @staticmethod
+    def new_layers(config: HeadConfig) -> list[DecoderLayer]:
+        return [Llama4Layer(config, _kind(config), n) for n in range(config.num_layers)]
+
+    def finish(self, output: Tensor) -> Tensor:
+        return self.norm(output)
+
+    def normed(self, output: Tensor) -> Tensor:
+        return output
+
+    def take_over(self, embeddings: Tensor, final_norm: Tensor, lm_head: Tensor) -> None:
+        super().take_over(embeddings, final_norm, lm_head)
+        self.norm.weight.copy_(final_norm)
+
+
+def _kind(config: HeadConfig) -> Llama4Config:
+    assert config.llama4 is not None  # HeadConfig sees to it
+    return config.llama4

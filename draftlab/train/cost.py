@@ -1,0 +1,73 @@
+"""What training costs in arithmetic, and how fast the device does such arithmetic (METHODS §2)."""
+
+from __future__ import annotations
+
+import time
+from functools import lru_cache
+
+import torch
+
+from draftlab.heads.config import HeadConfig
+
+SIDE = {"cuda": 8192, "cpu": 1024}
+"""Of the square matrices whose product is timed."""
+TRIES = 7
+
+
+def dense_flops(config: HeadConfig, num_steps: float, context: float) -> float:
+    """Floating-point operations a token costs when every position runs every step.
+
+    The usual convention: a product counts twice its multiplications, and once more for each of its
+    two gradients, but for fc, whose input has none; the teacher's logits are over the whole
+    vocabulary, once a position. Of Llama-3.1-8B's shapes (draft vocabulary 32,000, 7 steps, rows of
+    2,048) this is 17.3e9. What compaction and a stored logsumexp spare is not taken off: the same
+    training always counts the same.
+
+    Args:
+        num_steps: unrolled steps, or depths.
+        context: keys that a position sees on average.
+    """
+    heads, size = config.num_attention_heads * config.head_dim, config.hidden_size
+    qkv = heads + 2 * config.num_key_value_heads * config.head_dim
+    inputs = (config.num_layers + 1) * size  # the first layer also reads the embedding
+    others = heads * size + 3 * size * config.intermediate_size
+    layers = inputs * qkv + config.num_layers * others
+    attention = 2 * config.num_layers * heads * context
+    step = layers + attention + size * config.draft_vocab_size
+    fused = config.feature_size * size
+    teacher = config.target_hidden_size * config.vocab_size
+    return 2.0 * (3 * num_steps * step + 2 * fused + teacher)
+
+
+def kept_bytes(config: HeadConfig, dtype: torch.dtype) -> int:
+    """Bytes that a row of one step keeps for the backward pass, about: inputs of products, queries,
+    keys and values, what attention gave, gate and up and what became of them."""
+    heads, size = config.num_attention_heads * config.head_dim, config.hidden_size
+    keys_values = 2 * config.num_key_value_heads * config.head_dim
+    kept = 6 * size + 3 * heads + 2 * keys_values + 4 * config.intermediate_size
+    return config.num_layers * kept * dtype.itemsize
+
+
+def mean_context(lengths: list[int]) -> float:
+    """Keys that a position sees on average in conversations of these lengths."""
+    return sum(n * (n + 1) / 2 for n in lengths) / sum(lengths)
+
+
+@lru_cache
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second in a large product of square matrices, measured."""
+    side = SIDE.get(device.type, SIDE["cpu"])
+    generator = torch.Generator(device).manual_seed(0)
+    factor = torch.randn(side, side, device=device, generator=generator).to(dtype)
+    seconds = []
+    for _ in range(TRIES):
+        start = _now(device)
+        factor @ factor
+        seconds.append(_now(device) - start)
+    return 2 * side**3 / min(seconds)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

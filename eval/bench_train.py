@@ -1,0 +1,238 @@
+"""Training steps at given shapes: timed by phase, beside peers, and proven to have the same loss.
+
+    python eval/bench_train.py                          # Llama-3.1-8B's shapes, one JSON line
+    python eval/bench_train.py --dense                  # no position left out
+    python eval/bench_train.py --host                   # batches packed and copied on the way
+    python eval/bench_train.py --same-loss 20 --precision float32
+    python eval/bench_train.py --peer speculators       # or specforge:PATH; prints the ratio
+    python eval/bench_train.py --shape tiny --device cpu
+
+Features are random but fixed; what is timed is what `draftlab train` runs: `train/lesson.py`,
+`train/wrap.py`, and with --host `train/feed.py`. Times are the GPU's own, by events between the
+phases (on a CPU the host's). Without --host the batch lies on the device beforehand, as in the
+figures of ANCHORS.
+
+--same-loss runs a second trainer, eager and in float32 from whole logits, on the same batches from
+the same state, and compares each step's loss and gradient; it fails beyond 1e-4 and a cosine below
+0.9999 in float32, in bfloat16 if the last tenth of the steps differ by more than 1 % on average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import asdict, replace
+from itertools import repeat
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from train_peers import peer_seconds
+from train_work import (
+    GAMMA,
+    SHAPES,
+    Work,
+    all_positions,
+    head_config,
+    new_work,
+    reference_loss,
+)
+
+from draftlab.data.packing import Batch
+from draftlab.train.checkpoint import trainable
+from draftlab.train.clock import Clock
+from draftlab.train.cost import dense_flops, matrix_rate, mean_context
+from draftlab.train.feed import feed
+from draftlab.train.knobs import TrainKnobs
+from draftlab.train.lesson import Lesson
+from draftlab.train.metrics import peak_memory
+from draftlab.train.ranks import Ranks
+from draftlab.train.ttt import ttt_weights
+from draftlab.train.wrap import Whole
+
+RATE = 1e-4
+TOGETHER = 4
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+LOSS_BOUND, COSINE_BOUND, LATE_BOUND = 1e-4, 0.9999, 0.01
+
+
+def trainer(work: Work, device: torch.device, options: argparse.Namespace) -> Whole:
+    """The head of some work in the trainer's hands."""
+    work.head.lm_head.weight.requires_grad_(not options.freeze_lm_head)
+    known = {"auto": "auto", "on": True, "off": False}
+    knobs = TrainKnobs(
+        ttt_steps=work.shape.steps,
+        row_tokens=work.shape.row_tokens,
+        batch_rows=work.shape.rows,
+        compile=known[options.compile],
+        recompute=known[options.recompute],
+    )
+    lesson = Lesson(work.head, work.target, knobs, DTYPES[options.precision])
+    print(f"how steps are run: {lesson.how}", file=sys.stderr)
+    return Whole(lesson, knobs, Ranks(0, 1, device))
+
+
+def step(whole: Whole, batch: Batch, clock: Clock) -> Tensor:
+    """One optimizer step, without waiting for it; the loss on the device."""
+    loss, _ = whole.forward(batch, ttt_weights(GAMMA, batch.counts), reduce=True)
+    clock.mark("forward")
+    whole.backward(loss, batch.num_anchors)
+    clock.mark("backward")
+    whole.step(RATE)
+    clock.mark("optimizer")
+    return loss.detach() / batch.num_anchors
+
+
+def batches(work: Work, device: torch.device, host: bool) -> Iterator[Batch]:
+    """The same batch again and again: packed and copied each time, or made once."""
+    if not host:
+        return repeat(work.packed(device).to(device))
+    return (piece.batch for piece in feed(repeat(None), lambda _: [work.packed(device)], device))
+
+
+def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a step and its phases, speed and memory."""
+    started = time.perf_counter()
+    whole, clock = trainer(work, device, options), Clock(device)
+    found: list[dict[str, float]] = []
+    clock.start()
+    for number, batch in enumerate(batches(work, device, options.host)):
+        clock.mark("data")
+        step(whole, batch, clock)
+        if number == 0:
+            clock.read()
+            first = time.perf_counter() - started
+        elif number < options.warmup:
+            clock.start()
+        elif (number - options.warmup + 1) % TOGETHER == 0:
+            # As in training, the device is waited for once in some steps (train.log_every).
+            phases = clock.read()
+            found.append({name: part / TOGETHER for name, part in phases.items()})
+        if len(found) == options.repeats:
+            break
+    seconds = {name: median(each.get(name, 0) for each in found) for name in found[0]}
+    whole_step = median(sum(each.values()) for each in found)
+    shape, ceiling = work.shape, matrix_rate(device, DTYPES[options.precision])
+    flops = dense_flops(head_config(shape), shape.steps, mean_context([shape.row_tokens]))
+    return {
+        "engine": "draftlab",
+        "step_ms": 1e3 * whole_step,
+        "phases_ms": {name: 1e3 * part for name, part in seconds.items()},
+        "tokens_per_s": shape.tokens / whole_step,
+        "loss_tokens_per_s": batch.num_anchors / whole_step,
+        "predictions": batch.counts,
+        "gflop_a_token_dense": flops / 1e9,
+        "ceiling_tflops": ceiling / 1e12,
+        "mfu": shape.tokens / whole_step * flops / ceiling,
+        "peak_gib": peak_memory(device) / 2**30,
+        "first_step_s": first,
+    }
+
+
+def gradients(whole: Whole) -> Tensor:
+    """All gradients, flat; of a parameter without one, zeros."""
+    weights = trainable(whole.head).values()
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in weights]
+    )
+
+
+def same_loss(work: Work, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+    """Loss and gradient of each step, beside those of the reference trainer."""
+    plain = replace(work, head=deepcopy(work.head))
+    plain.head.embed_tokens.float()
+    fast = trainer(work, device, options)
+    off = argparse.Namespace(**{**vars(options), "compile": "off", "precision": "float32"})
+    reference, batch = trainer(plain, device, off), work.packed(device).to(device)
+    apart_rows = work.packed(device, one_row=False).to(device)
+    weights = ttt_weights(GAMMA, batch.counts)
+    losses, cosines = [], []
+    for _ in range(options.same_loss):
+        total, _ = fast.forward(batch, weights, reduce=True)
+        fast.backward(total, batch.num_anchors)
+        expected = reference_loss(plain.head, plain.target, apart_rows)
+        expected.backward()
+        losses.append((float(total.detach()) / batch.num_anchors, float(expected.detach())))
+        pair = gradients(fast), gradients(reference)
+        cosines.append(float(torch.nn.functional.cosine_similarity(*pair, dim=0)))
+        for each in (fast, reference):
+            each.step(RATE * options.rate)
+    apart = [abs(a - b) / abs(b) for a, b in losses]
+    late = losses[-max(1, len(losses) // 10) :]
+    drift = abs(sum(a for a, _ in late) / sum(b for _, b in late) - 1)
+    exact = options.precision == "float32"
+    return {
+        "steps": len(losses),
+        "first_losses": losses[0],
+        "last_losses": losses[-1],
+        "worst_loss_difference": max(apart),
+        "late_loss_difference": drift,
+        "first_cosine": cosines[0],
+        "least_cosine": min(cosines),
+        "same": max(apart) <= LOSS_BOUND and min(cosines) > COSINE_BOUND
+        if exact
+        else drift <= LATE_BOUND,
+    }
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    for name in vars(SHAPES["8b"]):
+        kind = float if name == "prompt" else int
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="over the shape's own")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--precision", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=6, help="times that four steps are timed")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--dense", action="store_true", help="no compaction")
+    parser.add_argument("--freeze-lm-head", action="store_true", help="as speculators does")
+    parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--recompute", choices=("auto", "on", "off"), default="auto")
+    parser.add_argument("--host", action="store_true", help="batches from the host's memory")
+    parser.add_argument("--same-loss", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--rate", type=float, default=1.0, help="--same-loss: times 1e-4")
+    parser.add_argument("--peer", default="", help="speculators[:fused] or specforge:PATH")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> dict[str, Any]:
+    options = arguments(words)
+    device = torch.device(options.device)
+    shape = SHAPES[options.shape]
+    given = {name: getattr(options, name) for name in vars(shape)}
+    shape = replace(shape, **{name: value for name, value in given.items() if value is not None})
+    work = new_work(shape, device, DTYPES[options.precision])
+    if options.dense:
+        work = all_positions(work)
+    row: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "precision": options.precision,
+        "shape": asdict(shape),
+        "options": {n: getattr(options, n) for n in ("dense", "freeze_lm_head", "host")},
+    }
+    if options.same_loss:
+        row |= same_loss(work, device, options)
+    else:
+        row |= timed(work, device, options)
+        if options.peer:
+            row["peer"] = peer_seconds(options.peer, work, device, options)
+            row["ratio"] = row["tokens_per_s"] / row["peer"]["tokens_per_s"]
+    print(json.dumps(row))
+    return row
+
+
+if __name__ == "__main__":
+    raise SystemExit(0 if main().get("same", True) else 1)

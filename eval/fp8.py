@@ -1,0 +1,145 @@
+"""What features in 8 bits do to a head: the same recipe on bfloat16 and fp8 stores.
+
+    python eval/fp8.py ARM --out DIR [--recipe recipes/quickstart.yaml] [--answers answers.jsonl]
+    python eval/fp8.py table --out DIR
+
+An ARM is a store dtype, bfloat16 or fp8, alone or with `-massive`: two channels of every boundary
+are recorded 1,000 times as large, as the massive activations of large models are, and made small
+again when they are read. That keeps the function a head learns, and leaves what 8 bits lose by it.
+Each arm trains the recipe's head with the same seed and steps, and decodes the held-out suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from draftlab.base import Monitor
+from draftlab.data.store import Record, Store
+from draftlab.pipeline import Pipeline
+from draftlab.recipe import load_recipe
+from draftlab.target.model import States, Target
+from draftlab.verbs import evaluate
+
+ARMS = ("bfloat16", "fp8", "bfloat16-massive", "fp8-massive")
+MASSIVE, FACTOR = (7, 100), 1000.0  # channels of the target's hidden size
+
+
+def scale(boundaries: int, hidden: int) -> Tensor:
+    """float32 [F]: 1, and FACTOR at the massive channels."""
+    factors = torch.ones(boundaries, hidden)
+    factors[:, list(MASSIVE)] = FACTOR
+    return factors.flatten()
+
+
+class MassiveTarget:
+    """A target whose features have massive channels; all else is the target's."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def states(self, token_ids: Tensor, boundaries: tuple[int, ...]) -> States:
+        states = self._target.states(token_ids, boundaries)
+        factors = scale(len(boundaries), self._target.hidden_size)
+        return States(states.features * factors.to(states.features), states.last)
+
+
+class Unscaled(Store):
+    """Reads massive channels back in their own size."""
+
+    def view(self, index: int) -> Record:
+        record = super().view(index)
+        factors = scale(len(self.identity.boundaries), self.identity.hidden_size)
+        features = (record.features.float() / factors).to(record.features.dtype)
+        return replace(record, features=features)
+
+
+class Said(Monitor):
+    """Prints lines, and no progress."""
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
+
+def train(arm: str, options: argparse.Namespace) -> None:
+    """Records, trains and evaluates one arm."""
+    dtype, _, massive = arm.partition("-")
+    overrides = [f"name={arm}", f"record.dtype={dtype}", "eval.compare=[]", "eval.timing_prompts=0"]
+    recipe = load_recipe(options.recipe, [*overrides, *options.knobs])
+    pipeline = Pipeline(recipe, Said(), runs=options.out)
+    folder = options.out / arm
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(options.answers, folder / "answers.jsonl")
+    if massive:
+        target = pipeline.target
+        pipeline.__dict__["target"] = MassiveTarget(target)
+        pipeline._opened_store = lambda: Unscaled.open(folder / "store")  # type: ignore[method-assign]
+    pipeline._store(folder / "store")
+    pipeline._head(folder / "head")
+    report = evaluate(recipe.target, folder / "head", recipe.eval, folder / "eval", monitor=Said())
+    lines = (folder / "train" / "metrics.jsonl").read_text().splitlines()
+    validation = next(json.loads(s) for s in reversed(lines) if "validation" in s)["validation"]
+    rows = [vars(row) for row in report.rows if row.drafter != "none"]
+    keys = ("temperature", "draft_probs", "acceptance_length", "acceptance_length_ci", "drafts")
+    manifest = Store.open(folder / "store").manifest
+    result = {
+        "arm": arm,
+        "bytes_token": round(sum(s.bytes for s in manifest.shards) / manifest.counts.tokens),
+        "fp8_errors": manifest.shards[0].fp8_errors,
+        "alpha": validation["alpha"],
+        "walk_al": validation["walk_al"],
+        "sampled_al": validation["sampled_al"],
+        "rows": [{key: row[key] for key in keys} for row in rows],
+    }
+    (folder / "result.json").write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+
+def table(out: Path) -> None:
+    """Every arm beside bfloat16 of its kind, as Markdown."""
+    found = {arm: json.loads((out / arm / "result.json").read_text()) for arm in ARMS}
+    print("| store | bytes a token | α of steps 1, 2, … | AL (T, draft probabilities) |")
+    print("|---|---|---|---|")
+    for arm, result in found.items():
+        base = found[arm.replace("fp8", "bfloat16")]
+        alphas = " ".join(
+            f"{a:.4f} ({a / b - 1:+.2%})" if arm != base["arm"] else f"{a:.4f}"
+            for a, b in zip(result["alpha"], base["alpha"], strict=True)
+        )
+        lengths = []
+        for row, other in zip(result["rows"], base["rows"], strict=True):
+            al, reference = row["acceptance_length"], other["acceptance_length"]
+            change = f", {al / reference - 1:+.2%}" if arm != base["arm"] else ""
+            low, high = row["acceptance_length_ci"]
+            where = f"{row['temperature']}, {'on' if row['draft_probs'] else 'off'}"
+            lengths.append(f"{al:.3f} [{low:.2f}, {high:.2f}] ({where}{change})")
+        print(f"| {arm} | {result['bytes_token']:,} | {alphas} | {'<br>'.join(lengths)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("arm", choices=[*ARMS, "table"])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--recipe", type=Path, default=Path("recipes/quickstart.yaml"))
+    parser.add_argument("--answers", type=Path, default=Path("runs/quickstart/answers.jsonl"))
+    parser.add_argument("knobs", nargs="*", help="of the recipe, such as train.steps=100")
+    options = parser.parse_intermixed_args()
+    if options.arm == "table":
+        table(options.out)
+    else:
+        train(options.arm, options)
+
+
+if __name__ == "__main__":
+    main()

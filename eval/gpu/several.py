@@ -1,0 +1,211 @@
+"""Training on several GPUs: the curve of one process, and how speed grows with their number.
+
+    python eval/gpu/several.py                        # on 1, 2 and 4 GPUs, as far as there are
+    python eval/gpu/several.py --parallel ddp fsdp2   # not those of DeepSpeed
+    python eval/gpu/several.py --device cpu --shape tiny --curve-shape tiny --counts 1 2
+
+For each wrapper and number of processes there are two takes:
+
+- curve: float32, so many micro-batches a step on all of them together; every step's loss and
+  gradient norm must be those of one process that accumulates (within 1e-4), every weight after it.
+- speed: the work of `bench_train.py` on every GPU, hosts agreeing on counts as in training; steps
+  are timed between barriers. Scaling is tokens/s over that of one process times their number.
+
+Prints a line for each, and fails below 0.95 (on GPUs) or where curves differ. With NCCL's multicast
+off (NCCL_NVLS_ENABLE=0, set here), which some hosts lack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from train_work import GAMMA, SHAPES, Shape, Work, new_work
+
+from draftlab.base import Monitor
+from draftlab.cli.launch import launch
+from draftlab.train.knobs import TrainKnobs
+from draftlab.train.lesson import Lesson
+from draftlab.train.ranks import Ranks
+from draftlab.train.ttt import ttt_weights
+from draftlab.train.wrap import Whole, wrap
+
+PARALLEL = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+CURVES = SHAPES | {"1b": Shape(1024, 3, 3584, 8, 2, 128, 32000, 8192, 7, 2, 512)}
+CURVE_STEPS, CURVE_BOUND, SCALING_BOUND, RATE = 20, 1e-4, 0.95, 1e-4
+
+
+class Printing(Monitor):
+    """Lines on stderr."""
+
+    def say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+def new_wrapped(work: Work, ranks: Ranks, parallel: str, dtype: torch.dtype) -> Whole:
+    """The head of some work, wrapped."""
+    knobs = TrainKnobs(ttt_steps=work.shape.steps, parallel=parallel)
+    wrapped = wrap(Lesson(work.head, work.target, knobs, dtype), knobs, ranks)
+    if ranks.is_main:
+        print(f"{parallel}: {wrapped.describe()}", file=sys.stderr, flush=True)
+    return wrapped
+
+
+def part_of(work: Work, number: int, rows: int) -> Work:
+    """The micro-batch of that number."""
+    records = work.records[number * rows : (number + 1) * rows]
+    return replace(work, shape=replace(work.shape, rows=rows), records=records)
+
+
+def curve(ranks: Ranks, parallel: str, shape: Shape, micro: int) -> dict[str, Any]:
+    """Losses and gradient norms of steps of `micro` micro-batches, dealt to the ranks in turn."""
+    work = new_work(replace(shape, rows=micro * shape.rows), ranks.device, torch.float32)
+    wrapped = new_wrapped(work, ranks, parallel, torch.float32)
+    mine = [
+        part_of(work, number, shape.rows).packed(ranks.device).to(ranks.device)
+        for number in range(ranks.rank, micro, ranks.size)
+    ]
+    counts = torch.tensor([batch.counts for batch in mine]).sum(0)
+    weights = ttt_weights(GAMMA, counts := ranks.total(counts).tolist())
+    losses, norms = [], []
+    for _ in range(CURVE_STEPS):
+        total = torch.zeros((), dtype=torch.float64)
+        for number, batch in enumerate(mine, 1):
+            loss, _ = wrapped.forward(batch, weights, reduce=number == len(mine))
+            wrapped.backward(loss, counts[0])
+            total += loss.detach().double().cpu() / counts[0]
+        losses.append(float(ranks.total(total)))
+        norms.append(float(wrapped.step(RATE)))
+    sums = {name: float(p.double().abs().sum()) for name, p in wrapped.weights().items()}
+    return {"losses": losses, "norms": norms, "weights": sums}
+
+
+def speed(ranks: Ranks, parallel: str, shape: Shape, steps: int) -> dict[str, Any]:
+    """Seconds of a step in which every rank has a batch of the shape."""
+    on_gpu = ranks.device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    work = new_work(shape, ranks.device, dtype)
+    wrapped = new_wrapped(work, ranks, parallel, dtype)
+    batch = work.packed(ranks.device).to(ranks.device)
+    started = 0.0
+    for number in range(-5, steps):
+        if number == 0:
+            if on_gpu:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            ranks.gathered(None)
+            started = time.perf_counter()
+        counts = ranks.total(torch.tensor(batch.counts)).tolist()
+        loss, _ = wrapped.forward(batch, ttt_weights(GAMMA, counts), reduce=True)
+        wrapped.backward(loss, counts[0])
+        wrapped.step(RATE)
+    if on_gpu:
+        torch.cuda.synchronize()
+    ranks.gathered(None)
+    seconds = (time.perf_counter() - started) / steps
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    tokens = ranks.size * shape.tokens
+    return {"step_ms": 1e3 * seconds, "tokens_per_s": tokens / seconds, "peak_gib": peak}
+
+
+def rank_main(options: argparse.Namespace) -> None:
+    """One process: makes all takes, and the first writes what it found, by wrapper."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    ranks, found = Ranks.join(options.device), {}
+    for parallel in options.parallel:
+        each = curve(ranks, parallel, CURVES[options.curve_shape], max(options.counts))
+        _forget()
+        found[parallel] = each | speed(ranks, parallel, SHAPES[options.shape], options.steps)
+        _forget()
+    if ranks.is_main:
+        Path(options.out).write_text(json.dumps(found))
+    ranks.gathered(None)
+    ranks.leave()
+
+
+def _forget() -> None:
+    """Gives a take's memory back; wrappers are full of cycles."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def takes(count: int, parallel: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    """What `count` processes find, by wrapper."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        words = ["--out", str(out), "--parallel", *parallel]
+        for name in ("device", "shape", "curve_shape", "steps"):
+            words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+        words += ["--counts", *map(str, options.counts)]
+        code = launch(words, count, Printing(), program=(sys.executable, __file__))
+        if code:
+            raise SystemExit(f"{count} processes failed with exit code {code}")
+        return json.loads(out.read_text())
+
+
+def apart(one: list[float], two: list[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a - b) / abs(a) for a, b in zip(one, two, strict=True))
+
+
+def main() -> int:
+    """The command line."""
+    there = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parallel", nargs="+", choices=PARALLEL, default=PARALLEL)
+    parser.add_argument(
+        "--counts", nargs="+", type=int, default=[n for n in (1, 2, 4) if n <= there]
+    )
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--shape", choices=SHAPES, default="8b", help="of the speed")
+    parser.add_argument("--curve-shape", choices=CURVES, default="1b")
+    parser.add_argument("--steps", type=int, default=20, help="timed")
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if options.out:
+        rank_main(options)
+        return 0
+    alone = takes(1, ["ddp"], options)["ddp"]
+    kept = ("step_ms", "tokens_per_s", "peak_gib")
+    row = {"parallel": "one process", "processes": 1, **{name: alone[name] for name in kept}}
+    print(json.dumps(row), flush=True)
+    failed = False
+    for count in (n for n in options.counts if n > 1):
+        for parallel, found in takes(count, options.parallel, options).items():
+            row = {
+                "parallel": parallel,
+                "processes": count,
+                "loss_apart": apart(alone["losses"], found["losses"]),
+                "norm_apart": apart(alone["norms"], found["norms"]),
+                "weights_apart": max(
+                    apart([weight], [found["weights"][name]])
+                    for name, weight in alone["weights"].items()
+                ),
+                "scaling": found["tokens_per_s"] / count / alone["tokens_per_s"],
+                **{name: found[name] for name in kept},
+            }
+            same = max(row["loss_apart"], row["norm_apart"], row["weights_apart"]) <= CURVE_BOUND
+            scales = row["scaling"] >= SCALING_BOUND or options.device == "cpu"
+            failed |= not (same and scales)
+            print(json.dumps(row | {"same": same, "scales": scales}), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,269 @@
+"""What each option of a chain head does to AL: one option changed at a time, the seed kept.
+
+    python eval/options.py --out runs/options --write docs/results/options.md
+
+Every variant is a run of the recipe with knobs changed, and takes over what the base run's stages
+made where its own would be the same. A variant that is done is not made again, so that `--only` may
+do the work in pieces; the page has those that are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftlab.base import Monitor, write_json, write_text
+from draftlab.chat.render import stop_ids
+from draftlab.data.suites import load_suite
+from draftlab.decode.drafter import new_drafter
+from draftlab.decode.engine import Engine
+from draftlab.decode.sampling import Request, Sampling
+from draftlab.heads.folder import load_head
+from draftlab.pipeline import Pipeline
+from draftlab.recipe import load_recipe
+from draftlab.results import Counters
+from draftlab.run import STAGES
+from draftlab.statistics import acceptance_interval, bootstrap_interval
+from draftlab.target.model import Target, load_target, load_tokenizer
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
+FULL_VOCABULARY = ("draft_vocab.size=null",)
+EAGLE = ("head.family=eagle", "export.formats=[vllm]")
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "base": (),
+    "norm_before_residual": ("head.norm_before_residual=true",),
+    "norm_before_fc": ("head.norm_before_fc=true",),
+    "fc_norm": ("head.fc_norm=true",),
+    "norm_output": ("head.norm_output=true",),
+    "fc_norm, norm_output": ("head.fc_norm=true", "head.norm_output=true"),
+    "qk_norm": ("head.qk_norm=true",),
+    "one boundary, 9": ("record.boundaries=[9]",),
+    "four boundaries, 2 5 8 11": ("record.boundaries=[2,5,8,11]",),
+    "lk": ("train.loss=lk",),
+    "wsd": ("train.schedule=wsd",),
+    "all tokens drafted": FULL_VOCABULARY,
+    "eagle": EAGLE,
+    "eagle, one step": (*EAGLE, "train.ttt_steps=1"),
+    "eagle, no noise": (*EAGLE, "train.noise=0"),
+    "eagle, no regression": (*EAGLE, "train.regression=0", "train.distillation=1"),
+}
+
+
+class Lines(Monitor):
+    """Prints what is said."""
+
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A variant's figures.
+
+    Attributes:
+        prompts: for each prompt drafts and accepted drafts, int64 [P, 2].
+        accepted_at: over all prompts.
+    """
+
+    name: str
+    knobs: list[str]
+    parameters: int
+    dtype: str
+    device: str
+    train_s: float
+    tokens_seen: int
+    alpha: list[float]
+    prompts: np.ndarray
+    accepted_at: list[int]
+
+    @classmethod
+    def read(cls, file: Path) -> Result:
+        fields = json.loads(file.read_text())
+        return cls(**fields | {"prompts": np.array(fields["prompts"])})
+
+    def write(self, file: Path) -> None:
+        write_json(file, vars(self) | {"prompts": self.prompts.tolist()})
+
+    @property
+    def counters(self) -> list[Counters]:
+        return [Counters(1, drafts=int(d), accepted=int(a)) for d, a in self.prompts]
+
+    def al(self, index: np.ndarray | slice = slice(None)) -> float:
+        drafts, accepted = self.prompts[index].sum(0)
+        return 1 + accepted / drafts
+
+
+def folder_name(name: str) -> str:
+    """A variant's run."""
+    return name.replace(", ", "-").replace(" ", "-")
+
+
+def share(base: Path, folder: Path, *, store: bool) -> None:
+    """Gives a new run the base run's answers, and its store where it would be the same."""
+    if folder.exists():
+        return
+    (folder / "stages").mkdir(parents=True)
+    made = {"answers": "answers.json"} | ({"store": "store"} if store else {})
+    for stage, beside in made.items():
+        for name in {STAGES[stage].artefact, beside, f"stages/{stage}.json"}:
+            copy = shutil.copytree if (base / name).is_dir() else shutil.copy
+            copy(base / name, folder / name)
+    shutil.copy(base / "recipe.yaml", folder / "recipe.yaml")
+
+
+def measure(name: str, options: argparse.Namespace, target: Target, tokenizer: Any) -> Result:
+    """Trains a variant and decodes with it at T = 0."""
+    asked, runs = [*options.knobs, *VARIANTS[name]], options.out
+    recipe = load_recipe(options.recipe, [*asked, f"name={folder_name(name)}"])
+    folder = runs / recipe.name
+    if name != "base":
+        own_store = any(knob.startswith("record.") for knob in VARIANTS[name])
+        share(runs / "base", folder, store=not own_store)
+    pipeline = Pipeline(recipe, Lines(), runs)
+    pipeline.make("store")
+    started = time.perf_counter()
+    pipeline.make("head")
+    seconds = time.perf_counter() - started
+    head = load_head(
+        folder / "head", lent=target.parts.lent, dtype=target.dtype, device=target.device
+    )
+    longest = target.max_length - recipe.eval.max_new_tokens
+    suite = load_suite(recipe.eval.suite, tokenizer, Monitor(), longest=longest)
+    stops = stop_ids(tokenizer, target.folder)
+    requests = [
+        Request(i, ids, recipe.eval.max_new_tokens, Sampling(), stops)
+        for i, ids in suite.prompts[: options.prompts]
+    ]
+    engine = Engine(
+        target,
+        new_drafter(head, options.k, draft_probs=False),
+        batch=recipe.eval.batch,
+        max_length=target.max_length,
+        packed=True,
+    )
+    done = {g.id: g.counters for g in engine.generate(requests)}
+    found = [done[request.id] for request in requests]
+    provenance = head.config.provenance
+    weights = head.named_parameters()
+    return Result(
+        name,
+        asked,
+        sum(p.numel() for n, p in weights if n not in head.borrowed()),
+        str(target.dtype).removeprefix("torch."),
+        torch.cuda.get_device_name() if target.device.type == "cuda" else "CPU",
+        seconds,
+        provenance["tokens_seen"],
+        provenance["validation"]["alpha"],
+        np.array([[c.drafts, c.accepted] for c in found]),
+        np.sum([c.accepted_at for c in found], 0).tolist(),
+    )
+
+
+def row(result: Result, base: Result) -> str:
+    """A variant's line of the table."""
+    interval = acceptance_interval(result.counters)
+    assert interval is not None  # every prompt was drafted for
+    drafts, accepted = result.prompts.sum(0)
+    cells = [
+        result.name,
+        f"{result.parameters / 1e6:.2f} M",
+        " ".join(f"{a:.3f}" for a in result.alpha),
+        f"{result.al():.3f} [{interval[0]:.3f}, {interval[1]:.3f}]",
+    ]
+    if result.name == base.name:
+        cells.append("")
+    else:
+        low, high = bootstrap_interval(
+            lambda index: result.al(index) - base.al(index), len(base.prompts), samples=10_000
+        )
+        mark = "" if low <= 0 <= high else "**"
+        difference = result.al() - base.al()
+        cells.append(f"{mark}{difference:+.3f} [{low:+.3f}, {high:+.3f}]{mark}")
+    cells += [f"{drafts:,}", f"{accepted:,}", f"{result.accepted_at}", f"{result.train_s:.0f}"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(results: Sequence[Result]) -> str:
+    """The rows of all variants; bold differences lie outside of chance over prompts."""
+    heads = (
+        "changed",
+        "parameters",
+        "α of validation by step",
+        "AL [95 %]",
+        "difference to base [95 %, paired]",
+        "drafts",
+        "accepted",
+        "accepted at 1, 2, …",
+        "training s",
+    )
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    return "\n".join([*lines, *(row(result, results[0]) for result in results)]) + "\n"
+
+
+PAGE = """\
+# What a head's options do
+
+Written by `python {command}`:
+{recipe} with one knob changed at a time; answers, store, seed, order of data and number of steps
+are the same. AL at T = 0 on the first {prompts} held-out prompts, K = {k}, {dtype}, {device}.
+Differences are over the same prompts (paired bootstrap, 95 %); **bold** ones exclude 0. That holds
+chance over prompts, not over seeds, and it is a stage of training: {tokens:,} tokens seen. An
+option that learns faster leads early, and need not lead later.
+
+{table}
+"""
+
+
+def page(results: Sequence[Result], options: argparse.Namespace) -> str:
+    """The page of results: conditions, then the table."""
+    knobs = "".join(f" {knob}" for knob in options.knobs)
+    return PAGE.format(
+        command=f"eval/options.py --prompts {options.prompts} --k {options.k}{knobs}",
+        recipe=f"`recipes/{options.recipe.name}`",
+        prompts=options.prompts,
+        k=options.k,
+        dtype=results[0].dtype,
+        device=results[0].device,
+        tokens=results[0].tokens_seen,
+        table=table(results).strip(),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="what variants are changes of")
+    parser.add_argument("--out", type=Path, default=Path("runs/options"), help="folder of the runs")
+    parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--prompts", type=int, default=128, help="first held-out prompts")
+    parser.add_argument("--k", type=int, default=4, help="drafts a step")
+    parser.add_argument("--write", type=Path, help="Markdown page that gets the results")
+    parser.add_argument("knobs", nargs="*", help="changed in every variant: train.steps=100 …")
+    options = parser.parse_args(arguments)
+    recipe = load_recipe(options.recipe, options.knobs)
+    target, tokenizer = load_target(recipe.target), load_tokenizer(recipe.target)
+    for name in options.only:
+        file = options.out / f"{folder_name(name)}.json"
+        if not file.exists():
+            measure(name, options, target, tokenizer).write(file)
+    done = [options.out / f"{folder_name(name)}.json" for name in VARIANTS]
+    results = [Result.read(file) for file in done if file.exists()]
+    if results[0].name != "base":
+        raise SystemExit("the base comes first: --only base")
+    text = table(results)
+    print(text)
+    if options.write:
+        write_text(options.write, page(results, options))
+
+
+if __name__ == "__main__":
+    main()

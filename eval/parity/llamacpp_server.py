@@ -1,0 +1,183 @@
+"""A real llama.cpp with a draft head: conversion to GGUF, the server, what it says it counted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftlab.base import Monitor, UserError
+from draftlab.export import gguf
+
+START_S = 60.0
+"""Seconds a server may take until it answers."""
+
+
+@dataclass(frozen=True)
+class LlamaCpp:
+    """What setup_llamacpp.sh has made.
+
+    Attributes:
+        python: the interpreter that the converter runs in; tree and build lie beside it.
+    """
+
+    python: Path
+
+    @property
+    def folder(self) -> Path:
+        """Of the environment."""
+        return self.python.parents[1]
+
+    @property
+    def converter(self) -> gguf.Converter:
+        """llama.cpp's own."""
+        return gguf.Converter(self.folder / "source" / gguf.SCRIPT, str(self.python))
+
+    def program(self, name: str) -> Path:
+        """A program of the build."""
+        return self.folder / "build" / "bin" / name
+
+    def version(self) -> str:
+        """The package whose source it is."""
+        stamp = (self.folder / ".draftlab-stamp").read_text()
+        found = re.search(r"wanted: llama-cpp-python==(\S+)", stamp)
+        return f"llama.cpp of llama-cpp-python {found[1] if found else '(unknown)'}"
+
+    def convert_target(self, target: Path, out: Path) -> Path:
+        """The target in float32, its tokenizer named as the export's would be."""
+        wrapper = Path(gguf.__file__).with_name("gguf_wrapper.py")
+        name = gguf.pre_tokenizer(target) or ""
+        convert = [self.converter.python, str(wrapper), str(self.converter.script), name]
+        self._run([*convert, str(target), "--outtype", "f32", "--outfile", str(out)])
+        return out
+
+    def convert_head(self, export: Path, target: Path) -> Path:
+        """head.gguf of an export in float32."""
+        return gguf.convert(self.converter, export, target, "float32", Monitor())
+
+    def quantize(self, model: Path, out: Path, kind: str) -> Path:
+        """A quantised copy, such as of kind Q4_K_M."""
+        self._run([str(self.program("llama-quantize")), str(model), str(out), kind])
+        return out
+
+    def _run(self, command: list[str]) -> None:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            raise UserError(f"{command[0]} failed:\n{(done.stdout + done.stderr)[-2000:]}")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server says of one prompt.
+
+    Attributes:
+        token_ids: generated, a final stop token left out. stopped: by such a token.
+        draft_tokens, accepted: of its verify steps.
+    """
+
+    token_ids: tuple[int, ...]
+    stopped: bool
+    draft_tokens: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running llama-server, one request at a time."""
+
+    address: str
+
+    def complete(self, token_ids: tuple[int, ...], max_new_tokens: int) -> Answer:
+        """Greedy tokens after a prompt."""
+        asked = {
+            "prompt": list(token_ids),
+            "n_predict": max_new_tokens,
+            "temperature": 0.0,
+            "samplers": ["temperature"],
+            "cache_prompt": False,
+            "return_tokens": True,
+        }
+        found = self._ask("/completion", asked)
+        timings = found["timings"]
+        return Answer(
+            tuple(found["tokens"]),
+            found["stop_type"] == "eos",
+            timings.get("draft_n", 0),
+            timings.get("draft_n_accepted", 0),
+        )
+
+    def accepted_at(self, k: int) -> list[int]:
+        """Accepted drafts by position, of all prompts so far."""
+        with urllib.request.urlopen(f"{self.address}/metrics") as answer:
+            text = answer.read().decode()
+        found = re.findall(r'accepted_tokens_per_pos_total\{position="(\d+)"\} (\d+)', text)
+        counts = {int(position): int(count) for position, count in found}
+        return [counts.get(position, 0) for position in range(k)]
+
+    def drafts(self) -> int:
+        """Verify steps of all prompts so far."""
+        with urllib.request.urlopen(f"{self.address}/metrics") as answer:
+            found = re.search(r"spec_decode_num_drafts_total (\d+)", answer.read().decode())
+        return int(found[1]) if found else 0
+
+    def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self.address + path,
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            return json.loads(answer.read())
+
+
+@contextlib.contextmanager
+def serving(
+    llama: LlamaCpp, target: Path, head: Path, *, k: int, max_length: int, log: Path
+) -> Iterator[Server]:
+    """A server with float32 caches and K drafts a step, never fewer for being unsure.
+
+    Raises:
+        UserError: with the end of its log, when it does not come up.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        *(str(llama.program("llama-server")), "-m", str(target), "-md", str(head)),
+        *("--spec-type", "draft-eagle3", "--spec-draft-n-max", str(k), "--spec-draft-p-min", "0"),
+        *("-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-fa", "off"),
+        *("-c", str(max_length), "-np", "1", "-t", "1", "-td", "1", "--metrics"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+    ]
+    with open(log, "w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + START_S
+        while not _ready(address):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise UserError(f"llama-server did not start:\n{log.read_text()[-2000:]}")
+            time.sleep(0.2)
+        yield Server(address)
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def _ready(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False

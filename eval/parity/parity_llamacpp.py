@@ -1,0 +1,233 @@
+"""Tokens and counters of draftlab's engine against a real llama.cpp server, in float32 at T = 0.
+
+    .venv/bin/python eval/parity/parity_llamacpp.py [--head FOLDER|reference] [--k 4] [--prompts 16]
+
+The head is exported with `--to llamacpp`, target and head are converted by llama.cpp's own
+converter, and its server decodes the same token ids. Tokens must be equal. So must its counters,
+but for what it does at the end of a generation, which `clipped` does to draftlab's own steps: it
+drafts no more than the tokens that may still come, less one (`tools/server/server-context.cpp`,
+`get_n_draft_max`), and it accepts nothing from a drafted stop token on. vLLM and draftlab draft K,
+count what was accepted, and throw away what is behind the end.
+
+--quantized KIND adds a row with target and head in such as Q4_K_M: tokens are then another model's,
+so acceptance is reported beside float32's, and only has to be there.
+
+Exit status as of parity_vllm.py: 0 equal, 1 different, 2 unusable, 77 skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from common import (
+    DIFFERENT,
+    EQUAL,
+    SKIPPED,
+    UNUSABLE,
+    Subject,
+    add_row,
+    prepare,
+    subject_options,
+    versions,
+)
+from llamacpp_server import Answer, LlamaCpp, Server, serving
+from random_heads import chosen_subjects
+
+from draftlab.base import UserError
+from draftlab.decode.drafter import new_drafter
+from draftlab.decode.engine import Engine
+from draftlab.decode.sampling import Generation, Request
+from draftlab.decode.vllm import positions
+from draftlab.results import Counters
+
+PAGE = ("llama.cpp, T = 0: equal tokens and counters", (
+    "date", "head", "weights", "versions", "K", "prompts", "tokens",
+    "drafts / accepted / accepted_at: draftlab, clipped", "the same: llama.cpp", "equal",
+))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """One head's comparison."""
+
+    subject: Subject
+    llama: LlamaCpp
+    k: int
+    max_new_tokens: int
+    place: Path
+
+    def ours(self) -> list[Generation]:
+        """Decoded by draftlab's engine."""
+        requests = [
+            Request(i, ids, self.max_new_tokens, stop_ids=self.subject.stops)
+            for i, ids in self.subject.prompts
+        ]
+        longest = positions(requests, self.k, self.subject.target.max_length)
+        drafter = new_drafter(self.subject.head, self.k)
+        engine = Engine(self.subject.target, drafter, batch=8, max_length=longest)
+        done = {g.id: g for g in engine.generate(requests)}
+        return [done[i] for i, _ in self.subject.prompts]
+
+    @contextmanager
+    def served(self, quantized: str | None) -> Iterator[Server]:
+        """llama.cpp with target and head, converted and perhaps quantised."""
+        export = self.place / "export"
+        self.subject.export(export, self.k, "llamacpp")
+        folder = self.subject.target.folder
+        target = self.place.parent / f"{self.subject.target.fingerprint}.gguf"
+        if not target.exists():  # the same for all heads
+            self.llama.convert_target(folder, target)
+        head = self.llama.convert_head(export, folder)
+        if quantized:
+            target = self.llama.quantize(target, self.place / "target.q.gguf", quantized)
+            head = self.llama.quantize(head, self.place / "head.q.gguf", quantized)
+        longest = max(len(ids) for _, ids in self.subject.prompts) + self.max_new_tokens
+        length = longest + self.k + 8  # room for all drafts, so that only the end clips them
+        log = self.place / "server.log"
+        with serving(self.llama, target, head, k=self.k, max_length=length, log=log) as server:
+            yield server
+
+    def theirs(self, server: Server) -> list[Answer]:
+        """Decoded by llama.cpp."""
+        return [server.complete(ids, self.max_new_tokens) for _, ids in self.subject.prompts]
+
+
+def clipped(generation: Generation, k: int, max_new_tokens: int) -> Counters:
+    """Counters of a generation's steps as llama.cpp would count them, by its two rules."""
+    counters, emitted = Counters(k), 1  # the prompt gives the first token
+    for _, accepted in generation.steps:
+        drafted = min(k, max_new_tokens - emitted - 1)
+        taken = min(accepted, drafted)
+        if generation.finish == "stop":
+            # Where in this step the stop token lies: a draft that it is ends what is accepted and
+            # does not count, unless it was the last one (`common_sampler_sample_and_accept_n`).
+            stop = len(generation.token_ids) - 1 - emitted
+            if stop < taken and stop + 1 < drafted:
+                taken = stop
+        if drafted > 0:
+            counters.add_step(drafted, taken)
+        emitted += max(taken, 0) + 1
+        if emitted >= max_new_tokens:
+            break
+    return counters
+
+
+def first_difference(
+    ours: Sequence[Generation],
+    theirs: Sequence[Answer],
+    expected: Sequence[Counters],
+    stops: frozenset[int],
+) -> str | None:
+    """The first difference (prompt, position, both values), or None when all is equal."""
+    for mine, other, counters in zip(ours, theirs, expected, strict=True):
+        tokens = [_without_stop(t, stops) for t in (mine.token_ids, other.token_ids)]
+        for at, (a, b) in enumerate(zip(*tokens)):  # noqa: B905 (lengths are compared next)
+            if a != b:
+                return f"prompt {mine.id}, token {at}: draftlab {a}, llama.cpp {b}"
+        a, b = map(len, tokens)
+        if a != b:
+            return f"prompt {mine.id}: draftlab {a} tokens, llama.cpp {b}"
+        if (mine.finish == "stop") != other.stopped:
+            return f"prompt {mine.id}: draftlab ends by {mine.finish}, llama.cpp does not"
+        for name in ("draft_tokens", "accepted"):
+            a, b = getattr(counters, name), getattr(other, name)
+            if a != b:
+                return f"prompt {mine.id}, {name}: draftlab {a}, llama.cpp {b}"
+    return None
+
+
+def _without_stop(tokens: Sequence[int], stops: frozenset[int]) -> tuple[int, ...]:
+    return tuple(tokens[:-1] if tokens and tokens[-1] in stops else tokens)
+
+
+def compare(work: Work, quantized: str | None = None) -> tuple[list[str], bool]:
+    """A row of the page, and whether all is equal (of a quantised pair: whether drafts count)."""
+    ours = work.ours()
+    with work.served(quantized) as server:
+        theirs = work.theirs(server)
+        accepted_at, drafts = server.accepted_at(work.k), server.drafts()
+    expected = [clipped(g, work.k, work.max_new_tokens) for g in ours]
+    total = sum(expected, Counters(work.k))
+    accepted = sum(a.accepted for a in theirs)
+    mine = f"{total.drafts:,} / {total.accepted:,} / {list(total.accepted_at)}"
+    other = f"{drafts:,} / {accepted:,} / {accepted_at}"
+    if quantized:
+        fault = None if accepted > 0 else "no draft was accepted"
+        lengths = f"AL {total.acceptance_length:.2f} and {1 + accepted / max(drafts, 1):.2f}"
+        verdict = f"(another model) {lengths}"
+    else:
+        fault = first_difference(ours, theirs, expected, work.subject.stops)
+        if fault is None and list(total.accepted_at) != accepted_at:
+            fault = f"accepted_at: draftlab {list(total.accepted_at)}, llama.cpp {accepted_at}"
+        verdict = "yes" if fault is None else f"no: {fault}"
+    weights = quantized or "float32"
+    tokens = sum(len(g.token_ids) for g in ours)
+    print(
+        f"K={work.k} {work.subject.name}, {weights}, {len(ours)} prompts, {tokens:,} tokens; "
+        f"drafts / accepted / accepted_at\n  draftlab  {mine}\n  llama.cpp {other}\n  "
+        f"{verdict if fault is None else 'DIFFERENT: ' + fault}",
+        flush=True,
+    )
+    made = f"{versions()}; {work.llama.version()}"
+    return [
+        *(date.today().isoformat(), work.subject.name, weights, made, str(work.k)),
+        *(str(len(ours)), f"{tokens:,}", mine, other, verdict),
+    ], fault is None
+
+
+def held(subjects: Iterator[Subject], place: Path, k: int) -> Iterator[Subject]:
+    """Those that llama.cpp holds; why not, of the others."""
+    for subject in subjects:
+        try:
+            subject.export(place, k, "llamacpp")
+        except UserError as error:
+            print(f"left out: {subject.name}: {error.what}", flush=True)
+        else:
+            yield subject
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compares; returns the exit status."""
+    python = prepare("llamacpp")
+    if python is None:
+        return SKIPPED
+    llama, status = LlamaCpp(python), EQUAL
+    with tempfile.TemporaryDirectory() as folder:
+        subjects = chosen_subjects(options, Path(folder), grown=True)
+        if options.random is not None:
+            subjects = held(subjects, Path(folder) / "export", options.k)
+        for number, subject in enumerate(subjects):
+            for kind in dict.fromkeys([None, options.quantized]):
+                place = Path(folder) / f"work-{number}-{kind}"
+                place.mkdir()
+                work = Work(subject, llama, options.k, options.max_new_tokens, place)
+                row, equal = compare(work, kind)
+                status = status if equal else DIFFERENT
+                if options.write:
+                    add_row(options.write, PAGE, row)
+    return status
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    subject_options(parser, prompts=16)
+    parser.add_argument("--k", type=int, default=4, help="drafts a step")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--quantized", metavar="KIND", help="a second row, such as Q4_K_M")
+    try:
+        return run(parser.parse_args())
+    except UserError as error:
+        print(f"parity_llamacpp: {error}", file=sys.stderr)
+        return UNUSABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

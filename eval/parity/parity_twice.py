@@ -1,0 +1,95 @@
+"""A head in vLLM, loaded twice in one process: tokens and counters equal to draftlab's both times.
+
+    .venv/bin/python eval/parity/parity_twice.py --head FOLDER --target FOLDER [--k 3] [--prompts 8]
+
+At T = 0 in float32, vLLM's own layout, one prompt at a time. vLLM's loader of Llama 4 drafters
+changes a config in place, so that a second engine of the same process would be another one if
+anything were shared.
+
+Exit status as of parity_vllm.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+
+from common import (
+    DIFFERENT,
+    EQUAL,
+    SKIPPED,
+    UNUSABLE,
+    add_row,
+    client,
+    load_subject,
+    prepare,
+    subject_options,
+    versions,
+)
+from parity_vllm import EXACT, Bench, total
+
+from draftlab.base import UserError, read_json
+from draftlab.decode.vllm import drafting_method
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compares; returns the exit status."""
+    python = prepare("vllm")
+    if python is None:
+        return SKIPPED
+    subject = load_subject(options.head, options.target, options.prompts)
+    bench = Bench(subject, python, options.k, options.max_new_tokens)
+    ours = bench.ours(0.0, 1)
+    counted = total(ours)
+    mine = [counted.drafts, counted.accepted, list(counted.accepted_at)]
+    with tempfile.TemporaryDirectory() as place:
+        head, answer = Path(place) / "vllm", Path(place) / "answer.json"
+        subject.export(head, bench.k, "vllm")
+        request = {
+            "target": str(subject.target.folder.resolve()),
+            "model": str(head),
+            "method": drafting_method(read_json(head / "config.json", kind="head's config.json")),
+            "num_speculative_tokens": bench.k,
+            "max_model_len": bench.max_length,
+            "max_new_tokens": options.max_new_tokens,
+            "stop_token_ids": sorted(subject.stops),
+            "prompts": [list(ids) for _, ids in subject.prompts],
+        }
+        client(python, "vllm_twice.py", {answer: request})
+        loads = json.loads(answer.read_text())
+    status = EQUAL
+    for number, found in enumerate(loads, 1):
+        theirs = [found["drafts"], found["accepted"], found["accepted_at"]]
+        equal = found["tokens"] == [list(g.token_ids) for g in ours] and theirs == mine
+        figures = [f"{n:,} / {a:,} / {at}" for n, a, at in (mine, theirs)]
+        print(f"load {number}: draftlab {figures[0]}, vLLM {figures[1]}: ", end="")
+        print("EQUAL" if equal else "DIFFERENT", flush=True)
+        status = status if equal else DIFFERENT
+        if options.write:
+            made = f"{versions()}; vLLM {found['version']}"
+            tokens = sum(len(g.token_ids) for g in ours)
+            row = [subject.name, f"vllm, load {number} of a process", made, "V1", str(bench.k)]
+            row += [str(len(ours)), f"{tokens:,}", "1", *figures, "yes" if equal else "no"]
+            add_row(options.write, EXACT, [date.today().isoformat(), *row])
+    return status
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    subject_options(parser, prompts=8)
+    parser.add_argument("--k", type=int, default=3, help="drafts a step")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    try:
+        return run(parser.parse_args())
+    except UserError as error:
+        print(f"parity_twice: {error}", file=sys.stderr)
+        return UNUSABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

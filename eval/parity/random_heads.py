@@ -1,0 +1,190 @@
+"""Heads of all shapes that layouts hold, and a target of another architecture, with loud weights.
+
+Weights as small as a new head's would hide what RoPE, norms and masks do wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Subject, load_subject
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from draftlab.data.mask_token import choose_mask_token
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.folder import load_head, new_head, save_head
+from draftlab.heads.head import DraftHead
+from draftlab.target.model import fingerprint, load_target, load_tokenizer
+
+WHOLE, FOUR = {"draft_vocab_size": None}, {"boundaries": 4}
+AFTER, QK = {"norm_before_residual": True}, {"qk_norm": True}
+PTD = {"family": "ptd"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "eagle3, norm_before_residual": AFTER,
+    "eagle3, whole vocabulary": WHOLE,
+    "eagle3, whole vocabulary, norm_before_residual": WHOLE | AFTER,
+    "eagle3, 4 boundaries": FOUR,
+    "eagle3, 4 boundaries, whole vocabulary, norm_before_residual": FOUR | WHOLE | AFTER,
+    "eagle3, qk_norm, 4 boundaries": QK | FOUR,
+    "eagle3, norm_before_fc": {"norm_before_fc": True},
+    "eagle3, fc_norm, norm_output": {"fc_norm": True, "norm_output": True},
+    "ptd, 1 layer": PTD,
+    "ptd, 2 layers, qk_norm, norm_before_residual": PTD | QK | AFTER | {"num_layers": 2},
+    "ptd, 2 layers, 4 boundaries, whole vocabulary": PTD | FOUR | WHOLE | {"num_layers": 2},
+}
+"""What --random compares; of draft_vocab_size None is all, of boundaries a number spreads them."""
+
+GAIN = 1.5
+"""Of a matrix of √fan_in. At 2 attention is so sharp that two float32 programs part by 3e-5 where
+their last bits differ."""
+
+
+def chosen_subjects(
+    options: argparse.Namespace, place: Path, *, grown: bool = False
+) -> Iterator[Subject]:
+    """The head asked for, or with --random heads of all shapes of two targets.
+
+    The targets are the head's own and a random Qwen3 with tied embeddings.
+
+    Args:
+        grown: for its own target, heads are grown from the trained one, so that drafts are
+            accepted; the others stay random.
+    """
+    subject = load_subject(options.head, options.target, options.prompts)
+    if options.random is None:
+        yield subject
+        return
+    for target in (subject, stand_in(subject, place / "qwen3")):
+        kind = target.target.config.model_type
+        for number, (shape, fields) in enumerate(SHAPES.items()):
+            trained = subject.head if grown and target is subject else None
+            name = f"{'random' if trained is None else 'grown'}, {kind}: {shape}"
+            if options.random in name:
+                folder = place / f"{kind}-{number}"
+                yield with_random_head(target, folder, name, trained, **fields)
+
+
+def stand_in(subject: Subject, folder: Path) -> Subject:
+    """The subject with a random Qwen3 of six layers in place of its target, embeddings tied."""
+    config = Qwen3Config(
+        vocab_size=subject.target.vocab_size,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+        initializer_range=0.2,  # answers that differ from prompt to prompt
+        eos_token_id=sorted(subject.stops),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for name in (*tokenizer, "generation_config.json"):
+        if (subject.target.folder / name).is_file():
+            shutil.copy(subject.target.folder / name, folder / name)
+    knobs = subject.knobs.model_copy(update={"path": str(folder)})
+    return replace(subject, knobs=knobs, target=load_target(knobs))
+
+
+def with_random_head(
+    subject: Subject, folder: Path, name: str, trained: DraftHead | None = None, **shape: Any
+) -> Subject:
+    """The subject with a random head of another shape, saved in `folder`.
+
+    Embeddings and lm_head are the target's, the draft vocabulary is the subject's own.
+
+    Args:
+        trained: a head whose weights are taken over, as far as they fit.
+        shape: of `SHAPES`.
+    """
+    head = new_head(_config(subject, shape))
+    generator = torch.Generator().manual_seed(0)
+    parts = subject.target.parts
+    with torch.no_grad():
+        for parameter in head.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.copy_(1 + 0.5 * noise)
+            else:  # mask_hidden [1, F] stands beside features, not before a product
+                parameter.copy_(
+                    noise * (GAIN * parameter.shape[1] ** -0.5 if len(noise) > 1 else 1)
+                )
+        ids = torch.arange(head.config.vocab_size)
+        if head.config.draft_vocab_size < len(ids):
+            ids = subject.head.t2d.nonzero()[:, 0]
+        head.set_draft_vocabulary(ids)
+        head.embed_tokens.weight.copy_(parts.embeddings)
+        head.lm_head.weight.copy_(parts.lm_head[ids])
+        if trained is not None:
+            _grow(head, trained)
+    save_head(folder, head, torch.float32)
+    return replace(subject, name=name, folder=folder, head=_load(folder, subject))
+
+
+def _grow(head: DraftHead, trained: DraftHead) -> None:
+    """Takes over what fits; what a shape adds stays random, but quiet where it would drown that."""
+    found = trained.state_dict()
+    for name, parameter in head.named_parameters():
+        if name in found and found[name].shape == parameter.shape:
+            parameter.copy_(found[name])
+    width = trained.config.feature_size  # a further boundary lies behind the trained ones
+    head.fc.weight[:, :width] = trained.fc.weight
+    head.fc.weight[:, width:] *= 0.1
+    ids = trained.t2d.nonzero()[:, 0]
+    rows = head.t2d.cumsum(0)[ids] - 1
+    head.lm_head.weight[rows] = trained.lm_head.weight
+
+
+def _load(folder: Path, subject: Subject) -> DraftHead:
+    embeddings = subject.target.parts.embeddings
+    return load_head(folder, embeddings=embeddings, dtype=torch.float32, device="cpu")
+
+
+def _config(subject: Subject, shape: dict[str, Any]) -> HeadConfig:
+    """draftlab.json of a head of that shape for the subject's target."""
+    target, own = subject.target, subject.head.config
+    config, layers = target.config, target.num_layers
+    tokenizer = load_tokenizer(subject.knobs)
+    parallel = shape.get("family") == "ptd"
+    mask = choose_mask_token("auto", tokenizer, target.vocab_size, subject.stops, None)
+    count = shape.get("boundaries", 3)
+    spread = [1 + i * (layers - 2) // (count - 1) for i in range(count)]
+    if own.target_num_layers == layers and own.boundaries[-1] < layers - 1:
+        spread = [*own.boundaries, layers - 1][:count]  # so that its weights fit
+    fields = shape | {
+        "boundaries": spread,
+        "draft_vocab_size": shape.get("draft_vocab_size", own.draft_vocab_size)
+        or target.vocab_size,
+    }
+    identity = own.target.model_copy(update={"fingerprint": fingerprint(target.folder)})
+    return HeadConfig(
+        target_num_layers=layers,
+        target_hidden_size=target.hidden_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_parameters=dict(config.rope_parameters),
+        max_position_embeddings=config.max_position_embeddings,
+        vocab_size=target.vocab_size,
+        mask_token_id=mask if parallel else None,
+        embeddings="own" if parallel else "target",
+        k_trained=own.k_trained,
+        target=identity,
+        **fields,
+    )

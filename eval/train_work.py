@@ -1,0 +1,184 @@
+"""The work that `bench_train.py` times: a head, a target's parts, and a batch, random but fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from draftlab.data.packing import Batch, pack
+from draftlab.data.store import Record
+from draftlab.heads.config import HeadConfig, TargetIdentity
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.folder import new_head
+from draftlab.heads.layers import RMSNorm
+from draftlab.kernels.distill import distill
+from draftlab.kernels.ttt_attention import ttt_attention_reference
+from draftlab.target.parts import TargetParts
+from draftlab.train.feed import in_one_row
+from draftlab.train.objective import DraftTeacher
+from draftlab.train.ttt import ttt_weights, unroll
+
+GAMMA = 0.8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the work; the defaults are Llama-3.1-8B's and those of ANCHORS.
+
+    Attributes:
+        rows, row_tokens: rows of a batch, each one conversation.
+        prompt: share of each row that is prompt, at its beginning; the rest is one answer.
+    """
+
+    hidden: int = 4096
+    boundaries: int = 3
+    intermediate: int = 14336
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocab: int = 128256
+    draft_vocab: int = 32000
+    steps: int = 7
+    rows: int = 4
+    row_tokens: int = 2048
+    prompt: float = 0.3
+
+    @property
+    def tokens(self) -> int:
+        """Positions of a batch."""
+        return self.rows * self.row_tokens
+
+
+SHAPES = {
+    "8b": Shape(),
+    "tiny": Shape(64, 3, 128, 4, 2, 16, 512, 256, 4, 4, 64),
+}
+
+
+def head_config(shape: Shape) -> HeadConfig:
+    """The head's, of a target with as many layers as its boundaries need."""
+    layers = shape.boundaries + 1
+    return HeadConfig(
+        schema=1,
+        boundaries=tuple(range(1, layers)),
+        target_num_layers=layers,
+        target_hidden_size=shape.hidden,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        max_position_embeddings=shape.row_tokens,
+        vocab_size=shape.vocab,
+        draft_vocab_size=shape.draft_vocab,
+        k_trained=shape.steps,
+        target=TargetIdentity(
+            name="random",
+            fingerprint="random",
+            architecture="random",
+            tokenizer_sha256="random",
+            template_sha256="random",
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Work:
+    """A head on its device, its teacher, and the records of one batch in the host's memory."""
+
+    shape: Shape
+    head: Eagle3Head
+    target: DraftTeacher
+    records: Sequence[Record]
+
+    def packed(self, device: torch.device, *, one_row: bool | None = None) -> Batch:
+        """The records as a batch in the host's memory, to be run on a device.
+
+        Args:
+            one_row: None: as training lays them out for the device.
+        """
+        return pack(
+            [[record] for record in self.records],
+            self.shape.row_tokens,
+            self.shape.steps,
+            pin=device.type == "cuda",
+            one_row=in_one_row(device) if one_row is None else one_row,
+        )
+
+
+def new_work(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Work:
+    """Random weights and states, the same for the same seed and device.
+
+    Args:
+        dtype: of the frozen embeddings.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    with device:
+        head = new_head(head_config(shape))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
+    head.embed_tokens.to(dtype)
+    head.set_draft_vocabulary(torch.arange(shape.draft_vocab, device=device))
+    lm_head = torch.empty(shape.draft_vocab, shape.hidden, device=device)
+    lm_head.normal_(0, 2 * shape.hidden**-0.5, generator=generator)
+    norm = RMSNorm(shape.hidden, 1e-5).requires_grad_(False)
+    parts = TargetParts(head.embed_tokens.weight, norm.to(device), lm_head, 1.0, None)
+    target = DraftTeacher.of(parts, head)
+    records = [_record(shape, number, parts, generator) for number in range(shape.rows)]
+    return Work(shape, head, target, records)
+
+
+def _record(shape: Shape, number: int, parts: TargetParts, generator: torch.Generator) -> Record:
+    def normal(width: int) -> Tensor:
+        made = torch.randn(shape.row_tokens, width, device=generator.device, generator=generator)
+        return made.to(torch.bfloat16)
+
+    last, features = normal(shape.hidden), normal(shape.boundaries * shape.hidden)
+    tokens = torch.randint(
+        shape.vocab, (shape.row_tokens,), device=generator.device, generator=generator
+    )
+    pieces = [(z.logsumexp(-1), z.argmax(-1)) for z in map(parts.logits, last.split(1024))]
+    logsumexp, argmax = (torch.cat(each).cpu() for each in zip(*pieces, strict=True))
+    spans = (torch.arange(shape.row_tokens) >= round(shape.prompt * shape.row_tokens)).long()
+    # As if a twentieth of the target's probability lay outside of the draft vocabulary.
+    return Record(
+        f"row {number}",
+        tokens.cpu(),
+        spans,
+        features.cpu(),
+        last.cpu(),
+        logsumexp + 0.05,
+        argmax,
+        None,
+    )
+
+
+def all_positions(work: Work) -> Work:
+    """The same without compaction: every position runs every step, lm_head and loss."""
+    return replace(
+        work,
+        shape=replace(work.shape, prompt=0.0),
+        records=[replace(record, spans=torch.ones_like(record.spans)) for record in work.records],
+    )
+
+
+def reference_loss(head: Eagle3Head, target: DraftTeacher, batch: Batch) -> Tensor:
+    """The loss of a batch, Σ_k γ^k Σ ℓ / N_0: eager, dense attention, whole logits."""
+    teacher, total = target.at(batch), torch.zeros((), device=batch.tokens.device)
+    weights = ttt_weights(GAMMA, batch.counts)
+    with mock.patch("draftlab.train.chunked.ttt_attention", ttt_attention_reference):
+        steps = list(unroll(head, batch))
+    for weight, step in zip(weights, steps, strict=False):
+        last = target.norm(teacher.last[step.teacher].to(target.weight.dtype))
+        z = teacher.finish(last @ target.weight.t())
+        judged = distill(head.logits(step.output), z, teacher.logsumexp[step.teacher])
+        total = total + weight * judged.loss.sum()
+    return total / batch.num_anchors

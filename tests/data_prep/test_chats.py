@@ -1,0 +1,300 @@
+"""Public data sets' rows, as they lie on disk, to conversations; and what is left out, counted."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftlab.base import UserError
+from draftlab.data.conversations import read_conversations
+
+FOLDER = Path(__file__).resolve().parents[2] / "data_prep"
+if str(FOLDER) not in sys.path:
+    sys.path.append(str(FOLDER))
+chats = importlib.import_module("chats")
+chat_rows = importlib.import_module("chat_rows")
+
+ADD = {"name": "add", "description": "adds", "parameters": {"a": {"type": "int"}}}
+CALL = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+# Rows as the data sets have them, and the messages they become.
+ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "sharegpt": (
+        {
+            "id": "QWJhYvA_0",
+            "conversations": [
+                {"from": "human", "value": "naïve “日本語”?"},
+                {"from": "gpt", "value": "yes"},
+                {"from": "human", "value": "sure?"},
+                {"from": "gpt", "value": "sure"},
+            ],
+        },
+        [user("naïve “日本語”?"), assistant("yes"), user("sure?"), assistant("sure")],
+    ),
+    "ultrachat": (
+        {
+            "prompt": "hi",
+            "prompt_id": "0f3",
+            "messages": [
+                {"content": "hi", "role": "user"},
+                {"content": "hello", "role": "assistant"},
+            ],
+        },
+        [user("hi"), assistant("hello")],
+    ),
+    "magpie": (
+        {
+            "uuid": "1c",
+            "model": "m",
+            "instruction": "q",
+            "response": "a",
+            "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
+            "difficulty": "easy",
+        },
+        [user("q"), assistant("a")],
+    ),
+    "magpie pair": ({"instruction": "q", "response": "a"}, [user("q"), assistant("a")]),
+    "perfectblend": (
+        {
+            "conversations": [
+                {"from": "system", "value": "be kind"},
+                {"from": "human", "value": "q"},
+                {"from": "gpt", "value": "a"},
+            ],
+            "source": "meta-math/MetaMathQA",
+        },
+        [{"role": "system", "content": "be kind"}, user("q"), assistant("a")],
+    ),
+    "openthoughts": (
+        {
+            "system": "Think.",
+            "conversations": [
+                {"from": "user", "value": "1+1?"},
+                {
+                    "from": "assistant",
+                    "value": "<|begin_of_thought|>\n\nhm\n\n<|end_of_thought|>\n\n"
+                    "<|begin_of_solution|>\n\n2\n\n<|end_of_solution|>",
+                },
+            ],
+        },
+        [
+            {"role": "system", "content": "Think."},
+            user("1+1?"),
+            assistant("2", reasoning_content="hm"),
+        ],
+    ),
+    "reasoning tags": (
+        {"messages": [user("1+1?"), assistant("<think>\nhm\n</think>\n\n2")]},
+        [user("1+1?"), assistant("2", reasoning_content="hm")],
+    ),
+    "reasoning column": (
+        {"question": "1+1?", "answer": "2", "reasoning": "hm"},
+        [user("1+1?"), assistant("2", reasoning_content="hm")],
+    ),
+    "chat api tools": (
+        {
+            "messages": [
+                user("2+2?"),
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {"id": "c1", "function": {"name": "add", "arguments": '{"a": 2}'}}
+                    ],
+                },
+                {"role": "tool", "content": "4", "tool_call_id": "c1"},
+                assistant("4"),
+            ],
+            "tools": [{"type": "function", "function": ADD}],
+        },
+        [
+            user("2+2?"),
+            assistant("", tool_calls=CALL),
+            {"role": "tool", "content": "4", "tool_call_id": "c1"},
+            assistant("4"),
+        ],
+    ),
+    "toolcalls": (
+        {
+            "id": 0,
+            "query": "2+2?",
+            "answers": '[{"name": "add", "arguments": {"a": 2}}]',
+            "tools": json.dumps([ADD]),
+        },
+        [user("2+2?"), assistant("", tool_calls=CALL)],
+    ),
+    "sharegpt tools": (
+        {
+            "conversations": [
+                {"from": "human", "value": "2+2?"},
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+                {"from": "observation", "value": "4"},
+                {"from": "gpt", "value": "4"},
+            ],
+            "tools": json.dumps([ADD]),
+        },
+        [
+            user("2+2?"),
+            assistant("", tool_calls=CALL),
+            {"role": "tool", "content": "4"},
+            assistant("4"),
+        ],
+    ),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]},
+        [user("q")],
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", ROWS)
+def test_each_shape(shape: str, tmp_path: Path) -> None:
+    row, expected = ROWS[shape]
+    chat = chat_rows.read_row(row)
+    assert chat.messages == expected
+    assert chat.tools == ([{"type": "function", "function": ADD}] if "tools" in row else [])
+    # What is written is what the package reads.
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    chats.prepare([chats.parse_source(str(tmp_path / "rows.jsonl"))], tmp_path / "o", say=print)
+    (read,) = read_conversations(tmp_path / "o")
+    assert read.messages == expected
+    assert list(read.tools) == chat.tools
+    assert read.source == "rows.jsonl"
+
+
+BAD: list[tuple[Any, str]] = [
+    ("text", "not a record"),
+    ({"text": "free"}, "no column of turns"),
+    ({"messages": []}, "no column of turns"),
+    ({"messages": "[{"}, "turns that are no JSON"),
+    ({"messages": [user("q"), {"role": "judge", "content": "x"}]}, "an unknown role, 'judge'"),
+    ({"messages": [user("q"), assistant(" \n")]}, "an empty answer"),
+    ({"messages": [user(""), assistant("a")]}, "an empty question"),
+    ({"messages": [assistant("a"), user("q")]}, "begins with an answer"),
+    ({"messages": [{"role": "system", "content": "s"}]}, "no user turn"),
+    ({"messages": [user("q"), {"role": "assistant", "content": 7}]}, "a turn that is no text"),
+    ({"messages": [user("q"), {"role": "assistant", "content": None}]}, "no text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images"),
+    ({"messages": [user("q\ud83d"), assistant("a")]}, "surrogate"),
+    ({"messages": [user("q"), assistant("", tool_calls=[{"function": {}}])]}, "no function"),
+    ({"query": "q", "answers": '[{"name": "f", "arguments": "{"}]'}, "arguments of a call"),
+    ({"messages": [user("q")], "tools": [3]}, "a tool that is no schema"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD)
+def test_what_is_dropped_says_why(row: Any, reason: str) -> None:
+    with pytest.raises(chat_rows.Dropped, match=reason):
+        chat_rows.read_row(row)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_mixed_schemas_duplicates_quotas_and_counts(tmp_path: Path) -> None:
+    rows = [row for row, _ in ROWS.values()] + [row for row, _ in BAD[:5]]
+    dumped = [json.dumps(row) + "\n" for row in rows]
+    (tmp_path / "one.jsonl").write_text("".join(dumped))
+    (tmp_path / "two.jsonl").write_text("".join(dumped) + "{broken\n")
+    heard: list[str] = []
+    out = tmp_path / "all.jsonl"
+    asked = [f"{tmp_path / 'one.jsonl'}:5", str(tmp_path / "two.jsonl")]
+    counts = chats.prepare([chats.parse_source(s) for s in asked], out, say=heard.append)
+    assert counts == json.loads((tmp_path / "all.counts.json").read_text())
+    one, two = counts["one.jsonl"], counts["two.jsonl"]
+    # "q" and "1+1?" come again; a quota stops the reading.
+    assert (one["rows"], one["kept"], one["a question that was there before"]) == (9, 5, 4)
+    assert two["rows"] == len(rows) + 1
+    assert two["not a record of columns"] == 2
+    assert two["an unknown role, 'judge'"] == 1
+    assert any("dropped 2: not a record" in line for line in heard)
+    for found in counts.values():
+        reasons = {k: v for k, v in found.items() if k not in ("rows", "kept")}
+        assert found["rows"] == found["kept"] + sum(reasons.values())
+    said = [next(m["content"] for m in x["messages"] if m["role"] == "user") for x in lines(out)]
+    assert len(said) == len(set(said)) == one["kept"] + two["kept"]
+    assert len(read_conversations(out)) == len(said)
+    with pytest.raises(UserError, match="twice"):
+        chats.prepare([chats.parse_source("magpie")] * 2, out, say=print)
+
+
+def test_parquet_is_streamed(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [ROWS["ultrachat"][0], {**ROWS["ultrachat"][0], "messages": [user("b"), assistant("c")]}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    chats.prepare(
+        [chats.parse_source(str(tmp_path / "rows.parquet"))], tmp_path / "o.jsonl", say=print
+    )
+    assert [x["messages"][1]["content"] for x in lines(tmp_path / "o.jsonl")] == ["hello", "c"]
+
+
+def flaky(rows: list[Any], drops: list[int]) -> chats.Rows:
+    """Rows whose connection drops when it comes to these numbers, once each."""
+    left = list(drops)
+
+    def opened(start: int) -> Iterator[Any]:
+        for number in range(start, len(rows)):
+            if left and number == left[0]:
+                left.pop(0)
+                raise ConnectionResetError("the Hub hung up")
+            yield rows[number]
+
+    return opened
+
+
+def test_a_connection_that_drops_costs_no_row(tmp_path: Path) -> None:
+    rows = [{"messages": [user(f"q{i}"), assistant("a")]} for i in range(20)]
+    heard: list[str] = []
+    found = list(chats.steadily(flaky(rows, [0, 7, 7, 19]), heard.append, pause=0.0))
+    assert found == rows
+    assert sum("the Hub hung up; trying again" in line for line in heard) == 4
+    with pytest.raises(UserError, match="failed 5 times at row 3"):
+        list(chats.steadily(flaky(rows, [3] * 9), heard.append, pause=0.0))
+
+
+def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
+    out = tmp_path / "o.jsonl"
+    out.write_text("old")
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="none that could be kept"):
+        chats.prepare([chats.parse_source(str(tmp_path / "bad.jsonl"))], out, say=print)
+    assert out.read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "o.jsonl"]
+
+
+def test_sources_by_name_hub_id_and_file(tmp_path: Path) -> None:
+    assert chats.parse_source("magpie:30").quota == 30
+    assert chats.parse_source("ultrachat").split == "train_sft"
+    assert chats.parse_source("org/set@test:5") == chats.Source("org/set", "org/set", "test", 5)
+    for text in ("nothing", "a/b/c", str(tmp_path / "none.jsonl")):
+        with pytest.raises(UserError, match="expected a data set"):
+            chats.parse_source(text)
+
+
+def test_from_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(ROWS["magpie"][0]) + "\n")
+    command = [sys.executable, str(FOLDER / "chats.py")]
+    done = subprocess.run(
+        [*command, "a.jsonl", "--out", "o.jsonl"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout == "a.jsonl: 1 of 1 rows kept\n", done.stderr
+    done = subprocess.run([*command, "b.jsonl", "--out", "o.jsonl"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: expected a data set's file, found none")

@@ -1,0 +1,87 @@
+"""data_prep/stand_ins.py for a few steps on a CPU: what it leaves is a target like the embedded."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+import draftlab
+from draftlab.chat.render import template_sha256, tokenizer_sha256
+from draftlab.decode.engine import Engine
+from draftlab.decode.sampling import Request
+from draftlab.target.model import TargetKnobs, load_target, load_tokenizer
+from tests.decode.answers import run
+from tests.target.zoo import eager_model
+
+FOLDER = str(Path(__file__).resolve().parents[2] / "data_prep")
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+CHANGES = {
+    "llama4_text": {"no_rope_layers": [1, 0, 1, 0], "attention_chunk_size": 16, "floor_scale": 16},
+    "llama4": {"no_rope_layers": [1, 0, 1, 0], "attention_chunk_size": 16, "floor_scale": 16},
+    "gpt_oss": {"sliding_window": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def scripts() -> tuple:
+    sys.path.append(FOLDER)
+    try:
+        yield importlib.import_module("stand_ins"), importlib.import_module("token_stream")
+    finally:
+        sys.path.remove(FOLDER)
+
+
+@pytest.fixture(scope="module")
+def pack(scripts: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token arrays as `embedded_target.py pack` writes them, of draftlab's own sources."""
+    folder, tokenizer = tmp_path_factory.mktemp("pack"), load_tokenizer(TargetKnobs())
+    texts = [p.read_text() for p in sorted((Path(draftlab.__file__).parent / "heads").glob("*.py"))]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    rows = [{"prompt_ids": [tokenizer.bos_token_id, *i[:20]], "answer_ids": i[20:90]} for i in ids]
+    for split in ("target", "heldout"):
+        scripts[1].pack_docs(texts, folder / f"docs.{split}", tokenizer)
+        scripts[1].pack_chat(rows * 4, folder / f"chat.{split}", tokenizer)
+    prompts = [{"prompt": r["prompt_ids"], "answer": r["answer_ids"], "source": "s"} for r in rows]
+    (folder / "evaluation.json").write_text(json.dumps(prompts))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["llama4_text", "llama4", "qwen3", "gpt_oss"])
+def test_a_stand_in_is_a_target(kind: str, scripts: tuple, pack: Path, tmp_path: Path) -> None:
+    stand_ins, out = scripts[0], tmp_path / kind
+    schedule = stand_ins.Schedule(steps=12, rows=4, length=48, warmup_steps=2)
+    changes = SMALL | CHANGES.get(kind, {})
+    if "llama4" in kind:
+        changes |= {"intermediate_size_mlp": 64}
+    metrics = stand_ins.train(kind, pack, out, schedule, **changes)
+    assert metrics["steps"] == 12
+    assert metrics["log"][-1]["loss"] < metrics["log"][0]["loss"] - 0.3
+    assert max(file.stat().st_size for file in out.glob("*.safetensors")) <= 12e6
+
+    knobs = TargetKnobs(path=str(out), device="cpu")
+    tokenizer, own = load_tokenizer(knobs), load_tokenizer(TargetKnobs())
+    assert tokenizer_sha256(tokenizer) == tokenizer_sha256(own)
+    assert template_sha256(tokenizer) == template_sha256(own)
+    target = load_target(knobs)
+    assert AutoConfig.from_pretrained(out).dtype == torch.bfloat16
+    # float32 decoding, over chunks and windows, is transformers' own.
+    prompt = tuple(range(100, 121))
+    asked = [Request("0", prompt, 24)]
+    found = run(Engine(target, None, batch=1, max_length=64, block_size=16), asked)
+    model = eager_model(out)
+    model.generation_config.eos_token_id = None
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
+    assert list(found[0].token_ids) == expected[0, len(prompt) :].tolist()

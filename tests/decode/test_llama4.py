@@ -1,0 +1,130 @@
+"""The dense Llama 4 drafter on a Llama 4 target decodes as it was trained, over chunk borders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from draftlab.decode.drafter import new_drafter
+from draftlab.decode.engine import Engine
+from draftlab.decode.plain_head import PlainHead
+from draftlab.decode.reference import ReferenceEngine
+from draftlab.decode.sampling import Sampling
+from draftlab.decode.tree import _Chain
+from draftlab.heads.config import HeadConfig, TargetIdentity
+from draftlab.heads.folder import new_head
+from draftlab.heads.head import DraftHead, initialise_head
+from draftlab.target.model import Target, TargetKnobs, load_target
+from draftlab.train.ttt import ttt_loss
+from tests.decode.answers import answers, requests, run
+from tests.decode.conftest import trained_head
+from tests.decode.test_walk import walked_and_decoded
+from tests.target.zoo import zoo_folder
+from tests.train.test_chunked import server
+
+CHUNK = 8  # of both, so that answers of 24 tokens cross a few borders
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """With images, so that the text tower has to be found."""
+    folder: Path = zoo_folder(
+        tmp_path_factory.mktemp("llama4"), "llama4", vocab_size=289, initializer_range=0.2
+    )
+    return load_target(TargetKnobs(path=str(folder), device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def head(target: Target) -> DraftHead:
+    size = target.hidden_size
+    config = HeadConfig(
+        family="eagle_llama4",
+        boundaries=(target.num_layers,),
+        target_num_layers=target.num_layers,
+        target_hidden_size=size,
+        hidden_size=size,
+        intermediate_size=2 * size,
+        num_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=size // 4,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        max_position_embeddings=target.max_length,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        llama4={
+            "no_rope_layers": (1, 0),
+            "attention_chunk_size": CHUNK,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "floor_scale": 16,
+            "attn_scale": 0.5,
+        },
+        k_trained=3,
+        target=TargetIdentity(
+            name="toy", fingerprint="f", architecture="a", tokenizer_sha256="t", template_sha256="c"
+        ),
+    )
+    made = new_head(config)
+    initialise_head(
+        made,
+        embeddings=target.parts.embeddings,
+        final_norm=next(target.parts.norm.parameters()),
+        lm_head=target.parts.lm_head,
+        target_ids=torch.arange(target.vocab_size),
+        seed=0,
+    )
+    return trained_head(target, made, ttt_loss, 60)
+
+
+@pytest.mark.parametrize(("k", "batch"), [(3, 7), (5, 4)])
+def test_every_step_of_the_walk_is_the_engines(
+    k: int, batch: int, target: Target, head: DraftHead
+) -> None:
+    steps, decoded = walked_and_decoded(target, head, k, batch)
+    fates: list[int] = []
+    for request, generation in decoded:
+        walk = steps[request.id]
+        accepted = [count for _, count in walk]
+        assert accepted == [count for _, count in generation.steps[: len(walk)]], request.id
+        fates += accepted
+    assert len(fates) > 50
+    assert {0, 1, k} <= set(fates)  # or the test says little
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_engines_agree(temperature: float, target: Target, head: DraftHead) -> None:
+    """The paged engine and the eager one, drafts longer than what is left of a chunk."""
+    asked = requests(8, seed=3, sampling=Sampling(temperature=temperature, seed=5))
+    options = {"batch": 3, "max_length": target.max_length}
+    drafter = new_drafter(head, 6)
+    found = run(Engine(target, drafter, packed=True, **options), asked)
+    assert isinstance(drafter.passes, PlainHead)  # the fast ones are for other layers
+    expected = run(ReferenceEngine(target, new_drafter(head, 6), **options), asked)
+    assert [g.token_ids for g in found] == [g.token_ids for g in expected]
+    assert [g.counters for g in found] == [g.counters for g in expected]
+
+
+def test_drafts_longer_than_a_chunk_change_no_token(target: Target, head: DraftHead) -> None:
+    pairs = answers(target, 8, seed=4)
+    engine = Engine(target, new_drafter(head, 11), batch=4, max_length=target.max_length)
+    found = run(engine, [request for request, _ in pairs])
+    assert [g.token_ids for g in found] == [g.token_ids for _, g in pairs]
+
+
+@pytest.mark.parametrize("start", [4, 6, 7])
+def test_the_certificates_chain_crosses_borders_too(
+    start: int, target: Target, head: DraftHead
+) -> None:
+    """Its distributions, made without engine and drafter, are those of a cache kept by hand."""
+    rows = torch.tensor([list(range(5, 16))])
+    features = target.states(rows, head.config.boundaries).features
+    chain = _Chain(head, rows, features, 1.0)
+    by_hand = server(head, SimpleNamespace(tokens=rows[0], last=features[0]), start)
+    for depth, output in enumerate(by_hand):
+        expected = head.logits(output).double().softmax(-1)
+        torch.testing.assert_close(chain.draft(start, depth)[0], expected, rtol=1e-4, atol=1e-7)

@@ -1,0 +1,65 @@
+"""The reference head, copies of it to be broken, and the embedded target as witness."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftlab.base import Monitor
+from draftlab.doctor.examine import examine
+from draftlab.doctor.findings import Diagnosis
+from draftlab.doctor.knobs import DoctorKnobs
+from draftlab.doctor.witness import Witness
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS
+from draftlab.heads.native import native_config
+from draftlab.target.model import TargetKnobs
+from draftlab.verbs import reference_head
+
+
+@pytest.fixture(scope="session")
+def witness() -> Witness:
+    knobs = DoctorKnobs(max_prompts=6, max_new_tokens=36, k=2)
+    return Witness(TargetKnobs(device="cpu"), knobs, Monitor())
+
+
+Tensors = dict[str, Tensor]
+Broken = Callable[..., Path]
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Broken:
+    """A copy of the reference head, its tensors and its config changed as a writer would."""
+
+    def make(change: Callable[[Tensors], Any] | None = None, **fields: Any) -> Path:
+        folder = tmp_path / "head"
+        shutil.copytree(reference_head(), folder)
+        config = json.loads((folder / CONFIG).read_text()) | fields
+        (folder / CONFIG).write_text(json.dumps(config))
+        native = native_config(HeadConfig.model_validate(config), "bfloat16")
+        (folder / NATIVE).write_text(json.dumps(native))
+        if change is not None:
+            tensors = load_file(folder / WEIGHTS)
+            change(tensors)
+            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def examined(witness: Witness, broken: Broken) -> Callable[..., Diagnosis]:
+    """The diagnosis of such a copy."""
+    return lambda *change, **fields: examine(broken(*change, **fields), witness)
+
+
+def kinds(diagnosis: Diagnosis, severity: str = "fault") -> list[str]:
+    """Kinds of its findings."""
+    return [f.kind for f in diagnosis.findings if f.severity == severity]

@@ -1,0 +1,60 @@
+"""The training benchmark runs on a CPU, and its proof of the same loss can fail."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftlab.base import UserError
+
+FOLDER = str(Path(__file__).resolve().parents[2] / "eval")
+if FOLDER not in sys.path:
+    sys.path.append(FOLDER)
+bench = importlib.import_module("bench_train")
+TINY = ["--shape", "tiny", "--device", "cpu", "--precision", "float32"]
+
+
+@pytest.mark.parametrize("extra", [[], ["--dense"], ["--host", "--freeze-lm-head"]])
+def test_one_json_line_says_where_the_time_went(
+    extra: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.main([*TINY, "--repeats", "2", "--warmup", "1", *extra])
+    (line,) = capsys.readouterr().out.splitlines()
+    row = json.loads(line)
+    assert row["phases_ms"].keys() == {"data", "forward", "backward", "optimizer"}
+    assert row["tokens_per_s"] == pytest.approx(256e3 / row["step_ms"])
+    # 64 positions a row, 19 of them prompt: the last draft of an answer is its last token.
+    asked = 62 if "--dense" in extra else 44
+    assert row["predictions"] == [4 * (asked - k) for k in range(4)]
+
+
+def test_training_has_the_loss_of_the_reference_for_20_steps() -> None:
+    found = bench.main([*TINY, "--same-loss", "20", "--rate", "30"])
+    assert found["same"]
+    assert found["worst_loss_difference"] < 1e-4
+    assert found["least_cosine"] > 0.9999
+    assert found["last_losses"][0] < 0.9 * found["first_losses"][0]  # and it trains
+
+
+def test_another_loss_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "ttt_weights", lambda gamma, counts: [1.0] * len(counts))
+    assert not bench.main([*TINY, "--same-loss", "2"])["same"]
+
+
+def test_a_peer_that_is_not_there_is_named() -> None:
+    with pytest.raises(UserError, match="expected a peer among speculators, specforge"):
+        bench.main([*TINY, "--repeats", "1", "--warmup", "1", "--peer", "other"])
+    with pytest.raises(UserError, match="SpecForge cannot be imported"):
+        bench.main([*TINY, "--repeats", "1", "--warmup", "1", "--peer", "specforge:nowhere"])
+
+
+def test_dense_formula_is_that_of_the_anchors() -> None:
+    config = bench.head_config(bench.SHAPES["8b"])
+    flops = bench.dense_flops(config, 7, bench.mean_context([2048]))
+    assert flops == pytest.approx(17.3e9, rel=0.003)
+    assert bench.matrix_rate(torch.device("cpu"), torch.float32) > 1e8

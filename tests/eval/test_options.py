@@ -1,0 +1,71 @@
+"""The driver that measures options: variants share what they can, and none is made twice."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.small_run import copy_of_finished
+
+FOLDER = str(Path(__file__).resolve().parents[2] / "eval")
+if FOLDER not in sys.path:
+    sys.path.append(FOLDER)
+options = importlib.import_module("options")
+
+
+def test_variants_are_measured_against_the_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_of_finished(tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("an older table\n")
+    asked = ["--recipe", "small.yaml", "--out", "runs", "--prompts", "3", "--k", "2"]
+    asked += ["--write", str(page), "--only", "base", "eagle", "one boundary, 9"]
+    monkeypatch.setitem(options.VARIANTS, "one boundary, 9", ("record.boundaries=[2]",))
+    with contextlib.chdir(tmp_path):
+        options.main(asked)
+        before = page.read_text()
+        options.main(asked)
+    assert page.read_text() == before
+    assert "the first 3 held-out prompts, K = 2, float32, CPU." in before
+    lines = [line.split(" | ")[0] for line in before.splitlines() if line.startswith("| ")]
+    assert lines == ["| changed", "| base", "| one boundary, 9", "| eagle"]
+    assert "an older table" not in before
+    stores = [tmp_path / "runs" / name / "store" for name in ("base", "eagle", "one-boundary-9")]
+    manifests = [(store / "manifest.json").read_text() for store in stores]
+    assert manifests[0] == manifests[1] != manifests[2]
+    base = options.Result.read(tmp_path / "runs" / "base.json")
+    assert base.prompts.shape == (3, 2)
+    assert base.al() == 1 + base.prompts[:, 1].sum() / base.prompts[:, 0].sum()
+    again = options.row(base, base)
+    assert f"| {base.prompts[:, 0].sum():,} | {base.prompts[:, 1].sum():,} |" in again
+
+
+def test_only_differences_beyond_chance_are_bold() -> None:
+    drafts = np.full(40, 10)
+    plain, better = (
+        options.Result(
+            name, [], 1, "float32", "CPU", 0.0, 0, [0.5], np.stack([drafts, accepted], 1), [1]
+        )
+        for name, accepted in (("base", drafts * 0 + 5), ("other", drafts * 0 + 6))
+    )
+    assert "**+0.100 [+0.100, +0.100]**" in options.row(better, plain)
+    rng = np.random.default_rng(0)
+    noisy = options.Result(
+        "other",
+        [],
+        1,
+        "float32",
+        "CPU",
+        0.0,
+        0,
+        [0.5],
+        np.stack([drafts, rng.integers(0, 11, 40)], 1),
+        [1],
+    )
+    assert "**" not in options.row(noisy, plain)

@@ -1,0 +1,92 @@
+"""`draftlab export` and `draftlab import` from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from draftlab.cli import app
+from draftlab.export import gguf
+from draftlab.heads.folder import load_config
+from tests.export.foreign_toys import BOUNDARIES, change, make_head
+from tests.toys import toy_target_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds a target and a head."""
+    folder = tmp_path_factory.mktemp("cli")
+    make_head(folder / "head", toy_target_folder(folder / "target", tied=False))
+    return folder
+
+
+def draftlab(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def refused(*words: object) -> str:
+    result = draftlab(*words)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("error: ") == 1
+    return result.stderr
+
+
+def test_a_head_goes_out_and_comes_back(folder: Path, tmp_path: Path) -> None:
+    head = ("--head", folder / "head", "--target", folder / "target")
+    out = draftlab(
+        "export", *head, "--to", "sglang", "--max-shard", "20KB", "--k", 3, "--out", tmp_path / "x"
+    )
+    assert out.exit_code == 0, out.output
+    assert "holds the head in sglang layout, read back and equal" in out.stderr
+    assert len(list((tmp_path / "x").glob("model-*.safetensors"))) > 1
+    assert "--speculative-num-steps 3" in (tmp_path / "x" / "launch.md").read_text()
+
+    back = ("import", tmp_path / "x", "--target", folder / "target", "--to")
+    result = draftlab(*back, tmp_path / "back", "--k", 3)
+    assert result.exit_code == 0, result.output
+    assert "boundaries [1, 3, 5], inputs of layers" in result.stderr
+    assert f"next: draftlab doctor {tmp_path}/back" in result.stderr.replace("\n", "")
+    config = load_config(tmp_path / "back")
+    assert (config.boundaries, config.k_trained) == (BOUNDARIES, 3)
+    saved = (folder / "head" / "model.safetensors").read_bytes()
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == saved
+
+    change(tmp_path / "x", odd=1, norm_before_residual=None)
+    assert "--ignore odd" in refused(*back, tmp_path / "other")
+    named = (
+        "--ignore",
+        "odd",
+        "--boundaries",
+        "2,4,6",
+        "--norm-before-residual",
+        "--dtype",
+        "float32",
+    )
+    result = draftlab(*back, tmp_path / "other", *named)
+    assert result.exit_code == 0, result.output
+    config = load_config(tmp_path / "other")
+    assert config.boundaries == (2, 4, 6)
+    assert config.norm_before_residual
+    assert json.loads((tmp_path / "other" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_mistakes_are_said_in_one_block(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = ("--head", folder / "head", "--target", folder / "target", "--out", tmp_path / "x")
+    assert "did you mean 'llamacpp'" in refused("export", *head, "--to", "gguf")
+    assert "such as 5GB" in refused("export", *head, "--max-shard", "much")
+    monkeypatch.delenv(gguf.FOLDER, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    message = refused("export", *head, "--to", "llamacpp", "--gguf")
+    assert "LLAMA_CPP" in message
+    assert "llamacpp among the layouts" in refused("export", *head, "--gguf")
+    to = ("--to", tmp_path / "back")
+    assert "one of draftlab's own" in refused("import", folder / "head", *to)
+    assert "found '1,x'" in refused("import", folder / "head", *to, "--boundaries", "1,x")
+    assert "found 'int8'" in refused("import", folder / "head", *to, "--dtype", "int8")
+    assert not (tmp_path / "x").exists()
+    assert not (tmp_path / "back").exists()

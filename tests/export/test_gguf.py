@@ -1,0 +1,109 @@
+"""Running llama.cpp's converter, on a stand-in for its script (the real one: parity-llamacpp)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftlab.base import UserError
+from draftlab.export import ExportKnobs, gguf
+from draftlab.target.model import TargetKnobs, resolve_target
+
+SCRIPT = """
+import argparse, json, sys
+{home}
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    for name in ("--target-model-dir", "--outtype", "--outfile"):
+        parser.add_argument(name)
+    options = vars(parser.parse_args())
+    options["pre"] = TextModel().get_vocab_base_pre(None)
+    if {fails}:
+        import nothing_of_this_name
+    with open(options["outfile"], "w") as file:
+        json.dump(options, file)
+if __name__ == "__main__":
+    main()
+"""
+CLASS = """
+class TextModel:
+    def get_vocab_base_pre(self, tokenizer):
+        {body}
+"""
+KNOWN, UNKNOWN = 'return "known"', 'raise NotImplementedError("BPE pre-tokenizer")'
+EMBEDDED = resolve_target(TargetKnobs())
+
+
+def make_tree(folder: Path, body: str, *, package: bool, fails: bool = False) -> Path:
+    """A llama.cpp whose converter is one file, or has its classes in a package beside it."""
+    folder.mkdir()
+    home = CLASS.format(body=body)
+    if package:
+        (folder / "conversion").mkdir()
+        (folder / "conversion" / "__init__.py").write_text("")
+        (folder / "conversion" / "base.py").write_text(home)
+        home = "from conversion.base import TextModel"
+    (folder / gguf.SCRIPT).write_text(SCRIPT.format(home=home, fails=fails))
+    return folder
+
+
+@pytest.mark.parametrize("package", [True, False])
+@pytest.mark.parametrize(("body", "pre"), [(KNOWN, "known"), (UNKNOWN, "llama-bpe")])
+def test_the_converter_is_run_and_told_what_it_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: bool, body: str, pre: str
+) -> None:
+    monkeypatch.setenv(gguf.FOLDER, str(make_tree(tmp_path / "llama", body, package=package)))
+    export = tmp_path / "export"
+    export.mkdir()
+    out = gguf.convert(gguf.find_converter(), export, EMBEDDED, "float32")
+    assert out == export / "head.gguf"
+    said = json.loads(out.read_text())
+    assert said["model"] == str(export)
+    assert said["target_model_dir"] == str(EMBEDDED)
+    assert (said["outtype"], said["pre"]) == ("f32", pre)
+    assert [p.name for p in export.iterdir()] == ["head.gguf"]  # nothing temporary is left
+
+
+def test_a_converter_that_fails_is_an_error_with_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = make_tree(tmp_path / "llama", KNOWN, package=True, fails=True)
+    monkeypatch.setenv(gguf.FOLDER, str(tree))
+    with pytest.raises(UserError, match=r"nothing_of_this_name(?s:.*)LLAMA_CPP_PYTHON"):
+        gguf.convert(gguf.find_converter(), tmp_path, EMBEDDED, "bfloat16")
+    assert not list(tmp_path.glob("*.gguf"))
+
+
+def test_no_converter_is_said_with_the_way_to_get_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(gguf.FOLDER, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"found none(?s:.*)LLAMA_CPP"):
+        gguf.find_converter()
+    monkeypatch.setenv(gguf.FOLDER, str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=f"found none in LLAMA_CPP={tmp_path}/nowhere"):
+        gguf.find_converter()
+    script = tmp_path / gguf.SCRIPT
+    script.write_text("#!/usr/bin/env python3\n")
+    script.chmod(0o755)
+    monkeypatch.delenv(gguf.FOLDER)
+    monkeypatch.setenv(gguf.PYTHON, "/usr/bin/python3")
+    assert gguf.find_converter() == gguf.Converter(script, "/usr/bin/python3")
+
+
+def test_a_tokenizer_is_known_by_how_it_splits(tmp_path: Path) -> None:
+    assert gguf.pre_tokenizer(EMBEDDED) == "llama-bpe"
+    assert gguf.pre_tokenizer(tmp_path) is None
+    split = {"type": "Split", "pattern": {"Regex": r"\s+"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"pre_tokenizer": split}))
+    assert gguf.pre_tokenizer(tmp_path) is None
+
+
+def test_gguf_is_made_of_one_layout() -> None:
+    assert ExportKnobs(formats=("vllm", "llamacpp"), gguf=True).gguf
+    with pytest.raises(ValueError, match="llamacpp among the layouts, found speculators"):
+        ExportKnobs(gguf=True)

@@ -1,0 +1,149 @@
+"""The dense Llama 4 drafter in vLLM's layout: names, shapes and keys of CONTRACTS §1.2."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from draftlab.base import UserError
+from draftlab.heads.folder import load_config, load_head
+from draftlab.heads.native import native_config
+from draftlab.target.parts import load_parts
+from tests.export.export_toys import HIDDEN, LAYERS, MAX_LENGTH, VOCAB, export, verify
+from tests.heads.llama4_reader import Reader
+from tests.heads.test_llama4_head import run
+
+MakeHead = Callable[..., Path]
+LLAMA4 = {
+    "family": "eagle_llama4",
+    "boundaries": (LAYERS,),
+    "draft_vocab_size": VOCAB,
+    "num_layers": 2,
+    "llama4": {
+        "no_rope_layers": (1, 0),
+        "attention_chunk_size": 5,
+        "use_qk_norm": True,
+        "attn_temperature_tuning": True,
+        "floor_scale": 3,
+        "attn_scale": 0.5,
+    },
+}
+LAYER = {
+    "input_layernorm.weight": (HIDDEN,),
+    "post_attention_layernorm.weight": (HIDDEN,),
+    "self_attn.q_proj.weight": (32, HIDDEN),
+    "self_attn.k_proj.weight": (16, HIDDEN),
+    "self_attn.v_proj.weight": (16, HIDDEN),
+    "self_attn.o_proj.weight": (HIDDEN, 32),
+    "feed_forward.gate_proj.weight": (40, HIDDEN),
+    "feed_forward.up_proj.weight": (40, HIDDEN),
+    "feed_forward.down_proj.weight": (HIDDEN, 40),
+}
+
+
+@pytest.fixture
+def out(make_head: MakeHead, target: Path, tmp_path: Path) -> Path:
+    return export(make_head(**LLAMA4), target, tmp_path / "out", "vllm")
+
+
+def test_tensors(out: Path, target: Path) -> None:
+    """No lm_head (the target's is drafted with), no maps, the target's embeddings."""
+    found = load_file(out / "model.safetensors")
+    wanted = {
+        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "fc.weight": (HIDDEN, 2 * HIDDEN),
+        "norm.weight": (HIDDEN,),
+    } | {f"layers.{n}.{name}": shape for n in range(2) for name, shape in LAYER.items()}
+    assert {name: tuple(t.shape) for name, t in found.items()} == wanted
+    assert torch.equal(found["embed_tokens.weight"], load_parts(target).embeddings)
+
+
+def test_config(out: Path) -> None:
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["Llama4ForCausalLM"]
+    assert config["model_type"] == "llama4_text"
+    without_default = {
+        "draft_vocab_size": VOCAB,
+        "yoco_global_kv_layer": None,
+        "yoco_local_kv_layer": None,
+        "moe_layers": [],
+        "interleave_moe_layer_step": 0,
+        "no_rope_layers": [1, 0],
+        "use_qk_norm": True,
+        "attn_temperature_tuning": True,
+        "attention_chunk_size": 5,
+        "floor_scale": 3,
+        "attn_scale": 0.5,
+        "intermediate_size": 40,
+        "intermediate_size_mlp": 40,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": MAX_LENGTH,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    assert {key: config[key] for key in without_default} == without_default
+    read = AutoConfig.from_pretrained(out)  # its checks are strict
+    assert (type(read).__name__, read.moe_layers) == ("Llama4TextConfig", [])
+    assert '"method": "eagle"' in (out / "launch.md").read_text()
+
+
+def test_an_independent_reader_computes_the_head(out: Path, target: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    parts = load_parts(target)
+    head = load_head(folder, lent=parts.lent, dtype=torch.float32, device="cpu").double()
+    reader = Reader(
+        json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    )
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, VOCAB, (13,), generator=generator)
+    states = torch.randn(13, HIDDEN, generator=generator, dtype=torch.float64)
+    found = run(head, tokens, states)
+    normed = head.fuse(states)
+    for position, (token, state) in enumerate(zip(tokens.tolist(), normed, strict=True)):
+        expected = reader.step(token, state, position)
+        torch.testing.assert_close(found[position], expected, rtol=0, atol=1e-5)
+
+
+def test_a_reader_that_pads_in_place_spoils_nothing(make_head: MakeHead, target: Path) -> None:
+    """vLLM puts the target's layers before `no_rope_layers`, in the config it was given."""
+    head = load_config(make_head(**LLAMA4))
+    before = copy.deepcopy(head)
+    for _ in range(2):
+        config = native_config(head, "bfloat16")
+        assert config["no_rope_layers"] == [1, 0]
+        config["no_rope_layers"][:0] = [0] * LAYERS
+        config["moe_layers"].append(1)
+        config["rope_parameters"]["rope_theta"] = 1.0
+    assert head == before
+
+
+@pytest.mark.parametrize("program", ["speculators", "sglang", "llamacpp"])
+def test_other_programs_are_refused_with_the_one_that_serves(
+    program: str, make_head: MakeHead, target: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"cannot hold dense Llama 4 heads: .*--to vllm"):
+        export(make_head(**LLAMA4), target, tmp_path / "out", program)
+
+
+@pytest.mark.parametrize("change", ["weight", "config", "embeddings"])
+def test_a_changed_export_is_found(change: str, out: Path, target: Path, tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    verify(out, head, target, "vllm")
+    if change == "config":
+        config = json.loads((out / "config.json").read_text())
+        config["no_rope_layers"] = [0] * LAYERS + config["no_rope_layers"]
+        (out / "config.json").write_text(json.dumps(config))
+    else:
+        tensors = load_file(out / "model.safetensors")
+        name = "embed_tokens.weight" if change == "embeddings" else "fc.weight"
+        tensors[name][3, 4] += 1
+        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"differs|expected"):
+        verify(out, head, target, "vllm")

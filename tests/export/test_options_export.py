@@ -1,0 +1,76 @@
+"""Exports of EAGLE3 heads with norms: an independent reader of their files drafts the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftlab.heads.folder import load_head
+from draftlab.target.parts import load_parts
+from tests.export.export_toys import HIDDEN, VOCAB, export
+from tests.heads.plain_chain import PlainChain
+from tests.heads.test_options import logits_of
+
+MakeHead = Callable[..., Path]
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def plain_reader(out: Path, lent: dict[str, Any]) -> tuple[PlainChain, torch.Tensor]:
+    """The exported head by CONTRACTS §1.3 alone, and its draft vocabulary's target ids."""
+    top = json.loads((out / "config.json").read_text())
+    layer = top.get("transformer_layer_config", top)
+    found = load_file(out / "model.safetensors")
+    tensors = {name.replace("midlayer.", "layers.0."): t for name, t in (lent | found).items()}
+    config = SimpleNamespace(
+        **{**layer, **{flag: top[flag] for flag in FLAGS}},
+        family="eagle3",
+        num_layers=layer["num_hidden_layers"],
+        boundaries=top["eagle_aux_hidden_state_layer_ids"],
+        qk_norm=layer["model_type"] == "qwen3",
+    )
+    ids = torch.arange(top["draft_vocab_size"]) + tensors["d2t"]
+    return PlainChain({n: t.double() for n, t in tensors.items()}, config), ids
+
+
+@pytest.mark.parametrize("program", ["speculators", "vllm"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norm_before_fc": True},
+        {"fc_norm": True, "norm_output": True},
+        {"norm_before_residual": True, "qk_norm": True, "boundaries": (2,)},
+    ],
+    ids=str,
+)
+def test_an_exports_drafts_are_the_heads(
+    program: str, options: dict[str, Any], make_head: MakeHead, target: Path, tmp_path: Path
+) -> None:
+    folder = make_head(**options, dtype=torch.float32)
+    lent = {"embed_tokens.weight": load_parts(target).embeddings.float()}
+    out = export(folder, target, tmp_path / "out", program, dtype="float32")
+    plain, ids = plain_reader(out, lent)
+    head = load_head(folder, lent=lent, dtype=torch.float32, device="cpu").double()
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(VOCAB, (7,), generator=generator)
+    features = torch.randn(
+        5, HIDDEN * len(head.config.boundaries), generator=generator, dtype=torch.float64
+    )
+    caches, hidden, expected, fed = plain.empty, None, [], []
+    for t in range(7):  # two drafts behind five true pairs
+        hidden = plain.fuse(features[t]) if t < 5 else hidden
+        fed.append(head.fuse(features[t]) if t < 5 else hidden)
+        hidden, row, caches = plain.step(int(tokens[t]), hidden, t, caches)
+        expected.append(row)
+    logits = torch.stack(expected)
+    torch.testing.assert_close(
+        logits_of(head, tokens, torch.stack(fed)), logits, rtol=1e-4, atol=1e-3
+    )
+    assert torch.equal(ids, head.target_ids(torch.arange(len(head.d2t))))
+    assert logits.std() > 1

@@ -1,0 +1,89 @@
+"""A chain head of any family and options, one position at a time, from METHODS §2 and §3 alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Cache = tuple[tuple[Tensor, Tensor], ...]
+"""Key and value of each position so far, [kv heads, head_dim]."""
+
+
+class PlainChain:
+    """Reads a head's tensors by name, and its config; nothing of its code.
+
+    Args:
+        w: tensors by the name they have in `state_dict`.
+        config: anything with the fields of draftlab.json.
+    """
+
+    def __init__(self, w: dict[str, Tensor], config: Any) -> None:
+        self.w, self.c = w, config
+        self.eagle = config.family == "eagle"
+        self.empty: tuple[Cache, ...] = ((),) * config.num_layers
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return self.w[f"{name}.weight"] * x / torch.sqrt((x * x).mean() + self.c.rms_norm_eps)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Hidden state [H] of one position's features [F]."""
+        if self.eagle:
+            return self.norm(features, "target_norm")
+        if self.c.norm_before_fc:
+            features = self.norm(features, "input_norm")
+        if self.c.fc_norm:
+            parts = features.chunk(len(self.c.boundaries))
+            features = torch.cat([self.norm(p, f"fc_norm.{i}") for i, p in enumerate(parts)])
+        return self.w["fc.weight"] @ features
+
+    def heads(self, x: Tensor, name: str, position: int | None) -> Tensor:
+        d = self.c.head_dim
+        y = (self.w[f"{name}_proj.weight"] @ x).view(-1, d)
+        if self.c.qk_norm and position is not None:
+            y = torch.stack([self.norm(row, f"{name}_norm") for row in y])
+        if position is None:
+            return y
+        theta = self.c.rope_parameters["rope_theta"]
+        angle = [position * theta ** (-2 * i / d) for i in range(d // 2)]
+        turn = torch.tensor([complex(math.cos(a), math.sin(a)) for a in angle])
+        y = torch.complex(y[:, : d // 2], y[:, d // 2 :]) * turn.to(torch.complex128)
+        return torch.cat([y.real, y.imag], -1)
+
+    def attend(self, x: Tensor, layer: str, position: int, cache: Cache) -> tuple[Tensor, Cache]:
+        """What o_proj gives, and the cache with this position's key and value."""
+        prefix, c = f"{layer}.self_attn.", self.c
+        cache = (*cache, (self.heads(x, prefix + "k", position), self.heads(x, prefix + "v", None)))
+        group, mixed = c.num_attention_heads // c.num_key_value_heads, []
+        for n, query in enumerate(self.heads(x, prefix + "q", position)):
+            scores = torch.stack([k[n // group] @ query for k, _ in cache]) / math.sqrt(c.head_dim)
+            share = scores.softmax(0)
+            mixed.append(sum(s * v[n // group] for s, (_, v) in zip(share, cache, strict=True)))
+        return self.w[prefix + "o_proj.weight"] @ torch.cat(mixed), cache
+
+    def step(
+        self, token: int, hidden: Tensor, position: int, caches: tuple[Cache, ...]
+    ) -> tuple[Tensor, Tensor, tuple[Cache, ...]]:
+        """What is fed back [H], draft logits [D], and the caches of all layers."""
+        w, c, left = self.w, self.c, []
+        embedding = w["embed_tokens.weight"][token]
+        for number, cache in enumerate(caches):
+            layer = f"layers.{number}"
+            if number == 0 and self.eagle:
+                residual = x = w["fc.weight"] @ torch.cat([embedding, hidden])
+            elif number == 0:
+                normed = self.norm(hidden, f"{layer}.hidden_norm")
+                x = torch.cat([self.norm(embedding, f"{layer}.input_layernorm"), normed])
+                residual = normed if c.norm_before_residual else hidden
+            else:
+                residual, x = hidden, self.norm(hidden, f"{layer}.input_layernorm")
+            attended, cache = self.attend(x, layer, position, cache)
+            left.append(cache)
+            out = residual + attended
+            y = self.norm(out, f"{layer}.post_attention_layernorm")
+            gate, up = (w[f"{layer}.mlp.{name}_proj.weight"] @ y for name in ("gate", "up"))
+            hidden = out + w[f"{layer}.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
+        read = hidden if self.eagle else self.norm(hidden, "norm")
+        return read if c.norm_output else hidden, w["lm_head.weight"] @ read, tuple(left)

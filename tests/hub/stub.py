@@ -1,0 +1,216 @@
+"""A stand-in for the Hub's API: repositories in memory, uploads by LFS, faults on demand."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+TOKEN = "hf_secretSECRETsecret"
+
+
+@dataclass
+class Repo:
+    """A repository: files by path, each with its content."""
+
+    private: bool
+    files: dict[str, bytes] = field(default_factory=dict)
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class StubHub:
+    """The Hub's state, and what was asked of it.
+
+    Attributes:
+        objects: LFS content by SHA-256. uploads: SHA-256 of each upload, in order.
+        allow: uploads that arrive; all after them are broken off in the middle. None: all arrive.
+        refuse: status that every request is answered with; None: none.
+    """
+
+    url: str = ""
+    repos: dict[str, Repo] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    uploads: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+    authorizations: list[str | None] = field(default_factory=list)
+    allow: int | None = None
+    refuse: int | None = None
+    lock: Any = field(default_factory=threading.Lock)
+
+    def commit(self, repo: Repo, lines: list[dict[str, Any]]) -> None:
+        """Carries out a commit's operations."""
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                repo.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                repo.files[value["path"]] = self.objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del repo.files[value["path"]]
+        card = repo.files.get("README.md", b"").decode()
+        repo.tags = re.findall(r"^- (\S+)$", card.split("---")[1], re.M) if "---" in card else []
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: StubHub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        """Silent."""
+
+    def answer(self, status: int, body: Any = None, **headers: str) -> None:
+        data = json.dumps(body if body is not None else {}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            parts = []
+            while size := int(self.rfile.readline().strip(), 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(parts)
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def serve(self) -> None:
+        hub, path = self.hub, self.path.split("?")[0]
+        with hub.lock:
+            hub.requests.append(f"{self.command} {path}")
+            hub.authorizations.append(self.headers.get("Authorization"))
+        if hub.refuse is not None:
+            self.body()
+            self.answer(hub.refuse, {"error": "refused"})
+            return
+        if self.command == "PUT":
+            self.upload(path.rsplit("/", 1)[-1])
+            return
+        data = self.body()
+        for pattern, handle in self.routes:
+            if match := re.fullmatch(pattern, f"{self.command} {path}"):
+                handle(self, data, *match.groups())
+                return
+        self.answer(404, {"error": f"the stub has no {self.command} {path}"})
+
+    do_GET = do_POST = do_PUT = do_HEAD = serve
+
+    def upload(self, oid: str) -> None:
+        hub = self.hub
+        with hub.lock:
+            dropped = hub.allow == 0
+            hub.allow = None if hub.allow is None else max(hub.allow - 1, 0)
+        if dropped:
+            self.rfile.read(min(1000, int(self.headers.get("Content-Length", 0))))
+            self.close_connection = True
+            self.connection.close()
+            return
+        data = self.body()
+        assert hashlib.sha256(data).hexdigest() == oid
+        with hub.lock:
+            hub.objects[oid] = data
+            hub.uploads.append(oid)
+        self.answer(200)
+
+    def create(self, data: bytes) -> None:
+        fields = json.loads(data)
+        name = f"{fields['organization']}/{fields['name']}"
+        private = fields.get("private", fields.get("visibility") == "private")
+        self.hub.repos[name] = Repo(bool(private))
+        self.answer(200, {"url": f"{self.hub.url}/{name}"})
+
+    def info(self, _data: bytes, name: str, _revision: str | None = None) -> None:
+        repo = self.hub.repos.get(name)
+        if repo is None:
+            self.answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
+            return
+        files = [{"rfilename": path} for path in (".gitattributes", *repo.files)]
+        self.answer(
+            200,
+            {
+                "id": name,
+                "sha": "0" * 40,
+                "private": repo.private,
+                "siblings": files,
+                "tags": repo.tags,
+            },
+        )
+
+    def tree(self, _data: bytes, name: str) -> None:
+        files = self.hub.repos[name].files
+        self.answer(
+            200,
+            [
+                {"type": "file", "path": p, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
+                for p, c in files.items()
+            ],
+        )
+
+    def preupload(self, data: bytes, name: str) -> None:
+        files = [
+            {
+                "path": file["path"],
+                "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
+                "shouldIgnore": False,
+            }
+            for file in json.loads(data)["files"]
+        ]
+        self.answer(200, {"files": files})
+
+    def lfs(self, data: bytes, name: str) -> None:
+        objects = []
+        for wanted in json.loads(data)["objects"]:
+            oid = wanted["oid"]
+            there = oid in self.hub.objects
+            actions = {"upload": {"href": f"{self.hub.url}/lfs/{oid}", "header": {}}}
+            objects.append(wanted | ({} if there else {"actions": actions}))
+        self.answer(200, {"transfer": "basic", "objects": objects})
+
+    def commit(self, data: bytes, name: str) -> None:
+        self.hub.commit(self.hub.repos[name], [json.loads(x) for x in data.splitlines() if x])
+        self.answer(200, {"commitUrl": f"{self.hub.url}/{name}/commit/1", "commitOid": "1" * 40})
+
+    def valid(self, _data: bytes) -> None:
+        self.answer(200, {"errors": [], "warnings": []})
+
+    routes = (
+        (r"POST /api/repos/create", create),
+        (r"POST /api/validate-yaml", valid),
+        (r"GET /api/models/([^/]+/[^/]+)", info),
+        (r"GET /api/models/([^/]+/[^/]+)/revision/([^/]+)", info),
+        (r"GET /api/models/([^/]+/[^/]+)/tree/main", tree),
+        (r"POST /api/models/([^/]+/[^/]+)/preupload/main", preupload),
+        (r"POST /([^/]+/[^/]+)\.git/info/lfs/objects/batch", lfs),
+        (r"POST /api/models/([^/]+/[^/]+)/commit/main", commit),
+    )
+
+
+@contextmanager
+def stub_hub() -> Iterator[StubHub]:
+    """A stub on a free port of this machine, for as long as the block lasts."""
+    hub = StubHub()
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,79 @@
+"""The model card: every figure with its conditions, and metadata that the Hub reads."""
+
+from __future__ import annotations
+
+import yaml
+from huggingface_hub import ModelCard
+
+from draftlab.heads.folder import load_config
+from draftlab.hub.card import CardFacts, model_card, own_rows
+from draftlab.verbs import reference_head
+from tests.report.sample import report
+
+LAUNCH = "# Serving this head with vLLM\n\n```\nvllm serve org/base\n```\n"
+CERTIFICATE = {
+    "level": "L1",
+    "passed": True,
+    "lines": ["T = 0: 32 of 32 prompts equal", "T = 1.5: G = 61.2, p = 0.5"],
+}
+
+
+def card(**changes: object) -> str:
+    found = report()
+    found = found.model_copy(
+        update={"environment": found.environment | {"certificates": {"head": CERTIFICATE}}}
+    )
+    name = next(row.head for row in found.rows if row.head)
+    fields = {
+        "repo": "org/head",
+        "head": load_config(reference_head()),
+        "report": found,
+        "rows": own_rows(found, name),
+        "layout": "speculators layout",
+        "launch": LAUNCH,
+        "recipe": "name: x\nnote: 'a: b'\n",
+        "base_model": "org/base",
+        "licence": "apache-2.0",
+        "data": [("prompts", "embedded")],
+        "plots": ["tpot.png"],
+    }
+    return model_card(CardFacts(**fields | changes))
+
+
+def test_front_matter_is_yaml_that_the_hub_reads() -> None:
+    text = card()
+    _, front, body = text.split("---\n", 2)
+    fields = yaml.safe_load(front)
+    assert fields["base_model"] == "org/base"
+    assert fields["license"] == "apache-2.0"
+    results = fields["model-index"][0]["results"]
+    kinds = {m["type"] for result in results for m in result["metrics"]}
+    assert kinds == {"acceptance_length", "speedup"}
+    assert ModelCard(text).data.eval_results
+    assert body.lstrip().startswith("# head")
+
+
+def test_figures_stand_beside_counters_conditions_certificate_and_commands() -> None:
+    text = card()
+    row = next(row for row in report().rows if row.head)
+    for shown in (
+        f"{row.acceptance_length:.2f} [",
+        f"| {row.drafts:,} | {row.draft_tokens:,} | {row.accepted:,} |",
+        f"{row.prompts} of {row.suite}",
+        row.suite_sha256[:12],
+        "## Losslessness certificate",
+        "L1, passed",
+        "32 of 32 prompts equal",
+        "vllm serve org/base",
+        "![tpot](tpot.png)",
+        "note: 'a: b'",
+    ):
+        assert shown in text, shown
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    text = card(base_model=None, licence=None)
+    fields = yaml.safe_load(text.split("---\n", 2)[1])
+    assert "base_model" not in fields
+    assert "license" not in fields
+    assert "Licence: not stated" in text

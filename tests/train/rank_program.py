@@ -1,0 +1,64 @@
+"""What one of several processes does in `test_several.py`: trains a toy head in a few ways.
+
+torchrun --nproc-per-node 2 -m tests.train.rank_program FOLDER CASE …
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftlab.base import Monitor
+from draftlab.train.loop import Trainer
+from tests.train import synthetic
+from tests.train.test_learning import ListStore, orthogonal_parts, toy_answer, trained
+
+STEPS, CUT = 8, 4
+"""Optimizer steps; the checkpoint that another number of processes goes on from."""
+
+
+class Heard(Monitor):
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def train(folder: Path, family: str = "eagle3", **knobs: Any) -> tuple[Trainer, Heard]:
+    """Trains on 21 answers; steps have 3 micro-batches, the last of an epoch fewer."""
+    target, heard = orthogonal_parts(), Heard()
+    store = ListStore([toy_answer(target, i) for i in range(21)])
+    fields = {
+        "steps": STEPS,
+        "row_tokens": 16,  # a row a record
+        "batch_rows": 3,
+        "micro_rows": 1,
+        "checkpoint_every": CUT,
+        "log_every": 1,
+        "weight_decay": 0.01,
+    }
+    config = synthetic.config(family=family)
+    trainer = trained(folder, store, target, heard, config, **fields | knobs)
+    return trainer, heard
+
+
+def main() -> None:
+    """Runs the cases (`parallel-family…`), each in its folder, or on from what lies there."""
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        parallel, family = name.split("-")[:2]
+        trainer, heard = train(folder / name, family, parallel=parallel)
+        head = trainer.wrapped.plain()
+        if trainer.ranks.is_main:
+            torch.save((head.state_dict(), heard.lines), folder / name / "result.pt")
+
+
+if __name__ == "__main__":
+    main()
