@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,13 +74,15 @@ def needs(recipe: Recipe) -> list[Need]:
     ]
 
 
-def estimate(recipe: Recipe, runs: Path) -> Iterator[str]:
+def estimate(recipe: Recipe, runs: Path, stages: Collection[str]) -> Iterator[str]:
     """A table of what a recipe needs, and what the named machine or the disk lacks.
 
     Args:
         runs: folder of all runs.
+        stages: names of those that are asked for.
     """
-    found, named = needs(recipe), recipe.hardware
+    found = [need for need in needs(recipe) if need.name == "target" or need.name in stages]
+    named = recipe.hardware
     gpu, spread = GPUS.get(named.gpu or ""), recipe.target.gpus
     machine = f"{named.gpus} × {named.gpu}" if gpu else "no GPU named: hardware.gpu adds times"
     yield f"estimate ({machine}), from the target's config.json alone:"
@@ -108,7 +110,7 @@ def _too_much(recipe: Recipe, found: list[Need], gpu: Gpu) -> Iterator[str]:
     """What the named machine cannot hold."""
     by_name = {need.name: need.memory or 0.0 for need in found}
     room, spread = USABLE * 1e9 * gpu.memory, recipe.target.gpus
-    target = by_name["target"] + by_name["answers"]
+    target = by_name["target"] + by_name.get("answers", 0.0)
     if spread > recipe.hardware.gpus:
         yield f"  warning: target.gpus is {spread}, and hardware.gpus {recipe.hardware.gpus}"
     if target > room:
@@ -116,7 +118,7 @@ def _too_much(recipe: Recipe, found: list[Need], gpu: Gpu) -> Iterator[str]:
             f"  warning: the target and its keys take {_bytes(target)} of a GPU's {gpu.memory:g} "
             f"GB: target.gpus={math.ceil(target * spread / room)} would do"
         )
-    if by_name["head"] > room:
+    if by_name.get("head", 0.0) > room:
         yield (
             f"  warning: training takes {_bytes(by_name['head'])} of a GPU's {gpu.memory:g} GB: "
             "lower train.micro_rows or train.row_tokens"

@@ -130,9 +130,9 @@ class Pipeline:
         run = self.run if folder.exists() else Run(folder, flat(self.recipe), {})
         return run.plan(*last)
 
-    def estimate(self) -> Iterator[str]:
-        """Lines on the disk, memory and time that the recipe needs."""
-        return estimate(self.recipe, self.runs)
+    def estimate(self, *last: str) -> Iterator[str]:
+        """Lines on the disk, memory and time that the stages up to those of `last` need."""
+        return estimate(self.recipe, self.runs, [s.stage.name for s in self.plan(*last)])
 
     def make(self, *last: str, force: bool = False) -> Path:
         """Makes what is missing up to each stage of `last`; returns the final one's artefact.

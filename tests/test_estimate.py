@@ -14,6 +14,7 @@ from draftlab.data.manifest import StoreIdentity
 from draftlab.estimate import CHECKPOINTS, estimate, needs
 from draftlab.hardware import GPUS
 from draftlab.recipe import Recipe, load_recipe, parse_recipe
+from draftlab.run import STAGES
 from draftlab.sizes import Conversations, HeadSize, TargetSize, planned_head
 from draftlab.target.model import TargetKnobs, load_target
 from tests.small_run import draftlab, write_prompts
@@ -142,12 +143,12 @@ def test_the_table(eight: Path, tmp_path: Path) -> None:
     assert by_name["store"].disk == tokens * (2 * 3 * 4096 + 16)
     trained = head_size(asked).trained  # of three boundaries: 4096² more
     assert by_name["head"].disk == (CHECKPOINTS * 12 + 2) * (trained - 4096**2)
-    lines = list(estimate(asked, tmp_path / "runs"))
+    lines = list(estimate(asked, tmp_path / "runs", STAGES))
     assert lines[0].startswith("estimate (1 × H200)")
     assert "LlamaForCausalLM: 8.03 B parameters" in lines[2]
     assert "not-there.jsonl is not there: 256 tokens a prompt taken" in lines[3]
     assert lines[7].split()[:2] == ["in", "all"]
-    assert not any("minutes" in line for line in estimate(recipe(eight), tmp_path))
+    assert not any("minutes" in line for line in estimate(recipe(eight), tmp_path, STAGES))
 
 
 def test_online_nothing_is_stored_and_the_target_runs_along(eight: Path) -> None:
@@ -167,23 +168,23 @@ def test_online_nothing_is_stored_and_the_target_runs_along(eight: Path) -> None
 
 def test_prompts_of_unknown_number(eight: Path, tmp_path: Path) -> None:
     asked = recipe(eight, prompts={"source": "no.jsonl"})
-    lines = list(estimate(asked, tmp_path))
+    lines = list(estimate(asked, tmp_path, STAGES))
     assert "unknown: no.jsonl is not there, and prompts.max_prompts not given" in lines[3]
     assert "32.8 kB a token" in lines[4]
 
 
 def test_what_does_not_fit_is_said(eight: Path, tmp_path: Path) -> None:
     small = recipe(eight, hardware={"gpu": "RTX4090"}, regenerate={"batch": 256})
-    lines = "\n".join(estimate(small, tmp_path))
+    lines = "\n".join(estimate(small, tmp_path, STAGES))
     assert "the target and its keys take" in lines
     assert "target.gpus=2 would do" in lines or "target.gpus=3 would do" in lines
     assert "warning: training takes" in lines
     spread = recipe(eight, target={"gpus": 4}, hardware={"gpu": "L40S", "gpus": 2})
-    lines = "\n".join(estimate(spread, tmp_path))
+    lines = "\n".join(estimate(spread, tmp_path, STAGES))
     assert "target.gpus is 4, and hardware.gpus 2" in lines
     assert "4.02 GB × 4" in lines
     many = recipe(eight, prompts={"source": "no.jsonl", "max_prompts": 10**12})
-    assert "of disk are free here" in "\n".join(estimate(many, tmp_path))
+    assert "of disk are free here" in "\n".join(estimate(many, tmp_path, STAGES))
 
 
 def shipped() -> list[Path]:

@@ -79,7 +79,7 @@ def _make(
         typer.echo(f"run folder: {pipeline.runs / pipeline.recipe.name}")
         for status in pipeline.plan(*stages):
             typer.echo(plan_line(status))
-        for line in pipeline.estimate():
+        for line in pipeline.estimate(*stages):
             typer.echo(line)
         return None
     pipeline.make(*stages, force=force)

@@ -11,7 +11,7 @@ from draftlab.base import Monitor, UserError
 from draftlab.decode.beside import check_knobs
 from draftlab.decode.evaluate import EvalKnobs, Evaluator, NamedHead, Suite
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.report import wording
+from draftlab.report.conditions import row_labels
 from draftlab.results import Report
 from draftlab.target.model import Target
 from tests.decode import fake_vllm
@@ -59,7 +59,7 @@ def test_the_same_cells_with_vllms_counters(report: Report) -> None:
 
 
 def test_both_engines_are_told_apart(report: Report) -> None:
-    labels = wording.labels(report.rows)
+    labels = row_labels(report.rows)
     assert len(set(labels)) == 6
     assert "engine vllm (V1, cpu) 9.9" in labels[5]
     advised = {one["engine"] for one in report.adviser["advice"]}

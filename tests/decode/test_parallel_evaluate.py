@@ -99,7 +99,7 @@ def evaluator(target: Target, folder: Path, suite: Path):
 def test_a_folder_is_evaluated(target: Target, folder: Path, tmp_path: Path) -> None:
     plain, drafted = evaluator(target, folder, tmp_path / "suite.jsonl").run().rows
     assert (drafted.drafter, drafted.head, drafted.k, drafted.prompts_equal) == (
-        "parallel", "head", 3, 1.0,
+        "parallel", folder.parent.name, 3, 1.0,
     )  # fmt: skip
     assert drafted.output_tokens == plain.output_tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -127,11 +128,14 @@ def test_tensors_that_do_not_fit_are_named(
         load(folder)
 
 
-def test_the_head_that_ships_loads_as_before(tmp_path: Path) -> None:
+def test_a_head_from_before_loads_as_before(tmp_path: Path) -> None:
     """Its draftlab.json knows nothing of families with more than a layer."""
-    folder = reference_head()
+    folder = tmp_path / "before"
+    shutil.copytree(reference_head(), folder)
     written = json.loads((folder / "draftlab.json").read_text())
-    assert not {"num_layers", "qk_norm", "mask_token_id"} & written.keys()
+    for name in ("num_layers", "qk_norm", "mask_token_id"):
+        del written[name]
+    (folder / "draftlab.json").write_text(json.dumps(written))
     config = load_config(folder)
     tensors = load_file(folder / FILE)
     embeddings = torch.zeros(config.vocab_size, config.hidden_size)

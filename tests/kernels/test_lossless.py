@@ -20,7 +20,7 @@ from scipy import stats
 from torch import Tensor
 
 from draftlab.decode import drafter as drafter_module
-from draftlab.decode.drafter import ChainDrafter, Proposal
+from draftlab.decode.drafter import ChainDrafter, Observed, Proposal
 from draftlab.decode.plain_head import Pass
 from draftlab.kernels import verify as verify_module
 from draftlab.kernels.rows import RowKeys
@@ -97,9 +97,10 @@ def make_drafter(case: Case) -> ChainDrafter:
 def propose(drafter: Any, last: Tensor, positions: Tensor, keys: RowKeys) -> Proposal:
     """The chain of drafts behind tokens `last` [B], the first of them for `positions` [B]."""
     at = (positions - 2)[:, None]
-    chain = [Pass(at, (at, at), at, at)] * K
-    output = last[:, None, None].float()
-    return drafter._draft(output, chain, None, keys, drafter.sampling(keys))
+    drafter._lay_out = lambda *_, **__: [Pass(at, (at, at), at, at)] * K
+    drafter._observe = lambda observed, _: observed.tokens[..., None].float()
+    tokens, none = last[:, None], torch.empty(len(last), 0)
+    return drafter.propose(Observed(tokens, none, at, torch.ones_like(last), none, keys))
 
 
 def decode(

@@ -128,7 +128,7 @@ def assert_same(found: Verdict, expected: Verdict) -> None:
 def test_noise_is_the_references() -> None:
     extremes = (0, -1, 2**63 - 1, -(2**63), 12345)
     for i, purpose in enumerate(Purpose):
-        keys = torch.tensor([extremes[i], extremes[i + 1], extremes[i + 2]])
+        keys = torch.tensor([extremes[(i + n) % len(extremes)] for n in range(3)])
         bits, uniform = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
         found = torch.zeros(2**16)
         draw_noise[(1,)](keys, bits, uniform, found, int(purpose), len(found))

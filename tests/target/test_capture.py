@@ -154,6 +154,7 @@ def test_a_target_that_waits_is_told_of(tmp_path: Path, monkeypatch: pytest.Monk
     target = load_target(TargetKnobs(path=str(zoo_folder(tmp_path, "llama")), device="cpu"))
     assert not probe.can_capture(target)  # no GPU, no graphs, and nothing to tell
     monkeypatch.setattr(Target, "device", torch.device("cuda"))
+    monkeypatch.setattr(Target, "spread", False)
     monkeypatch.setattr(probe, "_waits", lambda _: None)
     assert probe.can_capture(target)
     monkeypatch.setattr(probe, "_waits", lambda _: "a number was asked for")

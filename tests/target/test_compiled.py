@@ -151,6 +151,7 @@ def test_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     compile_small(gemma)
     assert not done  # a CPU
     monkeypatch.setattr(Target, "device", torch.device("cuda"))
+    monkeypatch.setattr(Target, "spread", False)
     for target in (gemma, llama, single):
         compile_small(target)
     assert done == [gemma]
