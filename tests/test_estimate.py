@@ -208,8 +208,8 @@ def test_every_recipe_plans_from_a_config_alone(
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     (start,) = (i for i, line in enumerate(lines) if line.startswith("estimate ("))
-    assert [line.split()[0] for line in lines[start + 2 : start + 7]] == [
-        "target", "answers", "store", "head", "eval",
+    assert [line.split()[0] for line in lines[start + 2 : start + 6]] == [
+        "target", "answers", "store", "head",
     ]  # fmt: skip
     assert not (tmp_path / "runs").exists()
     if load_recipe(path).target.path != "embedded":
