@@ -126,7 +126,8 @@ class Trainer:
         self.monitor.say(
             f"training on {self.wrapped.describe()}, products in {str(self.dtype)[6:]}: "
             f"{self.dense_flops / 1e9:,.3g} GFLOP a token if every position ran every step; large "
-            f"products reach {self.ceiling / 1e12:,.3g} TFLOP/s here (dense MFU: the share of that)"
+            f"products reach {self.ceiling / 1e12:,.3g} TFLOP/s here (dense MFU: the share of "
+            "that; rows without loss are left out, which lifts it, above 100% even)"
         )
         self.monitor.say(f"how steps are run: {lesson.how}")
 
