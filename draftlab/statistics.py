@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -46,21 +45,33 @@ def bootstrap_interval(
     """
     generator = np.random.default_rng(seed)
     values = [statistic(generator.integers(0, count, count)) for _ in range(samples)]
+    return percentile_interval(np.array(values), level)
+
+
+def resampled(*figures: np.ndarray, samples: int = 2000, seed: int = 0) -> list[np.ndarray]:
+    """Sums [samples] over resampled prompts of figures [P], the same prompts for all.
+
+    What a bootstrap of ratios of sums needs, all resamples at once.
+    """
+    count = len(figures[0])
+    index = np.random.default_rng(seed).integers(0, count, (samples, count))
+    return [values[index].sum(1) for values in figures]
+
+
+def percentile_interval(values: np.ndarray, level: float) -> tuple[float, float]:
+    """Lower and upper end that hold a share `level` of the values; NaN counts as none."""
     low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
 def acceptance_interval(
-    per_prompt: Sequence[Counters], **options: Any
+    per_prompt: Sequence[Counters], *, samples: int = 2000, level: float = 0.95, seed: int = 0
 ) -> tuple[float, float] | None:
     """Bootstrap interval of AL over prompts (a ratio of sums); None when nothing was drafted."""
     drafts = np.array([c.drafts for c in per_prompt], dtype=float)
-    accepted = np.array([c.accepted for c in per_prompt], dtype=float)
     if drafts.sum() == 0:
         return None
-
-    def al(index: np.ndarray) -> float:
-        total = drafts[index].sum()
-        return 1 + accepted[index].sum() / total if total else float("nan")
-
-    return bootstrap_interval(al, len(per_prompt), **options)
+    accepted = np.array([c.accepted for c in per_prompt], dtype=float)
+    accepted, drafts = resampled(accepted, drafts, samples=samples, seed=seed)
+    with np.errstate(invalid="ignore"):  # resamples without a draft have no AL
+        return percentile_interval(1 + accepted / drafts, level)

@@ -17,6 +17,7 @@ from draftlab.doctor.reading import Reading
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
 from draftlab.results import Counters
+from draftlab.statistics import acceptance_interval, percentile_interval, resampled
 from draftlab.target.model import Target
 from draftlab.train.families import OBJECTIVES
 from draftlab.train.validate import walk
@@ -55,12 +56,7 @@ class Score:
     @property
     def acceptance_interval(self) -> tuple[float, float] | None:
         """95 % of AL, over prompts; None when nothing was drafted."""
-        drafts = np.array([c.drafts for c in self.walked], dtype=float)
-        if not drafts.sum():
-            return None
-        accepted = np.array([c.accepted for c in self.walked], dtype=float)
-        low, high = _interval(*_resampled(len(drafts), accepted, drafts), level=0.95)
-        return 1 + low, 1 + high
+        return acceptance_interval(self.walked, samples=RESAMPLES)
 
     def gain(self, over: Score) -> float:
         """Accepted drafts a position more than another's."""
@@ -70,27 +66,13 @@ class Score:
         """Nats by which a token is likelier than to another, and their interval over prompts."""
         mine, theirs = self.positions * self.k, over.positions * over.k
         difference = _ratio(self.likelihood, mine) - _ratio(over.likelihood, theirs)
-        a, n, b, m = _resampled(len(mine), self.likelihood, mine, over.likelihood, theirs)
+        a, n, b, m = resampled(self.likelihood, mine, over.likelihood, theirs, samples=RESAMPLES)
         with np.errstate(invalid="ignore", divide="ignore"):
-            spread = a / n - b / m
-        low, high = np.nanquantile(spread, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        return difference, (float(low), float(high))
+            return difference, percentile_interval(a / n - b / m, LEVEL)
 
 
 def _ratio(values: np.ndarray, counts: np.ndarray) -> float:
     return float(values.sum() / counts.sum()) if counts.sum() else 0.0
-
-
-def _resampled(prompts: int, *sums: np.ndarray) -> list[np.ndarray]:
-    """Each array [P] summed over resampled prompts, [RESAMPLES]; the same prompts for all."""
-    index = np.random.default_rng(0).integers(0, prompts, (RESAMPLES, prompts))
-    return [values[index].sum(1) for values in sums]
-
-
-def _interval(values: np.ndarray, counts: np.ndarray, *, level: float) -> tuple[float, float]:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        low, high = np.nanquantile(values / counts, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
 
 
 class Scorer:
