@@ -3,10 +3,10 @@
     python data_prep/stand_ins.py --pack FOLDER --out FOLDER [--minutes 2.5] [KIND …]
 
 KIND (default: all, one after the other), each a folder below --out that loads as a target:
-  llama4_text  Llama 4's text model: experts, chunks of 128 positions, layers without RoPE
-  llama4       the same inside the multimodal model, beside an untrained tower for images
-  qwen3        Qwen 3: norms on queries and keys, embeddings tied to lm_head
-  gpt_oss      gpt-oss: sinks, windows of 128 positions, experts
+  llama4   Llama 4's multimodal model: experts, chunks of 128 positions, layers without RoPE, and
+           an untrained tower for images; its text model is saved alone too, as llama4_text
+  qwen3    Qwen 3: norms on queries and keys, embeddings tied to lm_head
+  gpt_oss  gpt-oss: sinks, windows of 128 positions, experts
 
 --pack is what `embedded_target.py pack` writes: the embedded target's corpus and tokenizer, so its
 prompts and suites serve here too. Each training takes --minutes on one GPU and needs no network; on
@@ -72,7 +72,6 @@ VISION = {
     "vision_output_dim": 64,
 }
 KINDS: dict[str, dict[str, Any]] = {
-    "llama4_text": LLAMA4,
     "llama4": LLAMA4,
     "qwen3": {"tie_word_embeddings": True},
     "gpt_oss": {
@@ -191,6 +190,8 @@ def train(kind: str, pack: Path, out: Path, schedule: Schedule, **changes: Any) 
             if (step + 1) % 200 == 0 or schedule.steps:
                 print(f"step {step + 1} loss {mean:.4f} {log[-1]['seconds']:.0f} s", flush=True)
     save(whole, out)
+    if model is not whole:
+        save(model, out.with_name(f"{out.name}_text"))
     small = {"prompts": 4, "new_tokens": 8, "batches": 1, "rows": 2, "length": schedule.length}
     small = {} if device.type == "cuda" else small
     measured, samples = evaluate(out, pack, device, **small)
