@@ -1,4 +1,4 @@
-"""Decode step times at the shapes of Llama-3.1-8B, beside their bandwidth floor and vLLM's step.
+"""Decode steps at the shapes of Llama-3.1-8B, beside their bandwidth floor and vLLM's step.
 
     python eval/bench_decode.py [--out docs/results/decode_steps.csv] [--batches 1,8,32] [--k 3,5,8]
 
@@ -6,7 +6,8 @@ Random weights, an EAGLE3 head of one layer with a draft vocabulary of 32,000, p
 tokens, 256 new tokens a request. Acceptance is synthetic (draft i passes with probability 0.6 given
 that those before it did), as in the vLLM measurement it is compared with (ANCHORS: vLLM 0.20.2 on
 the same GPU model); the verifier that decides so is passed in by this file and runs the real one
-first, so nothing is left out of the step. Times are the engine's own, host included.
+first, so nothing is left out of the step. Times are the engine's own, host included; the time to
+first token is that of so many prompts handed in together, from then to the host's sight of each.
 
 Floor: bytes of the target's weights once and of the head's K times (fc in the first pass only),
 over the rate at which weights can be streamed: 4.15 TB/s where a copy moves 4.30 (ANCHORS), scaled
@@ -21,12 +22,14 @@ import time
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftlab.base import UserError
 from draftlab.decode.drafter import ChainDrafter, HeadDrafter
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Request, Sampling
@@ -39,6 +42,7 @@ from draftlab.target.attention import ATTENTION
 from draftlab.target.model import Target
 
 PROMPT, NEW = 512, 256
+FIRSTS = 7  # times that the time to first token is taken
 SYNTHETIC = 0.6
 VLLM_STEP_MS = {0: 4.99, 3: 6.51, 5: 7.30, 8: 8.41}  # vLLM 0.20.2 on an H200 at 4.30 TB/s copy
 VLLM_COPY, STREAM = 4.30e12, 4.15e12
@@ -56,6 +60,25 @@ class Bench:
     vllm_ms: float | None
     accepted: float
     tokens_s: float
+    ttft_ms: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an engine does with a batch.
+
+    Attributes:
+        step_ms: of a step, prefill left out.
+        tokens_a_step: of a row.
+        tokens_s: of all rows, behind their first tokens.
+        ttft_ms: until a prompt's first token, the mean of the prompts that came together; the
+            median of `FIRSTS` times.
+    """
+
+    step_ms: float
+    tokens_a_step: float
+    tokens_s: float
+    ttft_ms: float
 
 
 def synthetic_verify(
@@ -155,36 +178,46 @@ def weight_bytes(target: Target, head: Eagle3Head) -> tuple[int, int, int]:
     return streamed, head_pass, size(head.fc)
 
 
-def measure(target: Target, drafter: HeadDrafter | None, batch: int) -> tuple[float, float, float]:
-    """Milliseconds a step, tokens a row and step, tokens a second."""
+def measure(
+    target: Target, drafter: HeadDrafter | None, batch: int, *, prompt: int = PROMPT, new: int = NEW
+) -> Measured:
+    """What an engine does with `batch` prompts of `prompt` random tokens and `new` new ones."""
     engine = Engine(
         target,
         drafter,
         batch=batch,
-        max_length=PROMPT + NEW + 32,
+        max_length=prompt + new + 32,
         verifier=synthetic_verify if drafter else verify,
         expect=False,
     )
     generator = torch.Generator().manual_seed(batch)
     temperature = 1.0 if drafter and drafter.draft_probs else 0.0
+    vocab = len(target.parts.embeddings)
 
     def requests(count: int, new: int, name: str) -> list[Request]:
-        ids = torch.randint(10, 120_000, (count, PROMPT), generator=generator).tolist()
+        ids = torch.randint(10, vocab, (count, prompt), generator=generator).tolist()
         return [
             Request(f"{name}{i}", tuple(row), new, Sampling(temperature))
             for i, row in enumerate(ids)
         ]
 
     list(engine.generate(requests(batch, 16, "warm")))
-    torch.cuda.synchronize()
+    if target.device.type == "cuda":
+        torch.cuda.synchronize()
     started = time.perf_counter()
-    done = list(engine.generate(requests(batch, NEW, "timed")))
+    done = list(engine.generate(requests(batch, new, "timed")))
     wall = time.perf_counter() - started
     first = max(g.first_token_s for g in done)
     steps = max(len(g.steps) for g in done)
     tokens = sum(len(g.token_ids) - 1 for g in done)
     each = sum(len(g.token_ids) - 1 for g in done) / sum(len(g.steps) for g in done)
-    return 1e3 * (wall - first) / steps, each, tokens / (wall - first)
+    firsts = [
+        fmean(g.first_token_s for g in engine.generate(requests(batch, 1, f"first {number}")))
+        for number in range(FIRSTS)
+    ]
+    return Measured(
+        1e3 * (wall - first) / steps, each, tokens / (wall - first), 1e3 * median(firsts)
+    )
 
 
 def main() -> None:
@@ -201,23 +234,27 @@ def main() -> None:
     streamed, head_pass, fc = weight_bytes(target, head)
     gpu = torch.cuda.get_device_name()
     print(f"{gpu}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s")
-    print("batch  K probs  step ms  floor ms  ratio  vLLM ms  ratio  tokens/step  tokens/s")
+    print(
+        "batch  K probs  step ms  floor ms  ratio  vLLM ms  ratio  tokens/step  tokens/s  TTFT ms"
+    )
     rows = []
     for batch in map(int, arguments.batches.split(",")):
         for k in (0, *map(int, arguments.k.split(","))):
             for probs in (False, True) if k else (False,):
                 drafter = ChainDrafter(head, k, draft_probs=probs) if k else None
-                step_ms, each, speed = measure(target, drafter, batch)
+                found = measure(target, drafter, batch)
                 moved = streamed + k * head_pass + (fc if k else 0)
                 floor = 1e3 * moved * VLLM_COPY / (STREAM * rate)
                 vllm = VLLM_STEP_MS.get(k) if batch == 1 else None
                 vllm = vllm and vllm * VLLM_COPY / rate
-                row = Bench(batch, k, probs, step_ms, floor, vllm, each - 1, speed)
+                step, each, speed = found.step_ms, found.tokens_a_step, found.tokens_s
+                row = Bench(batch, k, probs, step, floor, vllm, each - 1, speed, found.ttft_ms)
                 rows.append(row)
                 print(
-                    f"{batch:5d} {k:2d} {'on ' if probs else 'off'}   {step_ms:8.3f} {floor:8.3f} "
-                    f"{step_ms / floor:7.3f} {vllm or float('nan'):8.2f} "
-                    f"{step_ms / vllm if vllm else float('nan'):6.3f} {each:8.2f} {speed:12,.0f}",
+                    f"{batch:5d} {k:2d} {'on ' if probs else 'off'}   {step:8.3f} {floor:8.3f} "
+                    f"{step / floor:7.3f} {vllm or float('nan'):8.2f} "
+                    f"{step / vllm if vllm else float('nan'):6.3f} {each:8.2f} {speed:12,.0f} "
+                    f"{found.ttft_ms:8.2f}",
                     flush=True,
                 )
     if arguments.out:
@@ -227,11 +264,18 @@ def main() -> None:
 def write(path: Path, rows: list[Bench], gpu: str, rate: float) -> None:
     """Appends the rows to a CSV, with what they were measured on."""
     names = [*Bench.__dataclass_fields__]
-    new = not path.exists()
+    columns = ["date", "gpu", "torch", "copy_tb_s", *names]
+    lines = path.read_text().splitlines() if path.exists() else []
+    if lines and lines[0].split(",") != columns:
+        raise UserError(
+            f"expected the columns {','.join(columns)}, found {lines[0]}",
+            where=path,
+            do="write to another file",
+        )
     with open(path, "a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            writer.writerow(["date", "gpu", "torch", "copy_tb_s", *names])
+        writer = csv.writer(file, lineterminator="\n")
+        if not lines:
+            writer.writerow(columns)
         for row in rows:
             values = [getattr(row, name) for name in names]
             writer.writerow(

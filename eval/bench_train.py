@@ -5,6 +5,7 @@
     python eval/bench_train.py --host                   # batches packed and copied on the way
     python eval/bench_train.py --same-loss 20 --precision float32
     python eval/bench_train.py --peer speculators       # or specforge:PATH; prints the ratio
+    python eval/bench_train.py --family ptd --layers 2  # a parallel head, 8 depths; with peers too
     python eval/bench_train.py --shape tiny --device cpu
 
 Features are random but fixed; what is timed is what `draftlab train` runs: `train/lesson.py`,
@@ -37,13 +38,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from train_peers import peer_seconds
 from train_work import (
-    GAMMA,
+    FAMILIES,
     SHAPES,
     Work,
     all_positions,
     head_config,
+    in_family,
     new_work,
     reference_loss,
+    step_weights,
 )
 
 from draftlab.data.packing import Batch
@@ -55,7 +58,6 @@ from draftlab.train.knobs import TrainKnobs
 from draftlab.train.lesson import Lesson
 from draftlab.train.metrics import peak_memory
 from draftlab.train.ranks import Ranks
-from draftlab.train.ttt import ttt_weights
 from draftlab.train.wrap import Whole
 
 RATE = 1e-4
@@ -74,6 +76,8 @@ def trainer(work: Work, device: torch.device, options: argparse.Namespace) -> Wh
         batch_rows=work.shape.rows,
         compile=known[options.compile],
         recompute=known[options.recompute],
+        cod_ratio=work.shape.cod_ratio,
+        cod_min=work.shape.cod_min,
     )
     lesson = Lesson(work.head, work.target, knobs, DTYPES[options.precision])
     print(f"how steps are run: {lesson.how}", file=sys.stderr)
@@ -82,7 +86,8 @@ def trainer(work: Work, device: torch.device, options: argparse.Namespace) -> Wh
 
 def step(whole: Whole, batch: Batch, clock: Clock) -> Tensor:
     """One optimizer step, without waiting for it; the loss on the device."""
-    loss, _ = whole.forward(batch, ttt_weights(GAMMA, batch.counts), reduce=True)
+    weights = step_weights(whole.head.config.family, batch.counts)
+    loss, _ = whole.forward(batch, weights, reduce=True)
     clock.mark("forward")
     whole.backward(loss, batch.num_anchors)
     clock.mark("backward")
@@ -128,7 +133,9 @@ def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict
         "phases_ms": {name: 1e3 * part for name, part in seconds.items()},
         "tokens_per_s": shape.tokens / whole_step,
         "loss_tokens_per_s": batch.num_anchors / whole_step,
+        "predictions_per_s": sum(batch.counts) / whole_step,
         "predictions": batch.counts,
+        "trained_parameters": sum(p.numel() for p in trainable(whole.head).values()),
         "gflop_a_token_dense": flops / 1e9,
         "ceiling_tflops": ceiling / 1e12,
         "mfu": shape.tokens / whole_step * flops / ceiling,
@@ -153,7 +160,7 @@ def same_loss(work: Work, device: torch.device, options: argparse.Namespace) -> 
     off = argparse.Namespace(**{**vars(options), "compile": "off", "precision": "float32"})
     reference, batch = trainer(plain, device, off), work.packed(device).to(device)
     apart_rows = work.packed(device, one_row=False).to(device)
-    weights = ttt_weights(GAMMA, batch.counts)
+    weights = step_weights(work.shape.family, batch.counts)
     losses, cosines = [], []
     for _ in range(options.same_loss):
         total, _ = fast.forward(batch, weights, reduce=True)
@@ -189,9 +196,11 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=SHAPES, default="8b")
-    for name in vars(SHAPES["8b"]):
-        kind = float if name == "prompt" else int
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="over the shape's own")
+    parser.add_argument("--family", choices=FAMILIES, default="eagle3")
+    for name, value in vars(SHAPES["8b"]).items():
+        if name != "family":
+            flag = f"--{name.replace('_', '-')}"
+            parser.add_argument(flag, type=type(value), help="over the shape's own")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", choices=DTYPES, default="bfloat16")
     parser.add_argument("--repeats", type=int, default=6, help="times that four steps are timed")
@@ -203,14 +212,14 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--host", action="store_true", help="batches from the host's memory")
     parser.add_argument("--same-loss", type=int, default=0, metavar="STEPS")
     parser.add_argument("--rate", type=float, default=1.0, help="--same-loss: times 1e-4")
-    parser.add_argument("--peer", default="", help="speculators[:fused] or specforge:PATH")
+    parser.add_argument("--peer", default="", help="speculators[:fused,frozen] or specforge:PATH")
     return parser.parse_args(words)
 
 
 def main(words: list[str] | None = None) -> dict[str, Any]:
     options = arguments(words)
     device = torch.device(options.device)
-    shape = SHAPES[options.shape]
+    shape = in_family(SHAPES[options.shape], options.family)
     given = {name: getattr(options, name) for name in vars(shape)}
     shape = replace(shape, **{name: value for name, value in given.items() if value is not None})
     work = new_work(shape, device, DTYPES[options.precision])
@@ -230,6 +239,10 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         if options.peer:
             row["peer"] = peer_seconds(options.peer, work, device, options)
             row["ratio"] = row["tokens_per_s"] / row["peer"]["tokens_per_s"]
+            if "predictions_per_s" in row["peer"]:
+                row["predictions_ratio"] = (
+                    row["predictions_per_s"] / row["peer"]["predictions_per_s"]
+                )
     print(json.dumps(row))
     return row
 

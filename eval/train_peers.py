@@ -2,12 +2,15 @@
 
 - `speculators`: the library from PyPI, if it can be imported. Its model, loss and loop: one packed
   row, autocast, AdamW (fused here, since that is what it is beside), clipping; lm_head frozen. Its
-  eager loss; `speculators:fused` takes its fused one, which did not compile on torch 2.11.
+  eager loss; `speculators:fused` takes its fused one, which did not compile on torch 2.11. Beside a
+  parallel head its P-EAGLE: it samples (anchor, depth) pairs anew each step, and `predictions` are
+  those that its loss counts, on average. It trains all embeddings; `speculators:frozen` none.
 - `specforge:PATH`: a checkout. Its OnlineEagle3Model with flex attention, its loss, the target's
   logits over the whole vocabulary from the last states; lm_head trained. Written for the API of
   late 2025 and NOT RUN here: a checkout with another one is refused.
 
-Neither leaves positions out, so their time does not depend on where loss is.
+An EAGLE3 of theirs leaves no position out, so its time does not depend on where loss is; P-EAGLE
+samples depths of answers alone, and computes depth 0 and its logits everywhere.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ import argparse
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Mapping
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -32,6 +35,8 @@ from draftlab.train.metrics import peak_memory
 
 RATE = 1e-4
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+COUNTED = "full_acc_total"  # of speculators' metrics: predictions that its P-EAGLE's loss counts
+Step = Callable[[], tuple[Tensor, Mapping[str, Tensor]]]  # the loss; metrics, perhaps none
 
 
 def peer_seconds(
@@ -45,14 +50,15 @@ def peer_seconds(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)  # what it is timed beside keeps
-    model, loss = PEERS[kind](path, work, device)
+    model, run = PEERS[kind](path, work, device)
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=RATE, fused=device.type == "cuda")
     clock, found, dtype = Clock(device), [], DTYPES[options.precision]
+    counted: list[float] = []
     for number in range(options.warmup + options.repeats):
         clock.start()
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            value = loss()
+            value, metrics = run()
         clock.mark("forward")
         optimizer.zero_grad()
         value.backward()
@@ -63,8 +69,10 @@ def peer_seconds(
         phases = clock.read()
         if number >= options.warmup:
             found.append(phases)
+            if work.shape.family == "ptd":
+                counted.append(float(metrics[COUNTED]))
     seconds = median(sum(each.values()) for each in found)
-    return {
+    row = {
         "engine": kind,
         "step_ms": 1e3 * seconds,
         "phases_ms": {key: 1e3 * median(each[key] for each in found) for key in found[0]},
@@ -73,6 +81,10 @@ def peer_seconds(
         "peak_gib": (peak_memory(device) - before) / 2**30,
         "loss": float(value.detach()),
     }
+    if counted:
+        mean = fmean(counted)
+        row |= {"predictions": mean, "predictions_per_s": mean / seconds}
+    return row
 
 
 def _llama(shape: Shape) -> LlamaConfig:
@@ -80,7 +92,7 @@ def _llama(shape: Shape) -> LlamaConfig:
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
-        num_hidden_layers=1,
+        num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
@@ -112,9 +124,16 @@ def _flat(work: Work, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Ten
     return tokens, spans > 0, features, last
 
 
-def _speculators(path: str, work: Work, device: torch.device) -> tuple[nn.Module, Callable]:
+def _speculators(path: str, work: Work, device: torch.device) -> tuple[nn.Module, Step]:
+    asked, parallel = set(filter(None, path.split(","))), work.shape.family == "ptd"
+    if asked - {"fused", "frozen"} or ("frozen" in asked and not parallel):
+        raise UserError(
+            f"expected speculators[:fused] or, for --family ptd, speculators[:fused,frozen]; found "
+            f"speculators:{path}"
+        )
+    algorithm, name = ("peagle", "PEagle") if parallel else ("eagle3", "Eagle3")
     try:
-        eagle3 = importlib.import_module("speculators.models.eagle3")
+        models = importlib.import_module(f"speculators.models.{algorithm}")
         config = importlib.import_module("speculators.config")
         greedy = importlib.import_module("speculators.proposals.greedy")
     except ImportError as error:
@@ -125,13 +144,17 @@ def _speculators(path: str, work: Work, device: torch.device) -> tuple[nn.Module
     llama = _llama(work.shape)
     # On a CPU flex attention has no backward pass.
     llama._attn_implementation = "simple_flex_attention" if device.type == "cuda" else "eager"
-    model = eagle3.Eagle3DraftModel(
-        eagle3.Eagle3SpeculatorConfig(
+    own = {"mask_token_id": work.head.config.mask_token_id} if parallel else {}
+    if "frozen" in asked:
+        own["embed_requires_grad"] = False
+    model = getattr(models, f"{name}DraftModel")(
+        getattr(models, f"{name}SpeculatorConfig")(
+            **own,
             transformer_layer_config=llama,
             draft_vocab_size=work.shape.draft_vocab,
             eagle_aux_hidden_state_layer_ids=list(range(1, work.shape.boundaries + 1)),
             speculators_config=config.SpeculatorsConfig(
-                algorithm="eagle3",
+                algorithm=algorithm,
                 proposal_methods=[
                     greedy.GreedyTokenProposalConfig(speculative_tokens=work.shape.steps)
                 ],
@@ -156,14 +179,27 @@ def _speculators(path: str, work: Work, device: torch.device) -> tuple[nn.Module
         "document_ids": one_row(documents),
         "loss_mask": one_row(mask),
         "verifier_last_hidden_states": one_row(last).to(dtype),
-        "ttt_steps": work.shape.steps,
-        "ttt_step_loss_decay": GAMMA,
-        "loss_config": losses.resolve_loss_config("kl_div", path or "eager"),
+        "loss_config": losses.resolve_loss_config(
+            "kl_div", "fused" if "fused" in asked else "eager"
+        ),
     }
-    return model, lambda: model(**given)[1]
+    if parallel:
+        given |= {
+            "num_depths": work.shape.steps,
+            "down_sample_ratio": work.shape.cod_ratio,
+            "down_sample_ratio_min": work.shape.cod_min,
+        }
+    else:
+        given |= {"ttt_steps": work.shape.steps, "ttt_step_loss_decay": GAMMA}
+    return model, lambda: model(**given)[1:]
 
 
-def _specforge(path: str, work: Work, device: torch.device) -> tuple[nn.Module, Callable]:
+def _specforge(path: str, work: Work, device: torch.device) -> tuple[nn.Module, Step]:
+    if work.shape.family != "eagle3":
+        raise UserError(
+            f"SpecForge trains chains alone, found --family {work.shape.family}",
+            do="take --peer speculators",
+        )
     sys.path.insert(0, path)
     try:
         core = importlib.import_module("specforge.core.eagle3")
@@ -193,13 +229,13 @@ def _specforge(path: str, work: Work, device: torch.device) -> tuple[nn.Module, 
     lm_head[: work.shape.draft_vocab] = work.target.weight
     ones = torch.ones_like(tokens)
 
-    def loss() -> Tensor:
+    def run() -> tuple[Tensor, Mapping[str, Tensor]]:
         with torch.no_grad():
             target = F.linear(work.target.norm(last).to(last.dtype), lm_head)
         losses, *_ = online(tokens, ones, target, mask[..., None].long(), features)
-        return sum(GAMMA**k * each for k, each in enumerate(losses))
+        return sum(GAMMA**k * each for k, each in enumerate(losses)), {}
 
-    return model, loss
+    return model, run
 
 
 PEERS = {"speculators": _speculators, "specforge": _specforge}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from unittest import mock
 
 import torch
@@ -15,14 +17,18 @@ from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
 from draftlab.heads.layers import RMSNorm
+from draftlab.heads.ptd import PtdHead
 from draftlab.kernels.distill import distill
 from draftlab.kernels.ttt_attention import ttt_attention_reference
 from draftlab.target.parts import TargetParts
+from draftlab.train.families import OBJECTIVES
 from draftlab.train.feed import in_one_row
 from draftlab.train.objective import DraftTeacher
-from draftlab.train.ttt import ttt_weights, unroll
+from draftlab.train.parallel import depths_kept
 
 GAMMA = 0.8
+FAMILIES = ("eagle3", "ptd")
+ATTENTION = ("draftlab.train.chunked.ttt_attention", "draftlab.train.parallel.ttt_attention")
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class Shape:
     Attributes:
         rows, row_tokens: rows of a batch, each one conversation.
         prompt: share of each row that is prompt, at its beginning; the rest is one answer.
+        steps: unrolled steps, or depths.
+        cod_ratio, cod_min: ptd, as in `TrainKnobs`.
     """
 
     hidden: int = 4096
@@ -46,6 +54,10 @@ class Shape:
     rows: int = 4
     row_tokens: int = 2048
     prompt: float = 0.3
+    family: str = "eagle3"
+    layers: int = 1
+    cod_ratio: float = 0.8
+    cod_min: float = 0.2
 
     @property
     def tokens(self) -> int:
@@ -59,11 +71,20 @@ SHAPES = {
 }
 
 
+def in_family(shape: Shape, family: str) -> Shape:
+    """The same work for a parallel head too: eight depths where a chain has seven steps."""
+    return replace(shape, family=family, steps=shape.steps + (family == "ptd"))
+
+
 def head_config(shape: Shape) -> HeadConfig:
     """The head's, of a target with as many layers as its boundaries need."""
-    layers = shape.boundaries + 1
+    layers, parallel = shape.boundaries + 1, shape.family == "ptd"
     return HeadConfig(
         schema=1,
+        family=shape.family,
+        num_layers=shape.layers,
+        mask_token_id=shape.vocab - 1 if parallel else None,
+        embeddings="own" if parallel else "target",
         boundaries=tuple(range(1, layers)),
         target_num_layers=layers,
         target_hidden_size=shape.hidden,
@@ -103,10 +124,21 @@ class Work:
         Args:
             one_row: None: as training lays them out for the device.
         """
+        shape = self.shape
+        # What conditional drop keeps at step 0: always the same, as all of the batch.
+        drop = partial(
+            depths_kept,
+            num_depths=shape.steps,
+            ratio=shape.cod_ratio,
+            least=shape.cod_min,
+            seed=0,
+            step=0,
+        )
         return pack(
             [[record] for record in self.records],
-            self.shape.row_tokens,
-            self.shape.steps,
+            shape.row_tokens,
+            shape.steps,
+            keep=drop if OBJECTIVES[shape.family].drops else None,
             pin=device.type == "cuda",
             one_row=in_one_row(device) if one_row is None else one_row,
         )
@@ -125,6 +157,8 @@ def new_work(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int =
         for parameter in head.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
+    if isinstance(head, PtdHead):
+        head.initialise_masks(torch.Generator().manual_seed(seed))
     head.embed_tokens.to(dtype)
     head.set_draft_vocabulary(torch.arange(shape.draft_vocab, device=device))
     lm_head = torch.empty(shape.draft_vocab, shape.hidden, device=device)
@@ -170,12 +204,20 @@ def all_positions(work: Work) -> Work:
     )
 
 
+def step_weights(family: str, counts: Sequence[int]) -> list[float]:
+    """What each step's sum of losses counts, of a batch with so many positions at each."""
+    return OBJECTIVES[family].weights(GAMMA, counts)
+
+
 def reference_loss(head: Eagle3Head, target: DraftTeacher, batch: Batch) -> Tensor:
-    """The loss of a batch, Σ_k γ^k Σ ℓ / N_0: eager, dense attention, whole logits."""
+    """The loss of a batch, Σ_k weight_k Σ ℓ / N_0: eager, dense attention, whole logits."""
     teacher, total = target.at(batch), torch.zeros((), device=batch.tokens.device)
-    weights = ttt_weights(GAMMA, batch.counts)
-    with mock.patch("draftlab.train.chunked.ttt_attention", ttt_attention_reference):
-        steps = list(unroll(head, batch))
+    family = head.config.family
+    weights = step_weights(family, batch.counts)
+    with ExitStack() as stack:
+        for kernel in ATTENTION:
+            stack.enter_context(mock.patch(kernel, ttt_attention_reference))
+        steps = list(OBJECTIVES[family].outputs(head, batch))
     for weight, step in zip(weights, steps, strict=False):
         last = target.norm(teacher.last[step.teacher].to(target.weight.dtype))
         z = teacher.finish(last @ target.weight.t())

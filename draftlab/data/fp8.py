@@ -14,6 +14,7 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
+TINIEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,9 @@ def quantise(features: Tensor, boundaries: int) -> Quantised:
         at = slice(number * width, (number + 1) * width)
         part = features[:, at]
         exact = part.float().where(part.isfinite().all(-1, keepdim=True), 0.0)
-        scale = (exact.abs().amax(-1) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+        largest = exact.abs().amax(-1)
+        # By a tensor: a GPU would multiply by the rounded inverse of a number.
+        scale = (largest / largest.new_full((), LARGEST)).clamp(min=TINIEST)
         codes[:, at] = (exact / scale[:, None]).clamp(-LARGEST, LARGEST).to(E4M3)
         scales[:, number] = scale
         difference = dequantise(codes[:, at], scale[:, None]).float() - exact
