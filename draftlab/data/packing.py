@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftlab.data.noise import FeatureNoise, StepNoise
 from draftlab.data.store import Record
 from draftlab.kernels.distill_plan import RowPlan, plan_rows
-from draftlab.kernels.noise import keyed_spread
+from draftlab.kernels.noise import prompt_key
 
 
 def loss_reach(spans: Tensor) -> Tensor:
@@ -58,22 +59,6 @@ class StepRows:
     loss: Tensor
     teacher: Tensor
     origin: Tensor
-
-
-@dataclass(frozen=True)
-class FeatureNoise:
-    """Noise on the features of a batch, made where it is added.
-
-    Attributes:
-        keys: int64 [B, S], well mixed. scale: float32 [B, S], the largest there is.
-    """
-
-    keys: Tensor
-    scale: Tensor
-
-    def values(self, size: int) -> Tensor:
-        """Uniform float32 [B, S, size]."""
-        return keyed_spread(self.keys, size) * self.scale[..., None]
 
 
 @dataclass(frozen=True)
@@ -205,7 +190,7 @@ def pack(
     num_steps: int,
     *,
     keep: Callable[[Record], Tensor] | None = None,
-    noise: Callable[[Record], tuple[Tensor, float]] | None = None,
+    noise: StepNoise | None = None,
     passes: int = 1,
     pin: bool = False,
     one_row: bool = False,
@@ -215,7 +200,7 @@ def pack(
 
     Args:
         keep: how many steps each position of a record may have at most, int64 [T]; None: all.
-        noise: keys int64 [T] and scale of the noise on a record's features; None: there is none.
+        noise: on the features; None: there is none.
         passes: parts that the anchors are dealt to, to be run one after the other: less memory, the
             same sum of losses.
         pin: whether to make it in pages that a GPU reads while the host goes on.
@@ -249,9 +234,9 @@ def pack(
     numbers = [torch.full_like(at, n) for n, at in zip(_numbers(records), slots, strict=True)]
     added = None
     if noise is not None:
-        keys, scales = zip(*map(noise, flat), strict=True)
-        scales = [torch.full((len(k),), scale) for k, scale in zip(keys, scales, strict=True)]
-        added = FeatureNoise(lay(keys), lay(scales))
+        keys = [torch.full_like(at, prompt_key(r.id)) for at, r in zip(slots, flat, strict=True)]
+        scales = [torch.full(at.shape, noise.scale(len(at))) for at in slots]
+        added = FeatureNoise(noise.key(), lay(keys), lay(scales))
     steps = tuple(step_rows(part, num_steps) for part in deal(reach, num_steps, passes))
     batch = Batch(
         lay([r.tokens for r in flat], torch.int64),

@@ -44,7 +44,7 @@ class PtdHead(Eagle3Head):
         with torch.no_grad():
             self.mask_hidden.copy_(torch.randn(self.mask_hidden.shape, generator=generator))
             noise = torch.randn(self.mask_embedding.shape, generator=generator)
-            self.mask_embedding.copy_(noise * loudness)
+            self.mask_embedding.copy_(noise.to(loudness.device) * loudness)
 
     def tensors(self) -> dict[str, Tensor]:
         tensors = self.state_dict()

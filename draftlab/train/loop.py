@@ -13,6 +13,7 @@ import torch
 
 from draftlab.base import Monitor, UserError, canonical_json, sha256_text
 from draftlab.data.draft_vocab import DraftVocabulary
+from draftlab.data.noise import StepNoise
 from draftlab.data.order import batches
 from draftlab.data.packing import Batch, pack
 from draftlab.data.store import Record, Store
@@ -29,7 +30,6 @@ from draftlab.train.feed import Piece, feed, in_one_row
 from draftlab.train.knobs import FREE_KNOBS, TrainKnobs
 from draftlab.train.lesson import Lesson
 from draftlab.train.metrics import MetricsLog, Window, speed_line
-from draftlab.train.noise import feature_noise
 from draftlab.train.objective import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
 from draftlab.train.parallel import depths_kept
@@ -189,7 +189,7 @@ class Trainer:
             seed=self.seed,
             step=step,
         )
-        noise = partial(feature_noise, largest=knobs.noise, seed=self.seed, step=step)
+        noise = StepNoise(knobs.noise, self.seed, step)
         return [
             pack(
                 self._records(micro),

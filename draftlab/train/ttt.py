@@ -15,18 +15,8 @@ from torch import Tensor
 from draftlab.data.packing import Batch
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.ttt_attention import OwnKeys, document_starts
-from draftlab.target.parts import TargetParts
 from draftlab.train.chunked import chunked_attention
-from draftlab.train.objective import (
-    SOFT_CE,
-    DraftTeacher,
-    StepOutput,
-    Sums,
-    Terms,
-    row_starts,
-    take_rows,
-    weighted_loss,
-)
+from draftlab.train.objective import StepOutput, row_starts, take_rows
 
 
 def unroll(head: DraftHead, batch: Batch) -> Iterator[StepOutput]:
@@ -87,19 +77,11 @@ def first_hidden(head: DraftHead, batch: Batch) -> Tensor:
     features = batch.last if head.config.reads_last else batch.features
     hidden = head.fuse(features.to(head.fc.weight.dtype))
     if batch.noise is not None:
-        hidden = hidden + batch.noise.values(hidden.shape[-1]).to(hidden.dtype)
+        noise = batch.noise.values(batch.positions, hidden.shape[-1])
+        hidden = hidden + noise.to(hidden.dtype)
     return hidden
 
 
 def ttt_weights(gamma: float, counts: Sequence[int]) -> list[float]:
     """γ^k: every step's sum is divided by N_0, so later steps also count less for being fewer."""
     return [gamma**k for k in range(len(counts))]
-
-
-def ttt_loss(
-    head: DraftHead, parts: TargetParts, batch: Batch, *, gamma: float, terms: Terms = SOFT_CE
-) -> tuple[Tensor, Sums]:
-    """Σ_k γ^k Σ ℓ, not yet divided by N_0, and the sums to report."""
-    weights = ttt_weights(gamma, batch.counts)
-    target = DraftTeacher.of(parts, head)
-    return weighted_loss(unroll(head, batch), head, target, batch, weights, terms)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from draftlab.data.packing import Batch, pack
+from draftlab.data.packing import pack
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import initialise_head
 from draftlab.heads.ptd import PtdHead
 from draftlab.target.model import Target, TargetKnobs, load_target
-from draftlab.target.parts import TargetParts
-from draftlab.train.objective import DraftTeacher, weighted_loss
-from draftlab.train.parallel import parallel_outputs, parallel_weights
-from draftlab.train.ttt import ttt_loss
+from draftlab.train.objective import SOFT_CE, Terms
 from tests.decode.answers import BOUNDARIES, answers, greedy_records
 from tests.toys import toy_target_folder
+from tests.train.synthetic import family_loss
 
 MAX_LENGTH = 128
 
@@ -81,23 +78,17 @@ def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> A
 @pytest.fixture(scope="session")
 def head(target: Target) -> Eagle3Head:
     """Sixty steps on the target's greedy answers: right often, wrong often."""
-    return trained_head(target, untrained_head(target, 3, target.vocab_size - 20), ttt_loss, 60)
+    return trained_head(target, untrained_head(target, 3, target.vocab_size - 20), 60)
 
 
 @pytest.fixture(scope="session")
 def parallel_head(target: Target) -> PtdHead:
     """Of two layers, trained as `head` is, but longer: later drafts are harder for it."""
     head = untrained_head(target, 3, target.vocab_size - 20, **PARALLEL, qk_norm=True)
-
-    def loss(head: Eagle3Head, parts: TargetParts, batch: Batch, *, gamma: float) -> Any:
-        weights = parallel_weights(gamma, batch.counts)
-        target = DraftTeacher.of(parts, head)
-        return weighted_loss(parallel_outputs(head, batch), head, target, batch, weights)
-
-    return trained_head(target, head, loss, 150)
+    return trained_head(target, head, 150)
 
 
-def trained_head(target: Target, head: Any, objective: Callable[..., Any], steps: int) -> Any:
+def trained_head(target: Target, head: Any, steps: int, terms: Terms = SOFT_CE) -> Any:
     """A head after some steps on the target's greedy answers."""
     records = greedy_records(target, answers(target, 32, seed=100))
     weights = [p for p in head.parameters() if p.requires_grad]
@@ -105,7 +96,7 @@ def trained_head(target: Target, head: Any, objective: Callable[..., Any], steps
     for step in range(steps):
         chosen = [records[(16 * step + i) % len(records)] for i in range(16)]
         batch = pack([chosen[i : i + 2] for i in range(0, 16, 2)], 112, 3)
-        loss, _ = objective(head, target.parts, batch, gamma=0.8)
+        loss, _ = family_loss(head, target.parts, batch, gamma=0.8, terms=terms)
         optimizer.zero_grad()
         (loss / batch.num_anchors).backward()
         optimizer.step()

@@ -16,7 +16,6 @@ from draftlab.decode.sampling import Sampling
 from draftlab.kernels.packed_linear import why_not_packed
 from draftlab.target.model import Target
 from draftlab.train.objective import SOFT_CE, Terms
-from draftlab.train.ttt import ttt_loss
 from tests.decode.answers import requests, run
 from tests.decode.conftest import EAGLE, NORMED, trained_head, untrained_head
 from tests.decode.test_packed_engine import told
@@ -31,11 +30,7 @@ def head(request: pytest.FixtureRequest, target: Target) -> Any:
     made = untrained_head(target, 3, target.vocab_size - 20, **KINDS[request.param])
     imitates = "eagle" in request.param
     terms = Terms("soft_ce", 0.1, 1.0) if imitates else SOFT_CE
-
-    def loss(*args: Any, gamma: float) -> Any:
-        return ttt_loss(*args, gamma=gamma, terms=terms)
-
-    return trained_head(target, made, loss, 40)
+    return trained_head(target, made, 40, terms)
 
 
 def test_the_walk_counts_what_the_engine_counts(target: Target, head: Any) -> None:

@@ -18,7 +18,6 @@ from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead, initialise_head
 from draftlab.target.model import Target, TargetKnobs, load_target
-from draftlab.train.ttt import ttt_loss
 from tests.decode.answers import answers, requests, run
 from tests.decode.conftest import trained_head
 from tests.decode.test_walk import walked_and_decoded
@@ -78,7 +77,7 @@ def head(target: Target) -> DraftHead:
         target_ids=torch.arange(target.vocab_size),
         seed=0,
     )
-    return trained_head(target, made, ttt_loss, 60)
+    return trained_head(target, made, 60)
 
 
 @pytest.mark.parametrize(("k", "batch"), [(3, 7), (5, 4)])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftlab.data.packing import Batch
 from draftlab.data.store import Record
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
-from draftlab.heads.head import initialise_head
+from draftlab.heads.head import DraftHead, initialise_head
 from draftlab.heads.layers import RMSNorm
 from draftlab.target.parts import TargetParts
+from draftlab.train.families import OBJECTIVES
+from draftlab.train.objective import SOFT_CE, DraftTeacher, Sums, Terms, weighted_loss
 
 VOCAB, HIDDEN, BOUNDARIES = 40, 32, (1, 2)
 
@@ -63,6 +66,15 @@ def head(target: TargetParts, seed: int = 0, **changes: object) -> Eagle3Head:
         seed=seed,
     )
     return made
+
+
+def family_loss(
+    head: DraftHead, target: TargetParts, batch: Batch, *, gamma: float, terms: Terms = SOFT_CE
+) -> tuple[Tensor, Sums]:
+    """The loss of a head's family as its objective is written, not yet divided by N_0, and sums."""
+    objective, teacher = OBJECTIVES[head.config.family], DraftTeacher.of(target, head)
+    weights = objective.weights(gamma, batch.counts)
+    return weighted_loss(objective.outputs(head, batch), head, teacher, batch, weights, terms)
 
 
 def record(spans: list[int] | Tensor, target: TargetParts, seed: int = 0) -> Record:

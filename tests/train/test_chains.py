@@ -10,16 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftlab.data.noise import StepNoise
 from draftlab.data.packing import pack
 from draftlab.data.store import Record
 from draftlab.target.parts import TargetParts
 from draftlab.train.knobs import TrainKnobs
-from draftlab.train.noise import feature_noise
 from draftlab.train.objective import SOFT_CE, Terms
 from draftlab.train.optimizer import learning_rate
-from draftlab.train.ttt import ttt_loss
 from tests.heads.plain_chain import PlainChain
-from tests.train.synthetic import HIDDEN, VOCAB, head, parts, record
+from tests.train.synthetic import HIDDEN, VOCAB, family_loss, head, parts, record
 from tests.train.test_ttt import server_log, spans_of
 
 EAGLE = {"family": "eagle", "boundaries": (4,), "draft_vocab_size": VOCAB}
@@ -91,7 +90,7 @@ def test_loss_and_gradients_equal_a_position_by_position_server(kind: str) -> No
     model = head(target, **changes).double()
     asked = [narrowed(r, model.config.feature_size) for r in records(target)]
     batch = pack([asked[:3], asked[3:]], 64, STEPS)
-    loss, _ = ttt_loss(model, target, batch, gamma=GAMMA, terms=terms)
+    loss, _ = family_loss(model, target, batch, gamma=GAMMA, terms=terms)
     loss.backward()
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     found = {n: p.grad.clone() for n, p in trained.items()}
@@ -118,11 +117,9 @@ def test_noise_is_a_function_of_seed_step_record_and_position() -> None:
     one, two = (record(spans_of([(3, 8)]), target, seed) for seed in (1, 2))
 
     def drawn(rows: list[list[Record]], seed: int = 0, step: int = 5) -> Tensor:
-        noise = pack(
-            rows, 64, 2, noise=lambda r: feature_noise(r, largest=0.1, seed=seed, step=step)
-        ).noise
-        assert noise is not None
-        return noise.values(HIDDEN)
+        batch = pack(rows, 64, 2, noise=StepNoise(0.1, seed, step))
+        assert batch.noise is not None
+        return batch.noise.values(batch.positions, HIDDEN)
 
     size = len(one.tokens)
     alone, together = drawn([[two]]), drawn([[one, two]])
@@ -147,10 +144,10 @@ def test_noise_lies_on_the_normed_features_and_nowhere_else() -> None:
     target = parts()
     model = head(target, **EAGLE).double()
     r = record(spans_of([(3, 8)]), target, 1)
-    batch = pack([[r]], 64, 1, noise=lambda r: feature_noise(r, largest=0.1, seed=0, step=5))
+    batch = pack([[r]], 64, 1, noise=StepNoise(0.1, 0, 5))
     assert batch.noise is not None
-    noise = batch.noise.values(HIDDEN)[0].double()
-    loss, _ = ttt_loss(model, target, batch, gamma=GAMMA, terms=IMITATION)
+    noise = batch.noise.values(batch.positions, HIDDEN)[0].double()
+    loss, _ = family_loss(model, target, batch, gamma=GAMMA, terms=IMITATION)
     rows = plain_losses(PlainChain(dict(model.named_parameters()), model.config), target, r, noise)
     expected = torch.stack([0.1 * ce + missed for k, ce, missed, _ in rows if k == 0]).sum()
     assert loss.item() == pytest.approx(float(expected.detach()), rel=1e-5)

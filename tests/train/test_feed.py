@@ -17,9 +17,8 @@ from draftlab.train.clock import OUTSIDE, Clock
 from draftlab.train.feed import ahead, feed, in_threads
 from draftlab.train.objective import DraftTeacher
 from draftlab.train.scores import score
-from draftlab.train.ttt import ttt_loss
 from draftlab.train.validate import validate
-from tests.train.synthetic import head, parts, record
+from tests.train.synthetic import family_loss, head, parts, record
 from tests.train.test_learning import ListStore, orthogonal_parts, toy_answer, trained
 from tests.train.test_ttt import spans_of
 
@@ -100,7 +99,7 @@ def test_one_row_has_the_same_loss_and_no_padding() -> None:
     assert row.counts == rows.counts
     assert all(step.index.numel() == len(step.loss) for step in row.steps)
     assert any(step.index.numel() > len(step.loss) for step in rows.steps)
-    expected, found = (ttt_loss(model, target, batch, gamma=0.8)[0] for batch in (rows, row))
+    expected, found = (family_loss(model, target, batch, gamma=0.8)[0] for batch in (rows, row))
     torch.testing.assert_close(found, expected)
 
 

@@ -16,7 +16,7 @@ from draftlab.heads.ptd import PtdHead
 from draftlab.target.parts import TargetParts
 from draftlab.train.objective import DraftTeacher, weighted_loss
 from draftlab.train.parallel import depths_kept, parallel_outputs, parallel_weights
-from tests.train.synthetic import head, parts, record
+from tests.train.synthetic import family_loss, head, parts, record
 from tests.train.test_ttt import server_log, spans_of
 
 DEPTHS, GAMMA = 4, 0.8
@@ -146,9 +146,7 @@ def test_loss_and_gradients_equal_a_server_run_anchor_by_anchor(
         DEPTHS,
         keep=lambda r: kept[r.id][: len(r.tokens)],
     )
-    weights = parallel_weights(GAMMA, batch.counts)
-    teacher = DraftTeacher.of(target, model)
-    loss, sums = weighted_loss(parallel_outputs(model, batch), model, teacher, batch, weights)
+    loss, sums = family_loss(model, target, batch, gamma=GAMMA)
     (loss / batch.num_anchors).backward()
     found = gradients(model)
     expected, counts = reference(model, target, records, kept)

@@ -16,8 +16,7 @@ from draftlab.data.packing import loss_reach, pack
 from draftlab.data.store import Record
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.target.parts import TargetParts
-from draftlab.train.ttt import ttt_loss
-from tests.train.synthetic import head, parts, record
+from tests.train.synthetic import family_loss, head, parts, record
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=4
@@ -180,7 +179,7 @@ def test_loss_and_gradients_equal_a_position_by_position_server() -> None:
     ]
     model = head(target)
     batch = pack([records[:3], records[3:]], 64, steps)
-    loss, sums = ttt_loss(model, target, batch, gamma=gamma)
+    loss, sums = family_loss(model, target, batch, gamma=gamma)
     loss.backward()
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
 
@@ -205,8 +204,8 @@ def test_packed_conversations_do_not_see_each_other() -> None:
     target = parts()
     one, two = (record(spans_of([(3, 8)]), target, seed) for seed in (1, 2))
     model = head(target)
-    alone = [ttt_loss(model, target, pack([[r]], 64, 3), gamma=0.8)[0] for r in (one, two)]
-    together = ttt_loss(model, target, pack([[one, two]], 64, 3), gamma=0.8)[0]
+    alone = [family_loss(model, target, pack([[r]], 64, 3), gamma=0.8)[0] for r in (one, two)]
+    together = family_loss(model, target, pack([[one, two]], 64, 3), gamma=0.8)[0]
     assert float(together) == pytest.approx(float(sum(alone)), rel=1e-6)
 
 
@@ -216,7 +215,7 @@ def test_a_token_outside_the_draft_vocabulary_stays_in_the_denominator() -> None
     outside = Record(
         r.id, r.tokens, r.spans, r.features, r.last, r.logsumexp, torch.zeros_like(r.argmax), 0.0
     )
-    _, sums = ttt_loss(head(target), target, pack([[outside]], 64, 3), gamma=0.8)
+    _, sums = family_loss(head(target), target, pack([[outside]], 64, 3), gamma=0.8)
     assert sums.hits.sum() == 0
     assert sums.count.tolist() == [5, 4, 3]
 
