@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from draftlab.data.store import Store
 from draftlab.data.survey import survey
 from draftlab.heads.config import OPTIONS
 from draftlab.heads.folder import CONFIG, WEIGHTS, load_config, stored_shapes
-from draftlab.report import print_report
+from draftlab.report import print_report, print_suites
 from draftlab.results import Report
 from draftlab.run import STAGES, find_run
 from draftlab.subject import recipe_of
@@ -39,12 +40,9 @@ def inspect_path(what: str | None, sample: int, console: Console, *, verify: boo
     path = Path(what) if what is not None else find_run(None)
     if what == REFERENCE and not path.exists():
         path = reference_head()
-    if path.is_file() and path.name in OF_A_FOLDER:
-        path = path.parent
-    if path.is_file():
-        print_report(Report.read(path), console)
-    elif (path / REPORT).is_file():
-        print_report(Report.read(path / REPORT), console)
+    path = _folder_of(path)
+    if file := _report_file(path):
+        print_report(Report.read(file), console)
     elif (path / MANIFEST).is_file():
         store, run = Store.open(path), path.resolve().parent
         _store(store, console, verify)
@@ -56,6 +54,29 @@ def inspect_path(what: str | None, sample: int, console: Console, *, verify: boo
         _head(path, console)
     else:
         _run(find_run(None if what is None else str(path)), sample, console, verify)
+
+
+def inspect_reports(whats: Sequence[str], console: Console) -> None:
+    """Prints several reports (folders or files) in one table, a suite beside a suite."""
+    files = {what: _report_file(_folder_of(Path(what))) for what in whats}
+    for what, file in files.items():
+        if file is None:
+            raise UserError(
+                "expected a report: a folder that `draftlab eval` wrote, or its report.json",
+                where=what,
+                do="name one run, store or head at a time; only reports are printed together",
+            )
+    print_suites([Report.read(file) for file in files.values() if file], console)
+
+
+def _folder_of(path: Path) -> Path:
+    """The folder that a path stands for, if it is a file that stands for one."""
+    return path.parent if path.is_file() and path.name in OF_A_FOLDER else path
+
+
+def _report_file(path: Path) -> Path | None:
+    """The report that a path is, or holds."""
+    return next((file for file in (path, path / REPORT) if file.is_file()), None)
 
 
 def _table(title: str, rows: dict[str, Any], console: Console) -> None:

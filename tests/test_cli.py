@@ -285,12 +285,14 @@ def test_inspect_shows_run_store_head_and_report() -> None:
         ((str(run / "eval"),), ("expected AL",)),
         ((str(run / "eval" / "report.html"),), ("expected AL",)),
         (("reference",), ("embedded",)),
+        ((str(run / "eval"), str(run / "eval" / "report.html")), ("suite", "prompts", "AL")),
     ):
         result = draftlab(finished(), "inspect", *arguments)
         assert result.exit_code == 0, result.output
         assert [text for text in said if text not in result.stdout] == []
     assert "expected a sample in 0..11" in draftlab(finished(), "inspect", "--sample", "12").stderr
     assert "expected a run, found none" in refused(finished(), "inspect", "nothing")
+    assert "expected a report" in refused(finished(), "inspect", str(run / "eval"), "nothing")
     other = str(run / "provenance.json")
     assert "expected report schema 1 or 2, found None" in refused(finished(), "inspect", other)
 

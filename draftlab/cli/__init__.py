@@ -199,9 +199,10 @@ app.command()(push)
 @app.command()
 def inspect(
     what: Annotated[
-        str | None,
+        list[str] | None,
         typer.Argument(
-            help='A run, store, head or report, or "reference"; default: the latest run.'
+            help='A run, store, head or report, or "reference"; default: the latest run. Several '
+            "reports: one table."
         ),
     ] = None,
     sample: Annotated[
@@ -214,9 +215,12 @@ def inspect(
 ) -> None:
     """Look into a run, a store, a head or a report: counts, hashes, a conversation's mask."""
     with guard(debug):
-        from draftlab.inspect import inspect_path
+        from draftlab.inspect import inspect_path, inspect_reports
 
-        inspect_path(what, sample, output, verify=verify)
+        if what and len(what) > 1:
+            inspect_reports(what, output)
+        else:
+            inspect_path(what[0] if what else None, sample, output, verify=verify)
 
 
 @recipe_app.command("schema")

@@ -60,7 +60,7 @@ def legend(figure: Figure) -> None:
         for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
     options: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "handlelength": 3.0}
-    if len(figure.axes) == 1 and len(entries) <= 6:
+    if len(figure.axes) == 1 and len(entries) <= 4:
         axes.legend(entries.values(), entries.keys(), **options)
         return
     columns = max(1, min(3, 100 // max(1, *map(len, entries))))

@@ -44,6 +44,9 @@ def tables(report: Report) -> list[dict[str, Any]]:
                     "lengths": [wording.number(p[f"{kind}_length"], 2) for kind in _KINDS],
                     "steps": [wording.milliseconds(p[f"{kind}_step_ms"]) for kind in _KINDS],
                     "tpots": [wording.milliseconds(p[f"{kind}_tpot_ms"]) for kind in _KINDS],
+                    "ttfts": [
+                        wording.milliseconds(_ttft_ms(report, one, kind, p["k"])) for kind in _KINDS
+                    ],
                     "share": wording.number(p["share"], 2),
                     "needed": wording.number(p["needed"], 2),
                 }
@@ -52,3 +55,16 @@ def tables(report: Report) -> list[dict[str, Any]]:
         }
         for one in (report.adviser or {}).get("break_even", [])
     ]
+
+
+def _ttft_ms(report: Report, one: Mapping[str, Any], kind: str, k: int) -> float | None:
+    """The time to first token of one of the two at a K; None where that K was not timed."""
+    for row in report.rows:
+        same = all(
+            getattr(row, key) == one[key] for key in ("engine", "temperature", "draft_probs")
+        )
+        if same and (row.head, row.drafter, row.k) == (one[kind], kind, k):
+            for timing in row.timings:
+                if timing.batch == one["batch"]:
+                    return timing.ttft_ms
+    return None

@@ -75,7 +75,7 @@ def _mark(i: int, row: Row) -> str:
 
 
 def _table(rows: list[Row], columns: list[Column]) -> Table:
-    table = _frame()
+    table = frame()
     table.add_column("# ", justify="right", no_wrap=True)
     for name, _ in columns:
         left = name in ("engine", "drafter", "head", _ACCEPTANCE)
@@ -88,7 +88,7 @@ def _table(rows: list[Row], columns: list[Column]) -> Table:
     return table
 
 
-def _frame() -> Table:
+def frame() -> Table:
     """A table without columns."""
     return Table(
         box=box.SIMPLE_HEAD,
@@ -101,8 +101,10 @@ def _frame() -> Table:
 
 def _batches(rows: list[Row]) -> Table:
     """Times at every batch that was timed."""
-    table = _frame()
-    for name in ("# ", "batch", "TPOT ms", "step\nms", "floor\nms", "tokens/s", "speed-up"):
+    table = frame()
+    for name in (
+        "# ", "batch", "TPOT ms", "TTFT\nms", "step\nms", "floor\nms", "tokens/s", "speed-up",
+    ):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
     for i, row in enumerate(rows, 1):
         for timing in row.timings:
@@ -110,6 +112,7 @@ def _batches(rows: list[Row]) -> Table:
                 _mark(i, row),
                 str(timing.batch),
                 wording.milliseconds(timing.tpot_ms, timing.tpot_ms_ci),
+                wording.milliseconds(timing.ttft_ms),
                 wording.milliseconds(timing.step_ms),
                 wording.milliseconds(timing.floor_ms),
                 wording.number(timing.throughput_tok_s, 0),
@@ -120,7 +123,7 @@ def _batches(rows: list[Row]) -> Table:
 
 
 def _varying_table(rows: list[Row], varying: dict[str, list[str]]) -> Table:
-    table = _frame()
+    table = frame()
     table.add_column("# ", justify="right", no_wrap=True)
     for name in varying:
         table.add_column(name, overflow="fold")
@@ -129,14 +132,14 @@ def _varying_table(rows: list[Row], varying: dict[str, list[str]]) -> Table:
     return table
 
 
-def _items(items: Iterable[tuple[str, str]], style: str = "") -> Table:
+def grid(items: Iterable[tuple[str, str]], style: str = "") -> Table:
     """Names, and their texts wrapped beside them."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True, style=style)
-    grid.add_column(overflow="fold", style=style)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style=style)
+    table.add_column(overflow="fold", style=style)
     for name, text in items:
-        grid.add_row(Text(name), Text(text))
-    return grid
+        table.add_row(Text(name), Text(text))
+    return table
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -159,18 +162,18 @@ def print_report(report: Report, console: Console) -> None:
         console.print(_batches(rows))
     if varying:
         console.print(_varying_table(rows, varying))
-    console.print(_items([("conditions", "\n".join(conditions.lines(console.width - 12)))]))
+    console.print(grid([("conditions", "\n".join(conditions.lines(console.width - 12)))]))
     if advice := wording.advice(report):
         console.print()
         items = [(f"advice, {of}:", text) for of, text in advice]
         if check := wording.advice_check(report):
             items.append(("the adviser:", check))
-        console.print(_items(items, "bold"))
+        console.print(grid(items, "bold"))
     if found := same_k.lines(report):
-        console.print(_items([(f"{of}:", text) for of, text in found], "bold"))
+        console.print(grid([(f"{of}:", text) for of, text in found], "bold"))
     for head, lines in wording.certificates(report):
         console.print()
-        console.print(_items([(f"certificate, {head}:", "\n".join(lines))], "bold"))
+        console.print(grid([(f"certificate, {head}:", "\n".join(lines))], "bold"))
     console.print()
     legend = {name: wording.LEGEND[name][0] for name in wording.IN_CONSOLE}
     if not _expects(rows):
@@ -178,7 +181,7 @@ def print_report(report: Report, console: Console) -> None:
     if any(map(wording.is_vllm_default, rows)):
         legend[wording.DEFAULT_MARK] = wording.DEFAULT_NOTE
     legend |= wording.head_notes(rows)
-    console.print(_items(legend.items(), style="dim"))
+    console.print(grid(legend.items(), style="dim"))
     if found := wording.warnings(report):
         console.print()
-        console.print(_items([(f"warning, {where}:", text) for where, text in found], "yellow"))
+        console.print(grid([(f"warning, {where}:", text) for where, text in found], "yellow"))

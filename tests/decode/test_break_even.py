@@ -122,6 +122,28 @@ def test_the_report_has_them_side_by_side(report: Report, tmp_path: Path) -> Non
     assert same_k.lines(report)[0][1] == one["text"]
 
 
+def test_times_to_first_token_stand_side_by_side() -> None:
+    found = []
+    for row in rows():
+        for batch in (1, 8) if row.k else ():
+            row = timed(row, 12.0 + row.k, batch=batch)
+        firsts = [
+            one.model_copy(update={"ttft_ms": 100.0 * row.k + one.batch + (row.head == "at once")})
+            for one in row.timings[-2:]
+        ]
+        found.append(row.model_copy(update={"timings": firsts}))
+    report = sample.report(found).model_copy(update={"adviser": advise(found)})
+    told = [[row["ttfts"] for row in table["rows"]] for table in same_k.tables(report)]
+    untimed = [["–", "–"]] * 4
+    assert told == [
+        [["101.00", "102.00"], *untimed, ["601.00", "602.00"]],
+        [["108.00", "109.00"], *untimed, ["608.00", "609.00"]],
+    ]
+    page = render_html(report, {})
+    assert "<th>TTFT ms parallel</th>" in page
+    assert "<td>608.00</td><td>609.00</td>" in page
+
+
 def test_the_plot_of_tpot_has_both(report: Report) -> None:
     (axes,) = figures(report)["tpot_by_k"].axes
     labels = {t.get_text() for t in axes.get_legend().get_texts()}

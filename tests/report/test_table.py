@@ -144,6 +144,7 @@ def test_batches_and_advice() -> None:
     assert batches[0].split()[-4:] == [
         f"{timing.throughput_tok_s:.0f}", f"{timing.speedup:.2f}×", f"[{low:.2f},", f"{high:.2f}]",
     ]  # fmt: skip
+    assert f"{timing.ttft_ms:.2f}" in batches[0].split()
     said = " ".join(text.split())
     first = report.adviser["advice"][0]
     assert f"advice, T = 0: {first['text']}" in said

@@ -1,0 +1,74 @@
+"""Reports of several suites in one table: a setting's rows together, a suite beside a suite."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from draftlab.base import UserError
+from draftlab.report import print_suites
+from draftlab.results import Report
+from tests.report import sample
+
+
+def of_suite(name: str, **changes: Any) -> Report:
+    """A chain and a parallel head at two K's on a suite."""
+    drafted = [
+        sample.row(k=k, suite=name, suite_sha256=name * 9, head=head, drafter=drafter, **changes)
+        for head, drafter in (("chained", "chain"), ("at once", "parallel"))
+        for k in (3, 5)
+    ]
+    return sample.report([sample.baseline(suite=name, suite_sha256=name * 9), *drafted])
+
+
+def printed(*reports: Report, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_suites(reports, console)
+    return console.file.getvalue()
+
+
+def test_each_setting_has_a_row_for_each_suite() -> None:
+    one, two = of_suite("mt-bench"), of_suite("data/gsm8k.jsonl", keep=0.4)
+    text = printed(one, two)
+    lines = [line for line in text.splitlines() if "mt-bench" in line or "gsm8k" in line]
+    assert [line.split()[:3] for line in lines[2:]] == [
+        words
+        for head, kind in (("chained", "chain"), ("at once", "parallel"))
+        for k in "35"
+        for words in [[*head.split(), kind, k][:3]] * 2
+    ]
+    assert ["mt-bench" in line for line in lines] == [True, False] * 5
+    for rows, found in ((one.rows, lines[::2]), (two.rows, lines[1::2])):
+        for row, line in zip(rows, found, strict=True):
+            assert f"{row.tpot_ms:.2f} " in line
+            assert f"{row.ttft_ms:.2f} " in line
+            if row.acceptance_length:
+                assert f" {row.acceptance_length:.2f} [" in line
+                assert f" {row.speedup:.2f}×" in line
+    assert "data/" not in text.split("conditions")[0]
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+
+
+def test_suites_of_one_name_are_told_apart() -> None:
+    text = printed(of_suite("a/q.jsonl"), of_suite("b/q.jsonl"))
+    assert "a/q.jsonl" in text
+    assert "b/q.jsonl" in text
+
+
+def test_conditions_that_differ_are_named() -> None:
+    text = printed(of_suite("a"), of_suite("b", max_new_tokens=64))
+    assert "not alike in all rows: max tokens" in " ".join(text.split())
+    assert "not alike" not in printed(of_suite("a"), of_suite("b"))
+
+
+def test_other_targets_and_nothing_are_refused() -> None:
+    one = of_suite("a")
+    other = one.model_copy(update={"target": {"name": "other", "fingerprint": "0" * 64}})
+    with pytest.raises(UserError, match=r"expected reports of one target, found .*, other \(0000"):
+        printed(one, other)
+    with pytest.raises(UserError, match="expected reports with rows, found none"):
+        printed(sample.report([]), sample.report([]))
