@@ -116,6 +116,7 @@ class _DistillLinear(torch.autograd.Function):
             hidden.new_empty(len(hidden), dtype=wide),
             hidden.new_empty(len(hidden), dtype=torch.int64),
         )
+        # In the plan's order, so that chunks are slices.
         d_hidden = torch.empty_like(hidden) if options.wants_hidden else None
         d_lm_head = torch.zeros_like(lm_head, dtype=wide) if options.wants_lm_head else None
         _go_through(
@@ -123,15 +124,19 @@ class _DistillLinear(torch.autograd.Function):
         )
         if d_lm_head is not None:
             d_lm_head = d_lm_head.to(lm_head.dtype)
-        ctx.save_for_backward(d_hidden, d_lm_head)
+        ctx.save_for_backward(d_hidden, d_lm_head, plan.order)
         ctx.mark_non_differentiable(out.loss, out.alpha, out.best)
         return weighted(weight, out.loss), out.loss, out.alpha, out.best
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (g if g is None else g.mul_(scale) for g in ctx.saved_tensors)
-        return *scaled, None, None, None, None, None
+        *gradients, order = ctx.saved_tensors
+        d_hidden, d_lm_head = (g if g is None else g.mul_(scale) for g in gradients)
+        if d_hidden is not None:
+            places = torch.arange(len(order), device=order.device)
+            d_hidden = d_hidden[torch.empty_like(order).scatter_(0, order, places)]
+        return d_hidden, d_lm_head, None, None, None, None, None
 
 
 def _go_through(
@@ -146,7 +151,7 @@ def _go_through(
     d_hidden: Tensor | None,
     d_lm_head: Tensor | None,
 ) -> None:
-    """Fills `out` and `d_hidden`, adds to `d_lm_head`, chunk by chunk."""
+    """Fills `out` and `d_hidden` (in the plan's order), adds to `d_lm_head`, chunk by chunk."""
     dtype, teacher_dtype = _product_dtype(hidden), _product_dtype(teacher.weight)
     factors, teachings = lm_head.to(dtype), teacher.weight.to(teacher_dtype)
     vocab, size = lm_head.shape
@@ -162,21 +167,24 @@ def _go_through(
     taught = hidden.new_empty(most_teachers, pitch, dtype=teacher_dtype)[:, :vocab]
     gradients = d_hidden is not None or d_lm_head is not None
     judge = _judge(hidden.is_cuda, weight.dtype)
+    ordered = hidden[plan.order].to(dtype)
     for chunk in chunks:
         z = taught[: chunk.num_teachers]
         last = teacher.last[plan.positions[chunk.teachers]].to(teacher.weight.dtype)
         normed = last if teacher.norm is None else teacher.norm(last)
         torch.mm(normed.to(teacher_dtype), teachings.t(), out=z)
         x = drafted[: chunk.num_rows]
-        rows = plan.order[chunk.rows]
-        states = hidden[rows].to(dtype)
+        states = ordered[chunk.rows]
         torch.mm(states, factors.t(), out=x)
         judge(x, z, chunk.rows, plan, teacher, weight, share, options.loss, gradients, out)
         if d_hidden is not None:
-            d_hidden.index_copy_(0, rows, (x @ factors).to(hidden.dtype))
+            if hidden.dtype == dtype:
+                torch.mm(x, factors, out=d_hidden[chunk.rows])
+            else:
+                d_hidden[chunk.rows] = x @ factors
         if d_lm_head is not None:
             # 0 · NaN is NaN: what a row without weight holds must not reach the product.
-            states.masked_fill_((weight[rows] == 0)[:, None], 0)
+            states.masked_fill_((weight[plan.order[chunk.rows]] == 0)[:, None], 0)
             _add_product(d_lm_head, x.t(), states)
 
 
