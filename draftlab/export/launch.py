@@ -11,6 +11,7 @@ from draftlab.export.gguf import OUT_TYPES
 from draftlab.export.layout import Export
 from draftlab.heads.config import HeadConfig
 
+_TEMPERED = "--override-generation-config '{\"attn_temperature_tuning\": true}'"
 _FAMILIES = {
     "eagle3": "EAGLE3",
     "ptd": "Parallel draft (P-EAGLE)",
@@ -44,13 +45,16 @@ def vllm_text(export: Export, place: Path, *, alone: bool = False, method: str =
     parallel = export.head.family == "ptd"
     # Only of an export served alone does vLLM read it from config.json.
     options = json.dumps(chosen | ({"parallel_drafting": True} if parallel else {}))
+    tempered = export.head.target.architecture.startswith("Llama4")
+    more = f" {_TEMPERED}" if tempered else ""
     explicit = block(
-        f"vllm serve {shlex.quote(export.target_name)} --speculative-config {shlex.quote(options)}"
+        f"vllm serve {shlex.quote(export.target_name)} --speculative-config "
+        f"{shlex.quote(options)}{more}"
     )
     if alone:
         text = (
             "The target is on the Hub, and the export names it:\n\n"
-            + block(f"vllm serve {shlex.quote(str(place))}")
+            + block(f"vllm serve {shlex.quote(str(place))}{more}")
             + f"\nSpelled out, for another K or a local copy of the target:\n\n{explicit}"
         )
     elif is_hub_id(export.target_name):
@@ -62,6 +66,12 @@ def vllm_text(export: Export, place: Path, *, alone: bool = False, method: str =
         )
     drafts = f"{export.k} tokens a step, greedy, "
     drafts += "all in one pass" if parallel else "one a pass"
+    if tempered:
+        drafts += (
+            ".\nUp to 32,768 positions vLLM tempers Llama 4's attention only where the generation "
+            "config asks for it, as its own config and this head's training do: hence the last "
+            "option"
+        )
     return f"# Serving this head with vLLM\n\n{text}\nDrafts: {drafts}.\n"
 
 

@@ -34,6 +34,7 @@ from parity_vllm import EXACT, Bench, total
 
 from draftlab.base import UserError, read_json
 from draftlab.decode.vllm import drafting_method
+from draftlab.decode.vllm_client.own_config import engine_options
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
             "max_new_tokens": options.max_new_tokens,
             "stop_token_ids": sorted(subject.stops),
             "prompts": [list(ids) for _, ids in subject.prompts],
+            "engine_options": engine_options(subject.target.folder),
         }
         client(python, "vllm_twice.py", {answer: request})
         loads = json.loads(answer.read_text())

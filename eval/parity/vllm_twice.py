@@ -39,6 +39,7 @@ def decode(request: dict[str, Any]) -> dict[str, Any]:
         max_model_len=request["max_model_len"],
         max_num_seqs=1,
         speculative_config=draft,
+        **request["engine_options"],
     )
     sampling = vllm.SamplingParams(
         temperature=0,

@@ -94,6 +94,20 @@ def test_config(out: Path) -> None:
     assert '"method": "eagle"' in (out / "launch.md").read_text()
 
 
+def test_vllm_is_told_to_temper_the_attention_of_a_llama4_target(
+    make_head: MakeHead, target: Path, tmp_path: Path
+) -> None:
+    folder, option = make_head(**LLAMA4), "--override-generation-config"
+    plain = export(folder, target, tmp_path / "plain", "vllm")
+    assert option not in (plain / "launch.md").read_text()
+    described = folder / "draftlab.json"
+    text = described.read_text().replace("LlamaForCausalLM", "Llama4ForCausalLM")
+    described.write_text(text)
+    found = (export(folder, target, tmp_path / "out", "vllm") / "launch.md").read_text()
+    (line,) = [line for line in found.splitlines() if line.startswith("vllm serve")]
+    assert line.endswith(option + " '{\"attn_temperature_tuning\": true}'")
+
+
 def test_an_independent_reader_computes_the_head(out: Path, target: Path, tmp_path: Path) -> None:
     folder = tmp_path / "head"
     parts = load_parts(target)
