@@ -14,6 +14,7 @@ from draftlab.data.manifest import StoreIdentity
 from draftlab.data.mask_token import MASK, choose_mask_token, token_counts
 from draftlab.data.store import Store
 from draftlab.decode.beside import check_knobs
+from draftlab.decode.vllm_process import find_python
 from draftlab.export.layouts import layout_for
 from draftlab.heads.config import FROM_LAST_STATE, HeadConfig, Llama4Config, TargetIdentity
 from draftlab.heads.layers import ROPE_TYPES
@@ -73,9 +74,10 @@ def check_early(recipe: Recipe) -> None:
 
     Raises:
         UserError: boundaries or positions outside the target, position encodings that cannot be
-            lent, a mask token that will not do, a program that cannot hold such a head, an
-            evaluation by a vLLM that is not there.
+            lent, a mask token that will not do, a program that cannot hold such a head, a stage
+            whose vLLM is not there.
     """
+    _check_vllm(recipe)
     config = target_config(recipe.target).get_text_config()
     if recipe.record.boundaries is not None:
         try:
@@ -114,6 +116,18 @@ def check_early(recipe: Recipe) -> None:
         choose_mask_token(recipe.head.mask_token, tokenizer, config.vocab_size, stops, None)
     if recipe.eval.engine == "vllm":
         check_knobs(recipe.eval)
+
+
+def _check_vllm(recipe: Recipe) -> None:
+    for knobs in (recipe.regenerate, recipe.record):
+        if knobs.backend == "vllm":
+            find_python(knobs.vllm)
+    if recipe.record.online and recipe.record.backend == "vllm":
+        raise UserError(
+            "record.online makes states by transformers alone, found record.backend=vllm",
+            where="record",
+            do="leave one of the two out",
+        )
 
 
 def mask_token(recipe: Recipe, store: Store, tokenizer: Any, monitor: Monitor) -> int | None:

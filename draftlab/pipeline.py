@@ -4,7 +4,8 @@
                           └───► export
 
 What is there and fits the recipe is kept, what is missing is made; a run whose expensive stages
-were made with other knobs is refused, the knobs named. `draftlab.run` keeps the books.
+were made with other knobs is refused, the knobs named. `draftlab.run` keeps the books,
+`draftlab.recording` makes answers and store, `draftlab.training` the head.
 """
 
 from __future__ import annotations
@@ -14,52 +15,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from draftlab.base import Monitor, UserError, sha256_file, write_json
-from draftlab.blueprint import (
-    check_early,
-    choose_boundaries,
-    draft_vocabulary,
-    head_config,
-    mask_token,
-)
-from draftlab.chat.render import template_sha256, tokenizer_sha256
-from draftlab.data.conversations import (
-    Conversation,
-    conversation_file,
-    load_prompts,
-    read_conversations,
-)
-from draftlab.data.draft_vocab import DraftVocabulary
-from draftlab.data.manifest import MANIFEST, Manifest
-from draftlab.data.online import OnlineStore
-from draftlab.data.record import Part, planned, record
-from draftlab.data.regenerate import regenerate
-from draftlab.data.samples import samples
-from draftlab.data.store import Sample, Store, StoreIdentity
+from draftlab.base import Monitor, sha256_file, write_json
+from draftlab.blueprint import check_early
+from draftlab.data.conversations import conversation_file
 from draftlab.decode.evaluate import environment
 from draftlab.estimate import estimate
-from draftlab.heads.folder import WEIGHTS, load_head, save_head
+from draftlab.heads.folder import WEIGHTS, save_head
 from draftlab.heads.head import DraftHead
-from draftlab.helpers import helper_devices, helpers
 from draftlab.recipe import Recipe, flat, to_yaml
+from draftlab.recording import Recording
 from draftlab.run import RUNS, STAGES, Run, Status, find_run, git_commit, lock
 from draftlab.subject import Subject, eval_subject, input_files, recipe_of
-from draftlab.target.model import (
-    EMBEDDED,
-    Target,
-    fingerprint,
-    load_target,
-    load_tokenizer,
-    resolve_target,
-)
-from draftlab.target.parts import TargetParts, load_parts
-from draftlab.train.loop import Trainer
+from draftlab.target.model import EMBEDDED, fingerprint, resolve_target
 from draftlab.train.ranks import Ranks, started_together
-from draftlab.train.validate import Validation
+from draftlab.training import train_head
 from draftlab.verbs import REFERENCE, evaluate, export, head_path, load_suite, reference_head
 
 
@@ -106,23 +78,9 @@ class Pipeline:
         return self.ranks is None or self.ranks.is_main
 
     @cached_property
-    def prompts(self) -> list[Conversation]:
-        """The conversations to be answered."""
-        return load_prompts(self.recipe.prompts, self.monitor)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The target's tokenizer."""
-        return load_tokenizer(self.recipe.target)
-
-    @cached_property
-    def target(self) -> Target:
-        """The target, loaded when the first stage needs it."""
-        self.monitor.say(f"loading target {self.recipe.target.path}")
-        target = load_target(self.recipe.target)
-        for note in target.notes:
-            self.monitor.say(note)
-        return target
+    def recording(self) -> Recording:
+        """The target, its answers and states."""
+        return Recording(self.recipe, self.runs / self.recipe.name, self.monitor)
 
     def plan(self, *last: str) -> list[Status]:
         """How each stage up to those of `last` stands; without a run nothing is downloaded."""
@@ -170,7 +128,7 @@ class Pipeline:
         run = self.run
         check_early(self.recipe)
         if run.status(STAGES["answers"]).state != "done":
-            _ = self.prompts  # a broken file must not leave a run folder
+            _ = self.recording.prompts  # a broken file must not leave a run folder
         with lock(run.folder):
             statuses = run.plan(*last)
             if not force:
@@ -195,7 +153,7 @@ class Pipeline:
     @property
     def _makers(self) -> dict[str, Callable[[Path], None]]:
         return {
-            "answers": self._answers,
+            "answers": self.recording.answer,
             "store": self._store,
             "head": self._head,
             "eval": self._eval,
@@ -218,31 +176,14 @@ class Pipeline:
     def _device(self) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def _answers(self, path: Path) -> None:
-        recipe = self.recipe
-        regenerate(
-            self.target if recipe.regenerate.enabled else None,
-            self.tokenizer,
-            self.prompts,
-            recipe.regenerate,
-            path,
-            seed=recipe.seed,
-            monitor=self.monitor,
-        )
-
     def _store(self, folder: Path) -> None:
         if self.recipe.record.online:
-            plan, _ = self._planned(self.monitor)
-            whole = plan.model_copy(update={"complete": True, "online": True})
-            write_json(folder / MANIFEST, whole.dump())
-            self.monitor.say("nothing is stored: states are made while training (record.online)")
+            self.recording.write_plan(folder)
             return
         gpus = self.record_gpus
         if self.ranks is not None and self.recipe.target.gpus == 1:
             gpus = self.ranks.gpus_here  # which wait for the training
-        devices = helper_devices(gpus, self.recipe.target.device)
-        with helpers(self.run.folder, devices, self.monitor):
-            self._record(folder, "lead")
+        self.recording.lead(folder, gpus)
 
     def join_recording(self) -> None:
         """Takes shards of this run's recording, which another process makes; waits for its plan.
@@ -259,45 +200,7 @@ class Pipeline:
                 self.monitor.say(f"waiting for {run.folder / STAGES['answers'].artefact}")
             waiting = False
             time.sleep(1)
-        self._record(run.folder / STAGES["store"].artefact, "help")
-
-    def _record(self, folder: Path, part: Part) -> None:
-        knobs, monitor = self.recipe.record, self.monitor
-        identity, recorded = self._recorded(monitor)
-        record(self.target, recorded, folder, knobs, identity, monitor=monitor, part=part)
-
-    def _recorded(self, monitor: Monitor) -> tuple[StoreIdentity, list[Sample]]:
-        """What is to be recorded."""
-        boundaries = choose_boundaries(self.recipe, self.target.num_layers, monitor)
-        identity = StoreIdentity.of(
-            self.target,
-            tokenizer_sha256=tokenizer_sha256(self.tokenizer),
-            template_sha256=template_sha256(self.tokenizer),
-            boundaries=boundaries,
-            dtype=self.recipe.record.dtype,
-        )
-        answers = read_conversations(self.run.folder / STAGES["answers"].artefact)
-        return identity, samples(answers, self.tokenizer, monitor)
-
-    def _planned(self, monitor: Monitor) -> tuple[Manifest, list[Sample]]:
-        """The plan of the recording, and the samples in it."""
-        identity, recorded = self._recorded(monitor)
-        return planned(self.target, recorded, self.recipe.record, identity, monitor=monitor)
-
-    def _opened_store(self) -> Store:
-        """The recorded states, or the target that makes them."""
-        if not self.recipe.record.online:
-            return Store.open(self.run.folder / STAGES["store"].artefact)
-        knobs = self.recipe.target
-        if self.ranks and (knobs.gpus > 1 or knobs.device not in ("auto", "cuda", "cpu")):
-            raise UserError(
-                f"record.online gives each of {self.ranks.size} processes the whole target on its "
-                f"own GPU; found target.gpus {knobs.gpus}, target.device {knobs.device}",
-                where="target",
-                do="leave both at their defaults, train with one process, or record first",
-            )
-        plan, kept = self._planned(Monitor())  # it was told when the plan was made
-        return OnlineStore(self.target, kept, plan)
+        self.recording.help(run.folder / STAGES["store"].artefact)
 
     def _head(self, folder: Path) -> None:
         if self.ranks is not None:
@@ -307,40 +210,14 @@ class Pipeline:
         self._training = False
 
     def _train(self) -> DraftHead:
-        """The trained head."""
-        recipe, monitor = self.recipe, self.monitor
-        store = self._opened_store()
-        target_folder = resolve_target(recipe.target)
-        mask = mask_token(recipe, store, self.tokenizer, monitor)
-        vocabulary = draft_vocabulary(recipe, store, self.tokenizer, monitor, mask=mask)
-        parts = load_parts(target_folder, trust_remote_code=recipe.target.trust_remote_code)
-        trainer = Trainer(
-            store,
-            parts,
-            head_config(recipe, store.identity, len(vocabulary.target_ids), monitor, mask=mask),
-            vocabulary,
-            recipe.train,
-            seed=recipe.seed,
-            folder=self.run.folder / "train",
-            monitor=monitor,
-            initial=self._initial_head(parts),
+        recording = self.recording
+        return train_head(
+            self.recipe,
+            recording.opened(self.ranks),
+            recording.tokenizer,
+            self.run.folder / "train",
+            monitor=self.monitor,
             ranks=self.ranks,
-        )
-        validation = trainer.run()
-        head = trainer.wrapped.plain()
-        head.config = head.config.model_copy(
-            update={"provenance": _training_provenance(trainer, validation, vocabulary)}
-        )
-        return head
-
-    def _initial_head(self, parts: TargetParts) -> DraftHead | None:
-        if self.recipe.head.init is None:
-            return None
-        return load_head(
-            head_path(self.recipe.head.init),
-            lent={name: tensor.float() for name, tensor in parts.lent.items()},
-            dtype=torch.float32,
-            device="cpu",
         )
 
     def _eval(self, folder: Path) -> None:
@@ -350,7 +227,7 @@ class Pipeline:
             self.recipe.eval,
             folder,
             monitor=self.monitor,
-            target=self.target,
+            target=self.recording.target,
             head_name=self.recipe.name,
         )
 
@@ -364,19 +241,6 @@ class Pipeline:
                 knobs=self.recipe.export,
                 monitor=self.monitor,
             )
-
-
-def _training_provenance(
-    trainer: Trainer, validation: Validation | None, vocabulary: DraftVocabulary
-) -> dict[str, Any]:
-    return {
-        "draftlab_commit": git_commit(),
-        "steps": trainer.step,
-        "tokens_seen": trainer.tokens_seen,
-        "records": len(trainer.training),
-        "draft_vocabulary_coverage": vocabulary.coverage,
-        "validation": validation.metrics() if validation else None,
-    }
 
 
 __all__ = [

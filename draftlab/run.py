@@ -15,6 +15,7 @@ from typing import Any, Literal
 from draftlab.base import UserError, canonical_json, read_json, sha256_text, write_json, write_text
 from draftlab.data.manifest import MANIFEST
 from draftlab.data.store import check_store
+from draftlab.decode.knobs import VllmKnobs
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.train.knobs import FREE_KNOBS
 
@@ -55,9 +56,11 @@ STAGES = {
     )
 }
 # These change how a stage runs, never what it makes.
-_FREE = {"target.device", "target.gpus", "target.compile"} | {
-    f"train.{knob}" for knob in FREE_KNOBS
-}
+_FREE = {"target.device", "target.gpus", "target.compile"}
+_FREE |= {f"train.{knob}" for knob in FREE_KNOBS}
+_FREE |= {f"{s}.vllm.{knob}" for s in ("regenerate", "record") for knob in VllmKnobs.model_fields}
+# Knobs that came later, with what they were before; books from then have no such key.
+_ADDED = {"regenerate.backend": "paged", "record.backend": "transformers"}
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,12 @@ class Run:
             return Status(stage, "missing", {})
         found = read_book(record)
         inputs = self.inputs(stage)
+        made = {key: _ADDED[key] for key in _ADDED.keys() & inputs.keys()} | found["inputs"]
         # Round-trip through JSON, so that 1.0 and 1 compare as they were written.
         changes = {
-            key: (found["inputs"].get(key), inputs.get(key))
-            for key in sorted(found["inputs"].keys() | inputs.keys())
-            if found["inputs"].get(key) != inputs.get(key)
+            key: (made.get(key), inputs.get(key))
+            for key in sorted(made.keys() | inputs.keys())
+            if made.get(key) != inputs.get(key)
         }
         if changes:
             return Status(stage, "changed", changes)

@@ -25,9 +25,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from draftlab.base import Monitor
 from draftlab.data.store import Record, Store
-from draftlab.pipeline import Pipeline
+from draftlab.heads.folder import save_head
 from draftlab.recipe import load_recipe
+from draftlab.recording import Recording
 from draftlab.target.model import States, Target
+from draftlab.training import train_head
 from draftlab.verbs import evaluate
 
 ARMS = ("bfloat16", "fp8", "bfloat16-massive", "fp8-massive")
@@ -78,16 +80,18 @@ def train(arm: str, options: argparse.Namespace) -> None:
     dtype, _, massive = arm.partition("-")
     overrides = [f"name={arm}", f"record.dtype={dtype}", "eval.compare=[]", "eval.timing_prompts=0"]
     recipe = load_recipe(options.recipe, [*overrides, *options.knobs])
-    pipeline = Pipeline(recipe, Said(), runs=options.out)
     folder = options.out / arm
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(options.answers, folder / "answers.jsonl")
+    recording = Recording(recipe, folder, Said())
     if massive:
-        target = pipeline.target
-        pipeline.__dict__["target"] = MassiveTarget(target)
-        pipeline._opened_store = lambda: Unscaled.open(folder / "store")  # type: ignore[method-assign]
-    pipeline._store(folder / "store")
-    pipeline._head(folder / "head")
+        recording.__dict__["target"] = MassiveTarget(recording.target)
+    recording.lead(folder / "store", gpus=1)
+    store = (Unscaled if massive else Store).open(folder / "store")
+    head = train_head(
+        recipe, store, recording.tokenizer, folder / "train", monitor=Said(), ranks=None
+    )
+    save_head(folder / "head", head, torch.bfloat16)
     report = evaluate(recipe.target, folder / "head", recipe.eval, folder / "eval", monitor=Said())
     lines = (folder / "train" / "metrics.jsonl").read_text().splitlines()
     validation = next(json.loads(s) for s in reversed(lines) if "validation" in s)["validation"]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from draftlab.base import UserError
+from draftlab.data import vllm_states
 from draftlab.data.store import Store
 from draftlab.helpers import helper_devices, launched_helper
+from draftlab.target.model import TargetKnobs, load_target
+from tests.data.vllm_stand_in import StandIn
 from tests.small_run import contents, copy_of_finished, draftlab
 
 
@@ -42,6 +46,25 @@ def test_a_launchers_second_process_helps(
     status = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
     assert (result.exit_code, status) == (0, 0), result.output
     Store.open(workshop / "runs/small/store").verify()
+
+
+def test_the_recipe_names_what_computes_the_states(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load_target(TargetKnobs(path=str(workshop / "toy"), device="cpu"))
+    monkeypatch.setattr(vllm_states, "VllmProcess", StandIn(target, []))
+    knobs = ("record.backend=vllm", f"record.vllm.python={sys.executable}")
+    refused = draftlab(workshop, "record", "small.yaml", *knobs)
+    assert "record.backend: 'transformers' in the run, 'vllm' now" in refused.output
+    result = draftlab(workshop, "record", "small.yaml", *knobs, "--force")
+    assert result.exit_code == 0, result.output
+    assert "stand-in" in result.output
+    assert "loading target" not in result.output
+    store = Store.open(workshop / "runs/small/store")
+    store.verify()
+    assert store.manifest.knobs["backend"] == "vllm"
+    both = ("record.online=true", *knobs)
+    assert "by transformers alone" in draftlab(workshop, "record", "small.yaml", *both).output
 
 
 def test_a_helper_of_another_recipe_is_refused(workshop: Path) -> None:

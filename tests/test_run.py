@@ -256,3 +256,13 @@ def test_keys_are_hashes_of_all_inputs(tmp_path: Path) -> None:
     assert len(first.key(EVAL)) == 64
     made(first, "answers")
     assert read_json(book(tmp_path, ANSWERS))["inputs"] == first.inputs(ANSWERS)
+
+
+def test_books_from_before_a_knob_was_added_have_what_it_was_then(tmp_path: Path) -> None:
+    store = STAGES["store"]
+    with Run(tmp_path, {"record.dtype": "fp8"}, {}).making(store) as folder:
+        folder.mkdir()
+    now = {"record.dtype": "fp8", "record.backend": "transformers"}
+    assert Run(tmp_path, now, {}).status(store).changes == {}
+    other = Run(tmp_path, now | {"record.backend": "vllm"}, {}).status(store)
+    assert other.changes == {"record.backend": ("transformers", "vllm")}

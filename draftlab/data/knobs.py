@@ -11,8 +11,11 @@ from pydantic import Field
 
 from draftlab.base import Knobs
 from draftlab.data.manifest import StoreDtype
+from draftlab.decode.knobs import VllmKnobs
 
 NotFinite = Literal["refuse", "skip"]
+RecordBackend = Literal["transformers", "vllm"]
+AnswerBackend = Literal["paged", "vllm"]
 
 
 class PromptKnobs(Knobs):
@@ -46,7 +49,13 @@ class RegenerateKnobs(Knobs):
     batch: Annotated[int, Field(ge=1)] = 64
     """Prompts decoded at once."""
     piece: Annotated[int, Field(ge=1)] = 256
-    """Conversations written at a time; a restart repeats less than one piece."""
+    """Conversations written at a time; a restart repeats less than one piece. Each piece is
+    decoded on its own: vLLM wants several times `batch`."""
+    backend: AnswerBackend = "paged"
+    """What decodes: draftlab's device engine, or an installed vLLM in a process of its own, over
+    `target.gpus` at once (tensor parallel)."""
+    vllm: VllmKnobs = VllmKnobs()
+    """Of the backend "vllm"."""
 
 
 class RecordKnobs(Knobs):
@@ -71,6 +80,12 @@ class RecordKnobs(Knobs):
     not_finite: NotFinite = "refuse"
     """What happens to samples whose states have NaN or infinity: recording stops and names the
     sample and the layer, or nothing is learned from them and they are counted."""
+    backend: RecordBackend = "transformers"
+    """What computes the states: transformers, or an installed vLLM in a process of its own, by its
+    hidden-state extraction, where it has that for the architecture. The store is the same up to
+    rounding; vLLM runs a target over `target.gpus` at once (tensor parallel)."""
+    vllm: VllmKnobs = VllmKnobs()
+    """Of the backend "vllm"."""
 
 
 class DraftVocabKnobs(Knobs):

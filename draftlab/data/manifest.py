@@ -12,6 +12,7 @@ from draftlab.base import UserError, read_json
 
 if TYPE_CHECKING:
     from draftlab.target.model import Target
+    from draftlab.target.outline import Outline
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -36,14 +37,14 @@ class StoreIdentity:
     @classmethod
     def of(
         cls,
-        target: Target,
+        target: Target | Outline,
         *,
         tokenizer_sha256: str,
         template_sha256: str,
         boundaries: tuple[int, ...],
         dtype: StoreDtype,
     ) -> StoreIdentity:
-        """The identity of a loaded target; a local folder is named by its last component."""
+        """The identity of a target; a local folder is named by its last component."""
         local = target.name.startswith(("/", ".", "~"))
         return cls(
             target.folder.resolve().name if local else target.name,

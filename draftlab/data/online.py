@@ -59,7 +59,7 @@ class OnlineStore(Store):
         filling = Filling(shard, samples, self.identity, knobs["not_finite"])
         cuda = self.device.type == "cuda"
         with self._turn, torch.cuda.device(self.device) if cuda else nullcontext():
-            captured = [self.capture([samples[i] for i in batch]) for batch in shard.batches]
+            captured = list(self.capture.batches(shard, samples))
         for batch, states in zip(shard.batches, captured, strict=True):
             filling.take(batch, states)
         plan = self.manifest.model_copy(update={"shards": [shard]})

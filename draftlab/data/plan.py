@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from draftlab.base import Monitor, UserError
+from draftlab.data.knobs import RecordBackend
 from draftlab.data.manifest import Counts, Dropped, Manifest, Shard, StoreIdentity
 from draftlab.data.store import Sample, predicted
 
@@ -31,6 +32,7 @@ def plan_store(
     target_dtype: str,
     not_finite: str,
     monitor: Monitor,
+    backend: RecordBackend = "transformers",
 ) -> tuple[Manifest, list[Sample]]:
     """Plans a recording; the same arguments give the same plan.
 
@@ -86,6 +88,8 @@ def plan_store(
             "batch_tokens": batch_tokens,
             "target_dtype": target_dtype,
             "not_finite": not_finite,
+            # Stores from before there was another have no such key.
+            **({} if backend == "transformers" else {"backend": backend}),
         },
         counts=Counts(
             records=len(kept),

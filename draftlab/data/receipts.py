@@ -129,7 +129,10 @@ class Receipts:
             os.close(handle)
             return None
         # Another process may have completed the store and removed receipts; its manifest is new.
-        if self.committed(shard) or _stamp(self.folder) != self._published:
+        over = _stamp(self.folder) != self._published
+        if over and Manifest.read(self.folder / MANIFEST).complete:
+            self._claim(shard).unlink(missing_ok=True)  # it removed them all; this one came after
+        if over or self.committed(shard):
             os.close(handle)
             return None
         self.path(shard).unlink(missing_ok=True)  # of an earlier life: it must not vouch for this

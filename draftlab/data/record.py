@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -23,20 +24,24 @@ from draftlab.data.manifest import MANIFEST, Manifest, Shard, StoreIdentity
 from draftlab.data.plan import plan_store, refuse_other_plan
 from draftlab.data.receipts import Receipts, adopt, locked
 from draftlab.data.shard_writer import ShardWriters
-from draftlab.data.states import Capture
+from draftlab.data.states import Capture, Source
 from draftlab.data.store import Sample, Store
 from draftlab.target.model import Target, check_boundaries
+from draftlab.target.outline import Outline
 
 Part = Literal["alone", "lead", "help"]
 """Of a process in a recording: it works alone; it makes the plan, shares the work and completes the
 store; or it takes shards of a plan that another process makes."""
 
 
+Opened = Callable[[Manifest], AbstractContextManager[Source]]
+"""What computes the states of a plan, for as long as it is open."""
+
 _POLL_S = 0.2
 
 
 def record(
-    target: Target,
+    target: Target | Outline,
     samples: Sequence[Sample],
     folder: Path,
     knobs: RecordKnobs,
@@ -44,6 +49,7 @@ def record(
     *,
     monitor: Monitor,
     part: Part = "alone",
+    opened: Opened | None = None,
 ) -> Store | None:
     """Records samples into a store, or goes on where an interrupted recording stopped.
 
@@ -58,6 +64,7 @@ def record(
         identity: of the store, with its boundaries decided (`StoreIdentity.of`).
         monitor: told of everything truncated or dropped, and of progress in tokens.
         part: what this process does. Any number may help, come and go; one leads.
+        opened: what computes the states, where the target does not (an `Outline` cannot).
 
     Returns:
         The store; None for a helper.
@@ -66,6 +73,7 @@ def record(
         UserError: nothing to record, a sample that does not fit the vocabulary, states that are not
             finite, too little disk, a folder that holds another recording or is being recorded.
     """
+    opened = opened or _passes_of(target)
     heard = Monitor() if part == "help" else monitor
     plan, kept = planned(target, samples, knobs, identity, monitor=heard)
     folder = Path(folder)
@@ -73,16 +81,18 @@ def record(
     with locked(folder, shared=part != "alone"):
         if part == "help":
             if published := _awaited(folder, plan, monitor):
-                _record_missing(target, kept, published, knobs, monitor)
+                with opened(plan) as source:
+                    _record_missing(source, kept, published, knobs, monitor)
             return None
         receipts = Receipts(folder, adopt(folder, plan, monitor))
         if not receipts.plan.complete:
             missing = [shard for shard in receipts.plan.shards if not receipts.committed(shard)]
             _check_disk(receipts.plan, missing, folder, monitor)
             receipts.publish()
-            _record_missing(target, kept, receipts, knobs, monitor)
-            # Those that another process took: it commits them, or dies and leaves them to us.
-            _record_missing(target, kept, receipts, knobs, monitor, wait=True)
+            with opened(plan) as source:
+                _record_missing(source, kept, receipts, knobs, monitor)
+                # Those that another process took: it commits them, or dies and leaves them to us.
+                _record_missing(source, kept, receipts, knobs, monitor, wait=True)
             receipts.complete()
         receipts.clear()
     store = Store.open(folder, identity)
@@ -90,8 +100,14 @@ def record(
     return store
 
 
+def _passes_of(target: Target | Outline) -> Opened:
+    if isinstance(target, Outline):
+        raise ValueError("an outline computes no states: expected `opened`")
+    return lambda plan: nullcontext(Capture(target, plan.identity))
+
+
 def planned(
-    target: Target,
+    target: Target | Outline,
     samples: Sequence[Sample],
     knobs: RecordKnobs,
     identity: StoreIdentity,
@@ -109,11 +125,12 @@ def planned(
         batch_tokens=knobs.batch_tokens,
         target_dtype=str(target.dtype).removeprefix("torch."),
         not_finite=knobs.not_finite,
+        backend=knobs.backend,
         monitor=monitor,
     )
 
 
-def _check_identity(target: Target, knobs: RecordKnobs, identity: StoreIdentity) -> None:
+def _check_identity(target: Target | Outline, knobs: RecordKnobs, identity: StoreIdentity) -> None:
     if identity.boundaries:  # none: the last state alone, which every store holds
         check_boundaries(identity.boundaries, target.num_layers)
     actual = StoreIdentity.of(
@@ -127,7 +144,7 @@ def _check_identity(target: Target, knobs: RecordKnobs, identity: StoreIdentity)
         raise ValueError(f"the identity {identity} is not that of target and knobs: {actual}")
 
 
-def _max_length(target: Target, knobs: RecordKnobs) -> int:
+def _max_length(target: Target | Outline, knobs: RecordKnobs) -> int:
     if (knobs.max_length or 0) > target.max_length:
         raise UserError(
             f"expected max_length ≤ {target.max_length}, the positions this target was built for; "
@@ -153,7 +170,7 @@ def _awaited(folder: Path, plan: Manifest, monitor: Monitor) -> Receipts | None:
 
 
 def _record_missing(
-    target: Target,
+    source: Source,
     samples: list[Sample],
     receipts: Receipts,
     knobs: RecordKnobs,
@@ -164,7 +181,6 @@ def _record_missing(
     """Records the shards that are neither committed nor taken (`wait`: nor given up) by others."""
     plan, rest = receipts.plan, iter(samples)
     pieces = [(shard, list(itertools.islice(rest, len(shard.ids)))) for shard in plan.shards]
-    capture = Capture(target, plan.identity)
     total, done, started = plan.counts.tokens, 0, time.monotonic()
     with ShardWriters(receipts, knobs.not_finite) as writers:
         for shard, mine in pieces:
@@ -173,10 +189,9 @@ def _record_missing(
                 total -= shard.tokens
                 continue
             with writers.shard(shard, mine, claim) as put:
-                for batch in shard.batches:
-                    members = [mine[i] for i in batch]
-                    put(capture(members))
-                    done += sum(len(sample.token_ids) for sample in members)
+                for batch, states in zip(shard.batches, source.batches(shard, mine), strict=True):
+                    put(states)
+                    done += sum(shard.lengths[i] for i in batch)
                     rate = done / max(time.monotonic() - started, 1e-9)
                     monitor.progress("record", done, total, f"{rate:,.0f} tokens/s")
     if done:

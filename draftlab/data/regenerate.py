@@ -30,13 +30,14 @@ from draftlab.data.knobs import RegenerateKnobs
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Generation, Request, Sampling
 from draftlab.target.model import Target
+from draftlab.target.outline import Outline
 
 Decode = Callable[[Sequence[Request], int], Iterator[Generation]]
 """Decodes requests whose prompt and answer take at most so many positions, in any order."""
 
 
 def regenerate(
-    target: Target | None,
+    target: Target | Outline | None,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Conversation],
     knobs: RegenerateKnobs,
@@ -52,9 +53,9 @@ def regenerate(
     ones. Called again, it continues where it stopped, or reads what is complete.
 
     Args:
-        target: may be None with `enabled: false`.
+        target: may be None with `enabled: false`; an `Outline` needs `decode`.
         seed: of the sampling noise.
-        decode: instead of the target's engine.
+        decode: what decodes instead of the target's engine, as `knobs.backend` says.
 
     Returns:
         The answered conversations. Prompts the template refuses or that leave no room for an
@@ -70,6 +71,7 @@ def regenerate(
         return given
     if target is None:
         raise UserError("expected a target to answer the prompts, found none")
+    decode = decode or _engine(target, knobs.batch)
     stops = stop_ids(tokenizer, target.folder)
     identity = {
         "target": target.fingerprint,
@@ -79,7 +81,9 @@ def regenerate(
         "stop_ids": sorted(stops),
         "prompts": sha256_text("\n".join(prompt.to_json() for prompt in prompts)),
         "seed": seed,
-        **knobs.model_dump(mode="json", exclude={"enabled"}),
+        **knobs.model_dump(mode="json", exclude={"enabled", "backend", "vllm"}),
+        # Answers from before there was another have no such key.
+        **({} if knobs.backend == "paged" else {"backend": knobs.backend}),
     }
     answers = AnswerFile(path, identity, monitor)
     finished = answers.finished()
@@ -88,15 +92,8 @@ def regenerate(
     drafts, dropped = _start(tokenizer, prompts, knobs, target.max_length, monitor)
     asked = sum(draft.rounds for draft in drafts)
     with answers.progress([draft.prompt.id for draft in drafts], knobs.piece) as (done, file):
-        writer = _Writer(
-            tokenizer,
-            knobs,
-            seed,
-            stops,
-            target.max_length,
-            decode or _engine(target, knobs.batch),
-            _Clock(monitor, asked, sum(draft.rounds for draft in drafts[: len(done)])),
-        )
+        clock = _Clock(monitor, asked, sum(draft.rounds for draft in drafts[: len(done)]))
+        writer = _Writer(tokenizer, knobs, seed, stops, target.max_length, decode, clock)
         for start in range(len(done), len(drafts), knobs.piece):
             piece = drafts[start : start + knobs.piece]
             writer.answer(piece)
@@ -112,7 +109,7 @@ def regenerate(
     monitor.say(
         f"answers: {counts['answers']:,} with {counts['tokens']:,} tokens in "
         f"{counts['conversations']:,} conversations; {counts['unfinished']:,} reached their "
-        "length limit unfinished"
+        f"length limit unfinished; {clock.rate:,.0f} tokens/s"
     )
     return done
 
@@ -127,7 +124,10 @@ def _counts(conversations: list[Conversation]) -> dict[str, int]:
     }
 
 
-def _engine(target: Target, batch: int) -> Decode:
+def _engine(target: Target | Outline, batch: int) -> Decode:
+    if isinstance(target, Outline):
+        raise ValueError("an outline decodes nothing: expected `decode`")
+
     def decode(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
         engine = Engine(target, batch=min(batch, len(requests)), max_length=max_length, packed=True)
         return engine.generate(requests)
@@ -277,9 +277,13 @@ class _Clock:
         self.monitor, self.total, self.done = monitor, total, done
         self.tokens, self.started = 0, time.perf_counter()
 
+    @property
+    def rate(self) -> float:
+        """Tokens a second, of all the time since it began."""
+        return self.tokens / max(time.perf_counter() - self.started, 1e-9)
+
     def tick(self, tokens: int) -> None:
         """Counts an answer."""
         self.done += 1
         self.tokens += tokens
-        rate = self.tokens / max(time.perf_counter() - self.started, 1e-9)
-        self.monitor.progress("answers", self.done, self.total, f"{rate:,.0f} tokens/s")
+        self.monitor.progress("answers", self.done, self.total, f"{self.rate:,.0f} tokens/s")

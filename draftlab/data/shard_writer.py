@@ -22,7 +22,7 @@ from draftlab.data.fp8 import E4M3, relative_errors
 from draftlab.data.knobs import NotFinite
 from draftlab.data.manifest import Shard, StoreIdentity
 from draftlab.data.receipts import Receipts
-from draftlab.data.states import Captured, not_finite
+from draftlab.data.states import Pending, not_finite
 from draftlab.data.store import DTYPES, NO_TEACHER, Sample
 
 SHARDS_AT_ONCE = 3  # being filled or written; each is held in memory
@@ -59,7 +59,7 @@ class ShardWriters:
     @contextmanager
     def shard(
         self, shard: Shard, samples: Sequence[Sample], claim: int
-    ) -> Iterator[Callable[[Captured], None]]:
+    ) -> Iterator[Callable[[Pending], None]]:
         """Yields where the captured batches of a shard go, in the order of its plan.
 
         Args:
@@ -73,12 +73,12 @@ class ShardWriters:
             os.close(claim)
             raise
         self.waited += time.monotonic() - started
-        batches: queue.Queue[Captured] = queue.Queue(BATCHES_AHEAD)
+        batches: queue.Queue[Pending] = queue.Queue(BATCHES_AHEAD)
         job = self._pool.submit(self._write, shard, samples, batches, claim)
         job.add_done_callback(lambda _: self._free.release())
         self._jobs.append(job)
 
-        def put(captured: Captured) -> None:
+        def put(captured: Pending) -> None:
             started = time.monotonic()
             while True:
                 self._reap()
@@ -98,7 +98,7 @@ class ShardWriters:
             self._jobs.remove(job)
 
     def _write(
-        self, shard: Shard, samples: Sequence[Sample], batches: queue.Queue[Captured], claim: int
+        self, shard: Shard, samples: Sequence[Sample], batches: queue.Queue[Pending], claim: int
     ) -> int:
         """Fills, writes and commits one shard; returns its bytes."""
         try:
@@ -110,7 +110,7 @@ class ShardWriters:
         finally:
             os.close(claim)
 
-    def _next(self, batches: queue.Queue[Captured]) -> Captured:
+    def _next(self, batches: queue.Queue[Pending]) -> Pending:
         while not self._stopped.is_set():
             try:
                 return batches.get(timeout=_POLL_S)
@@ -171,13 +171,13 @@ class Filling:
             **self.states,
         }
 
-    def take(self, batch: Sequence[int], captured: Captured) -> None:
+    def take(self, batch: Sequence[int], pending: Pending) -> None:
         """Puts the records of a batch where they belong.
 
         Raises:
             UserError: a state is NaN or infinite, and the recipe does not skip such samples.
         """
-        captured.wait()
+        captured = pending()
         bad = not_finite(captured, [self.samples[i] for i in batch], self.identity)
         for number, place in bad.items():
             self._skip(self.samples[batch[number]], place)

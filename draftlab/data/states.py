@@ -1,45 +1,56 @@
 """What one forward pass records: boundary states, and a summary of the target's distributions.
 
-All of it is made on the target's device without the host waiting for it, and then copied to pinned
-memory on a stream of its own, so that the next pass runs while this one's states travel.
+`Capture` makes all of it on the target's device without the host waiting for it, and then copies it
+to pinned memory on a stream of its own, so that the next pass runs while this one's states travel.
+`data/vllm_states.py` is the other `Source`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from draftlab.base import UserError
 from draftlab.data.fp8 import E4M3, quantise
-from draftlab.data.manifest import StoreIdentity
+from draftlab.data.manifest import Shard, StoreIdentity
 from draftlab.data.store import DTYPES, NO_TEACHER, Sample, teachers
 from draftlab.target.model import Target
+from draftlab.target.outline import Outline
 
 LOGITS_AT_ONCE = 64 * 2**20  # elements; the full-vocabulary logits of a whole batch never exist
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What one pass recorded, on the host once `wait` has returned.
+    """What one pass recorded, on the host.
 
     Attributes:
         tensors: features, last, logsumexp, argmax as a shard has them, [n, …] of n tokens of all
             samples in order; with fp8 also scales [n, …], error and square [F] (`data/fp8.py`).
         finite: bool [n, boundaries + 2]: each boundary's states, the last state, the logits.
-        ready: when the copies are done; None: they are.
     """
 
     tensors: dict[str, Tensor]
     finite: Tensor
-    ready: torch.cuda.Event | None
 
-    def wait(self) -> None:
-        """Blocks until the tensors are on the host."""
-        if self.ready is not None:
-            self.ready.synchronize()
+
+Pending = Callable[[], Captured]
+"""A pass that was asked for; called once, by any thread, it blocks until its states are there."""
+
+
+class Source(Protocol):
+    """Where a recording's states come from."""
+
+    def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[Pending]:
+        """The states of a shard's samples, batch by batch as its plan cuts them.
+
+        Raises:
+            UserError: they cannot be computed.
+        """
 
 
 class Capture:
@@ -49,8 +60,13 @@ class Capture:
         self.target, self.identity = target, identity
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
+    def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[Pending]:
+        """See `Source`: a forward pass each."""
+        for batch in shard.batches:
+            yield self([samples[i] for i in batch])
+
     @torch.inference_mode()
-    def __call__(self, samples: Sequence[Sample]) -> Captured:
+    def __call__(self, samples: Sequence[Sample]) -> Pending:
         """One right-padded forward pass; padding is taken out again on the device.
 
         Raises:
@@ -62,45 +78,24 @@ class Capture:
         for row, sample in enumerate(samples):
             ids[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids)
         real = (torch.arange(ids.shape[1]) < lengths[:, None]).flatten().nonzero()[:, 0]
-        asked = torch.cat([teachers(torch.tensor(s.spans)) for s in samples]).nonzero()[:, 0]
+        asked = asked_positions(samples)
         try:
             states = target.states(_to(ids, target.device), self.identity.boundaries)
             rows = _to(real, states.last.device)
             features, last = (t.flatten(0, 1)[rows] for t in (states.features, states.last))
-            return self._copied(*self._made(features, last, _to(asked, last.device)))
+            asked = _to(asked, last.device)
+            return self._copied(*stored(target, self.identity, features, last, asked))
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"a forward pass of {ids.shape[0]} × {ids.shape[1]} tokens does not fit: {error}",
                 do="lower record.batch_tokens (or record.max_length)",
             ) from None
 
-    def _made(
-        self, features: Tensor, last: Tensor, asked: Tensor
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """The stored tensors on the device, and which states are finite."""
-        boundaries, kinds = len(self.identity.boundaries), DTYPES[self.identity.dtype]
-        made = {"last": last.to(kinds.last)}
-        if kinds.features is E4M3:
-            quantised = quantise(features, boundaries)
-            made |= vars(quantised) | {"features": quantised.codes}
-            del made["codes"]
-        else:  # rounded first: bfloat16 makes infinities of the largest float32
-            made["features"] = features = features.to(kinds.features)
-        sums, tokens = summarise(self.target, last[asked])
-        made["logsumexp"] = torch.full_like(last[:, 0], NO_TEACHER[0], dtype=torch.float32)
-        made["argmax"] = torch.full_like(last[:, 0], NO_TEACHER[1], dtype=torch.int32)
-        certain = torch.ones_like(last[:, 0], dtype=torch.bool)
-        made["logsumexp"][asked], made["argmax"][asked] = sums, tokens.int()
-        certain[asked] = sums.isfinite()
-        by_boundary = features.isfinite().view(len(last), boundaries, last.shape[-1]).all(-1)
-        by_last = made["last"].isfinite().all(-1)
-        return made, torch.cat([by_boundary, by_last[:, None], certain[:, None]], -1)
-
-    def _copied(self, made: dict[str, Tensor], finite: Tensor) -> Captured:
+    def _copied(self, made: dict[str, Tensor], finite: Tensor) -> Pending:
         """Starts the copies to the host."""
         device = finite.device
         if device.type == "cpu":
-            return Captured(made, finite, None)
+            return lambda: Captured(made, finite)
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
         stream.wait_stream(torch.cuda.current_stream(device))
         host = {}
@@ -112,7 +107,13 @@ class Capture:
                 values.record_stream(stream)
             ready = torch.cuda.Event()
             ready.record(stream)
-        return Captured(host, host.pop("finite"), ready)
+        copied = Captured(host, host.pop("finite"))
+
+        def arrived() -> Captured:
+            ready.synchronize()
+            return copied
+
+        return arrived
 
 
 def _to(values: Tensor, device: torch.device) -> Tensor:
@@ -120,7 +121,39 @@ def _to(values: Tensor, device: torch.device) -> Tensor:
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
-def summarise(target: Target, last: Tensor) -> tuple[Tensor, Tensor]:
+def asked_positions(samples: Sequence[Sample]) -> Tensor:
+    """Which of all samples' positions, side by side, have a distribution to learn from: int64."""
+    return torch.cat([teachers(torch.tensor(s.spans)) for s in samples]).nonzero()[:, 0]
+
+
+def stored(
+    target: Target | Outline, identity: StoreIdentity, features: Tensor, last: Tensor, asked: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors of `Captured`, made of states as the target computed them, on their device.
+
+    Args:
+        features, last: [n, F] and [n, Ht]. asked: int64, positions with a teacher.
+    """
+    boundaries, kinds = len(identity.boundaries), DTYPES[identity.dtype]
+    made = {"last": last.to(kinds.last)}
+    if kinds.features is E4M3:
+        quantised = quantise(features, boundaries)
+        made |= vars(quantised) | {"features": quantised.codes}
+        del made["codes"]
+    else:  # rounded first: bfloat16 makes infinities of the largest float32
+        made["features"] = features = features.to(kinds.features)
+    sums, tokens = summarise(target, last[asked])
+    made["logsumexp"] = torch.full_like(last[:, 0], NO_TEACHER[0], dtype=torch.float32)
+    made["argmax"] = torch.full_like(last[:, 0], NO_TEACHER[1], dtype=torch.int32)
+    certain = torch.ones_like(last[:, 0], dtype=torch.bool)
+    made["logsumexp"][asked], made["argmax"][asked] = sums, tokens.int()
+    certain[asked] = sums.isfinite()
+    by_boundary = features.isfinite().view(len(last), boundaries, last.shape[-1]).all(-1)
+    by_last = made["last"].isfinite().all(-1)
+    return made, torch.cat([by_boundary, by_last[:, None], certain[:, None]], -1)
+
+
+def summarise(target: Target | Outline, last: Tensor) -> tuple[Tensor, Tensor]:
     """logsumexp float32 [n] and argmax int64 [n] of the full distributions of last states [n, Ht].
 
     Give it the states as the target computed them, not as they are stored, so that argmax is the

@@ -10,7 +10,8 @@ from draftlab.base import UserError
 from draftlab.decode.grid import Arm
 from draftlab.decode.knobs import EvalKnobs
 from draftlab.decode.timing import Timed
-from draftlab.decode.vllm import VllmEngine, find_python, positions
+from draftlab.decode.vllm import VllmEngine, positions
+from draftlab.decode.vllm_process import find_python
 from draftlab.decode.work import Measured, Work
 
 

@@ -7,15 +7,7 @@ lines; here its answers become the engine's `Generation`s. What vLLM does not te
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,41 +17,10 @@ import torch
 from draftlab.base import Monitor, UserError, read_json
 from draftlab.decode.knobs import VllmKnobs
 from draftlab.decode.sampling import Generation, Request
-from draftlab.decode.vllm_client.asked import NO_VLLM
+from draftlab.decode.vllm_process import VllmProcess
 from draftlab.results import Counters
 
-PYTHON_VARIABLE = "DRAFTLAB_VLLM_PYTHON"
 COUNTERS = ("drafts", "draft_tokens", "accepted", "accepted_at")
-CLIENT = Path(__file__).with_name("vllm_client")
-_START = """\
-import sys
-sys.path = [sys.argv[1], *filter(None, sys.path)]  # the working directory may hold a vllm.py
-from vllm_client.serve import main
-sys.exit(main())
-"""
-_INSTALL = (
-    f"name the Python that has vLLM: eval.vllm.python or {PYTHON_VARIABLE}; "
-    "eval/parity/setup_vllm.sh makes one for a CPU"
-)
-
-
-def find_python(knobs: VllmKnobs) -> Path:
-    """The interpreter that runs vLLM.
-
-    Raises:
-        UserError: none is named and this one has no vLLM, or what is named is no program.
-    """
-    if knobs.python is None and importlib.util.find_spec("vllm") is not None:
-        return Path(sys.executable)
-    named = knobs.python or os.environ.get(PYTHON_VARIABLE)
-    if not named:
-        raise UserError("expected an installed vLLM, found none in this Python", do=_INSTALL)
-    path = Path(named).expanduser().absolute()  # not resolved: a link tells its environment
-    if not path.is_file() or not os.access(path, os.X_OK):
-        raise UserError(
-            "expected a Python that has vLLM, found no program", where=path, do=_INSTALL
-        )
-    return path
 
 
 def positions(requests: Sequence[Request], k: int, limit: int) -> int:
@@ -108,44 +69,25 @@ class VllmEngine:
     ) -> None:
         knobs, monitor = knobs or VllmKnobs(), monitor or Monitor()
         self.k = k if head else 0
-        python = find_python(knobs)
-        # A folder of its own: it comes first where Python looks for modules, and beside the client
-        # are a vllm.py and others that would be found in place of the real ones.
-        self._folder = tempfile.TemporaryDirectory()
-        copy = Path(self._folder.name) / CLIENT.name
-        shutil.copytree(CLIENT, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        self._said = open(Path(self._folder.name) / "said", "w+b")  # noqa: SIM115  # see close
-        self._process = subprocess.Popen(
-            [str(python), "-c", _START, self._folder.name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said,
-            text=True,
-            encoding="utf-8",
+        self._process = VllmProcess(
+            {
+                "target": str(target.resolve()),
+                "draft": str(head.resolve()) if head else None,
+                "k": self.k,
+                "draft_probs": draft_probs,
+                **_speculation(head),
+                "dtype": str(dtype).removeprefix("torch."),
+                "max_model_len": max_length,
+                "max_num_seqs": batch,
+            },
+            knobs,
+            device,
         )
-        try:
-            info = self._ask(
-                {
-                    "target": str(target.resolve()),
-                    "draft": str(head.resolve()) if head else None,
-                    "k": self.k,
-                    "draft_probs": draft_probs,
-                    **_speculation(head),
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "max_model_len": max_length,
-                    "max_num_seqs": batch,
-                    "engine_extra": _memory(knobs, device),
-                }
-            )
-        except BaseException:
-            self.close()
-            raise
+        info = self._process.info
         self.version, self.runner = info["version"], info["runner"]
-        self.name = f"vllm {self.version} ({self.runner}, {info['device']})"
+        self.name = self._process.name
         self.corrections: tuple[str, ...] = tuple(info["corrections"])
-        monitor.say(
-            "; ".join([f"{self.name} at {python}", *(f"corrected: {c}" for c in self.corrections)])
-        )
+        monitor.say(self._process.line())
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Generation]:
         """Yields results in the order of the requests, which must ask for the same sampling.
@@ -159,7 +101,7 @@ class VllmEngine:
         asked = {(r.sampling, r.max_new_tokens, r.stop_ids) for r in requests}
         if len(asked) > 1:
             raise ValueError("expected requests of one sampling, limit and set of stop tokens")
-        answer = self._ask(
+        answer = self._process.ask(
             {
                 "prompts": [list(r.prompt_ids) for r in requests],
                 "temperature": first.sampling.temperature,
@@ -172,22 +114,11 @@ class VllmEngine:
         )
         columns = ("outputs", "finish_reasons", "times", "per_prompt")
         for request, *found in zip(requests, *(answer[c] for c in columns), strict=True):
-            yield _generation(request, self.k, *found)
+            yield generation(request, self.k, *found)
 
     def close(self) -> None:
         """Ends the program; closing twice is fine."""
-        if self._process.stdin and not self._process.stdin.closed:
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()  # the end of its input ends it
-        try:
-            self._process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout:
-            self._process.stdout.close()
-        self._said.close()
-        self._folder.cleanup()
+        self._process.close()
 
     def __enter__(self) -> VllmEngine:
         return self
@@ -199,29 +130,6 @@ class VllmEngine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """One line there, one line back."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            print(json.dumps(question), file=self._process.stdin, flush=True)
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if line:
-            return json.loads(line)
-        status = self._process.wait()
-        self._said.seek(0)
-        said = self._said.read().decode("utf-8", "replace").strip()
-        missing = status == NO_VLLM
-        raise UserError(
-            "expected a Python that has vLLM, found one without"
-            if missing
-            else f"vLLM ended with status {status}:\n{said[-3000:] or 'it said nothing'}",
-            where=self._process.args[0],
-            do=_INSTALL if missing else "",
-        )
 
 
 def drafting_method(config: dict[str, Any]) -> str:
@@ -245,15 +153,7 @@ def _speculation(head: Path | None) -> dict[str, Any]:
     }
 
 
-def _memory(knobs: VllmKnobs, device: torch.device | None) -> dict[str, Any]:
-    """draftlab's own target lies on the GPU too: vLLM may only take what is left."""
-    if device is None or device.type != "cuda":
-        return {}
-    free, total = torch.cuda.mem_get_info(device)
-    return {"gpu_memory_utilization": knobs.memory_share or 0.9 * free / total}
-
-
-def _generation(
+def generation(
     request: Request,
     k: int,
     tokens: list[int],

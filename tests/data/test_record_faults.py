@@ -20,7 +20,8 @@ import torch
 from draftlab.base import Monitor, UserError
 from draftlab.data import shard_writer
 from draftlab.data.packing import loss_reach
-from draftlab.data.record import RecordKnobs, record
+from draftlab.data.receipts import Receipts
+from draftlab.data.record import RecordKnobs, planned, record
 from draftlab.data.store import Sample, Store
 from draftlab.target.model import Target, TargetKnobs, load_target
 from tests.data.recordings import Lines, contents, identity_of, make, make_samples
@@ -195,6 +196,19 @@ def test_processes_share_a_plan_and_write_the_same_bytes(target: Target, tmp_pat
     time.sleep(0.2)
     assert wait(fork(target, folder, "lead", 0.05), *helpers) == [0, 0, 0]
     assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_a_helper_that_comes_too_late_leaves_no_claim(target: Target, tmp_path: Path) -> None:
+    """Between its look at the receipts and its claim another process completes the store."""
+    knobs = RecordKnobs(dtype="float32", shard_tokens=100, batch_tokens=96)
+    plan, _ = planned(target, make_samples(), knobs, identity_of(target), monitor=Monitor())
+    Receipts(tmp_path, plan).publish()
+    late = Receipts.of_published(tmp_path)
+    assert late is not None
+    make(target, tmp_path)
+    whole = contents(tmp_path)
+    assert late.take(plan.shards[0], wait=False) is None
+    assert contents(tmp_path) == whole
 
 
 def test_a_helper_dies_and_another_number_finishes(target: Target, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A package called vllm that counts as vLLM does, for the client program to load.
 
 Prompt [p, …] with n = max_tokens "generates" p, p + 1, …; a step accepts p % (k + 1) of k drafts.
+Asked for states it writes those of token p at every boundary as four times p.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ class LLM:
             with open(log, "a") as file:
                 file.write(json.dumps(options) + "\\n")
         self.log = log
-        self.k = spec["num_speculative_tokens"] if spec else 0
+        self.states = options.get("kv_transfer_config")
+        self.k = spec["num_speculative_tokens"] if spec and not self.states else 0
+        if self.states:
+            self.width = len(spec["draft_model_config"]["hf_config"]
+                             ["eagle_aux_hidden_state_layer_ids"])
+            self.folder = self.states["kv_connector_extra_config"]["shared_storage_path"]
+            self.generate = self.write
         self.total = [0, 0, 0, [0] * self.k]
         self.llm_engine = Some(vllm_config=Some(use_v2_model_runner=False))
 
@@ -45,6 +52,18 @@ class LLM:
             with open(self.log, "a") as file:
                 file.write(json.dumps([len(prompts), vars(params[0])]) + "\\n")
         return [self.one(p["prompt_token_ids"], s) for p, s in zip(prompts, params)]
+
+    def write(self, prompts, params, use_tqdm):
+        import torch
+        from safetensors.torch import save_file
+        found = []
+        for number, prompt in enumerate(p["prompt_token_ids"] for p in prompts):
+            ids, file = torch.tensor(prompt), f"{self.folder}/{number}.safetensors"
+            states = ids[:, None, None].expand(-1, self.width, 4).float().contiguous()
+            save_file({"hidden_states": states, "token_ids": ids}, file)
+            token = Some(token_ids=[prompt[0]], logprobs=[{prompt[0]: Some(logprob=-0.5)}])
+            found.append(Some(outputs=[token], kv_transfer_params={"hidden_states_path": file}))
+        return found
 
     def one(self, prompt, params):
         n, first, steps, made = params.max_tokens, prompt[0], [], 1
@@ -77,7 +96,7 @@ def write(folder: Path, *, modern: bool = True) -> Path:
     dataclass = "from dataclasses import dataclass\n\n@dataclass\nclass {}:\n    {}\n"
     for name, text in {
         "__init__": _INIT.replace("MODERN", str(modern)),
-        "config": dataclass.format("SpeculativeConfig", sampled),
+        "config": dataclass.format("SpeculativeConfig", sampled) + "\nKVTransferConfig = dict\n",
         "engine/__init__": "",
         "engine/arg_utils": dataclass.format("EngineArgs", fields),
         "platforms": "class current_platform:\n    device_type = 'cpu'\n"

@@ -10,18 +10,14 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from draftlab.base import Monitor, UserError
+from draftlab.decode.knobs import VllmKnobs
 from draftlab.decode.sampling import Generation, Request, Sampling
-from draftlab.decode.vllm import (
-    PYTHON_VARIABLE,
-    VllmEngine,
-    VllmKnobs,
-    _generation,
-    find_python,
-    positions,
-)
+from draftlab.decode.vllm import VllmEngine, generation, positions
 from draftlab.decode.vllm_client import served
+from draftlab.decode.vllm_process import PYTHON_VARIABLE, VllmProcess, _end_of, find_python
 from tests.decode import fake_vllm
 
 HERE = VllmKnobs(python=sys.executable)
@@ -72,11 +68,11 @@ def test_tokens_counters_steps_and_times_of_each_request(folder: Path, install) 
     assert two.steps == ((4, 1),) * 4
     assert two.counters.accepted_at == [4, 0, 0, 0]
     assert (one.counters.truncated_tokens, two.counters.truncated_tokens) == (2, 0)
-    for generation in (one, two):
-        generation.counters.check_tokens(9, 1)
-        assert generation.expected == ()
-        assert generation.finish == "length"
-        assert (generation.first_token_s, generation.tpot_s) == (0.5, 1.0)
+    for found in (one, two):
+        found.counters.check_tokens(9, 1)
+        assert found.expected == ()
+        assert found.finish == "length"
+        assert (found.first_token_s, found.tpot_s) == (0.5, 1.0)
 
 
 def test_plain_decoding_has_steps_without_drafts(folder: Path, install) -> None:
@@ -166,6 +162,37 @@ def test_the_engine_says_version_runner_device_and_what_was_corrected(
         assert engine.corrections == ()
 
 
+def test_states_are_asked_of_its_hidden_state_extraction(folder: Path, install) -> None:
+    log, setup = install(), {"target": str(folder), "boundaries": [0, 2, 4], "max_model_len": 9}
+    setup |= {"states_folder": str(folder), "max_num_seqs": 3, "engine_extra": {"own": 1}}
+    process = VllmProcess(setup, HERE)
+    try:
+        answer = process.ask({"prompts": [[5, 6], [7]]})
+    finally:
+        process.close()
+    assert (answer["tokens"], answer["logprobs"]) == ([5, 7], [-0.5, -0.5])
+    assert load_file(answer["files"][0])["hidden_states"][1].tolist() == [[6.0] * 4] * 3
+    assert "copies without CUDA streams" in process.line()
+    options = json.loads(log.read_text().splitlines()[0])
+    speculation = options["speculative_config"]
+    assert speculation["method"] == "extract_hidden_states"
+    assert speculation["draft_model_config"] == {
+        "hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
+    }
+    assert options["kv_transfer_config"] == {
+        "kv_connector": "CpuHiddenStatesConnector",
+        "kv_connector_module_path": "vllm_client.connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+    # older versions write wrong states of a prompt in pieces
+    assert options["enable_chunked_prefill"] is False
+    assert options["enable_prefix_caching"] is False
+    assert (options["max_num_batched_tokens"], options["own"]) == (9, 1)
+    with pytest.raises(UserError, match="states_folder: expected where states"):
+        VllmProcess({"target": str(folder), "boundaries": [1]}, HERE)
+
+
 def test_an_old_vllm_counts_prompt_by_prompt_and_knows_no_draft_probabilities(
     folder: Path, install
 ) -> None:
@@ -212,6 +239,16 @@ def test_a_vllm_that_does_not_start_is_an_error_with_its_words(
         run_vllm(None, folder, ask(4), 0, False)
 
 
+def test_errors_far_above_the_end_are_shown_first() -> None:
+    cause = "(Worker pid=7) ERROR ValueError: no such layer"
+    said = f"{cause}\n{cause}\n" + "at line 1\n" * 400 + "RuntimeError: see above"
+    first, second, *_, last = _end_of(said).splitlines()
+    assert (first, last) == ("ValueError: no such layer", "RuntimeError: see above")
+    assert "ValueError" not in second
+    assert _end_of("a\nb") == "a\nb"
+    assert _end_of("") == "it said nothing"
+
+
 def test_a_python_without_vllm(folder: Path, tmp_path: Path, monkeypatch) -> None:
     site = tmp_path / "empty" / "vllm.py"
     site.parent.mkdir()
@@ -224,7 +261,7 @@ def test_a_python_without_vllm(folder: Path, tmp_path: Path, monkeypatch) -> Non
 
 
 def test_which_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = "draftlab.decode.vllm.importlib.util.find_spec"
+    find = "draftlab.decode.vllm_process.importlib.util.find_spec"
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
     monkeypatch.setattr(find, lambda _name: None)
     with pytest.raises(UserError, match=f"found none in this Python(.|\n)*{PYTHON_VARIABLE}"):
@@ -244,7 +281,7 @@ def test_which_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_drafts_missing_near_the_limit_are_missing_at_the_end() -> None:
     counted = {"drafts": 3, "draft_tokens": 7, "accepted": 2, "accepted_at": [2, 0, 0]}
-    found = _generation(
+    found = generation(
         Request("a", (1,), 6), 3, [1] * 6, "length", [0.1, 0.2], {**counted, "steps": [1, 0, 1]}
     )
     assert found.steps == ((3, 1), (3, 0), (1, 1))

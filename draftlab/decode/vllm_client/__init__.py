@@ -17,10 +17,15 @@ Setup (unknown keys are refused)::
     dtype                "float32" (default), "bfloat16", …
     max_model_len        positions a request may take
     max_num_seqs         requests that share a batch; 1: one after the other
+    boundaries           null, or ascending layers (and their number, for the state before the final
+                         norm): it writes their inputs instead of decoding
+    states_folder        where those go, a safetensors file a prompt
     speculative_extra, engine_extra   more options of vLLM's speculative_config and LLM()
 
 Ask: prompts (lists of token ids), temperature, top_k, top_p, seed (prompt i is sampled with
-seed + i), max_new_tokens, stop_token_ids (all that ends an answer: vLLM knows no eos here).
+seed + i), max_new_tokens, stop_token_ids (all that ends an answer: vLLM knows no eos here), and
+each: null, or for each prompt a temperature, seed (as it stands) or max_new_tokens of its own. Of
+states: prompts alone (`states.py` says what is answered).
 
 Counters are vLLM's own. Those of `LLM.get_metrics()` and those of the requests must agree, or this
 program fails; a vLLM without counters a request gives them prompt by prompt (max_num_seqs 1).

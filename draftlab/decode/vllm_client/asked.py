@@ -16,6 +16,8 @@ SETUP: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 1024,
     "max_num_seqs": 1,
+    "boundaries": None,
+    "states_folder": None,
     "speculative_extra": {},
     "engine_extra": {},
 }
@@ -27,7 +29,9 @@ ASK: dict[str, Any] = {
     "seed": 0,
     "max_new_tokens": 128,
     "stop_token_ids": [],
+    "each": None,
 }
+EACH = ("temperature", "seed", "max_new_tokens")
 
 
 class RequestError(ValueError):
@@ -49,21 +53,35 @@ def check_setup(setup: dict[str, Any]) -> dict[str, Any]:
         folder = setup[key]
         if (key == "target" or folder) and not (Path(folder or "") / "config.json").is_file():
             raise RequestError(f"{key}: expected a model folder with a config.json, found {folder}")
+    if setup["boundaries"] and not setup["states_folder"]:
+        raise RequestError("states_folder: expected where states of boundaries go, found nothing")
     if setup["draft"] and setup["k"] < 1:
         raise RequestError(f"k: expected at least 1 with a draft, found {setup['k']}")
     return setup
 
 
+def each_asked(ask: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is asked for each prompt (EACH): the ask's own, prompt i with seed + i, or `each`."""
+    common = {key: ask[key] for key in EACH}
+    if ask["each"] is None:
+        return [{**common, "seed": ask["seed"] + i} for i in range(len(ask["prompts"]))]
+    return [filled(own, common) for own in ask["each"]]
+
+
 def check_ask(ask: dict[str, Any], setup: dict[str, Any]) -> dict[str, Any]:
     """An ask with defaults, refused where vLLM would cut short or count something else."""
     ask = filled(ask, ASK)
-    for index, prompt in enumerate(ask["prompts"] or ()):
+    if not ask["prompts"] or len(ask["each"] or ask["prompts"]) != len(ask["prompts"]):
+        raise RequestError("expected prompts, and each (where it is given) of as many")
+    for index, (prompt, own) in enumerate(zip(ask["prompts"], each_asked(ask), strict=True)):
         if not prompt or not all(type(token) is int and token >= 0 for token in prompt):
             raise RequestError(f"prompts[{index}]: expected a non-empty list of token ids")
-        length = len(prompt) + ask["max_new_tokens"]
+        if own["max_new_tokens"] < 1:
+            raise RequestError(f"prompts[{index}]: expected max_new_tokens of at least 1")
+        length = len(prompt) + own["max_new_tokens"]
         if length > setup["max_model_len"]:
             raise RequestError(
-                f"prompts[{index}]: {len(prompt)} tokens + {ask['max_new_tokens']} new ones exceed "
+                f"prompts[{index}]: {len(prompt)} tokens + {own['max_new_tokens']} new ones exceed "
                 f"the {setup['max_model_len']} positions of max_model_len"
             )
         # vLLM pads such a prompt, where it joins a running batch, with k zeros as its drafts.
@@ -71,6 +89,4 @@ def check_ask(ask: dict[str, Any], setup: dict[str, Any]) -> dict[str, Any]:
             raise RequestError(
                 f"prompts[{index}]: vLLM miscounts prompts of one token in a batch; take batch 1"
             )
-    if not ask["prompts"] or ask["max_new_tokens"] < 1:
-        raise RequestError("expected prompts and max_new_tokens of at least 1")
     return ask

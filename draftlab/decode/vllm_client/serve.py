@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from .asked import NO_VLLM, UNUSABLE, RequestError, check_ask, check_setup
+from .asked import NO_VLLM, UNUSABLE, RequestError, check_setup
 from .served import Served
+from .states import StatesServed
 
 # Read when vllm is imported. The caller's own choice wins.
 ENVIRONMENT = {
@@ -29,10 +30,10 @@ def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> int:
     """Reads the setup and asks from `lines` until they end; returns the exit status."""
     try:
         setup = check_setup(json.loads(lines.readline()))
-        served = Served(setup)
+        served = StatesServed(setup) if setup["boundaries"] else Served(setup)
         answer(served.info)
         for line in lines:
-            answer(served.decode(check_ask(json.loads(line), setup)))
+            answer(served.answer(json.loads(line)))
     except RequestError as error:
         print(f"vllm_client: {error}", file=sys.stderr)
         return UNUSABLE

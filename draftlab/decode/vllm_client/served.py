@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .asked import RequestError
+from .asked import RequestError, check_ask, each_asked
 from .counted import check_counters, request_counters, request_times, since, total_counters
+from .own_config import engine_options
 
 CORRECTION = (
     "vllm.v1.sample.rejection_sampler.expand_batch_to_tokens replaced by repeat_interleave: the "
@@ -64,22 +65,19 @@ class Served:
                 raise RequestError(
                     f"vLLM {vllm.__version__} counts no single request: take batch 1"
                 )
+        # Room for every prompt in one piece, with its drafts.
+        room = max(2048, (setup["max_model_len"] + self.k + 1) * setup["max_num_seqs"])
+        options |= {"enable_prefix_caching": False, "max_num_batched_tokens": room}
         self.llm = vllm.LLM(
             model=setup["target"],
             dtype=setup["dtype"],
             enforce_eager=on_cpu,
-            enable_prefix_caching=False,
             disable_log_stats=False,
             skip_tokenizer_init=True,  # ids in, ids out
             generation_config="vllm",  # the model's own sampling defaults must not leak in
             max_model_len=setup["max_model_len"],
             max_num_seqs=setup["max_num_seqs"],
-            # Room for every prompt in one piece, with its drafts.
-            max_num_batched_tokens=max(
-                2048, (setup["max_model_len"] + self.k + 1) * setup["max_num_seqs"]
-            ),
-            **options,
-            **setup["engine_extra"],
+            **options | engine_options(setup["target"]) | setup["engine_extra"],
         )
         second = getattr(self.llm.llm_engine.vllm_config, "use_v2_model_runner", False)
         self.info = {
@@ -102,20 +100,21 @@ class Served:
             )
         return chosen | ({"parallel_drafting": True} if setup["parallel_drafting"] else {})
 
-    def decode(self, ask: dict[str, Any]) -> dict[str, Any]:
+    def answer(self, ask: dict[str, Any]) -> dict[str, Any]:
         """Decodes one ask: in batches, or one prompt after the other."""
+        ask = check_ask(ask, self.setup)
         sampling = [
             self.vllm.SamplingParams(
-                temperature=ask["temperature"],
+                temperature=own["temperature"],
                 top_k=ask["top_k"] or 0,
                 top_p=ask["top_p"] or 1.0,
-                max_tokens=ask["max_new_tokens"],
-                seed=ask["seed"] + index if ask["temperature"] > 0 else None,
+                max_tokens=own["max_new_tokens"],
+                seed=own["seed"] if own["temperature"] > 0 else None,
                 stop_token_ids=sorted(ask["stop_token_ids"]),
                 ignore_eos=True,  # stop_token_ids says it all
                 detokenize=False,
             )
-            for index in range(len(ask["prompts"]))
+            for own in each_asked(ask)
         ]
         prompts = [{"prompt_token_ids": prompt} for prompt in ask["prompts"]]
         size = 1 if self.setup["max_num_seqs"] == 1 else len(prompts)
