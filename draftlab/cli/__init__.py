@@ -236,7 +236,7 @@ def recipe_schema(as_json: Annotated[bool, typer.Option("--json")] = False) -> N
 
 
 @recipe_app.command("show")
-def recipeshow(recipe: RecipeArg, overrides: Overrides = None, debug: Debug = False) -> None:
+def recipe_show(recipe: RecipeArg, overrides: Overrides = None, debug: Debug = False) -> None:
     """Print a recipe with every default filled in."""
     with guard(debug):
         from draftlab.recipe import load_recipe, to_yaml
