@@ -32,18 +32,35 @@ lint: setup  ## style and the import rules
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
+# Parity is of the latest run's head; ARGS='--head FOLDER --target FOLDER' names another. An
+# environment that cannot be installed is said and skipped (status 77).
+OR_SKIPPED := || test $$? -eq 77
+SPECULATORS := $(BIN)/python eval/parity/parity_speculators.py
+VLLM := $(BIN)/python eval/parity/parity_vllm.py
+LLAMACPP := $(BIN)/python eval/parity/parity_llamacpp.py
+
 parity-vllm: setup  ## T = 0 equal to a real vLLM, T = 0.7 and 1.5 within intervals (3.4 GB)
-	$(BIN)/python eval/parity/parity_vllm.py
+	$(VLLM) --k 3 $(ARGS) && $(VLLM) --k 5 $(ARGS) $(OR_SKIPPED)
 
 parity-llamacpp: setup  ## T = 0 equal to a real llama.cpp (builds it from source, 20 minutes)
-	$(BIN)/python eval/parity/parity_llamacpp.py --quantized Q4_K_M
-	$(BIN)/python eval/parity/parity_llamacpp.py --random eagle3 --prompts 4 --max-new-tokens 48
+	$(LLAMACPP) --quantized Q4_K_M $(ARGS) && \
+	$(LLAMACPP) --random eagle3 --prompts 4 --max-new-tokens 48 $(ARGS) $(OR_SKIPPED)
 
 parity-speculators: setup  ## logits equal to the speculators library (own environment)
-	$(BIN)/python eval/parity/parity_speculators.py
-	$(BIN)/python eval/parity/parity_speculators.py --random --prompts 3 --max-new-tokens 32 --steps 4
+	$(SPECULATORS) $(ARGS) && \
+	$(SPECULATORS) --random --prompts 3 --max-new-tokens 32 --steps 4 $(ARGS) $(OR_SKIPPED)
+
+parity-check: setup  ## what the checks run of them: speculators, and a vLLM that is installed already
+	$(SPECULATORS) --head reference --prompts 3 --max-new-tokens 32 && \
+	$(SPECULATORS) --head reference --random norm_before_residual --prompts 3 --max-new-tokens 32 \
+		--steps 4 $(OR_SKIPPED)
+	if eval/parity/setup_vllm.sh --check; then \
+		$(VLLM) --head reference --random 'llama: (eagle3|ptd, 1 layer)$$' --prompts 4 \
+			--max-new-tokens 32; \
+	else echo 'SKIPPED: tokens and counters of vLLM, which is not installed'; fi
 
 clean:  ## build products and caches (runs/ and the environments stay)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help setup quickstart test lint parity-vllm parity-speculators parity-llamacpp clean
+.PHONY: help setup quickstart test lint parity-vllm parity-speculators parity-llamacpp \
+	parity-check clean

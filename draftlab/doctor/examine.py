@@ -26,6 +26,7 @@ from draftlab.doctor.witness import Witness
 from draftlab.heads.folder import CONFIG
 from draftlab.heads.head import EMBEDDINGS
 
+FEW = 11  # prompts that all favour one reading by chance less often than `score.LEVEL` allows
 ENOUGH = 100  # positions of the answers; fewer tell no two readings apart
 
 
@@ -79,6 +80,11 @@ def score_readings(stored: Reading, files: HeadFiles, witness: Witness, k: int) 
         boundaries=files.boundaries,
         own_embeddings=files.tensors.get(EMBEDDINGS),
     )
+    if (count := len(witness.evidence(stored.template, k).spans)) < FEW:
+        witness.monitor.say(
+            f"doctor: of only {count} prompts, chance alone may make a reading look better; "
+            f"{FEW} or more tell (--max-prompts)"
+        )
     proposed = [h.reading for h in hypotheses(stored, about)]
     boundaries = {b for reading in (stored, *proposed) for b in reading.config.boundaries}
     for template in about.templates:

@@ -220,8 +220,8 @@ def _values(tensors: Mapping[str, Tensor]) -> list[Finding]:
             findings.append(
                 Finding(
                     kind="not finite",
-                    what=f"{name} holds {bad:,} values that are NaN or infinite, of "
-                    f"{tensor.numel():,}; scored with zeros in their place",
+                    what=f"{name}: {bad:,} of {tensor.numel():,} values NaN or infinite; scored "
+                    "with zeros in their place",
                     do="take an earlier checkpoint: training diverged, or the file is damaged",
                 )
             )

@@ -56,16 +56,17 @@ def _shape_findings(foreign: Foreign, witness: Witness) -> list[Finding]:
     config, text = foreign.config, witness.text
     width = config.target_hidden_size or config.hidden_size
     pairs = {
-        "vocabulary": (config.vocab_size, text.vocab_size),
-        "hidden size": (width, text.hidden_size),
+        "{:,} tokens": (config.vocab_size, text.vocab_size),
+        "hidden size {:,}": (width, text.hidden_size),
     }
     return [
         Finding(
             kind="target",
-            what=f"the head was trained for a target of {name} {mine:,}; this one has {theirs:,}",
+            what=f"the head was trained for a target of {size.format(mine)}; this one has "
+            f"{theirs:,}",
             do="give the target it was trained for with --target",
         )
-        for name, (mine, theirs) in pairs.items()
+        for size, (mine, theirs) in pairs.items()
         if mine != theirs
     ]
 
@@ -83,7 +84,7 @@ def _config_findings(foreign: Foreign, witness: Witness) -> list[Finding]:
                 do=f"write {positions}, the target's",
             )
         )
-    if config.norm_before_residual is None:
+    if config.norm_before_residual is None and foreign.family != "eagle":
         findings.append(
             Finding(
                 kind="norm flags",

@@ -33,6 +33,9 @@ class About:
     own_embeddings: Tensor | None = None
 
 
+MARGIN = 0.05  # accepted drafts a step that are worth a word
+
+
 @dataclass(frozen=True)
 class Hypothesis:
     """A mistake, and the reading that undoes it.
@@ -42,6 +45,7 @@ class Hypothesis:
         name: of the row in the table.
         says: the mistake, if this reading fits. so: how it is read then ("AL 2.8 {so}").
         do: what to do about it.
+        margin: accepted drafts a step that it must gain.
     """
 
     kind: str
@@ -50,6 +54,7 @@ class Hypothesis:
     so: str
     do: str
     reading: Reading
+    margin: float = MARGIN
 
 
 Propose = Callable[[Reading, About], Iterator[Hypothesis]]

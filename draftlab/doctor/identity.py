@@ -27,18 +27,18 @@ def shape_findings(head: HeadConfig, text: Any) -> list[Finding]:
         text: the target's text config, as transformers reads it.
     """
     pairs = {
-        "layers": (head.target_num_layers, text.num_hidden_layers),
-        "hidden size": (head.target_hidden_size, text.hidden_size),
-        "vocabulary": (head.vocab_size, text.vocab_size),
+        "{:,} layers": (head.target_num_layers, text.num_hidden_layers),
+        "hidden size {:,}": (head.target_hidden_size, text.hidden_size),
+        "{:,} tokens": (head.vocab_size, text.vocab_size),
     }
     return [
         Finding(
             kind="target",
-            what=f"the head was trained for a target of {name} {mine:,} ({head.target.name}); this "
-            f"one has {theirs:,}",
+            what=f"the head was trained for a target of {size.format(mine)} ({head.target.name}); "
+            f"this one has {theirs:,}",
             do="give the target it was trained for with --target",
         )
-        for name, (mine, theirs) in pairs.items()
+        for size, (mine, theirs) in pairs.items()
         if mine != theirs
     ]
 

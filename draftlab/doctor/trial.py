@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from draftlab.base import Monitor
 from draftlab.doctor.findings import ScoredReading
 from draftlab.doctor.hypotheses import hypotheses
-from draftlab.doctor.hypothesis import About, Hypothesis
+from draftlab.doctor.hypothesis import MARGIN, About, Hypothesis
 from draftlab.doctor.reading import Reading
 from draftlab.doctor.score import Score
 
-MARGIN = 0.05  # accepted drafts a step that are worth a word
 POOR = 1.5  # AL below which a reading may hide a second mistake
 
 
@@ -36,7 +35,10 @@ class Trial:
     @property
     def better(self) -> bool:
         """Whether it fits better than as stored, beyond what these prompts leave to chance."""
-        return self.over is not None and improves(self.score, self.over)
+        if self.over is None:
+            return False
+        margin = max(h.margin for h in self.undone)
+        return improves(self.score, self.over, margin)
 
     @property
     def gain(self) -> float:
@@ -72,10 +74,10 @@ class Trials:
     best: Trial | None
 
 
-def improves(score: Score, over: Score) -> bool:
+def improves(score: Score, over: Score, margin: float = MARGIN) -> bool:
     """Whether a reading accepts more by an amount worth a word, and finds the target's tokens
     likelier beyond chance."""
-    return score.gain(over) >= MARGIN and score.likelier(over)[1][0] > 0
+    return score.gain(over) >= margin and score.likelier(over)[1][0] > 0
 
 
 def try_readings(
@@ -101,7 +103,8 @@ def _gain(trial: Trial) -> float:
 
 def _best(trials: list[Trial], than: Trial) -> Trial | None:
     """The best of those that are better than another trial."""
-    return max((t for t in trials if improves(t.score, than.score)), key=_gain, default=None)
+    better = (t for t in trials if improves(t.score, than.score, t.undone[-1].margin))
+    return max(better, key=_gain, default=None)
 
 
 def _extend(

@@ -85,17 +85,21 @@ def layouts(reading: Reading, about: About) -> Iterator[Hypothesis]:
             "exchange the halves of the columns of layers.0.self_attn.{q,k,v}_proj.weight",
             replace(reading, tensors=tensors | swapped),
         )
+    if config.llama4 is None:
+        wrong, right, order, program = "interleaved", "half-split", half_split, "Llama"
+    else:  # rotates neighbouring pairs
+        wrong, right, order, program = "half-split", "interleaved", interleaved, "Llama 4"
     turned = {
-        name: half_split(tensor, config.head_dim)
+        name: order(tensor, config.head_dim)
         for name, tensor in tensors.items()
         if name.endswith(("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight"))
     }
     yield Hypothesis(
         "rope layout",
-        "q and k in interleaved RoPE layout",
-        "the rows of q_proj and k_proj lie in the interleaved RoPE layout",
-        "brought into the half-split one",
-        "permute the rows of q_proj and k_proj to the half-split layout (transformers' Llama)",
+        f"q and k in {wrong} RoPE layout",
+        f"the rows of q_proj and k_proj lie in the {wrong} RoPE layout",
+        f"brought into the {right} one",
+        f"permute the rows of q_proj and k_proj to the {right} layout (transformers' {program})",
         replace(reading, tensors=tensors | turned),
     )
     if config.family not in FROM_LAST_STATE:
@@ -106,6 +110,12 @@ def half_split(weight: Tensor, head_dim: int) -> Tensor:
     """Rows of every head from (0, 1), (2, 3), … to 0, 2, …, 1, 3, …."""
     pairs = weight.unflatten(0, (-1, head_dim // 2, 2))
     return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+def interleaved(weight: Tensor, head_dim: int) -> Tensor:
+    """The way back."""
+    halves = weight.unflatten(0, (-1, 2, head_dim // 2))
+    return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def orders(reading: Reading) -> Iterator[Hypothesis]:
@@ -157,16 +167,18 @@ def vocabularies(reading: Reading, about: About) -> Iterator[Hypothesis]:
         (about.own_embeddings, "the file's embeddings", "the head was trained with its own"),
     ]
     for other, name, says in others:
-        if other is None or other.shape != own.shape or torch.equal(other, own.to(other.dtype)):
+        if other is None or other.shape != own.shape:
             continue
-        tensors = reading.tensors | {EMBEDDINGS: with_mask_row(other, reading)}
+        table = with_mask_row(other, reading)
+        if torch.equal(table.to(own), own):
+            continue
         yield Hypothesis(
             "embeddings",
             name,
             says,
             f"with {name}",
             'drop embed_tokens.weight ("embeddings": "target"), or ship the right ones ("own")',
-            replace(reading, tensors=tensors),
+            replace(reading, tensors=reading.tensors | {EMBEDDINGS: table}),
         )
 
 

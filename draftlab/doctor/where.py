@@ -7,19 +7,38 @@ from pathlib import Path
 from draftlab.base import UserError, read_json
 from draftlab.heads.folder import CONFIG, NATIVE
 from draftlab.run import RUNS
-from draftlab.target.model import EMBEDDED, TargetKnobs
+from draftlab.target.model import EMBEDDED, TargetKnobs, resolve_target
 from draftlab.verbs import REFERENCE, reference_head
 
 
 def find_head(named: str) -> Path:
     """A head folder: "reference", that of a run (by path or name), or the folder itself, whatever
-    state it is in."""
+    state it is in.
+
+    Raises:
+        UserError: there is none, or a run that has no head yet.
+    """
     path = Path(named).expanduser()
     if named == REFERENCE and not path.exists():
         return reference_head()
     if not path.exists() and (RUNS / named).is_dir():
         path = RUNS / named
-    return path / "head" if (path / "head" / CONFIG).is_file() else path
+    if (path / "head" / CONFIG).is_file():
+        return path / "head"
+    if not path.is_dir():
+        raise UserError(
+            f"expected a head's folder, found {'a file' if path.exists() else 'none'}",
+            where=named,
+            do='give a head folder, a run (its name, or its folder), or "reference"',
+        )
+    recipe = path / "recipe.yaml"
+    if recipe.is_file() and not (path / NATIVE).is_file():  # a pushed head ships its recipe
+        raise UserError(
+            "expected the run to have a trained head, found none",
+            where=path,
+            do=f"`draftlab train {recipe}` makes it",
+        )
+    return path
 
 
 def find_target(
@@ -32,7 +51,8 @@ def find_target(
     """
     if named is None:
         trained_for = _trained_for(head)
-        if trained_for != EMBEDDED:
+        embedded = resolve_target(TargetKnobs(path=EMBEDDED))
+        if trained_for != EMBEDDED and Path(trained_for or "").resolve() != embedded.resolve():
             raise UserError(
                 "expected --target beside the head"
                 + (f" (it was trained for {trained_for})" if trained_for else ""),

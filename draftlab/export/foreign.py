@@ -30,6 +30,8 @@ FAMILIES = {
     "PEagleDraftModel": "ptd",
 }
 """Architectures of native configs that are read, and the family each names."""
+LLAMA4 = ("Llama4ForCausalLM", "EagleLlama4ForCausalLM")
+"""Of dense Llama 4 drafters, which are not read."""
 _TYPES = {"eagle3": "eagle3", "peagle": "ptd"}
 # fmt: off
 _OF_TRAINING = {
@@ -153,7 +155,11 @@ def read_foreign(
     if not isinstance(config, dict):
         raise UserError("expected a head's config.json, found no object in it", where=where)
     if not any(name.endswith("fc.weight") for name in tensors):
-        raise UserError("expected a draft head, found no fc.weight among its tensors", where=folder)
+        raise UserError(
+            "expected a draft head, found no fc.weight among its tensors",
+            where=folder,
+            do="a draft head's folder is not its target's",
+        )
     if "speculators_model_type" in config:
         return _speculators(config, where, ignore)
     return _native(config, tensors, where, ignore)
@@ -196,6 +202,9 @@ def _native(
         raise UserError(
             f"expected a draft head of an architecture out of {', '.join(FAMILIES)}, found {name}",
             where=where,
+            do="dense Llama 4 drafters are not read back: use the head folder it was exported from"
+            if name in LLAMA4
+            else "",
         )
     parsed = _parse(config, where, ignore)
     family = FAMILIES[name]

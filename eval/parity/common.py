@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -65,10 +66,18 @@ def subject_options(parser: ArgumentParser, prompts: int) -> None:
         "--random",
         nargs="?",
         const="",
-        metavar="TEXT",
-        help="in place of the head: random ones of all shapes (whose name holds TEXT)",
+        type=_pattern,
+        metavar="PATTERN",
+        help="in place of the head: random ones of all shapes (in whose name PATTERN is found)",
     )
     parser.add_argument("--write", type=Path, help="Markdown page that gets the result's rows")
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ArgumentTypeError(f"expected a regular expression, found {text}: {error}") from error
 
 
 def load_subject(head: str | None, target: str | None, prompts: int) -> Subject:

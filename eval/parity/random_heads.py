@@ -16,8 +16,9 @@ import torch
 from common import Subject, load_subject
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from draftlab.base import UserError
 from draftlab.data.mask_token import choose_mask_token
-from draftlab.heads.config import HeadConfig
+from draftlab.heads.config import FROM_LAST_STATE, HeadConfig
 from draftlab.heads.folder import load_head, new_head, save_head
 from draftlab.heads.head import DraftHead
 from draftlab.target.model import fingerprint, load_target, load_tokenizer
@@ -55,20 +56,32 @@ def chosen_subjects(
 
     Args:
         grown: for its own target, heads are grown from the trained one, so that drafts are
-            accepted; the others stay random.
+            accepted; the others stay random, and all where that one reads other features.
+
+    Raises:
+        UserError: --random asks for names that no shape has.
     """
     subject = load_subject(options.head, options.target, options.prompts)
     if options.random is None:
         yield subject
         return
+    others, grown = [], grown and subject.head.config.family not in FROM_LAST_STATE
     for target in (subject, stand_in(subject, place / "qwen3")):
         kind = target.target.config.model_type
         for number, (shape, fields) in enumerate(SHAPES.items()):
             trained = subject.head if grown and target is subject else None
             name = f"{'random' if trained is None else 'grown'}, {kind}: {shape}"
-            if options.random in name:
-                folder = place / f"{kind}-{number}"
+            if options.random.search(name):
+                folder = place / f"{target.target.fingerprint[:8]}-{number}"
                 yield with_random_head(target, folder, name, trained, **fields)
+            else:
+                others.append(name)
+    if len(others) == 2 * len(SHAPES):
+        raise UserError(
+            f"expected a pattern that is found in the name of a shape, found "
+            f"{options.random.pattern}; they are:\n  " + "\n  ".join(others),
+            where="--random",
+        )
 
 
 def stand_in(subject: Subject, folder: Path) -> Subject:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,7 +19,9 @@ from draftlab.doctor.findings import Diagnosis
 from draftlab.doctor.knobs import DoctorKnobs
 from draftlab.doctor.witness import Witness
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS
+from draftlab.heads.eagle import EagleHead
+from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config
+from draftlab.heads.head import initialise_head
 from draftlab.heads.native import native_config
 from draftlab.target.model import TargetKnobs
 from draftlab.verbs import reference_head
@@ -58,6 +61,32 @@ def broken(tmp_path: Path) -> Broken:
 def examined(witness: Witness, broken: Broken) -> Callable[..., Diagnosis]:
     """The diagnosis of such a copy."""
     return lambda *change, **fields: examine(broken(*change, **fields), witness)
+
+
+@pytest.fixture
+def untrained_eagle(witness: Witness, broken: Broken) -> Path:
+    """A head of EAGLE's first generation, as it is before training."""
+    own = load_config(reference_head()).model_dump(mode="json", by_alias=True)
+    more = {"family": "eagle", "boundaries": [12], "draft_vocab_size": 6144, "provenance": {}}
+    config = HeadConfig.model_validate(own | more)
+    head, parts = EagleHead(config), witness.target.parts
+    initialise_head(
+        head,
+        embeddings=parts.embeddings,
+        final_norm=next(parts.norm.parameters()),
+        lm_head=parts.lm_head,
+        target_ids=torch.arange(6144),
+        seed=0,
+    )
+    left_out = {*head.borrowed(), "d2t", "t2d"}
+
+    def change(stored: Tensors) -> None:
+        stored.clear()
+        stored.update(
+            {n: t.detach().bfloat16() for n, t in head.tensors().items() if n not in left_out}
+        )
+
+    return broken(change, **config.model_dump(mode="json", by_alias=True))
 
 
 def kinds(diagnosis: Diagnosis, severity: str = "fault") -> list[str]:

@@ -44,7 +44,9 @@ def test_a_runs_head_is_examined_and_nothing_is_written(workshop: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("nowhere", "--target", "toy"), "expected a head's folder"),
+        (("nowhere",), "expected a head's folder, found none"),
+        (("prompts.jsonl",), "expected a head's folder, found a file"),
+        (("runs/headless",), "expected the run to have a trained head, found none"),
         (("runs/small",), "expected --target beside the head (it was trained for toy)"),
         (("runs/small", "--target", "nothing/there/at-all"), "config.json"),
         (("runs/small", "--target", "toy", "--max-prompts", "1"), "--max-prompts: expected"),
@@ -54,6 +56,9 @@ def test_a_runs_head_is_examined_and_nothing_is_written(workshop: Path) -> None:
 def test_mistakes_of_the_command_line(
     workshop: Path, arguments: tuple[str, ...], says: str
 ) -> None:
+    headless = workshop / "runs" / "headless"
+    headless.mkdir()
+    (headless / "recipe.yaml").write_text("target: toy\n")
     result = draftlab(workshop, "doctor", *arguments)
     assert result.exit_code == 2, result.output
     assert says in result.output.replace("\n", " ")

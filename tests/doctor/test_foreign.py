@@ -50,6 +50,17 @@ def test_a_good_export_has_no_findings(exported: Path, witness: Witness) -> None
     assert files.config.boundaries == (2, 6, 9)
 
 
+def test_what_only_other_families_have_is_not_missed(
+    untrained_eagle: Path, witness: Witness, tmp_path: Path
+) -> None:
+    out = tmp_path / "vllm"
+    export_head(untrained_eagle, witness.target.folder, out, "vllm", target_name="embedded")
+    files, findings = read_other(out, witness)
+    assert not findings
+    assert files is not None
+    assert files.config.family == "eagle"
+
+
 def test_what_a_config_leaves_out_or_cuts_is_named(exported: Path, witness: Witness) -> None:
     change(exported, max_position_embeddings=512, vocab_size=6144)
     config = json.loads((exported / "config.json").read_text())

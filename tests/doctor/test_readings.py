@@ -4,25 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from draftlab.doctor.examine import examine
+from draftlab.doctor.feeding import features
 from draftlab.doctor.findings import Diagnosis
+from draftlab.doctor.hypothesis import About
 from draftlab.doctor.reading import Reading
-from draftlab.doctor.score import Scorer
-from draftlab.doctor.weights import lifted_mask, masks, sorted_blocks
+from draftlab.doctor.score import Score, Scorer
+from draftlab.doctor.trial import Trial
+from draftlab.doctor.weights import layouts, lifted_mask, masks, sorted_blocks
 from draftlab.doctor.witness import Witness
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.eagle import EagleHead
 from draftlab.heads.folder import WEIGHTS, load_config
 from draftlab.heads.head import initialise_head
 from draftlab.heads.ptd import PtdHead
 from draftlab.verbs import reference_head
 from tests.doctor.conftest import Broken, Tensors, kinds
+from tests.heads.head_toys import make_head
+from tests.heads.llama4_reader import half_split, pairs
+from tests.heads.test_llama4_head import SHAPE as LLAMA4
 
 Examined = Callable[..., Diagnosis]
 
@@ -106,6 +113,27 @@ def test_two_mistakes_are_both_named(examined: Examined) -> None:
     assert al["norm_before_residual: false, boundaries + 1"] > al["norm_before_residual: false"]
 
 
+@pytest.mark.parametrize(
+    ("shape", "order", "wrong"),
+    [({}, pairs, "interleaved"), (LLAMA4, half_split, "half-split")],
+)
+def test_rows_of_queries_and_keys_are_sorted_as_the_family_rotates_them(
+    shape: dict[str, Any], order: Callable[[torch.Tensor, int], torch.Tensor], wrong: str
+) -> None:
+    head = make_head(**shape)
+    tensors, config = dict(head.tensors()), head.config
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    stored = dict(tensors)
+    for name in tensors:
+        kind = name.removesuffix(".weight").split(".")[-1]
+        if kind in heads:
+            stored[name] = order(tensors[name], heads[kind])
+    found = [h for h in layouts(Reading(config, stored), None) if h.kind == "rope layout"]  # type: ignore[arg-type]
+    assert [h.name for h in found] == [f"q and k in {wrong} RoPE layout"]
+    for name, tensor in tensors.items():
+        assert torch.equal(found[0].reading.tensors[name], tensor), name
+
+
 def refitted(witness: Witness, boundaries: tuple[int, ...], norm: str) -> torch.Tensor:
     """fc that makes of normed features what the reference head's makes of its own."""
     own = load_config(reference_head())
@@ -151,6 +179,36 @@ def test_a_head_of_plain_text_is_named(
     diagnosis = examined()
     assert "template" in kinds(diagnosis)
     assert "plain text" in diagnosis.verdict
+
+
+def test_features_of_another_position_are_named(
+    examined: Examined, witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is right where states are handed over a position late."""
+    known = witness.evidence(True, 2)
+    known.take((2, 6, 9))
+    late = {boundary: state.roll(1, dims=1) for boundary, state in known.states.items()}
+    monkeypatch.setattr(witness, "evidence", lambda *asked: replace(known, states=dict(late)))
+    diagnosis = examined()
+    assert kinds(diagnosis) == ["alignment"]
+    assert diagnosis.readings[1].name == "features of the next position"
+
+
+def test_what_foretells_a_draft_has_to_gain_more() -> None:
+    """The last state of the next position all but names the draft: any head likes it a little."""
+    stored = score(0.10, -2.0)
+    for gain, better in ((0.1, False), (0.6, True)):
+        found = score(0.10 + gain, -1.0)
+        about = About(12, None, {}, frozenset(), frozenset({True}))
+        for hypothesis in features(Reading(parallel(), {}), about):
+            trial = Trial(hypothesis.reading, (hypothesis,), found, stored)
+            assert trial.better == (better or "next" not in hypothesis.name), hypothesis.name
+
+
+def score(accepted: float, likelihood: float) -> Score:
+    """Of 8 prompts that are all alike."""
+    ones = np.ones(8)
+    return Score((), 100 * accepted * ones, 200 * likelihood * ones, 100 * ones, k=2)
 
 
 def parallel(**changed: Any) -> HeadConfig:
@@ -219,30 +277,10 @@ def test_blocks_of_features_are_sorted_by_boundary() -> None:
 
 
 def test_a_first_generation_head_is_fed_its_state_before_the_norm_too(
-    witness: Witness, broken: Broken
+    witness: Witness, untrained_eagle: Path
 ) -> None:
     """Of this family other shapes are left alone, and the norm is the target's own."""
-    own = load_config(reference_head()).model_dump(mode="json", by_alias=True)
-    more = {"family": "eagle", "boundaries": [12], "draft_vocab_size": 6144, "provenance": {}}
-    config = HeadConfig.model_validate(own | more)
-    head, parts = EagleHead(config), witness.target.parts
-    initialise_head(
-        head,
-        embeddings=parts.embeddings,
-        final_norm=next(parts.norm.parameters()),
-        lm_head=parts.lm_head,
-        target_ids=torch.arange(6144),
-        seed=0,
-    )
-    left_out = {*head.borrowed(), "d2t", "t2d"}
-
-    def change(stored: Tensors) -> None:
-        stored.clear()
-        stored.update(
-            {n: t.detach().bfloat16() for n, t in head.tensors().items() if n not in left_out}
-        )
-
-    diagnosis = examine(broken(change, **config.model_dump(mode="json", by_alias=True)), witness)
+    diagnosis = examine(untrained_eagle, witness)
     assert kinds(diagnosis) == ["nothing fits"]  # it was never trained
     names = {r.name: r for r in diagnosis.readings}
     assert names["features before the final norm"].likelier != 0

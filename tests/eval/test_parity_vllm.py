@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ import pytest
 from draftlab.base import UserError
 from draftlab.decode.sampling import Generation
 from draftlab.results import Counters
-from tests.eval.drivers import common, vllm
+from tests.eval.drivers import common, random_heads, vllm
 
 
 def decoded(name: str, steps: tuple[int, ...], k: int = 3) -> Generation:
@@ -105,6 +105,31 @@ def test_a_failed_installation_is_said_and_skipped(
     assert common.prepare("vllm") == Path("/envs/vllm/bin/python")
     (tmp_path / "setup_vllm.sh").write_text("echo 'built: /envs/vllm' >&2; echo torch==1 >&2\n")
     assert common.prepare("vllm") == Path("/envs/vllm/bin/python")
+
+
+def test_random_heads_are_chosen_by_a_pattern(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def subject(kind: str) -> SimpleNamespace:
+        target = SimpleNamespace(config=SimpleNamespace(model_type=kind), fingerprint=kind)
+        return SimpleNamespace(target=target, head=SimpleNamespace(config=config))
+
+    def chosen(pattern: str) -> list[str]:
+        options = parser.parse_args(["--random", pattern])
+        return list(random_heads.chosen_subjects(options, tmp_path, grown=True))
+
+    parser, config = ArgumentParser(), SimpleNamespace(family="eagle3")
+    common.subject_options(parser, prompts=1)
+    monkeypatch.setattr(random_heads, "load_subject", lambda *asked: subject("llama"))
+    monkeypatch.setattr(random_heads, "stand_in", lambda *asked: subject("qwen3"))
+    monkeypatch.setattr(random_heads, "with_random_head", lambda s, f, name, *_, **shape: name)
+    assert chosen("eagle3$") == ["grown, llama: eagle3", "random, qwen3: eagle3"]
+    assert len(chosen("")) == 2 * len(random_heads.SHAPES)
+    with pytest.raises(UserError, match="random, qwen3: ptd, 1 layer"):  # which there are
+        chosen("eagle4")
+    with pytest.raises(SystemExit):
+        chosen("(")
+    assert "expected a regular expression, found (" in capsys.readouterr().err
 
 
 def test_a_client_that_fails_is_an_error_with_its_words(
