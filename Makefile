@@ -42,7 +42,7 @@ LLAMACPP := $(BIN)/python eval/parity/parity_llamacpp.py
 parity-vllm: setup  ## T = 0 equal to a real vLLM, T = 0.7 and 1.5 within intervals (3.4 GB)
 	$(VLLM) --k 3 $(ARGS) && $(VLLM) --k 5 $(ARGS) $(OR_SKIPPED)
 
-parity-llamacpp: setup  ## T = 0 equal to a real llama.cpp (builds it from source, 20 minutes)
+parity-llamacpp: setup  ## T = 0 equal to a real llama.cpp (builds it from source, 6 to 20 minutes)
 	$(LLAMACPP) --quantized Q4_K_M $(ARGS) && \
 	$(LLAMACPP) --random eagle3 --prompts 4 --max-new-tokens 48 $(ARGS) $(OR_SKIPPED)
 
