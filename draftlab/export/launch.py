@@ -7,11 +7,11 @@ import shlex
 from importlib import metadata
 from pathlib import Path
 
+from draftlab.decode.vllm_client.own_config import generation_override
 from draftlab.export.gguf import OUT_TYPES
 from draftlab.export.layout import Export
 from draftlab.heads.config import HeadConfig
 
-_TEMPERED = "--override-generation-config '{\"attn_temperature_tuning\": true}'"
 _FAMILIES = {
     "eagle3": "EAGLE3",
     "ptd": "Parallel draft (P-EAGLE)",
@@ -45,8 +45,9 @@ def vllm_text(export: Export, place: Path, *, alone: bool = False, method: str =
     parallel = export.head.family == "ptd"
     # Only of an export served alone does vLLM read it from config.json.
     options = json.dumps(chosen | ({"parallel_drafting": True} if parallel else {}))
-    tempered = export.head.target.architecture.startswith("Llama4")
-    more = f" {_TEMPERED}" if tempered else ""
+    override = generation_override(export.target)
+    told = shlex.quote(json.dumps(override))
+    more = f" --override-generation-config {told}" if override else ""
     explicit = block(
         f"vllm serve {shlex.quote(export.target_name)} --speculative-config "
         f"{shlex.quote(options)}{more}"
@@ -66,11 +67,10 @@ def vllm_text(export: Export, place: Path, *, alone: bool = False, method: str =
         )
     drafts = f"{export.k} tokens a step, greedy, "
     drafts += "all in one pass" if parallel else "one a pass"
-    if tempered:
+    if override:
         drafts += (
-            ".\nUp to 32,768 positions vLLM tempers Llama 4's attention only where the generation "
-            "config asks for it, as its own config and this head's training do: hence the last "
-            "option"
+            ".\nWhether Llama 4's attention is tempered vLLM does not ask the target's config, by "
+            "which this head was trained: hence the last option"
         )
     return f"# Serving this head with vLLM\n\n{text}\nDrafts: {drafts}.\n"
 

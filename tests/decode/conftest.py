@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftlab.data.packing import pack
-from draftlab.heads.config import HeadConfig, TargetIdentity
+from draftlab.heads.config import FROM_LAST_STATE, HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import initialise_head
@@ -42,7 +42,7 @@ NORMED = {"fc_norm": True, "norm_output": True}
 def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> Any:
     """A head with initial values; its draft vocabulary leaves the lowest ids out."""
     size = target.hidden_size
-    if changed.get("family") == "eagle":
+    if changed.get("family") in FROM_LAST_STATE:
         draft_size = target.vocab_size
     config = HeadConfig(
         **({"boundaries": BOUNDARIES} | changed),

@@ -162,6 +162,18 @@ def test_the_engine_says_version_runner_device_and_what_was_corrected(
         assert engine.corrections == ()
 
 
+@pytest.mark.parametrize("asked", [{}, {"boundaries": [0, 2]}])
+def test_a_llama4_target_is_computed_as_its_config_says(asked: dict, folder: Path, install) -> None:
+    """Decoding, and for its states: vLLM alone would leave tempered attention out."""
+    log = install()
+    (folder / "config.json").write_text('{"text_config": {"model_type": "llama4_text"}}')
+    setup = {"target": str(folder), "states_folder": str(folder), "max_model_len": 9} | asked
+    VllmProcess(setup, HERE).close()
+    options = json.loads(log.read_text().splitlines()[0])
+    assert ("kv_transfer_config" in options) == bool(asked)
+    assert options["override_generation_config"] == {"attn_temperature_tuning": True}
+
+
 def test_states_are_asked_of_its_hidden_state_extraction(folder: Path, install) -> None:
     log, setup = install(), {"target": str(folder), "boundaries": [0, 2, 4], "max_model_len": 9}
     setup |= {"states_folder": str(folder), "max_num_seqs": 3, "engine_extra": {"own": 1}}

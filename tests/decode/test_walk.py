@@ -14,6 +14,7 @@ from draftlab.decode.drafter import ChainDrafter
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Generation, Request
 from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DraftHead
 from draftlab.target.model import Target
 from draftlab.train.objective import DraftTeacher
 from draftlab.train.validate import validate
@@ -45,10 +46,8 @@ def walked_and_decoded(
     return steps, list(zip(asked, found, strict=True))
 
 
-@pytest.mark.parametrize(("k", "batch"), [(1, 7), (3, 1), (3, 7), (5, 1)])
-def test_every_step_of_the_walk_is_the_engines(
-    k: int, batch: int, target: Target, head: Eagle3Head
-) -> None:
+def assert_walked_as_decoded(target: Target, head: DraftHead, k: int, batch: int) -> None:
+    """Every step of the walk is the engine's, and a tail alone is left out."""
     steps, decoded = walked_and_decoded(target, head, k, batch)
     fates: list[int] = []
     for request, generation in decoded:
@@ -65,6 +64,13 @@ def test_every_step_of_the_walk_is_the_engines(
         fates += accepted
     assert len(fates) > 50
     assert {0, 1, k} <= set(fates)  # or the test says little
+
+
+@pytest.mark.parametrize(("k", "batch"), [(1, 7), (3, 1), (3, 7), (5, 1)])
+def test_every_step_of_the_walk_is_the_engines(
+    k: int, batch: int, target: Target, head: Eagle3Head
+) -> None:
+    assert_walked_as_decoded(target, head, k, batch)
 
 
 @pytest.mark.parametrize("shift", [-1, 1])

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from draftlab.base import UserError
+from draftlab.export.launch import vllm_text
+from draftlab.export.layout import Export
 from draftlab.heads.folder import load_config, load_head
 from draftlab.heads.native import native_config
 from draftlab.target.parts import load_parts
@@ -94,18 +96,19 @@ def test_config(out: Path) -> None:
     assert '"method": "eagle"' in (out / "launch.md").read_text()
 
 
-def test_vllm_is_told_to_temper_the_attention_of_a_llama4_target(
-    make_head: MakeHead, target: Path, tmp_path: Path
+@pytest.mark.parametrize("tuning", [True, False])
+def test_vllm_is_told_whether_a_llama4_targets_attention_is_tempered(
+    tuning: bool, make_head: MakeHead, target: Path, tmp_path: Path
 ) -> None:
     folder, option = make_head(**LLAMA4), "--override-generation-config"
     plain = export(folder, target, tmp_path / "plain", "vllm")
     assert option not in (plain / "launch.md").read_text()
-    described = folder / "draftlab.json"
-    text = described.read_text().replace("LlamaForCausalLM", "Llama4ForCausalLM")
-    described.write_text(text)
-    found = (export(folder, target, tmp_path / "out", "vllm") / "launch.md").read_text()
+    text = {"model_type": "llama4_text", "attn_temperature_tuning": tuning}
+    served = Export(load_config(folder), {"text_config": text}, "org/target", 3, torch.bfloat16)
+    found = vllm_text(served, tmp_path)
     (line,) = [line for line in found.splitlines() if line.startswith("vllm serve")]
-    assert line.endswith(option + " '{\"attn_temperature_tuning\": true}'")
+    expected = "true" if tuning else "false"
+    assert line.endswith(option + f" '{{\"attn_temperature_tuning\": {expected}}}'")
 
 
 def test_an_independent_reader_computes_the_head(out: Path, target: Path, tmp_path: Path) -> None:
