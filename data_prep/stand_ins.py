@@ -33,6 +33,7 @@ from token_stream import Stream
 from torch import Tensor, nn
 from train_target import Muon
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 TOKENIZER = Path(__file__).resolve().parents[1] / "draftlab" / "embedded" / "target"
@@ -71,6 +72,7 @@ VISION = {
     "projector_output_dim": 64,
     "vision_output_dim": 64,
 }
+EVERY_EXPERT = "every_expert"
 KINDS: dict[str, dict[str, Any]] = {
     "llama4": LLAMA4,
     "qwen3": {"tie_word_embeddings": True},
@@ -109,9 +111,29 @@ def new_model(kind: str, **changes: Any) -> PreTrainedModel:
         config = CONFIG_MAPPING[kind](text_config=fields, vision_config=VISION)
         return AutoModelForImageTextToText.from_config(config).float()
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**fields)).float()
-    if kind == "gpt_oss":  # grouped products have no float32 weights
-        model.set_experts_implementation("eager")
+    if kind == "gpt_oss":
+        model.set_experts_implementation(EVERY_EXPERT)
     return model
+
+
+def every_expert(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """gpt-oss's experts, each on every token [T, H] and weighted by the router: [T, H].
+
+    With a few small ones that is far faster than sorting tokens with the host's help, and grouped
+    products have no float32 weights.
+    """
+    shares = top_k_weights.new_zeros(len(hidden_states), experts.num_experts)
+    shares = shares.scatter(1, top_k_index, top_k_weights)
+    tokens = hidden_states.expand(experts.num_experts, -1, -1)
+    inner = torch.baddbmm(experts.gate_up_proj_bias[:, None], tokens, experts.gate_up_proj)
+    inner = experts._apply_gate(inner)
+    outputs = torch.baddbmm(experts.down_proj_bias[:, None], inner, experts.down_proj)
+    return torch.einsum("eth,te->th", outputs, shares).to(hidden_states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EVERY_EXPERT, every_expert)
 
 
 def tower(model: PreTrainedModel) -> PreTrainedModel:

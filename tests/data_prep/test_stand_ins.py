@@ -88,3 +88,21 @@ def test_a_stand_in_is_a_target(kind: str, scripts: tuple, pack: Path, tmp_path:
         assert run(engine, asked)[0].token_ids == found[0].token_ids
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
     assert list(found[0].token_ids) == expected[0, len(prompt) :].tolist()
+
+
+def test_every_expert_at_once_is_transformers_loop_over_experts(scripts: tuple) -> None:
+    torch.manual_seed(0)
+    model = scripts[0].new_model("gpt_oss", **SMALL, **CHANGES["gpt_oss"])
+    for name, weights in model.named_parameters():  # biases begin at zero
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weights)
+    ids = torch.randint(100, 500, (2, 24))
+    gradients = []
+    for way in (scripts[0].EVERY_EXPERT, "eager"):
+        model.set_experts_implementation(way)
+        model.zero_grad()
+        loss = scripts[0].loss_of(model, ids, ids)
+        loss.backward()
+        gradients.append([loss, *(p.grad.clone() for p in model.parameters())])
+    for ours, loop in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, loop, rtol=1e-4, atol=1e-6)
