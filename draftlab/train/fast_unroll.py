@@ -5,21 +5,19 @@
   frozen embeddings need no gradient: W (n ⊙ w) = (W ⊙ w) n.
 - Only rows that carry loss are run, also where other rows of the batch have more: they are padded
   for attention alone.
-- Weights are cast once a batch, gate and up are one product, and what is neither a product nor
-  attention is left to torch.compile.
+- Weights are cast once a batch, gate and up are one product, all steps add to one gradient of them
+  (`train/shared.py`), and what is neither a product nor attention is left to torch.compile.
 - A step may be computed again in the backward pass, so that long rows need little memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from draftlab.data.packing import Batch, StepRows
@@ -27,24 +25,7 @@ from draftlab.heads.eagle3 import Eagle3Head, Eagle3Layer
 from draftlab.heads.layers import Attention, rotate
 from draftlab.kernels.ttt_attention import OwnKeys, document_starts, ttt_attention
 from draftlab.train.objective import StepOutput, row_starts
-
-
-class _Take(torch.autograd.Function):
-    """Rows of x, each at most once: a gradient is written where index_select's would be added."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.length = len(x)
-        return x.index_select(0, index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (index,) = ctx.saved_tensors
-        whole = gradient.new_zeros(ctx.length, *gradient.shape[1:])
-        return whole.index_copy_(0, index, gradient), None
-
+from draftlab.train.shared import Shared, branch
 
 Rows = tuple[Tensor, ...]
 """Tensors whose first dimension is that of the rows at hand."""
@@ -70,75 +51,70 @@ def queries(rows: Rows, weights: Weights, eps: float) -> Tensor:
     """Rotated queries [n, heads, head_dim].
 
     Args:
-        rows: normed hidden state [n, H], the embedding's part [n, Q], cosines, sines (`Rope`).
-        weights: [Q, H], norm of queries or None.
+        rows: products with the normed hidden state and with the embedding, [n, Q] each, cosines,
+            sines (`Rope`).
+        weights: norm of queries or None.
     """
     hidden, embedded, *angles = rows
-    query = (embedded + F.linear(hidden, weights[0])).unflatten(-1, (-1, 2 * angles[0].shape[-1]))
-    return rotate(query if weights[1] is None else normed((query,), weights[1:], eps), angles)
+    query = (embedded + hidden).unflatten(-1, (-1, 2 * angles[0].shape[-1]))
+    return rotate(query if weights[0] is None else normed((query,), weights, eps), angles)
 
 
 def keys_values(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor, Tensor]:
     """Rotated keys and values, each [n, kv heads, head_dim]; arguments as of `queries`."""
     hidden, embedded, *angles = rows
-    made = (embedded + F.linear(hidden, weights[0])).unflatten(-1, (-1, 2 * angles[0].shape[-1]))
+    made = (embedded + hidden).unflatten(-1, (-1, 2 * angles[0].shape[-1]))
     key, value = made.chunk(2, 1)
-    return rotate(key if weights[1] is None else normed((key,), weights[1:], eps), angles), value
+    return rotate(key if weights[0] is None else normed((key,), weights, eps), angles), value
 
 
-def layer_output(rows: Rows, weights: Weights, eps: float) -> Tensor:
-    """`DecoderLayer.output` [n, H].
-
-    Args:
-        rows: attended values [n, Q], residual [n, H].
-        weights: o [H, Q], the norm behind it, gate and up [2 I, H], down [H, I].
-    """
-    (attended, residual), (output, norm, gate_up, down) = rows, weights
-    hidden = residual + F.linear(attended, output)
-    gate, up = F.linear(normed((hidden,), (norm,), eps), gate_up).chunk(2, -1)
-    return hidden + F.linear(F.silu(gate) * up, down)
+def joined(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of rows (x, y), and that normed by weights (w,), each [n, H]."""
+    hidden = rows[0] + rows[1]
+    return hidden, normed((hidden,), weights, eps)
 
 
-PIECES = (normed, queries, keys_values, layer_output)
+def gated(rows: Rows, weights: Weights, eps: float) -> Tensor:
+    """silu(gate) · up [n, I] of rows (their product [n, 2 I],)."""
+    gate, up = rows[0].chunk(2, -1)
+    return F.silu(gate) * up
 
 
-@dataclass(frozen=True)
+PIECES = (normed, queries, keys_values, joined, gated)
+
+
 class LayerWeights:
-    """A layer's weights in the products' dtype, as the pieces take them.
+    """A layer's weights in the products' dtype, with gradients to its parameters.
 
     Attributes:
         embedded: [Q + 2 KV, H], of q, k and v, what reads the normed embedding, its norm inside.
+        query, key_value, output, gate_up, down: as their products read them.
+        hidden_norm, query_norm, key_norm, output_norm: of vectors, as the pieces take them.
     """
 
-    embedded: Tensor
-    hidden: Weights
-    queries: Weights
-    keys_values: Weights
-    output: Weights
-
-    @classmethod
-    def of(cls, layer: Eagle3Layer, dtype: torch.dtype) -> LayerWeights:
-        """Of a layer, with gradients to its parameters."""
+    def __init__(self, layer: Eagle3Layer, dtype: torch.dtype) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         embedding, (query, key, value) = zip(
             *(p.weight.chunk(2, 1) for p in projections), strict=True
         )
         scale = layer.input_layernorm.weight
-        of_norm = lambda norm: None if norm is None else norm.weight.to(dtype)  # noqa: E731
-        stacked = lambda *parts: torch.cat([part.to(dtype) for part in parts])  # noqa: E731
-        return cls(
-            stacked(*(part * scale for part in embedding)),
-            (of_norm(layer.hidden_norm),),
-            (query.to(dtype), of_norm(attention.q_norm)),
-            (stacked(key, value), of_norm(attention.k_norm)),
-            (
-                attention.o_proj.weight.to(dtype),
-                of_norm(layer.post_attention_layernorm),
-                stacked(mlp.gate_proj.weight, mlp.up_proj.weight),
-                mlp.down_proj.weight.to(dtype),
-            ),
-        )
+
+        def stacked(*parts: Tensor) -> Tensor:
+            return torch.cat([part.to(dtype) for part in parts])
+
+        def of_norm(norm: Any) -> Weights:
+            return (None if norm is None else norm.weight.to(dtype),)
+
+        self.embedded = stacked(*(part * scale for part in embedding))
+        self.query = Shared(query.to(dtype))
+        self.key_value = Shared(stacked(key, value))
+        self.output = Shared(attention.o_proj.weight.to(dtype))
+        self.gate_up = Shared(stacked(mlp.gate_proj.weight, mlp.up_proj.weight))
+        self.down = Shared(mlp.down_proj.weight.to(dtype))
+        self.hidden_norm = of_norm(layer.hidden_norm)
+        self.query_norm, self.key_norm = of_norm(attention.q_norm), of_norm(attention.k_norm)
+        self.output_norm = of_norm(layer.post_attention_layernorm)
 
 
 class FastUnroll:
@@ -161,7 +137,7 @@ class FastUnroll:
 
     def __call__(self, head: Eagle3Head, batch: Batch) -> list[StepOutput]:
         """Each step's output; gradients flow through all earlier steps."""
-        found: list[StepOutput] = []
+        outputs: list[Tensor] = []
         # All is of one dtype already. Autocast would widen norms, and cast again what reads them.
         with torch.autocast(batch.tokens.device.type, enabled=False):
             unrolled = _Unrolled(head, batch, self.dtype, self.pieces)
@@ -170,11 +146,13 @@ class FastUnroll:
                 if rows.index.shape[1] == 0:
                     break
                 if self.recompute:
-                    output, own = checkpoint(unrolled.step, k, output, own, use_reentrant=False)
+                    made = checkpoint(unrolled.step, k, output, own, use_reentrant=False)
                 else:
-                    output, own = unrolled.step(k, output, own)
-                found.append(StepOutput(output, rows.teacher))
-        return found
+                    made = unrolled.step(k, output, own)
+                before, output, own = made
+                outputs.append(before)
+        taught = zip([*outputs[1:], output], batch.steps, strict=False)
+        return [StepOutput(each, rows.teacher) for each, rows in taught] if outputs else []
 
 
 class _Unrolled:
@@ -188,40 +166,46 @@ class _Unrolled:
         pieces: tuple[Callable[..., Any], ...],
     ) -> None:
         self.head, self.batch, self.eps = head, batch, head.config.rms_norm_eps
-        self.normed, self.queries, self.keys_values, self.output = pieces
-        self.weights = weights = LayerWeights.of(head.layer, dtype)
+        self.normed, self.queries, self.keys_values, self.joined, self.gated = pieces
+        self.weights = weights = LayerWeights(head.layer, dtype)
         self.starts = document_starts(batch.documents)
         self.positions = batch.positions.flatten()
-        self.num_queries = len(weights.queries[0])
+        num_queries = len(weights.query.tensor)
+        self.of_queries, self.of_keys = slice(num_queries), slice(num_queries, None)
         embeddings = head.embed_tokens(batch.tokens).flatten(0, 1).to(dtype)
-        self.embedded = F.linear(normed((embeddings,), (None,), self.eps), weights.embedded)
+        embeddings = normed((embeddings,), (None,), self.eps)
+        self.embedded = Shared(F.linear(embeddings, weights.embedded))
         features = head.normed_features(batch.features.flatten(0, 1).to(dtype))
         self.fused = F.linear(features, head.fc.weight.to(dtype))
-        hidden = self.normed((self.fused,), weights.hidden, self.eps)
+        hidden = self.normed((self.fused,), weights.hidden_norm, self.eps)
         # The slot behind each one. The last reads the first in its place; nothing sees its key.
         following = torch.arange(len(hidden), device=hidden.device).roll(-1)
-        read = self._of_tokens(following, self.positions, slice(self.num_queries, None))
-        made = self.keys_values((hidden, *read), weights.keys_values, self.eps)
+        read = self.embedded.rows(following, self.of_keys)
+        given = (weights.key_value.product(hidden), read, *self.head.rope.angles(self.positions))
+        made = self.keys_values(given, weights.key_norm, self.eps)
         self.key, self.value = (x.unflatten(0, batch.tokens.shape) for x in made)
 
-    def step(self, k: int, output: Tensor, own: OwnKeys | None) -> tuple[Tensor, OwnKeys | None]:
-        """Output [n, H] of step k, and the own keys up to it.
+    def step(
+        self, k: int, output: Tensor, own: OwnKeys | None
+    ) -> tuple[Tensor, Tensor, OwnKeys | None]:
+        """Output [n, H] of step k, and the own keys up to it; before them the output it was given.
 
         Args:
             output: of the step before; at step 0 `fused`.
             own: up to the step before.
         """
         rows, weights, head = self.batch.steps[k], self.weights, self.head
-        hidden = _Take.apply(output, rows.origin)
-        read = self.normed((hidden,), weights.hidden, self.eps)
+        output, hidden = branch(output, rows.origin)
+        read = self.normed((hidden,), weights.hidden_norm, self.eps)
         # Row t reads the token of slot t + 1 + k at position t + k.
-        positions = self.positions[rows.teacher] - 1
-        embedded, *angles = self._of_tokens(rows.teacher, positions, slice(None))
-        asked = (read, embedded[:, : self.num_queries], *angles)
-        query = self.queries(asked, weights.queries, self.eps)
+        angles = head.rope.angles(self.positions[rows.teacher] - 1)
+        embedded = self.embedded.rows(rows.teacher, self.of_queries)
+        asked = (weights.query.product(read), embedded, *angles)
+        query = self.queries(asked, weights.query_norm, self.eps)
         if k > 0:
-            given = (read, embedded[:, self.num_queries :], *angles)
-            made = self.keys_values(given, weights.keys_values, self.eps)
+            embedded = self.embedded.rows(rows.teacher, self.of_keys)
+            given = (weights.key_value.product(read), embedded, *angles)
+            made = self.keys_values(given, weights.key_norm, self.eps)
             own = OwnKeys.extended(own, *(_padded(x, rows) for x in made), rows.select)
         attended = ttt_attention(
             _padded(query, rows),
@@ -232,13 +216,10 @@ class _Unrolled:
             own,
         )
         residual = read if head.layer.norm_before_residual else hidden
-        made = self.output((_real(attended.flatten(2), rows), residual), weights.output, self.eps)
-        return head.finish(made), own
-
-    def _of_tokens(self, slots: Tensor, positions: Tensor, part: slice) -> Rows:
-        """Of tokens in slots [n], each another: projected embeddings, and angles of positions."""
-        angles = self.head.rope.angles(positions)
-        return _Take.apply(self.embedded[:, part], slots), *angles
+        attended = weights.output.product(_real(attended.flatten(2), rows))
+        hidden, read = self.joined((residual, attended), weights.output_norm, self.eps)
+        inner = self.gated((weights.gate_up.product(read),), (), self.eps)
+        return output, head.finish(hidden + weights.down.product(inner)), own
 
 
 def _padded(x: Tensor, rows: StepRows) -> Tensor:
@@ -252,4 +233,4 @@ def _padded(x: Tensor, rows: StepRows) -> Tensor:
 def _real(x: Tensor, rows: StepRows) -> Tensor:
     """Rows [n, …] of x [B, R, …]."""
     flat = x.flatten(0, 1)
-    return _Take.apply(flat, rows.loss) if len(rows.loss) < len(flat) else flat
+    return branch(flat, rows.loss)[1] if len(rows.loss) < len(flat) else flat

@@ -175,7 +175,7 @@ def weighted_loss(
     by_step = zip(*(x.split(sizes) for x in (value, out.alpha, hit)), sizes, strict=True)
     for k, (loss, alpha, hits, count) in enumerate(by_step):
         sums.loss[k], sums.alpha[k], sums.hits[k] = loss.sum(), alpha.sum(), hits.sum()
-        sums.count[k] = count
+        sums.count[k].fill_(count)  # an assignment would copy the number, and wait for the device
     return total, sums
 
 

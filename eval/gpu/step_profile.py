@@ -81,6 +81,7 @@ def _in_order(profiler: profile) -> list[Kernel]:
 def short(name: str) -> str:
     """A kernel's name without templates and arguments."""
     name = name.removeprefix("void ").replace("at::native::", "")
+    name = name.replace("(anonymous namespace)::", "")
     kind = name.split("<")[0].split("(")[0]
     inner = name.split("<", 1)[-1]
     for hint in HINTS.split():

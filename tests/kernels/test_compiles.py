@@ -85,6 +85,16 @@ def test_attention(
     assert "cp.async.bulk.prefetch.L2" in one_row.asm["ptx"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_added_rows(kernels: dict[str, list[Any]], dtype: torch.dtype) -> None:
+    from draftlab.kernels.add_rows import add_rows_
+
+    whole, index = on_gpu(9, 6144, dtype=dtype), on_gpu(5, **INT)
+    add_rows_(whole[:, :4096], index, on_gpu(5, 4096, dtype=dtype))
+    add_rows_(whole[:, 4096:], index, on_gpu(5, 2048, dtype=dtype))
+    assert kernels.keys() == {"add_rows_kernel"}
+
+
 @pytest.mark.parametrize("norms", [False, True])
 def test_rotation(kernels: dict[str, list[Any]], norms: bool) -> None:
     from draftlab.kernels.rope_write import rope_angles, rope_write

@@ -1,0 +1,123 @@
+"""Gradients of what many operations of a graph share, added up in place.
+
+Autograd makes a gradient of the whole tensor for each of its uses and adds them pair by pair: for
+the weights of an unrolled layer that is a read and a write of all of them for each step, beside the
+products; for picked rows three passes over all the rows there are. The uses of a `Shared` tensor
+add to one sum: a product adds to what is there while it is made, rows are added where they belong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from draftlab.kernels.add_rows import add_rows_
+
+_ALL = slice(None)
+
+
+class Shared:
+    """A matrix that operations of one graph read through `product` and `rows`.
+
+    Its gradient exists when the last of them that the backward pass reaches has added its part.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.sum: Tensor | None = None  # of gradients, while a backward pass runs
+        self.tensor = _Collected.apply(tensor, self)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x Wᵀ [n, out] of x [n, in] by this W [out, in], in their common dtype."""
+        return _Product.apply(x, self.tensor, self)
+
+    def rows(self, index: Tensor, columns: slice = _ALL) -> Tensor:
+        """Rows [n, …], each at most once, of int64 index [n], and of them some columns."""
+        return _Rows.apply(self.tensor, self, index, columns)
+
+
+class _Collected(torch.autograd.Function):
+    """The tensor itself; its gradient is the sum that its uses made, which give autograd none."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shared: Shared) -> Tensor:
+        ctx.shared = shared
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, given: Tensor | None) -> tuple[Tensor | None, None]:
+        found, ctx.shared.sum = ctx.shared.sum, None
+        if given is not None:  # somebody used the tensor in another way
+            found = given if found is None else found + given
+        return found, None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, shared: Shared) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.shared = shared
+        return x @ weight.T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        (x, weight), shared = ctx.saved_tensors, ctx.shared
+        if ctx.needs_input_grad[1]:
+            if shared.sum is None:
+                shared.sum = gradient.T @ x
+            else:
+                shared.sum.addmm_(gradient.T, x)
+        return gradient @ weight if ctx.needs_input_grad[0] else None, None, None
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, shared: Shared, index: Tensor, columns: slice) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shared, ctx.columns, ctx.like = shared, columns, (tensor.shape, tensor.dtype)
+        return tensor[:, columns].index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        (index,), shared, (shape, dtype) = ctx.saved_tensors, ctx.shared, ctx.like
+        if shared.sum is None:
+            shared.sum = gradient.new_zeros(shape, dtype=dtype)
+        add_rows_(shared.sum[:, ctx.columns], index, gradient)
+        return None, None, None, None
+
+
+def branch(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """x, and rows of it, each at most once: gradients of both are added in one pass.
+
+    Args:
+        x: [N, C]. index: int64 [n].
+
+    Returns:
+        x and x[index] [n, C].
+    """
+    return _Branch.apply(x, index)
+
+
+class _Branch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(index)
+        ctx.like = x.shape
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, whole: Tensor | None, rows: Tensor | None) -> tuple[Tensor | None, None]:
+        if rows is None:
+            return whole, None
+        # A copy, since others may hold the gradient that came.
+        given = rows.new_zeros(ctx.like) if whole is None else whole.clone()
+        add_rows_(given, *ctx.saved_tensors, rows)
+        return given, None

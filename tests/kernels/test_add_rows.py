@@ -1,0 +1,83 @@
+"""Rows added in place: the reference against index_add, the kernel against the reference."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftlab.kernels.add_rows import add_rows_, add_rows_reference_
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+kernel = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="run by test_in_the_interpreter"
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
+def test_in_the_interpreter() -> None:
+    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+def case(n: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """A slice of the columns of a wider tensor of 11 rows, n of its rows, what is added to them."""
+    generator = torch.Generator().manual_seed(n + columns)
+    whole = torch.randn(11, columns + 7, generator=generator).to(DEVICE, dtype)[:, 3 : columns + 3]
+    index = torch.randperm(11, generator=generator)[:n].to(DEVICE)
+    rows = torch.randn(n, columns + 2, generator=generator).to(DEVICE, dtype)[:, 1 : columns + 1]
+    return whole, index, rows
+
+
+def test_the_reference_adds() -> None:
+    whole, index, rows = case(6, 40, torch.float32)
+    expected = whole.clone()
+    for place, row in zip(index.tolist(), rows, strict=True):
+        expected[place] = expected[place] + row
+    add_rows_reference_(whole, index, rows)
+    assert torch.equal(whole, expected)
+
+
+@kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "columns"), [(6, 40), (11, 1), (1, 5000), (0, 8)])
+def test_the_kernel_adds_the_same(n: int, columns: int, dtype: torch.dtype) -> None:
+    from draftlab.kernels.add_rows import launch_
+
+    whole, index, rows = case(n, columns, dtype)
+    wide = whole.clone(), whole.clone()
+    add_rows_reference_(wide[0], index, rows)
+    launch_(wide[1], index, rows)
+    # The interpreter cuts bfloat16 off where a GPU rounds.
+    cut = INTERPRETED and dtype == torch.bfloat16
+    torch.testing.assert_close(wide[1], wide[0], rtol=2**-7 if cut else 0, atol=0)
+    untouched = whole._base.clone()
+    launch_(whole, index, rows)
+    assert torch.equal(whole, wide[1])
+    kept = torch.ones_like(untouched, dtype=torch.bool)
+    kept[index, 3 : columns + 3] = False
+    assert torch.equal(whole._base[kept], untouched[kept])
+
+
+@kernel
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    from draftlab.kernels.add_rows import launch_
+
+    whole, index, rows = case(6, 40, torch.float32)
+    for wrong in (rows[:5], rows[:, :39], rows.T.contiguous().T):
+        with pytest.raises(ValueError, match="columns side by side"):
+            launch_(whole, index, wrong)
+    add_rows_(whole, index[:0], rows[:0])
