@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,16 @@ from torch._dynamo import maybe_mark_dynamic
 from draftlab.data.packing import Batch, pack
 from draftlab.data.store import Record
 from draftlab.heads.head import DraftHead
+from draftlab.train import fast_parallel, fast_unroll
 from draftlab.train.cost import kept_bytes
-from draftlab.train.fast_unroll import PIECES, FastUnroll, fits
+from draftlab.train.fast_layers import PIECES, Pieces
+from draftlab.train.fast_parallel import FastParallel
+from draftlab.train.fast_unroll import FastUnroll
 from draftlab.train.knobs import TrainKnobs
 from draftlab.train.objective import StepOutput
 
+Unrolling = Callable[[Any, Batch], Iterable[StepOutput]]
+"""(head, batch of one pass) → the output of each step or depth that has rows."""
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Relative. Roundings to bfloat16 at other places add up over steps; a mistake is as large as 1."""
 _ROOM = 0.8  # of the memory that is free once weights, gradients and moments are there
@@ -26,7 +32,7 @@ class _Compiled:
     """A piece compiled for any number of rows.
 
     Args:
-        piece: of `fast_unroll.PIECES`.
+        piece: of `fast_layers.PIECES`.
         backend: of torch.compile.
     """
 
@@ -39,17 +45,17 @@ class _Compiled:
         return self.compiled(rows, *rest)
 
 
-def compiled_pieces(backend: str = "inductor") -> tuple[Callable[..., Any], ...]:
-    """`fast_unroll.PIECES`, compiled: norms, rotations and gates in few kernels."""
-    return tuple(_Compiled(piece, backend) for piece in PIECES)
+def compiled_pieces(backend: str = "inductor") -> Pieces:
+    """`PIECES`, compiled: norms, rotations and gates in few kernels."""
+    return Pieces(*(_Compiled(piece, backend) for piece in PIECES))
 
 
 def unrolling(
     head: DraftHead,
-    plain: Callable[[Any, Batch], Iterable[StepOutput]],
+    plain: Unrolling,
     knobs: TrainKnobs,
     dtype: torch.dtype,
-) -> tuple[Callable[[Any, Batch], Iterable[StepOutput]], str]:
+) -> tuple[Unrolling, str]:
     """How this head is run on its device, and that in words.
 
     Args:
@@ -57,19 +63,22 @@ def unrolling(
         plain: its family's way.
         dtype: of products.
     """
-    if not fits(head):
-        asked = [name for name in ("compile", "recompute") if getattr(knobs, name) is True]
-        idle = f"; train.{' and train.'.join(asked)} do nothing for such heads" if asked else ""
-        return plain, f"as they are written{idle}"
-    recompute, compiles, on_gpu = knobs.recompute, knobs.compile, head.fc.weight.is_cuda
-    said = ["the embeddings' part of a step made once a token"]
-    if recompute == "auto":
-        recompute = on_gpu and not _has_room(head, knobs, dtype)
-    if recompute:
-        said.append("steps computed again in the backward pass")
-    made = FastUnroll(dtype, recompute=recompute)
-    if compiles is True or (compiles == "auto" and on_gpu):
-        fast = FastUnroll(dtype, recompute=recompute, pieces=compiled_pieces())
+    on_gpu, recompute = head.fc.weight.is_cuda, knobs.recompute
+    unrolls, idle = fast_unroll.fits(head), ["recompute"] if recompute is True else []
+    if unrolls:
+        if recompute == "auto":
+            recompute = on_gpu and not _has_room(head, knobs, dtype)
+        new: Callable[..., Unrolling] = partial(FastUnroll, dtype, recompute=recompute)
+        said = ["the embeddings' part of a step made once a token"]
+        said += ["steps computed again in the backward pass"] * recompute
+    elif fast_parallel.fits(head):
+        new, said = partial(FastParallel, dtype), ["all depths side by side", *_idle(idle)]
+    else:
+        idle = ["compile"] * (knobs.compile is True) + idle
+        return plain, ", ".join(["as they are written", *_idle(idle)])
+    made = new()
+    if knobs.compile is True or (knobs.compile == "auto" and on_gpu):
+        fast = new(pieces=compiled_pieces())
         try:
             _rehearse(head, fast, made)
         except Exception as error:  # compilers raise many types
@@ -78,6 +87,12 @@ def unrolling(
         else:
             made, said = fast, [*said, "small operations compiled"]
     return made, ", ".join(said)
+
+
+def _idle(knobs: list[str]) -> list[str]:
+    """What is said of knobs that a head has no use for."""
+    does = "does" if len(knobs) == 1 else "do"
+    return [f"train.{' and train.'.join(knobs)} {does} nothing for such heads"] if knobs else []
 
 
 def _has_room(head: DraftHead, knobs: TrainKnobs, dtype: torch.dtype) -> bool:
@@ -90,14 +105,18 @@ def _has_room(head: DraftHead, knobs: TrainKnobs, dtype: torch.dtype) -> bool:
     return kept < _ROOM * (free - coming)
 
 
-def _rehearse(head: DraftHead, fast: FastUnroll, plain: FastUnroll) -> None:
+def _rehearse(head: DraftHead, fast: Any, plain: Any) -> None:
     """Runs a tiny batch both ways, forward and backward.
 
     Raises:
         ValueError: if outputs or gradients differ by more than rounding.
     """
     batch = _tiny_batch(head).to(head.fc.weight.device)
-    trained = [p for name, p in head.named_parameters() if name.startswith(("fc.", "layers."))]
+    trained = [
+        p
+        for name, p in head.named_parameters()
+        if name.startswith(("fc.", "layers.", "mask_")) and p.requires_grad
+    ]
     found = []
     for unroll in (fast, plain):
         outputs = unroll(head, batch)

@@ -10,13 +10,15 @@ from draftlab.data.packing import Batch, pack
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.train import unrolling
 from draftlab.train.cost import kept_bytes
-from draftlab.train.fast_unroll import PIECES, FastUnroll, fits
+from draftlab.train.fast_layers import PIECES, Pieces
+from draftlab.train.fast_unroll import FastUnroll, fits
 from draftlab.train.knobs import TrainKnobs
 from draftlab.train.lesson import Lesson
 from draftlab.train.objective import DraftTeacher, StepOutput, weighted_loss
 from draftlab.train.ttt import unroll
 from draftlab.train.unrolling import compiled_pieces
 from tests.train.synthetic import head, parts, record
+from tests.train.test_chains import EAGLE
 from tests.train.test_ttt import spans_of
 
 OPTIONS: list[dict[str, object]] = [
@@ -49,13 +51,15 @@ def loud(**changes: object) -> Eagle3Head:
 
 
 def learnt(model: Eagle3Head, outputs: list[StepOutput], batch: Batch) -> dict[str, Tensor]:
-    """Outputs of the steps, and the gradients of a loss on all of them."""
+    """Outputs of the steps, and the gradients of a loss on all of them (0 where there is none)."""
     weights = [0.8**k for k in range(len(batch.steps))]
     loss, _ = weighted_loss(outputs, model, DraftTeacher.of(parts(), model), batch, weights)
     model.zero_grad()
     loss.backward()
-    trained = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
-    return {**trained, **{f"step {k}": o.output.detach() for k, o in enumerate(outputs)}}
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    zero = {n: torch.zeros_like(p) for n, p in trained.items()}
+    gradients = {n: zero[n] if p.grad is None else p.grad.clone() for n, p in trained.items()}
+    return {**gradients, **{f"step {k}": o.output.detach() for k, o in enumerate(outputs)}}
 
 
 def compare(found: dict[str, Tensor], expected: dict[str, Tensor], **bounds: float) -> None:
@@ -124,7 +128,7 @@ def test_in_16_bit_nothing_is_widened() -> None:
 
         return call
 
-    fast = FastUnroll(torch.bfloat16, pieces=tuple(seen(piece) for piece in PIECES))
+    fast = FastUnroll(torch.bfloat16, pieces=Pieces(*(seen(piece) for piece in PIECES)))
     with torch.autocast("cpu", torch.bfloat16):
         found = learnt(model, fast(model, batch), batch)
     assert set(widths) == {torch.bfloat16}
@@ -151,11 +155,12 @@ def test_training_runs_the_fast_unroll(monkeypatch: pytest.MonkeyPatch) -> None:
         lesson(batch, [1.0] * 4)
         assert ("computed again" in lesson.how) == recompute
     assert calls == [False, True]
-    other = head(parts(), family="ptd")
+    other = head(parts(), **EAGLE)
+    knobs = TrainKnobs(ttt_steps=4, recompute=True, compile=True)
     lesson = Lesson(other, DraftTeacher.of(parts(), other), knobs, torch.float32)
     lesson(batch, [1.0] * 4)
     assert len(calls) == 2
-    assert "train.recompute do nothing" in lesson.how
+    assert "train.compile and train.recompute do nothing" in lesson.how
 
 
 def test_a_compiler_that_fails_or_errs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,11 +168,11 @@ def test_a_compiler_that_fails_or_errs_is_not_used(monkeypatch: pytest.MonkeyPat
     knobs = TrainKnobs(ttt_steps=4, compile=True)
 
     def wrong(rows, weights, eps):
-        return 2 * PIECES[-1](rows, weights, eps)
+        return 2 * PIECES.gated(rows, weights, eps)
 
     for pieces, reason in (
-        ((*PIECES[:-1], wrong), "compiled and plain steps differ"),
-        ((*PIECES[:-1], None), "TypeError"),
+        (PIECES._replace(gated=wrong), "compiled and plain steps differ"),
+        (PIECES._replace(gated=None), "TypeError"),
     ):
         monkeypatch.setattr(unrolling, "compiled_pieces", lambda pieces=pieces: pieces)
         chosen, how = unrolling.unrolling(model, unroll, knobs, torch.float32)
@@ -178,3 +183,4 @@ def test_a_compiler_that_fails_or_errs_is_not_used(monkeypatch: pytest.MonkeyPat
 
 def test_other_heads_do_not_fit() -> None:
     assert not fits(head(parts(), family="ptd"))
+    assert not fits(head(parts(), **EAGLE))
