@@ -19,6 +19,16 @@ from draftlab.kernels.add_rows import add_rows_
 _ALL = slice(None)
 
 
+class _Sum:
+    """Of gradients, while a backward pass runs.
+
+    The graph holds this and not what holds the tensor: with a cycle through the graph each step's
+    weights would stay until Python collects garbage.
+    """
+
+    value: Tensor | None = None
+
+
 class Shared:
     """A matrix that operations of one graph read through `product` and `rows`.
 
@@ -26,31 +36,31 @@ class Shared:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self.sum: Tensor | None = None  # of gradients, while a backward pass runs
-        self.tensor = _Collected.apply(tensor, self)
+        self.sum = _Sum()
+        self.tensor = _Collected.apply(tensor, self.sum)
 
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ [n, out] of x [n, in] by this W [out, in], in their common dtype."""
-        return _Product.apply(x, self.tensor, self)
+        return _Product.apply(x, self.tensor, self.sum)
 
     def rows(self, index: Tensor, columns: slice = _ALL) -> Tensor:
         """Rows [n, …], each at most once, of int64 index [n], and of them some columns."""
-        return _Rows.apply(self.tensor, self, index, columns)
+        return _Rows.apply(self.tensor, self.sum, index, columns)
 
 
 class _Collected(torch.autograd.Function):
     """The tensor itself; its gradient is the sum that its uses made, which give autograd none."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, shared: Shared) -> Tensor:
-        ctx.shared = shared
+    def forward(ctx: Any, tensor: Tensor, total: _Sum) -> Tensor:
+        ctx.total = total
         ctx.set_materialize_grads(False)
         return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given: Tensor | None) -> tuple[Tensor | None, None]:
-        found, ctx.shared.sum = ctx.shared.sum, None
+        found, ctx.total.value = ctx.total.value, None
         if given is not None:  # somebody used the tensor in another way
             found = given if found is None else found + given
         return found, None
@@ -58,37 +68,37 @@ class _Collected(torch.autograd.Function):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, shared: Shared) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, total: _Sum) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.shared = shared
+        ctx.total = total
         return x @ weight.T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
-        (x, weight), shared = ctx.saved_tensors, ctx.shared
+        (x, weight), total = ctx.saved_tensors, ctx.total
         if ctx.needs_input_grad[1]:
-            if shared.sum is None:
-                shared.sum = gradient.T @ x
+            if total.value is None:
+                total.value = gradient.T @ x
             else:
-                shared.sum.addmm_(gradient.T, x)
+                total.value.addmm_(gradient.T, x)
         return gradient @ weight if ctx.needs_input_grad[0] else None, None, None
 
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, shared: Shared, index: Tensor, columns: slice) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, total: _Sum, index: Tensor, columns: slice) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.shared, ctx.columns, ctx.like = shared, columns, (tensor.shape, tensor.dtype)
+        ctx.total, ctx.columns, ctx.like = total, columns, (tensor.shape, tensor.dtype)
         return tensor[:, columns].index_select(0, index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        (index,), shared, (shape, dtype) = ctx.saved_tensors, ctx.shared, ctx.like
-        if shared.sum is None:
-            shared.sum = gradient.new_zeros(shape, dtype=dtype)
-        add_rows_(shared.sum[:, ctx.columns], index, gradient)
+        (index,), total, (shape, dtype) = ctx.saved_tensors, ctx.total, ctx.like
+        if total.value is None:
+            total.value = gradient.new_zeros(shape, dtype=dtype)
+        add_rows_(total.value[:, ctx.columns], index, gradient)
         return None, None, None, None
 
 

@@ -1,6 +1,7 @@
 """Parallel heads on a GPU: the engine against the reference engine, then step times by K.
 
     python eval/gpu/parallel.py [--layers 1,2,4] [--k 1,3,5,8] [--batches 1,8,32] [--head FOLDER]
+    python eval/gpu/parallel.py --steps-only --probs off       # times alone, of greedy drafts alone
 
 First in float32 with the embedded target and `--head` (without: random weights): tokens and steps
 of the engine, with CUDA graphs, at several batch sizes and with a pool so small that requests are
@@ -36,6 +37,7 @@ from draftlab.target.model import Target, TargetKnobs, load_target, load_tokeniz
 from draftlab.verbs import REFERENCE, head_path
 
 MASK = 128_255  # of the random target; any will do
+PROBS = {"off": [False], "on": [True], "both": [False, True]}
 VLLM_STEP_MS = 5.4  # vLLM 0.20.2, parallel, K = 8, one layer, at its copy rate
 
 
@@ -100,8 +102,8 @@ def _done(generations: Iterator[Generation]) -> dict[str, Generation]:
     return {g.id: g for g in generations}
 
 
-def times(layers: list[int], ks: list[int], batches: list[int]) -> None:
-    """Steps at the shapes of Llama-3.1-8B."""
+def times(layers: list[int], ks: list[int], batches: list[int], kinds: list[bool]) -> None:
+    """Steps at the shapes of Llama-3.1-8B, by whether there are draft probabilities."""
     device = torch.device("cuda")
     rate = copy_rate(device)
     target = random_target(device)
@@ -115,7 +117,7 @@ def times(layers: list[int], ks: list[int], batches: list[int]) -> None:
         head = random_head(target, device, **(family if count else {}))
         name = f"parallel, {count}" if count else "chain"
         for batch in batches:
-            for probs in (False, True):
+            for probs in kinds:
                 found = {
                     k: measure(target, new_drafter(head, k, draft_probs=probs), batch) for k in ks
                 }
@@ -146,9 +148,12 @@ def main() -> None:
     parser.add_argument("--k", type=counts, default=[1, 3, 5, 8])
     parser.add_argument("--batches", type=counts, default=[1, 8, 32])
     parser.add_argument("--head", type=Path, help="a parallel head of the embedded target")
+    parser.add_argument("--probs", choices=PROBS, default="both", help="draft probabilities")
+    parser.add_argument("--steps-only", action="store_true", help="no comparison before the times")
     arguments = parser.parse_args()
-    check(arguments.head)
-    times(arguments.layers, arguments.k, arguments.batches)
+    if not arguments.steps_only:
+        check(arguments.head)
+    times(arguments.layers, arguments.k, arguments.batches, PROBS[arguments.probs])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,3 +99,23 @@ def test_a_branch_adds_what_its_rows_owe_and_changes_no_gradient_of_others() -> 
     (found, beside) = torch.autograd.grad(((whole + other) * 3).sum() + rows.sum(), (whole, other))
     assert torch.equal(beside, torch.full_like(beside, 3))
     assert torch.equal(found, beside)
+
+
+def test_a_step_leaves_nothing_behind_for_the_garbage_collector() -> None:
+    """With a cycle through the graph a GPU held the weights of several steps at once."""
+    weight = drawn(1, WIDTH, SIZE).requires_grad_()
+    gc.collect()
+    gc.disable()
+    try:
+        for backward in (True, False):
+            cast = weight * 2
+            shared = Shared(cast)
+            total = shared.product(drawn(2, ROWS, SIZE)).sum()
+            total = total + shared.rows(torch.tensor([1])).sum()
+            if backward:
+                total.backward()
+            left = [weakref.ref(shared), weakref.ref(cast), weakref.ref(shared.tensor)]
+            del shared, cast, total
+            assert [each() for each in left] == [None] * 3
+    finally:
+        gc.enable()
