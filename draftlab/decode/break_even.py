@@ -128,4 +128,4 @@ def _text(k: int | None, points: Sequence[SameK], chain: Advice, parallel: Advic
         )
     best = [min(one.predictions, key=lambda p: p.tpot_ms) for one in (chain, parallel)]
     told = [f"{p.tpot_ms:.2f} ms a token (K = {p.k})" for p in best]
-    return f"{text}; at their best K's: chain {told[0]}, parallel {told[1]}"
+    return f"{text}; predicted at their best K's: chain {told[0]}, parallel {told[1]}"

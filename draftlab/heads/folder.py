@@ -173,7 +173,11 @@ def _borrow(
 def check_tensors(head: DraftHead, tensors: dict[str, Tensor], where: Path) -> None:
     """Raises a `UserError` that lists every missing, unknown, misshapen or non-finite tensor."""
     expected = head.tensors()
-    faults = [f"missing {name}" for name in expected.keys() - tensors.keys()]
+    faults = [
+        f"missing {name}: expected shape {list(expected[name].shape)}"
+        f"{_of_boundaries(head.config, name)}, found none"
+        for name in expected.keys() - tensors.keys()
+    ]
     faults += [f"unknown {name}" for name in tensors.keys() - expected.keys()]
     for name in expected.keys() & tensors.keys():
         if expected[name].shape != tensors[name].shape:
@@ -185,7 +189,9 @@ def check_tensors(head: DraftHead, tensors: dict[str, Tensor], where: Path) -> N
             faults.append(f"{name}: not finite")
     if faults:
         raise UserError(
-            "the head's tensors do not fit:\n  " + "\n  ".join(sorted(faults)), where=where
+            "the head's tensors do not fit:\n  " + "\n  ".join(sorted(faults)),
+            where=where,
+            do="`draftlab doctor HEAD --target TARGET` tells what else its files contradict",
         )
 
 

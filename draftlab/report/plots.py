@@ -40,8 +40,8 @@ def acceptance_by_position(rows: Sequence[Row], caption: str) -> Figure | None:
     """Unconditional acceptance at each draft position; dashed without draft probabilities.
 
     A head's largest K alone, since its first positions are those of the smaller ones; a panel for
-    each head and engine, a colour for each temperature. Crosses mark the expected acceptance where
-    it was measured. None when nothing was drafted.
+    each head and engine, a colour for each temperature. Where each has one line, all share a
+    panel. Crosses mark the expected acceptance where it was measured. None: nothing was drafted.
     """
     drafted = [row for row in rows if row.counters.acceptance_at]
     deepest: dict[tuple[str | None, str], int] = {}
@@ -54,6 +54,9 @@ def acceptance_by_position(rows: Sequence[Row], caption: str) -> Figure | None:
     panels: dict[tuple[str, ...], list[Row]] = {}
     for row, traits in zip(shown, row_traits(shown), strict=True):
         panels.setdefault(traits, []).append(row)
+    alone = all(len(here) == 1 for here in panels.values())
+    if alone:
+        panels = {(): [row for here in panels.values() for row in here][: len(COLOURS)]}
     panels = dict(list(panels.items())[:MOST_PANELS])
     titles = [", ".join(traits) for traits in panels]
     figure = new_figure(
@@ -65,8 +68,8 @@ def acceptance_by_position(rows: Sequence[Row], caption: str) -> Figure | None:
     temperatures = sorted({row.temperature for row in shown})
     crosses = False
     for axes, here in zip(figure.axes, panels.values(), strict=True):
-        for row, label in zip(here, row_labels(here), strict=True):
-            i = temperatures.index(row.temperature)
+        for n, (row, label) in enumerate(zip(here, row_labels(here), strict=True)):
+            i = n if alone else temperatures.index(row.temperature)
             positions = range(1, row.k + 1)
             axes.plot(
                 positions,

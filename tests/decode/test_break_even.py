@@ -144,6 +144,27 @@ def test_times_to_first_token_stand_side_by_side() -> None:
     assert "<td>608.00</td><td>609.00</td>" in page
 
 
+def test_without_times_the_shares_stand_side_by_side() -> None:
+    untimed = {"tpot_ms": None, "speedup": None, "timings": []}
+    found = [row.model_copy(update=untimed) for row in rows()]
+    warm = [row.model_copy(update={"temperature": 0.8}) for row in found if row.drafter == "chain"]
+    report = sample.report([*found, *warm]).model_copy(update={"adviser": None})
+    length = {(row.drafter, row.k): row.acceptance_length for row in found}
+    shares = [f"{length['parallel', k] / length['chain', k]:.2f}" for k in (1, 6)]
+    (line,) = same_k.lines(report)
+    assert line == (
+        "chained against at once, T = 0",
+        f"parallel has {shares[0]} of the chain's AL at K = 1, {shares[1]} at K = 6; too little "
+        "was timed to say which is faster",
+    )
+    (table,) = same_k.tables(report)
+    assert [row["share"] for row in table["rows"]] == shares
+    page = render_html(report, {})
+    assert line[1] in page.replace("&#39;", "'")
+    assert "needed" not in page
+    assert "<h2>Times</h2>" not in page
+
+
 def test_the_plot_of_tpot_has_both(report: Report) -> None:
     (axes,) = figures(report)["tpot_by_k"].axes
     labels = {t.get_text() for t in axes.get_legend().get_texts()}

@@ -84,14 +84,30 @@ def test_tpot_draws_baselines_in_grey_from_zero() -> None:
 
 
 def test_a_panel_for_each_head_and_its_largest_k_alone() -> None:
-    rows = [sample.row(head=head, k=k) for head in ("a", "b") for k in (2, 5)]
+    rows = [
+        sample.row(head=head, k=k, temperature=t, expected_acceptance=None)
+        for head in ("a", "b")
+        for t in (0.0, 0.8)
+        for k in (2, 5)
+    ]
     figure = plots.acceptance_by_position(rows, "")
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
         "Acceptance by draft position, a", "Acceptance by draft position, b",
     ]  # fmt: skip
-    for axes, row in zip(figure.axes, (rows[1], rows[3]), strict=True):
-        (line,) = axes.lines
+    lines = [line for axes in figure.axes for line in axes.lines]
+    for line, row in zip(lines, rows[1::2], strict=True):
         assert line.get_ydata() == pytest.approx(np.array(row.accepted_at) / row.drafts)
+
+
+def test_heads_with_a_line_each_share_a_panel() -> None:
+    rows = [sample.row(head=head, keep=keep) for head, keep in (("a", 0.5), ("b", 0.6))]
+    figure = plots.acceptance_by_position(rows, "")
+    (axes,) = figure.axes
+    assert axes.get_title(loc="left") == "Acceptance by draft position"
+    assert legend(figure) == ["T = 0, a", "T = 0, b"]
+    for line, row in zip(axes.lines, rows, strict=True):
+        assert line.get_ydata() == pytest.approx(np.array(row.accepted_at) / row.drafts)
+    assert axes.lines[0].get_color() != axes.lines[1].get_color()
 
 
 def test_tpot_by_k_draws_measurements_on_the_advisers_lines() -> None:
