@@ -186,8 +186,11 @@ class Engine:
         self.slots.admit(index, [job.request for job in jobs])
         for job in jobs:
             self.slots.own(job.slot, job.blocks)
-        result = prefill(self.step, jobs, index, self.prefill_tokens)
-        return self._send(jobs, result)
+        result, observed = prefill(self.step, jobs, index, self.prefill_tokens)
+        sent = self._send(jobs, result)  # first tokens wait for no drafts
+        if observed is not None:
+            self.step.keep(index, self.drafter.propose(observed))
+        return sent
 
     def _step(self, jobs: list[Job]) -> _InFlight:
         limited = any(job.limited for job in jobs)

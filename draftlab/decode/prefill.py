@@ -1,4 +1,4 @@
-"""Prefill: prompts in chunks through target and drafter, first tokens, first drafts.
+"""Prefill: prompts in chunks through target and drafter, first tokens, what first drafts need.
 
 Equal prompts are computed once: what differs between them begins with their first tokens, so the
 others take a copy of the keys. Sampling a prompt many times then costs little more than decoding.
@@ -24,8 +24,10 @@ Tokens = tuple[int, ...]
 
 
 @torch.inference_mode()
-def prefill(step: Step, jobs: Sequence[Job], index: Tensor, chunk_tokens: int) -> StepResult:
-    """Runs the jobs' tokens, emits their first token and makes their first drafts.
+def prefill(
+    step: Step, jobs: Sequence[Job], index: Tensor, chunk_tokens: int
+) -> tuple[StepResult, Observed | None]:
+    """Runs the jobs' tokens and emits their first token.
 
     A job that was evicted is fed everything but its newest token, which is known.
 
@@ -36,7 +38,8 @@ def prefill(step: Step, jobs: Sequence[Job], index: Tensor, chunk_tokens: int) -
         chunk_tokens: tokens in a forward pass of all rows, padding included.
 
     Returns:
-        The first tokens, with num_drafts = −1.
+        The first tokens, with num_drafts = −1, and what the drafter is to propose from, so that
+        tokens are on their way before they have drafts (None: there is no drafter).
     """
     slots, drafter = step.slots, step.drafter
     fed = [tuple(job.tokens[:-1] if job.resumed else job.tokens) for job in jobs]
@@ -55,13 +58,13 @@ def prefill(step: Step, jobs: Sequence[Job], index: Tensor, chunk_tokens: int) -
     sampled = sample_first(step.target.logits(last.last[own]), lengths, keys, limited=limited)
     newest = known.where(resumed, sampled)
     slots.length[index], slots.newest[index] = lengths + 1, newest
-    if drafter is not None:
-        # The last pair has the newest token, each job's own.
-        pair = newest[:, None], last.features[own][:, None], lengths[:, None] - 1
-        observed = Observed(*pair, torch.ones_like(lengths), slots.block_table[index], keys)
-        step.keep(index, drafter.propose(observed))
     none = torch.zeros_like(lengths)
-    return StepResult(pack(newest[:, None], none, none - 1, newest.new_empty(len(jobs), 0)))
+    result = StepResult(pack(newest[:, None], none, none - 1, newest.new_empty(len(jobs), 0)))
+    if drafter is None:
+        return result, None
+    # The last pair has the newest token, each job's own.
+    pair = newest[:, None], last.features[own][:, None], lengths[:, None] - 1
+    return result, Observed(*pair, torch.ones_like(lengths), slots.block_table[index], keys)
 
 
 def _run(step: Step, index: Tensor, prompts: Sequence[Tokens], size: int) -> States:
