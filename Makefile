@@ -38,9 +38,13 @@ OR_SKIPPED := || test $$? -eq 77
 SPECULATORS := $(BIN)/python eval/parity/parity_speculators.py
 VLLM := $(BIN)/python eval/parity/parity_vllm.py
 LLAMACPP := $(BIN)/python eval/parity/parity_llamacpp.py
+TRANSFORMERS := $(BIN)/python eval/parity/parity_transformers.py
 
 parity-vllm: setup  ## T = 0 equal to a real vLLM, T = 0.7 and 1.5 within intervals (3.4 GB)
 	$(VLLM) --k 3 $(ARGS) && $(VLLM) --k 5 $(ARGS) $(OR_SKIPPED)
+
+parity-transformers: setup  ## T = 0 equal to transformers' own generate, with and without drafts
+	$(TRANSFORMERS) $(ARGS)
 
 parity-llamacpp: setup  ## T = 0 equal to a real llama.cpp (builds it from source, 6 to 20 minutes)
 	$(LLAMACPP) --quantized Q4_K_M $(ARGS) && \
@@ -62,5 +66,5 @@ parity-check: setup  ## what the checks run of them: speculators, and a vLLM tha
 clean:  ## build products and caches (runs/ and the environments stay)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help setup quickstart test lint parity-vllm parity-speculators parity-llamacpp \
-	parity-check clean
+.PHONY: help setup quickstart test lint parity-vllm parity-transformers parity-llamacpp \
+	parity-speculators parity-check clean

@@ -82,6 +82,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": 128,
         "tie_word_embeddings": False,
+        # vLLM reads gpt-oss's RoPE as YaRN alone; by a factor of 1 that is plain RoPE.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 1.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
     },
 }
 

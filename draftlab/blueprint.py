@@ -73,23 +73,45 @@ def check_early(recipe: Recipe) -> None:
     """Refuses what would otherwise fail after hours of answering or recording.
 
     Raises:
-        UserError: boundaries or positions outside the target, position encodings that cannot be
-            lent, a mask token that will not do, a program that cannot hold such a head, a stage
-            whose vLLM is not there.
+        UserError: as `check_shapes`; a target whose weights will not do, a mask token that will
+            not, a stage whose vLLM is not there.
     """
     _check_vllm(recipe)
     config = target_config(recipe.target).get_text_config()
+    check_shapes(recipe, config)
+    if recipe.head.family in FROM_LAST_STATE:
+        check_llama_style(
+            resolve_target(recipe.target), trust_remote_code=recipe.target.trust_remote_code
+        )
+    if recipe.head.family == "ptd":
+        tokenizer = load_tokenizer(recipe.target)
+        stops = stop_ids(tokenizer, resolve_target(recipe.target))
+        choose_mask_token(recipe.head.mask_token, tokenizer, config.vocab_size, stops, None)
+    if recipe.eval.engine == "vllm":
+        check_knobs(recipe.eval)
+
+
+def check_shapes(recipe: Recipe, config: Any) -> None:
+    """Refuses a recipe that does not fit its target; needs nothing of it but its config.
+
+    Args:
+        config: of the target's text tower.
+
+    Raises:
+        UserError: boundaries outside the target, position encodings that cannot be lent, a program
+            that cannot hold such a head, a dtype that the store has no use for.
+    """
+    layers, read_last = config.num_hidden_layers, recipe.head.family in FROM_LAST_STATE
     if recipe.record.boundaries is not None:
         try:
-            check_boundaries(recipe.record.boundaries, config.num_hidden_layers)
+            check_boundaries(recipe.record.boundaries, layers)
         except UserError as error:
-            raise UserError(error.what, where="record.boundaries", do=error.do) from None
-    if (recipe.record.max_length or 0) > config.max_position_embeddings:
-        raise UserError(
-            f"expected at most the target's {config.max_position_embeddings:,} positions, found "
-            f"{recipe.record.max_length:,}",
-            where="record.max_length",
-        )
+            usual = f"takes this target's default ones, {list(default_boundaries(layers))}"
+            if read_last:
+                usual = f"records none, which is enough for {recipe.head.family} heads"
+            raise UserError(
+                error.what, where="record.boundaries", do=f"record.boundaries=null {usual}"
+            ) from None
     _rope(recipe.target, config)
     for program in recipe.export.formats:
         try:
@@ -100,22 +122,12 @@ def check_early(recipe: Recipe) -> None:
                 where="export.formats",
                 do="in a recipe --to vllm is export.formats=[vllm]",
             ) from None
-    if recipe.head.family in FROM_LAST_STATE:
-        if recipe.record.dtype == "fp8" and recipe.record.boundaries is None:
-            raise UserError(
-                f"fp8 is for features at boundaries, of which {recipe.head.family} heads need none",
-                where="record.dtype",
-                do="leave it at bfloat16: the last state is all there is, and is never quantised",
-            )
-        check_llama_style(
-            resolve_target(recipe.target), trust_remote_code=recipe.target.trust_remote_code
+    if read_last and recipe.record.dtype == "fp8" and recipe.record.boundaries is None:
+        raise UserError(
+            f"fp8 is for features at boundaries, of which {recipe.head.family} heads need none",
+            where="record.dtype",
+            do="leave it at bfloat16: the last state is all there is, and is never quantised",
         )
-    if recipe.head.family == "ptd":
-        tokenizer = load_tokenizer(recipe.target)
-        stops = stop_ids(tokenizer, resolve_target(recipe.target))
-        choose_mask_token(recipe.head.mask_token, tokenizer, config.vocab_size, stops, None)
-    if recipe.eval.engine == "vllm":
-        check_knobs(recipe.eval)
 
 
 def _check_vllm(recipe: Recipe) -> None:
@@ -264,7 +276,7 @@ def _rope(target: TargetKnobs, config: Any) -> dict[str, Any]:
     if "rope_theta" not in rope:
         raise UserError(
             f"expected rope_parameters with rope_theta in the target's config, found {rope}",
-            where=resolve_target(target),
+            where=target.path,
             do="targets with other position encodings cannot lend theirs to the head",
         )
     return rope

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftlab.base import Monitor, size_text
-from draftlab.blueprint import choose_boundaries, target_config
+from draftlab.blueprint import check_shapes, choose_boundaries, target_config
 from draftlab.data.manifest import StoreIdentity
 from draftlab.hardware import GPUS, Gpu
 from draftlab.recipe import Recipe
@@ -45,8 +45,10 @@ def needs(recipe: Recipe) -> list[Need]:
         UserError: the target's config cannot be read, or the recipe does not fit it.
     """
     config = target_config(recipe.target)
+    check_shapes(recipe, config.get_text_config())
     gpu = GPUS.get(recipe.hardware.gpu or "")
-    target, talk = TargetSize.of(recipe, config), Conversations.of(recipe)
+    target = TargetSize.of(recipe, config)
+    talk = Conversations.of(recipe, target.max_length)
     identity = StoreIdentity(
         recipe.target.path,
         *("",) * 3,
@@ -86,13 +88,13 @@ def estimate(recipe: Recipe, runs: Path, stages: Collection[str]) -> Iterator[st
     gpu, spread = GPUS.get(named.gpu or ""), recipe.target.gpus
     machine = f"{named.gpus} × {named.gpu}" if gpu else "no GPU named: hardware.gpu adds times"
     yield f"estimate ({machine}), from the target's config.json alone:"
-    yield f"  {'':8}{'disk':>9}  {'GPU memory':14}  {'time':16}"
+    yield f"  {'':8}{'disk':>9}  {'GPU memory':14}  time"
     for need in found:
         memory = _bytes(need.memory)
         if need.name in ("target", "answers") and spread > 1 and memory:
             memory += f" × {spread}"
         yield (
-            f"  {need.name:8}{_bytes(need.disk):>9}  {memory:14}  {_time(need.seconds):16}  "
+            f"  {need.name:8}{_bytes(need.disk):>9}  {memory:14}  {_time(need.seconds):17}  "
             f"{need.about}"
         )
     disk = sum(need.disk or 0 for need in found)
@@ -140,7 +142,7 @@ def _of_conversations(
         why = f"{recipe.prompts.source} is not there, and prompts.max_prompts not given"
         each = f"{_bytes(identity.token_bytes)} a token"
         return [Need("answers", f"unknown: {why}"), Need("store", each)]
-    return [_answers(recipe, target, talk, gpu), _store(identity, target, talk, gpu)]
+    return [_answers(recipe, target, talk, gpu), _store(recipe, identity, target, talk, gpu)]
 
 
 def _answers(recipe: Recipe, target: TargetSize, talk: Conversations, gpu: Gpu | None) -> Need:
@@ -162,12 +164,20 @@ def _answers(recipe: Recipe, target: TargetSize, talk: Conversations, gpu: Gpu |
 
 
 def _store(
-    identity: StoreIdentity, target: TargetSize, talk: Conversations, gpu: Gpu | None
+    recipe: Recipe,
+    identity: StoreIdentity,
+    target: TargetSize,
+    talk: Conversations,
+    gpu: Gpu | None,
 ) -> Need:
-    tokens = talk.count * talk.length
+    tokens, limit, states = talk.count * talk.length, "", "the last state alone"
+    if identity.boundaries:
+        states = f"boundaries {list(identity.boundaries)} and the last state"
+    if (recipe.record.max_length or 0) > target.max_length:
+        limit = f", conversations of at most the target's {target.max_length:,} positions"
     return Need(
         "store",
-        f"at most {_count(tokens)} tokens of {_bytes(identity.token_bytes)}",
+        f"at most {_count(tokens)} tokens of {_bytes(identity.token_bytes)}, {states}{limit}",
         disk=tokens * identity.token_bytes,
         seconds=gpu and 2 * target.active * tokens / gpu.products / 1e12,
     )
@@ -209,6 +219,8 @@ def _time(best: float | None) -> str:
     low, high = (best * factor for factor in SLOWER)
     if high < 60:
         return "< 1 minute"
+    if high < 90:
+        return "about 1 minute"
     if high < 2 * 3600:
         return f"{max(low / 60, 1):.0f} to {high / 60:.0f} minutes"
     return f"{low / 3600:.2g} to {high / 3600:.2g} hours"

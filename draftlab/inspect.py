@@ -15,13 +15,14 @@ from draftlab.chat.render import Rendered, coloured
 from draftlab.data.manifest import MANIFEST
 from draftlab.data.store import Store
 from draftlab.data.survey import survey
-from draftlab.heads.config import OPTIONS
+from draftlab.heads.config import FROM_LAST_STATE, OPTIONS
 from draftlab.heads.folder import CONFIG, WEIGHTS, load_config, stored_shapes
+from draftlab.hub.card import plain_values
 from draftlab.report import print_report, print_suites
 from draftlab.results import Report
 from draftlab.run import STAGES, find_run
 from draftlab.subject import recipe_of
-from draftlab.target.model import load_tokenizer
+from draftlab.target.model import default_boundaries, load_tokenizer
 from draftlab.verbs import REFERENCE, reference_head
 
 REPORT = "report.json"
@@ -107,27 +108,38 @@ def _head(folder: Path, console: Console) -> None:
     config, shapes = load_config(folder), stored_shapes(folder)
     weights = sum(math.prod(shape) for shape in shapes.values())
     last, llama4 = config.target_num_layers, config.llama4
+    imported = config.provenance.get("imported")
+    usual, default = default_boundaries(last), ""
+    if config.family not in FROM_LAST_STATE and config.boundaries != usual:
+        default = f" (by default {list(usual)})"
     _table(
         f"head {folder}",
         {
             "family": config.family,
-            "boundaries": f"{list(config.boundaries)} of {config.target_num_layers} layers; each "
+            "boundaries": f"{list(config.boundaries)} of {last} layers{default}; each "
             "is the input of that layer (the output of the one before)"
             + (f", {last} the state before the final norm" if last in config.boundaries else ""),
             "target": f"{config.target.name} ({config.target.architecture}, "
             f"{config.target.fingerprint[:12]})",
+            "layers": config.num_layers,
             "hidden, feed-forward": f"{config.hidden_size}, {config.intermediate_size}",
             "weights": f"{len(shapes)} tensors, {weights:,} values, "
             f"{size_text((folder / WEIGHTS).stat().st_size)}",
             "draft vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,}",
-            "trained steps": config.k_trained,
+            "trained K": config.k_trained,
             "options": ", ".join(name for name in OPTIONS if getattr(config, name)) or "none",
             "embeddings": config.embeddings,
-            **({"Llama 4's attention": llama4.model_dump(mode="json")} if llama4 else {}),
-            **{k: v for k, v in config.provenance.items() if k != "validation"},
+            **({"mask token": config.mask_token_id} if config.mask_token_id is not None else {}),
+            **({"Llama 4's attention": _fields(llama4.model_dump(mode="json"))} if llama4 else {}),
+            **({"imported from": f"{imported['layout']} layout"} if imported else {}),
+            **dict(plain_values(config.provenance)),
         },
         console,
     )
+
+
+def _fields(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _store(store: Store, console: Console, verify: bool) -> None:

@@ -50,6 +50,7 @@ class TargetSize:
         bytes_each: of a parameter as it is loaded.
         kv_bytes: of a position's keys and values, all layers.
         num_layers: how many. hidden_size: of its states. vocab_size: rows of embeddings.
+        max_length: positions it was built for.
         quantised: whether its files are.
     """
 
@@ -61,6 +62,7 @@ class TargetSize:
     num_layers: int
     hidden_size: int
     vocab_size: int
+    max_length: int
     quantised: bool
 
     @classmethod
@@ -87,6 +89,7 @@ class TargetSize:
             num_layers=layers,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
+            max_length=text.max_position_embeddings,
             quantised=any(getattr(c, "quantization_config", None) for c in (config, text)),
         )
 
@@ -128,10 +131,13 @@ class Conversations:
         return self.prompt + self.answer
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Conversations | None:
+    def of(cls, recipe: Recipe, positions: int) -> Conversations | None:
         """Of a recipe, from its file of prompts where that is there.
 
         None: it is not, and the recipe does not say how many it takes.
+
+        Args:
+            positions: that the target has.
         """
         knobs, asked = recipe.prompts, recipe.regenerate
         try:
@@ -143,7 +149,7 @@ class Conversations:
                 return None
             sizes, count, prompt = [], knobs.max_prompts, float(PROMPT_TOKENS)
         answer = asked.max_new_tokens if asked.enabled else 0
-        room = recipe.record.max_length or prompt + answer
+        room = min(recipe.record.max_length or positions, positions)
         prompt = min(prompt, room)
         samples = asked.samples if asked.enabled else 1
         return cls(count * samples, prompt, min(answer, room - prompt), not sizes)

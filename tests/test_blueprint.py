@@ -9,6 +9,7 @@ from transformers import Llama4TextConfig, LlamaConfig
 
 from draftlab.base import Monitor, UserError
 from draftlab.blueprint import check_early, choose_boundaries, llama4_attention
+from draftlab.estimate import needs
 from draftlab.recipe import parse_recipe
 from draftlab.train.knobs import HeadKnobs
 
@@ -92,7 +93,41 @@ def test_other_families_have_no_such_knobs() -> None:
     assert parse_recipe({"name": "r", "head": silent}).head.llama4.use_qk_norm is None
 
 
-def test_more_positions_than_the_target_has_are_refused_before_anything_is_made() -> None:
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        (
+            {"record": {"boundaries": [1, 23, 44]}},
+            "found [1, 23, 44]\nat: record.boundaries\n"
+            "record.boundaries=null takes this target's default ones, [2, 6, 9]",
+        ),
+        (
+            {"head": {"family": "eagle"}, "record": {"boundaries": [13]}},
+            "record.boundaries=null records none, which is enough for eagle heads",
+        ),
+        (
+            {"head": {"family": "eagle"}, "export": {"formats": ["llamacpp"]}},
+            "at: export.formats",
+        ),
+        (
+            {"head": {"family": "eagle"}, "record": {"dtype": "fp8"}, "export": {"formats": []}},
+            "at: record.dtype",
+        ),
+    ],
+)
+def test_a_recipe_that_does_not_fit_is_refused_by_the_plan_and_by_the_run(
+    knobs: dict[str, Any], said: str
+) -> None:
+    recipe = parse_recipe({"name": "r", **knobs})
+    for check in (check_early, needs):
+        with pytest.raises(UserError) as caught:
+            check(recipe)
+        assert said in str(caught.value)
+
+
+def test_more_positions_than_the_target_has_are_no_fault() -> None:
+    """They are an upper bound: recipes serve other targets of their architecture as they are."""
     recipe = parse_recipe({"name": "r", "record": {"max_length": 4096}})
-    with pytest.raises(UserError, match="at most the target's 2,048 positions, found 4,096"):
-        check_early(recipe)
+    check_early(recipe)
+    (store,) = (need for need in needs(recipe) if need.name == "store")
+    assert store.about.endswith("conversations of at most the target's 2,048 positions")

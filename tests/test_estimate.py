@@ -120,16 +120,18 @@ def test_training_an_8b_head(eight: Path) -> None:
 
 
 def test_conversations_are_measured_or_assumed(eight: Path, tmp_path: Path) -> None:
-    assumed = Conversations.of(recipe(eight, regenerate={"max_new_tokens": 100, "samples": 2}))
+    asked = recipe(eight, regenerate={"max_new_tokens": 100, "samples": 2})
+    assumed = Conversations.of(asked, 4096)
     assert (assumed.count, assumed.length, assumed.assumed) == (2000, 356, True)
     write_prompts(tmp_path / "p.jsonl", ["a" * 1000] * 7)
     there = {"source": str(tmp_path / "p.jsonl"), "max_prompts": 5}
-    found = Conversations.of(recipe(eight, prompts=there))
+    found = Conversations.of(recipe(eight, prompts=there), 4096)
     assert (found.count, found.assumed) == (5, False)
     assert 250 < found.prompt < 300
-    cut = Conversations.of(recipe(eight, record={"max_length": 300}))
-    assert (cut.prompt, cut.answer) == (256, 44)
-    given = Conversations.of(recipe(eight, regenerate={"enabled": False}))
+    for asked_for, positions in ((300, 4096), (4096, 300), (None, 300)):
+        cut = Conversations.of(recipe(eight, record={"max_length": asked_for}), positions)
+        assert (cut.prompt, cut.answer) == (256, 44)
+    given = Conversations.of(recipe(eight, regenerate={"enabled": False}), 4096)
     assert given.answer == 0
 
 
@@ -147,6 +149,7 @@ def test_the_table(eight: Path, tmp_path: Path) -> None:
     assert lines[0].startswith("estimate (1 × H200)")
     assert "LlamaForCausalLM: 8.03 B parameters" in lines[2]
     assert "not-there.jsonl is not there: 256 tokens a prompt taken" in lines[3]
+    assert lines[4].endswith("tokens of 24.6 kB, boundaries [1, 20] and the last state")
     assert lines[7].split()[:2] == ["in", "all"]
     assert not any("minutes" in line for line in estimate(recipe(eight), tmp_path, STAGES))
 

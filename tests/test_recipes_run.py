@@ -25,7 +25,6 @@ SMALL = (
     "regenerate.piece=16",
     "record.shard_tokens=256",
     "record.batch_tokens=256",
-    "record.max_length=128",
     "draft_vocab.size=128",
     "train.steps=4",
     "train.row_tokens=128",

@@ -226,8 +226,9 @@ def own_rows(report: Report, name: str) -> list[Row]:
 
 def plain_values(fields: dict[str, Any]) -> list[tuple[str, str]]:
     """Facts of provenance that read on a line."""
+    form = {int: "{:,}", float: "{:.4g}", str: "{}"}
     return [
-        (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
+        (name.replace("_", " "), form[type(value)].format(value))
         for name, value in fields.items()
-        if isinstance(value, int | float | str) and not isinstance(value, bool)
+        if type(value) in form
     ]

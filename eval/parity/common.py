@@ -57,20 +57,21 @@ class Subject:
         )
 
 
-def subject_options(parser: ArgumentParser, prompts: int) -> None:
-    """The options that choose a subject, and the page of results."""
+def subject_options(parser: ArgumentParser, prompts: int, *, random: bool = True) -> None:
+    """The options that choose a subject, and the page of results; `random`: of `random_heads`."""
     parser.add_argument("--head", help="head folder or 'reference'; default: the latest run's")
     parser.add_argument("--target", help="its target; default: the run's, or the embedded one")
     parser.add_argument("--prompts", type=int, default=prompts, help="first held-out prompts")
-    parser.add_argument(
-        "--random",
-        nargs="?",
-        const="",
-        type=_pattern,
-        metavar="PATTERN",
-        help="in place of the head: random ones of all shapes (in whose name PATTERN is found)",
-    )
     parser.add_argument("--write", type=Path, help="Markdown page that gets the result's rows")
+    if random:
+        parser.add_argument(
+            "--random",
+            nargs="?",
+            const="",
+            type=_pattern,
+            metavar="PATTERN",
+            help="in place of the head: random ones of all shapes (in whose name PATTERN is found)",
+        )
 
 
 def _pattern(text: str) -> re.Pattern[str]:

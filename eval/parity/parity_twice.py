@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    subject_options(parser, prompts=8)
+    subject_options(parser, prompts=8, random=False)
     parser.add_argument("--k", type=int, default=3, help="drafts a step")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     try:

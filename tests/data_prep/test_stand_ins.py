@@ -75,7 +75,11 @@ def test_a_stand_in_is_a_target(kind: str, scripts: tuple, pack: Path, tmp_path:
     assert tokenizer_sha256(tokenizer) == tokenizer_sha256(own)
     assert template_sha256(tokenizer) == template_sha256(own)
     target = load_target(knobs)
-    assert AutoConfig.from_pretrained(out).dtype == torch.bfloat16
+    config = AutoConfig.from_pretrained(out)
+    assert config.dtype == torch.bfloat16
+    if kind == "gpt_oss":  # what vLLM's reads of it, whatever its type
+        names = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
+        assert names <= config.rope_parameters.keys()
     # float32 decoding, over chunks and windows, is transformers' own.
     prompt = tuple(range(100, 121))
     asked = [Request("0", prompt, 24)]

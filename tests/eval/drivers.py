@@ -12,6 +12,7 @@ if FOLDER not in sys.path:
 
 common = importlib.import_module("common")
 vllm = importlib.import_module("parity_vllm")
+transformers = importlib.import_module("parity_transformers")
 speculators = importlib.import_module("parity_speculators")
 llamacpp = importlib.import_module("parity_llamacpp")
 random_heads = importlib.import_module("random_heads")

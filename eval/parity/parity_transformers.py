@@ -1,0 +1,147 @@
+"""Greedy answers of draftlab's engine against transformers' own generate, in float32 on the CPU.
+
+    .venv/bin/python eval/parity/parity_transformers.py --head FOLDER --target FOLDER [--k 3]
+
+transformers decodes a prompt at a time with attention and experts as it writes them; draftlab eight
+at once, without drafts and with the head's. All three must give the same tokens. Of a target with
+windows or chunks of positions the row says how many answers reach beyond the first border.
+
+Exit status: 0 all equal; 1 a difference (the first one is printed); 2 what cannot be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import date
+from typing import Any
+
+import torch
+import transformers
+from common import (
+    DIFFERENT,
+    EQUAL,
+    UNUSABLE,
+    Subject,
+    add_row,
+    load_subject,
+    subject_options,
+    versions,
+)
+from parity_vllm import total
+
+from draftlab.base import UserError, read_json
+from draftlab.decode.drafter import Drafter, new_drafter
+from draftlab.decode.engine import Engine
+from draftlab.decode.sampling import Generation, Request
+from draftlab.decode.vllm import positions
+
+BATCH = 8
+TABLE = ("transformers' generate, T = 0: equal tokens", (
+    "date", "head", "target", "versions", "K", "prompts", "tokens", "beyond the first border",
+    "drafts / accepted / accepted_at", "undrafted equal", "drafted equal",
+))  # fmt: skip
+
+
+def own_model(subject: Subject) -> Any:
+    """transformers' model of the whole checkpoint, towers for images included."""
+    folder = subject.target.folder
+    (name,) = read_json(folder / "config.json", kind="target's config.json")["architectures"]
+    model = getattr(transformers, name).from_pretrained(
+        folder, attn_implementation="eager", experts_implementation="eager", dtype="float32"
+    )
+    return model.eval()
+
+
+@torch.inference_mode()
+def generated(subject: Subject, new_tokens: int) -> list[tuple[int, ...]]:
+    """transformers' greedy answers, a stop token at their end included."""
+    model, answers = own_model(subject), []
+    model.generation_config.eos_token_id = sorted(subject.stops)
+    for _, prompt in subject.prompts:
+        ids = torch.tensor([prompt])
+        whole = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
+        )
+        answers.append(tuple(whole[0, len(prompt) :].tolist()))
+    return answers
+
+
+def decoded(
+    subject: Subject, requests: list[Request], drafter: Drafter | None, k: int
+) -> list[Generation]:
+    """draftlab's answers, in the requests' order."""
+    longest = positions(requests, k, subject.target.max_length)
+    engine = Engine(subject.target, drafter, batch=BATCH, max_length=longest)
+    done = {generation.id: generation for generation in engine.generate(requests)}
+    return [done[request.id] for request in requests]
+
+
+def border(config: Any) -> int | None:
+    """Positions of a window or chunk, where any of the target's layers has one."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    return next((getattr(config, sizes[kind]) for kind in sizes.keys() & kinds), None)
+
+
+def first_difference(
+    expected: Sequence[Sequence[int]], found: Sequence[Generation], name: str
+) -> str | None:
+    """Prompt, position and both tokens of the first difference; None: all is equal."""
+    for ids, generation in zip(expected, found, strict=True):
+        pairs = zip((*ids, None), (*generation.token_ids, None), strict=False)
+        for position, (theirs, ours) in enumerate(pairs):
+            if theirs != ours:
+                where = f"prompt {generation.id}, token {position}"
+                return f"{where}: transformers {theirs}, {name} {ours}"
+    return None
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compares; returns the exit status."""
+    subject = load_subject(options.head, options.target, options.prompts)
+    new_tokens, stops = options.max_new_tokens, subject.stops
+    requests = [Request(i, ids, new_tokens, stop_ids=stops) for i, ids in subject.prompts]
+    plain = decoded(subject, requests, None, 0)
+    drafted = decoded(subject, requests, new_drafter(subject.head, options.k), options.k)
+    expected = generated(subject, new_tokens)
+    faults = {
+        name: first_difference(expected, found, name)
+        for name, found in (("undrafted", plain), ("drafted", drafted))
+    }
+    counted, beyond = total(drafted), "no border"
+    if size := border(subject.target.config):
+        lengths = [len(r.prompt_ids) + len(ids) for r, ids in zip(requests, expected, strict=True)]
+        beyond = f"{sum(length > size for length in lengths)} of {len(lengths)} ({size} positions)"
+    figures = f"{counted.drafts:,} / {counted.accepted:,} / {list(counted.accepted_at)}"
+    name, tokens = subject.target.folder.name, f"{sum(map(len, expected)):,}"
+    print(
+        f"{subject.name} on {name}, K = {options.k}, {len(expected)} prompts, {tokens} tokens, "
+        f"beyond the first border: {beyond}; drafts / accepted / accepted_at {figures}"
+    )
+    for way, fault in faults.items():
+        print(f"  {way}: {'EQUAL' if fault is None else 'DIFFERENT at ' + fault}", flush=True)
+    if options.write:
+        row = [date.today().isoformat(), subject.name, name, versions(), str(options.k)]
+        row += [str(len(expected)), tokens, beyond, figures]
+        row += ["yes" if fault is None else f"no: {fault}" for fault in faults.values()]
+        add_row(options.write, TABLE, row)
+    return DIFFERENT if any(faults.values()) else EQUAL
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    subject_options(parser, prompts=16, random=False)
+    parser.add_argument("--k", type=int, default=3, help="drafts a step")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    try:
+        return run(parser.parse_args())
+    except UserError as error:
+        print(f"parity_transformers: {error}", file=sys.stderr)
+        return UNUSABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The comparison with transformers' own generate: it must find every kind of difference."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftlab.decode.sampling import Generation
+from draftlab.results import Counters
+from tests.eval.drivers import common, transformers
+from tests.target.zoo import zoo_config
+
+FOUND = [
+    Generation(name, tokens, "length", Counters(3), (), (), 0.1, 0.2)
+    for name, tokens in (("a", (5, 6)), ("b", (7, 8, 9)))
+]
+
+
+@pytest.mark.parametrize(
+    ("expected", "said"),
+    [
+        ([(5, 6), (7, 8, 9)], None),
+        ([(5, 6), (7, 1, 9)], "prompt b, token 1: transformers 1, drafted 8"),
+        ([(5,), (7, 8, 9)], "prompt a, token 1: transformers None, drafted 6"),
+        ([(5, 6), (7, 8, 9, 9)], "prompt b, token 3: transformers 9, drafted None"),
+    ],
+)
+def test_the_first_difference_is_named(expected: list[tuple[int, ...]], said: str | None) -> None:
+    assert transformers.first_difference(expected, FOUND, "drafted") == said
+
+
+@pytest.mark.parametrize(
+    ("kind", "positions"), [("llama", None), ("gpt_oss", 8), ("llama4", 8), ("gemma3_text", 8)]
+)
+def test_the_border_is_the_windows_or_the_chunks(kind: str, positions: int | None) -> None:
+    assert transformers.border(zoo_config(kind).get_text_config()) == positions
+
+
+def test_the_embedded_target_and_a_target_that_answers_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    given = ["--head", "reference", "--prompts", "2", "--max-new-tokens", "6", "--write", str(page)]
+    monkeypatch.setattr(sys, "argv", ["parity_transformers", *given])
+    assert transformers.main() == common.EQUAL, capsys.readouterr().out
+    assert "| 3 | 2 | 12 | no border | " in page.read_text()
+    own = transformers.generated
+    monkeypatch.setattr(transformers, "generated", lambda *a: [(*ids[:-1], 0) for ids in own(*a)])
+    assert transformers.main() == common.DIFFERENT
+    assert "drafted: DIFFERENT at prompt heldout-00000, token 5" in capsys.readouterr().out
+    assert page.read_text().splitlines()[-1].count("no: prompt heldout-00000, token 5") == 2
