@@ -52,8 +52,8 @@ class MassiveTarget:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def states(self, token_ids: Tensor, boundaries: tuple[int, ...]) -> States:
-        states = self._target.states(token_ids, boundaries)
+    def states(self, token_ids: Tensor, boundaries: tuple[int, ...], **options: Any) -> States:
+        states = self._target.states(token_ids, boundaries, **options)
         factors = scale(len(boundaries), self._target.hidden_size)
         return States(states.features * factors.to(states.features), states.last)
 

@@ -62,16 +62,18 @@ class RecordKnobs(Knobs):
     """What is recorded, in which pieces."""
 
     boundaries: tuple[int, ...] | None = None
-    """Boundaries whose states become the features, ascending; None: the target's default ones."""
+    """Boundaries whose states become the features, ascending: the inputs of layers of these numbers
+    (vLLM's `eagle_aux_hidden_state_layer_ids`); None: the target's default ones."""
     dtype: StoreDtype = "bfloat16"
     """Of the stored states. fp8: features in 8 bits with a scale for each token and boundary, the
     last state in bfloat16; three fifths of the disk."""
     shard_tokens: Annotated[int, Field(gt=0)] = 32_768
     """Tokens of a shard. Three are held in memory, and are what a killed recording loses."""
     batch_tokens: Annotated[int, Field(gt=0)] = 8_192
-    """Most tokens of a forward pass, padding included; a longer sample goes alone."""
+    """Most tokens of a forward pass, padding included where a target needs it; a longer sample goes
+    alone."""
     max_length: Annotated[int, Field(gt=2)] | None = None
-    """Tokens of a sample; None: what the target was built for."""
+    """Tokens of a sample, at most; None, or more than the target has positions: those positions."""
     overlong: Literal["truncate", "skip"] = "truncate"
     """What happens to samples over max_length: their end is cut off, or they are left out."""
     online: bool = False

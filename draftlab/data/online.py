@@ -35,7 +35,7 @@ class OnlineStore(Store):
     def __init__(self, target: Target, samples: Sequence[Sample], plan: Manifest) -> None:
         super().__init__(Path(), plan)
         self.samples, self.device = samples, target.device
-        self.capture = Capture(target, plan.identity)
+        self.capture = Capture(target, plan)
         self._turn = threading.Lock()  # a pass hooks the model, and fills the device
 
     def view(self, index: int) -> Record:
@@ -54,7 +54,7 @@ class OnlineStore(Store):
             ids=[sample.id for sample in samples],
             lengths=lengths,
             temperatures=[sample.temperature for sample in samples],
-            batches=cut_batches(lengths, knobs["batch_tokens"]),
+            batches=cut_batches(lengths, knobs["batch_tokens"], padded=self.capture.padded),
         )
         filling = Filling(shard, samples, self.identity, knobs["not_finite"])
         cuda = self.device.type == "cuda"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,9 @@ from draftlab.data.store import Sample, predicted
 PASS_TOKENS = 256
 """What a forward pass costs whatever is in it, in tokens: an H200 reads an 8B model's weights in
 the time it computes 130, and small products run at part of its speed."""
+SIDE_BY_SIDE = "side_by_side"
+"""The knob of a plan whose passes hold their records side by side in one row. Without it they are
+right-padded rows, as in all stores from before there was another way."""
 
 
 def plan_store(
@@ -33,8 +37,12 @@ def plan_store(
     not_finite: str,
     monitor: Monitor,
     backend: RecordBackend = "transformers",
+    padded: bool = False,
 ) -> tuple[Manifest, list[Sample]]:
     """Plans a recording; the same arguments give the same plan.
+
+    Args:
+        padded: whether a pass is of right-padded rows, where its records could lie side by side.
 
     Returns:
         The manifest of an unfinished store, and the samples in it, truncated, in stored order.
@@ -88,8 +96,9 @@ def plan_store(
             "batch_tokens": batch_tokens,
             "target_dtype": target_dtype,
             "not_finite": not_finite,
-            # Stores from before there was another have no such key.
+            # Stores from before there was another have no such keys.
             **({} if backend == "transformers" else {"backend": backend}),
+            **({} if padded else {SIDE_BY_SIDE: True}),
         },
         counts=Counts(
             records=len(kept),
@@ -98,13 +107,15 @@ def plan_store(
         ),
         dropped=dropped,
         truncated=truncated,
-        shards=_shards(kept, shard_tokens, batch_tokens),
+        shards=_shards(kept, shard_tokens, batch_tokens, padded),
     )
     return manifest, kept
 
 
 def refuse_other_plan(found: Manifest, plan: Manifest, where: Path) -> None:
     """Refuses to go on in a folder whose plan was made from something else.
+
+    How records share passes may differ: whoever goes on follows the plan that is there.
 
     Raises:
         UserError: naming the identity's fields, the knobs or the samples that differ.
@@ -113,7 +124,7 @@ def refuse_other_plan(found: Manifest, plan: Manifest, where: Path) -> None:
     do = "name another store folder, or remove this one to record it again"
     knobs = [
         f"{key}: expected {plan.knobs.get(key)}, found {found.knobs.get(key)}"
-        for key in sorted(plan.knobs.keys() | found.knobs.keys())
+        for key in sorted((plan.knobs.keys() | found.knobs.keys()) - {SIDE_BY_SIDE})
         if plan.knobs.get(key) != found.knobs.get(key)
     ]
     if knobs:
@@ -170,7 +181,9 @@ def _say(monitor: Monitor, count: int, max_length: int, dropped: Dropped, trunca
         )
 
 
-def _shards(samples: Sequence[Sample], shard_tokens: int, batch_tokens: int) -> list[Shard]:
+def _shards(
+    samples: Sequence[Sample], shard_tokens: int, batch_tokens: int, padded: bool
+) -> list[Shard]:
     """Consecutive samples, as many to a shard as fit."""
     groups: list[list[Sample]] = []
     filled = shard_tokens
@@ -187,19 +200,52 @@ def _shards(samples: Sequence[Sample], shard_tokens: int, batch_tokens: int) -> 
             ids=[s.id for s in group],
             lengths=[len(s.token_ids) for s in group],
             temperatures=[s.temperature for s in group],
-            batches=cut_batches([len(s.token_ids) for s in group], batch_tokens),
+            batches=cut_batches([len(s.token_ids) for s in group], batch_tokens, padded=padded),
         )
         for number, group in enumerate(groups)
     ]
 
 
-def cut_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Cuts records, longest first, into the batches that cost least.
+def cut_batches(lengths: Sequence[int], batch_tokens: int, *, padded: bool) -> list[list[int]]:
+    """Which of some records share a pass of at most `batch_tokens`; a longer record goes alone.
 
-    A batch costs its padded tokens and a pass of its own, in which the target's weights are read.
-    Longest first: what does not fit the device fails at once.
+    The pass with the longest record is first: what does not fit the device fails at once.
+
+    Args:
+        padded: whether every record of a pass takes as many tokens as its longest.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if padded:
+        return _cut_padded(lengths, order, batch_tokens)
+    alone = [[i] for i in order if lengths[i] > batch_tokens]
+    rest = order[len(alone) :]
+    large = sum(2 * lengths[i] > batch_tokens for i in rest)  # no two of them share a pass
+    passes = max(large, -(-sum(lengths[i] for i in rest) // batch_tokens))
+    while rest and (shares := _dealt(lengths, rest, passes, batch_tokens)) is None:
+        passes += 1
+    return alone + (shares if rest else [])
+
+
+def _dealt(
+    lengths: Sequence[int], order: Sequence[int], passes: int, batch_tokens: int
+) -> list[list[int]] | None:
+    """Records, longest first, each to the emptiest of `passes`; None: it has no room for one."""
+    shares: list[list[int]] = [[] for _ in range(passes)]
+    filled = [(0, number) for number in range(passes)]
+    for i in order:
+        tokens, emptiest = filled[0]
+        if tokens + lengths[i] > batch_tokens:
+            return None
+        heapq.heapreplace(filled, (tokens + lengths[i], emptiest))
+        shares[emptiest].append(i)
+    return shares
+
+
+def _cut_padded(lengths: Sequence[int], order: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Cuts records, in their order, into the batches that cost least.
+
+    A batch costs its padded tokens and a pass of its own, in which the target's weights are read.
+    """
     cost, begin = [0], [0]  # of the best cut of the first e records; where its last batch begins
     for end in range(1, len(order) + 1):
         best = None

@@ -81,7 +81,7 @@ def record(
     with locked(folder, shared=part != "alone"):
         if part == "help":
             if published := _awaited(folder, plan, monitor):
-                with opened(plan) as source:
+                with opened(published.plan) as source:
                     _record_missing(source, kept, published, knobs, monitor)
             return None
         receipts = Receipts(folder, adopt(folder, plan, monitor))
@@ -89,7 +89,7 @@ def record(
             missing = [shard for shard in receipts.plan.shards if not receipts.committed(shard)]
             _check_disk(receipts.plan, missing, folder, monitor)
             receipts.publish()
-            with opened(plan) as source:
+            with opened(receipts.plan) as source:
                 _record_missing(source, kept, receipts, knobs, monitor)
                 # Those that another process took: it commits them, or dies and leaves them to us.
                 _record_missing(source, kept, receipts, knobs, monitor, wait=True)
@@ -103,7 +103,7 @@ def record(
 def _passes_of(target: Target | Outline) -> Opened:
     if isinstance(target, Outline):
         raise ValueError("an outline computes no states: expected `opened`")
-    return lambda plan: nullcontext(Capture(target, plan.identity))
+    return lambda plan: nullcontext(Capture(target, plan))
 
 
 def planned(
@@ -116,16 +116,20 @@ def planned(
 ) -> tuple[Manifest, list[Sample]]:
     """What a recording with these arguments would do: `plan_store`."""
     _check_identity(target, knobs, identity)
+    reason = None if isinstance(target, Outline) else target.why_padded
+    if reason is not None:
+        monitor.say(f"a pass is of right-padded rows: the target {reason}")
     return plan_store(
         samples,
         identity,
-        max_length=_max_length(target, knobs),
+        max_length=_max_length(target, knobs, monitor),
         overlong=knobs.overlong,
         shard_tokens=knobs.shard_tokens,
         batch_tokens=knobs.batch_tokens,
         target_dtype=str(target.dtype).removeprefix("torch."),
         not_finite=knobs.not_finite,
         backend=knobs.backend,
+        padded=reason is not None,
         monitor=monitor,
     )
 
@@ -144,15 +148,13 @@ def _check_identity(target: Target | Outline, knobs: RecordKnobs, identity: Stor
         raise ValueError(f"the identity {identity} is not that of target and knobs: {actual}")
 
 
-def _max_length(target: Target | Outline, knobs: RecordKnobs) -> int:
-    if (knobs.max_length or 0) > target.max_length:
-        raise UserError(
-            f"expected max_length ≤ {target.max_length}, the positions this target was built for; "
-            f"found {knobs.max_length}",
-            where=target.folder,
-            do="lower it, or leave it out",
-        )
-    return knobs.max_length or target.max_length
+def _max_length(target: Target | Outline, knobs: RecordKnobs, monitor: Monitor) -> int:
+    """Tokens of a sample, at most: those asked for, and no more than the target has positions."""
+    asked, positions = knobs.max_length, target.max_length
+    if asked is not None and asked > positions:
+        cut = f"cut to {positions:,}, the positions that the target has"
+        monitor.say(f"record.max_length: {asked:,} {cut}")
+    return min(asked or positions, positions)
 
 
 def _awaited(folder: Path, plan: Manifest, monitor: Monitor) -> Receipts | None:

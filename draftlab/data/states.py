@@ -16,8 +16,10 @@ from torch import Tensor
 
 from draftlab.base import UserError
 from draftlab.data.fp8 import E4M3, quantise
-from draftlab.data.manifest import Shard, StoreIdentity
+from draftlab.data.manifest import Manifest, Shard, StoreIdentity
+from draftlab.data.plan import SIDE_BY_SIDE
 from draftlab.data.store import DTYPES, NO_TEACHER, Sample, teachers
+from draftlab.target.documents import Documents, sent
 from draftlab.target.model import Target
 from draftlab.target.outline import Outline
 
@@ -54,10 +56,26 @@ class Source(Protocol):
 
 
 class Capture:
-    """Runs the target over batches and has what they record copied to the host."""
+    """Runs the target over batches and has what they record copied to the host.
 
-    def __init__(self, target: Target, identity: StoreIdentity) -> None:
-        self.target, self.identity = target, identity
+    Args:
+        target: whose states are recorded.
+        plan: of the recording; it says whether the records of a pass lie side by side in one row.
+
+    Raises:
+        UserError: they are to lie side by side, and the target keeps them from it.
+    """
+
+    def __init__(self, target: Target, plan: Manifest) -> None:
+        self.target, self.identity = target, plan.identity
+        self.padded = not plan.knobs.get(SIDE_BY_SIDE, False)
+        if not self.padded and (reason := target.why_padded) is not None:
+            raise UserError(
+                "this store was begun with conversations side by side in a pass, and here the "
+                f"target {reason}",
+                do="go on with the versions and on the device it was begun with, or name another "
+                "store folder",
+            )
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[Pending]:
@@ -67,29 +85,44 @@ class Capture:
 
     @torch.inference_mode()
     def __call__(self, samples: Sequence[Sample]) -> Pending:
-        """One right-padded forward pass; padding is taken out again on the device.
+        """One forward pass.
 
         Raises:
             UserError: it does not fit the device.
         """
-        target = self.target
+        asked = asked_positions(samples)
+        try:
+            features, last = self._rows(samples) if self.padded else self._row(samples)
+            asked = sent(asked, last.device)
+            return self._copied(*stored(self.target, self.identity, features, last, asked))
+        except torch.OutOfMemoryError as error:
+            tokens = sum(len(sample.token_ids) for sample in samples)
+            raise UserError(
+                f"a forward pass of {len(samples)} conversations, {tokens:,} tokens in all, does "
+                f"not fit: {error}",
+                do="lower record.batch_tokens (or record.max_length)",
+            ) from None
+
+    def _row(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        """Features [n, F] and last states [n, Ht] of all samples' tokens, side by side in a row."""
+        device = self.target.device
+        ids = torch.tensor([token for sample in samples for token in sample.token_ids])
+        documents = Documents.of([len(sample.token_ids) for sample in samples], device)
+        states = self.target.states(
+            sent(ids[None], device), self.identity.boundaries, documents=documents
+        )
+        return states.features[0], states.last[0]
+
+    def _rows(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        """The same by right-padded rows; padding is taken out again on the device."""
         lengths = torch.tensor([len(s.token_ids) for s in samples])
         ids = torch.zeros(len(samples), int(lengths.max()), dtype=torch.long)
         for row, sample in enumerate(samples):
             ids[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids)
         real = (torch.arange(ids.shape[1]) < lengths[:, None]).flatten().nonzero()[:, 0]
-        asked = asked_positions(samples)
-        try:
-            states = target.states(_to(ids, target.device), self.identity.boundaries)
-            rows = _to(real, states.last.device)
-            features, last = (t.flatten(0, 1)[rows] for t in (states.features, states.last))
-            asked = _to(asked, last.device)
-            return self._copied(*stored(target, self.identity, features, last, asked))
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"a forward pass of {ids.shape[0]} × {ids.shape[1]} tokens does not fit: {error}",
-                do="lower record.batch_tokens (or record.max_length)",
-            ) from None
+        states = self.target.states(sent(ids, self.target.device), self.identity.boundaries)
+        real = sent(real, states.last.device)
+        return states.features.flatten(0, 1)[real], states.last.flatten(0, 1)[real]
 
     def _copied(self, made: dict[str, Tensor], finite: Tensor) -> Pending:
         """Starts the copies to the host."""
@@ -114,11 +147,6 @@ class Capture:
             return copied
 
         return arrived
-
-
-def _to(values: Tensor, device: torch.device) -> Tensor:
-    """On the device, without waiting for it."""
-    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def asked_positions(samples: Sequence[Sample]) -> Tensor:

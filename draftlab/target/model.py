@@ -17,12 +17,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftlab.base import UserError, canonical_json, read_json
+from draftlab.target.attention import side_by_side
 from draftlab.target.cache import RowCache
+from draftlab.target.documents import Documents
 from draftlab.target.knobs import EMBEDDED, TargetKnobs
 from draftlab.target.loading import load_model
 from draftlab.target.paged import PagedCache
 from draftlab.target.parts import TargetParts, parts_of, shard_files, text_decoder
-from draftlab.target.probe import check_pages, check_rows
+from draftlab.target.probe import check_pages, check_rows, why_padded
 from draftlab.target.replacements import replace_layers
 
 
@@ -221,6 +223,11 @@ class Target:
         self._check_once(check_pages)
         return PagedCache(self.num_layers, num_blocks, block_size)
 
+    @cached_property
+    def why_padded(self) -> str | None:
+        """What keeps conversations from lying side by side in a row; None: nothing."""
+        return why_padded(self)
+
     def _check_once(self, check: Callable[[Target], None]) -> None:
         """Models are asked when they are about to decode: recording states needs none of it."""
         if check not in self._checked:
@@ -235,15 +242,17 @@ class Target:
         *,
         positions: Tensor | None = None,
         cache: RowCache | PagedCache | None = None,
+        documents: Documents | None = None,
     ) -> States:
         """One forward pass of the decoder.
 
         Args:
             token_ids: int64 [B, M]. Without a cache rows are right-padded sequences from position 0
-                (causality keeps padding from mattering).
+                (causality keeps padding from mattering), or B is 1 and the row holds `documents`.
             boundaries: whose states become the features, ascending.
             positions: int64 [B, M] of each token (−1: padding), with a cache aimed by `cache.at`.
             cache: where earlier keys are and new ones go.
+            documents: conversations side by side, where nothing keeps them from it (`why_padded`).
 
         Returns:
             Features [B, M, len(boundaries) · Ht] in boundary order, and the last state [B, M, Ht]
@@ -262,7 +271,16 @@ class Target:
                 module = self.norm if boundary == self.num_layers else self.layers[boundary]
                 handle = module.register_forward_pre_hook(tap(boundary), with_kwargs=True)
                 stack.callback(handle.remove)
-            if cache is None:
+            if documents is not None:
+                stack.enter_context(side_by_side(documents))
+                # Without a mask transformers looks for documents itself, and waits for the device.
+                self.decoder(
+                    input_ids=token_ids,
+                    position_ids=documents.positions,
+                    attention_mask=torch.ones_like(token_ids),
+                    use_cache=False,
+                )
+            elif cache is None:
                 self.decoder(input_ids=token_ids, use_cache=False)
             else:
                 # Padding (slot −1) may take any valid position; its output is never read.

@@ -1,14 +1,15 @@
-"""Asks a loaded model whether rows of different lengths may share its passes.
+"""Asks a loaded model whether rows of different lengths, or conversations, may share its passes.
 
-A question is two passes that must give the same states. All but the last compare passes of the same
-shapes, where only what must not matter differs, so they need no tolerance worth the name in any
-dtype and find a fault of any size.
+A question is two passes that must give the same states. All but two (`_pages`, `_alone`) compare
+passes of the same shapes, where only what must not matter differs, so they need no tolerance worth
+the name in any dtype and find a fault of any size.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from draftlab.base import UserError
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target.cache import RowCache
+from draftlab.target.documents import Documents
 from draftlab.target.paged import PagedCache
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def check_rows(target: Target) -> None:
     Raises:
         UserError: naming what the model does.
     """
-    exact = 1e-5 if target.dtype == torch.float32 else 1e-3
+    exact = _exact(target)
     _ask(target, "keeps a state of tokens that were rejected", _rejected, exact)
     _ask(target, "takes positions from the length of the cache", _length, exact)
     _ask(target, "treats a row differently when the row beside it is longer", _neighbour, exact)
@@ -53,10 +55,32 @@ def check_pages(target: Target) -> None:
     Raises:
         UserError: as `check_rows`.
     """
-    # Another kernel rounds differently, and in half precision routers may then pick other experts
-    # for most of the tokens. A misread cache shows in all of them.
-    close, of = (1e-3, torch.amax) if target.dtype == torch.float32 else (0.3, _first_quartile)
-    _ask(target, "reads its cache in a way that pages of keys do not serve", _pages, close, of)
+    _ask(
+        target,
+        "reads its cache in a way that pages of keys do not serve",
+        _pages,
+        *_close(target),
+    )
+
+
+def why_padded(target: Target) -> str | None:
+    """What keeps conversations from lying side by side in a row; None: nothing does.
+
+    Recurrent layers, say, or attention that does not go through transformers' interface.
+    """
+    questions = (
+        (
+            "mixes conversations that lie side by side in a row",
+            _beside_others,
+            _exact(target),
+            torch.amax,
+        ),
+        ("treats conversations side by side otherwise than alone", _alone, *_close(target)),
+    )
+    if target.device.type == "cuda":  # a small kernel a conversation and layer costs more there
+        slow = "attends to conversations side by side one by one on this device"
+        questions += ((slow, _at_once, *_close(target)),)
+    return next((found for asked in questions if (found := _fault(target, *asked))), None)
 
 
 def can_capture(target: Target) -> bool:
@@ -102,7 +126,20 @@ def _waits(target: Target) -> str | None:
     return None
 
 
-@torch.inference_mode()
+def _exact(target: Target) -> float:
+    """The tolerance of passes of the same shapes."""
+    return 1e-5 if target.dtype == torch.float32 else 1e-3
+
+
+def _close(target: Target) -> tuple[float, Callable[[Tensor], Tensor]]:
+    """The tolerance where another kernel rounds differently, and of which tokens.
+
+    In half precision routers may then pick other experts for most of the tokens. What is misread
+    shows in all of them.
+    """
+    return (1e-3, torch.amax) if target.dtype == torch.float32 else (0.3, _first_quartile)
+
+
 def _ask(
     target: Target,
     fault: str,
@@ -110,32 +147,44 @@ def _ask(
     tolerance: float,
     of: Callable[[Tensor], Tensor] = torch.amax,
 ) -> None:
-    """Refuses the target when the two answers of `question` [..., Ht] differ.
+    """Refuses the target when the two answers of `question` differ."""
+    if found := _fault(target, fault, question, tolerance, of):
+        raise UserError(
+            f"{type(target.decoder).__name__} {found}, so drafts cannot be verified with it",
+            where=target.folder,
+            do="use another target, or add a replacement to draftlab/target/replacements.py",
+        )
+
+
+@torch.inference_mode()
+def _fault(
+    target: Target,
+    fault: str,
+    question: Callable[[Target], tuple[Tensor, Tensor]],
+    tolerance: float,
+    of: Callable[[Tensor], Tensor],
+) -> str | None:
+    """The fault, and how it shows, when the two answers of `question` [..., Ht] differ.
 
     That is, when `of` the tokens' relative differences is more than `tolerance`.
     """
     try:
         one, other = question(target)
-    except Exception as error:  # a cache that a model was not made for may break it in any way
-        raise _refusal(
-            target, f"{fault}: {type(error).__name__}: {str(error).rstrip('.')}"
-        ) from error
+    except Exception as error:  # what a model was not made for may break it in any way
+        return f"{fault}: {type(error).__name__}: {_first_line(error)}"
     sizes = one.float().norm(dim=-1).clamp(min=1e-6)
     difference = float(of((one - other).float().norm(dim=-1) / sizes))
-    if not difference <= tolerance:  # NaN is refused too
-        raise _refusal(target, f"{fault} (its states change by {difference:.2g})")
+    if difference <= tolerance:  # NaN is a fault too
+        return None
+    return f"{fault} (its states change by {difference:.2g})"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 def _first_quartile(x: Tensor) -> Tensor:
     return x.quantile(0.25)
-
-
-def _refusal(target: Target, fault: str) -> UserError:
-    return UserError(
-        f"{type(target.decoder).__name__} {fault}, so drafts cannot be verified with it",
-        where=target.folder,
-        do="use another target, or add a replacement to draftlab/target/replacements.py",
-    )
 
 
 def _feed(target: Target, cache: RowCache, tokens: list[int], start: int) -> Tensor:
@@ -201,3 +250,43 @@ def _pages(target: Target) -> tuple[Tensor, Tensor]:
             target.states(ids, positions=positions, cache=aimed).last,
         ]
     return states[0], states[1]
+
+
+def _beside_others(target: Target) -> tuple[Tensor, Tensor]:
+    """A text between others, and between others yet that lie far from the start of theirs."""
+    size = 16
+    texts = [list(range(first, first + size)) for first in (5, 21, 37, 53, 69)]
+    far = torch.arange(size, device=target.device) + max(target.max_length - size, 0)
+    near = _beside(target, [texts[0], texts[1], texts[2]])
+    other = _beside(target, [texts[3], texts[1], texts[4]], {0: far, 2: far})
+    return near[size : 2 * size], other[size : 2 * size]
+
+
+def _alone(target: Target) -> tuple[Tensor, Tensor]:
+    """Texts in rows of their own, and side by side behind another."""
+    texts = [list(range(5, 23)), list(range(40, 65)), list(range(70, 75))]
+    alone = [target.states(_placed(target, text, 0)[0]).last[0] for text in texts[1:]]
+    return torch.cat(alone), _beside(target, texts)[len(texts[0]) :]
+
+
+def _at_once(target: Target) -> tuple[Tensor, Tensor]:
+    """Texts side by side, where attention takes them in one kernel, against themselves."""
+    texts = [list(range(5, 23)), list(range(40, 65))]
+    states = _beside(target, texts, at_once=True)
+    return states, states
+
+
+def _beside(
+    target: Target,
+    texts: list[list[int]],
+    placed: dict[int, Tensor] | None = None,
+    *,
+    at_once: bool = False,
+) -> Tensor:
+    """Last states [T, Ht] of texts side by side, some of which are `placed` at other positions."""
+    ids, _ = _placed(target, [token for text in texts for token in text], 0)
+    documents = Documents.of([len(text) for text in texts], target.device)
+    documents = replace(documents, at_once=at_once)
+    for number, positions in (placed or {}).items():
+        documents.positions[0, documents.slices[number]] = positions
+    return target.states(ids, documents=documents).last[0]

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +42,7 @@ def test_records_equal_hf_states_of_each_sequence_alone(target: Target, tmp_path
     samples = make_samples()
     store = make(target, tmp_path, samples)
     assert len(store.manifest.shards) > 2
-    assert any(len(batch) > 1 for shard in store.manifest.shards for batch in shard.batches)
+    assert any(len(batch) > 2 for shard in store.manifest.shards for batch in shard.batches)
     pre_norm: list[torch.Tensor] = []
     hook = target.norm.register_forward_pre_hook(lambda _, args: pre_norm.append(args[0]))
     for sample, got in zip(samples, store, strict=True):
@@ -157,14 +159,14 @@ def test_refuses_bad_samples(
 def test_refuses_states_that_are_not_finite(target: Target, tmp_path: Path) -> None:
     samples = make_samples(4)
 
+    assert target.why_padded is None  # asked before anything is poisoned
+
     def poison(_module: object, args: tuple) -> tuple:
         states = args[0].clone()
-        states[target_row(states, samples[2]), 5, 3] = float("nan")
-        return (states, *args[1:])
-
-    def target_row(states: torch.Tensor, sample: Sample) -> int:
         order = sorted(range(4), key=lambda i: -len(samples[i].token_ids))
-        return order.index(2)
+        before = order[: order.index(2)]
+        states[0, sum(len(samples[i].token_ids) for i in before) + 5, 3] = float("nan")
+        return (states, *args[1:])
 
     hook = target.layers[2].register_forward_pre_hook(poison)
     try:
@@ -196,9 +198,18 @@ def test_refuses_a_second_recorder(target: Target, tmp_path: Path) -> None:
     make(target, tmp_path, monitor=Nested())
 
 
-def test_refuses_max_length_over_the_targets(target: Target, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="max_length ≤ 64"):
-        make(target, tmp_path, max_length=65)
+def test_no_sample_is_longer_than_the_target_has_positions(target: Target, tmp_path: Path) -> None:
+    samples = [*make_samples(4), Sample("long", (1,) * 70, (0,) * 10 + (1,) * 60)]
+    monitor = Lines()
+    make(target, tmp_path / "clipped", samples, monitor, max_length=4096)
+    said = "record.max_length: 4,096 cut to 64, the positions that the target has"
+    assert monitor.lines.count(said) == 1
+    monitor = Lines()
+    for name, limit in (("exact", 64), ("left out", None)):
+        store = make(target, tmp_path / name, samples, monitor, max_length=limit)
+        assert max(store.lengths) == 64
+        assert contents(tmp_path / name) == contents(tmp_path / "clipped")
+    assert not any("record.max_length" in line for line in monitor.lines)
 
 
 def test_a_restart_with_something_else_is_refused(target: Target, tmp_path: Path) -> None:
@@ -230,6 +241,59 @@ def test_a_lost_or_cut_shard_is_recorded_again(target: Target, tmp_path: Path) -
     make(target, tmp_path, monitor=monitor)
     assert contents(tmp_path) == before
     assert sum("recorded again" in line for line in monitor.lines) == 2
+
+
+@contextmanager
+def shapes_of_passes(target: Target) -> Iterator[list[tuple[int, ...]]]:
+    shapes: list[tuple[int, ...]] = []
+    embeddings = target.model.get_input_embeddings()
+    hook = embeddings.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    try:
+        yield shapes
+    finally:
+        hook.remove()
+
+
+def test_passes_hold_conversations_side_by_side_or_in_padded_rows(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert target.why_padded is None
+    with shapes_of_passes(target) as shapes:
+        store = make(target, tmp_path / "row")
+    assert store.manifest.knobs["side_by_side"] is True
+    assert {rows for rows, _ in shapes} == {1}
+    assert sum(tokens for _, tokens in shapes) == store.manifest.counts.tokens
+    monkeypatch.setitem(target.__dict__, "why_padded", "mixes them")
+    monitor = Lines()
+    with shapes_of_passes(target) as shapes:
+        padded = make(target, tmp_path / "rows", monitor=monitor)
+    assert max(rows for rows, _ in shapes) > 1
+    assert "a pass is of right-padded rows: the target mixes them" in monitor.lines
+    assert "side_by_side" not in padded.manifest.knobs
+    for one, other in zip(store, padded, strict=True):
+        torch.testing.assert_close(one.features, other.features, atol=1e-5, rtol=1e-5)
+
+
+def test_who_goes_on_follows_the_plan_that_is_there(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a store from before passes had conversations side by side, and the other way round."""
+    assert target.why_padded is None
+    for name, reason in (("rows", "mixes them"), ("row", None)):
+        monkeypatch.setitem(target.__dict__, "why_padded", reason)
+        make(target, tmp_path / name)
+    before = contents(tmp_path / "rows")
+    (tmp_path / "rows/shard-00001.safetensors").unlink()
+    with shapes_of_passes(target) as shapes:
+        make(target, tmp_path / "rows")
+    assert contents(tmp_path / "rows") == before
+    assert max(rows for rows, _ in shapes) > 1
+
+    monkeypatch.setitem(target.__dict__, "why_padded", "mixes them")
+    make(target, tmp_path / "row")  # nothing to do
+    (tmp_path / "row/shard-00001.safetensors").unlink()
+    with pytest.raises(UserError, match=r"conversations side by side.*mixes them"):
+        make(target, tmp_path / "row")
 
 
 def test_a_complete_store_is_left_alone(target: Target, tmp_path: Path) -> None:

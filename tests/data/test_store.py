@@ -20,6 +20,7 @@ from draftlab.base import Monitor, UserError
 from draftlab.data.packing import loss_reach
 from draftlab.data.record import RecordKnobs, record
 from draftlab.data.store import Sample, Store, StoreIdentity, predicted, teachers
+from draftlab.target.documents import Documents
 from draftlab.target.model import States
 
 VOCAB, WIDTH, BOUNDARIES = 50, 4, (1, 3)
@@ -32,12 +33,22 @@ class TableTarget:
     name, fingerprint, folder = "table", "f" * 64, Path("table")
     device, dtype = torch.device("cpu"), torch.float32
 
-    def states(self, ids: torch.Tensor, boundaries: tuple[int, ...]) -> States:
-        features = [self.at(ids, b) for b in boundaries]
-        return States(torch.cat(features, -1), self.at(ids, self.num_layers))
+    def __init__(self, why_padded: str | None = None) -> None:
+        self.why_padded = why_padded
 
-    def at(self, ids: torch.Tensor, boundary: int) -> torch.Tensor:
-        positions = torch.arange(ids.shape[-1]).expand_as(ids)
+    def states(
+        self, ids: torch.Tensor, boundaries: tuple[int, ...], documents: Documents | None = None
+    ) -> States:
+        assert (documents is None) == (self.why_padded is not None)
+        positions = torch.arange(ids.shape[-1]) if documents is None else documents.positions
+        features = [self.at(ids, b, positions) for b in boundaries]
+        return States(torch.cat(features, -1), self.at(ids, self.num_layers, positions))
+
+    def at(
+        self, ids: torch.Tensor, boundary: int, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        positions = torch.arange(ids.shape[-1]) if positions is None else positions
+        positions = positions.expand_as(ids)
         units = torch.arange(WIDTH)
         return (ids * 3 + positions * 7 + boundary * 11)[..., None].float() / 16 + units
 
@@ -52,10 +63,10 @@ IDENTITY = StoreIdentity.of(
 )
 
 
-def make(folder: Path, samples: list[Sample], **knobs: Any) -> Store:
+def make(folder: Path, samples: list[Sample], target: Any = TARGET, **knobs: Any) -> Store:
     mine = KNOBS.model_copy(update=knobs)
     identity = replace(IDENTITY, dtype=mine.dtype)
-    return record(TARGET, samples, folder, mine, identity, monitor=Monitor())
+    return record(target, samples, folder, mine, identity, monitor=Monitor())
 
 
 def plain(lengths: list[int]) -> list[Sample]:
@@ -78,13 +89,21 @@ def ragged(draw: st.DrawFn) -> list[Sample]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(ragged(), st.integers(1, 90), st.integers(1, 90), st.sampled_from(["float32", "bfloat16"]))
+@given(
+    ragged(),
+    st.integers(1, 90),
+    st.integers(1, 90),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.booleans(),
+)
 def test_ragged_round_trip(
-    samples: list[Sample], shard_tokens: int, batch_tokens: int, dtype: str
+    samples: list[Sample], shard_tokens: int, batch_tokens: int, dtype: str, padded: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make(folder, samples, shard_tokens=shard_tokens, batch_tokens=batch_tokens, dtype=dtype)
+        target: Any = TableTarget("mixes them" if padded else None)
+        sizes = {"shard_tokens": shard_tokens, "batch_tokens": batch_tokens}
+        make(folder, samples, target, **sizes, dtype=dtype)
         store = Store.open(folder, replace(IDENTITY, dtype=dtype))
         store.verify()
         assert store.ids == [s.id for s in samples]
@@ -93,8 +112,9 @@ def test_ragged_round_trip(
             assert shard.tokens <= shard_tokens or len(shard.ids) == 1
             assert sorted(i for b in shard.batches for i in b) == list(range(len(shard.ids)))
             for batch in shard.batches:
-                padded = len(batch) * max(shard.lengths[i] for i in batch)
-                assert padded <= batch_tokens or len(batch) == 1
+                mine = [shard.lengths[i] for i in batch]
+                tokens = len(mine) * max(mine) if padded else sum(mine)
+                assert tokens <= batch_tokens or len(batch) == 1
         # Backwards, so that no record leans on the one before it.
         for i in reversed(range(len(store))):
             sample, got = samples[i], store[i]

@@ -217,7 +217,7 @@ def test_what_vllm_does_otherwise_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=words):
         through(tmp_path, **fault)
-    assert not list(tmp_path.glob("shard-*.json"))
+    assert not (tmp_path / "shard-00000.json").exists()  # others may have been whole by then
 
 
 def test_an_outline_says_of_a_target_what_the_loaded_one_does(

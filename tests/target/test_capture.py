@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target import attention, experts, paged, probe
+from draftlab.target.documents import Documents
 from draftlab.target.model import Target, TargetKnobs, load_target
 from draftlab.target.paged import PagedCache
 from tests.target.zoo import MIXTURES, ZOO, zoo_folder
@@ -90,6 +91,26 @@ def test_a_pass_asks_the_device_for_nothing(
     dtype = "bfloat16" if grouped else "float32"  # what is grouped on a GPU
     folder = str(zoo_folder(tmp_path, kind))
     pass_on_meta(load_target(TargetKnobs(path=folder, device="cpu", dtype=dtype)), monkeypatch)
+
+
+@pytest.mark.parametrize("kind", list(ZOO))
+@torch.inference_mode()
+def test_a_row_of_conversations_asks_the_device_for_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a recording, whose passes are to be asked for ahead of the device."""
+    monkeypatch.setattr(experts, "grouped_products", lambda dtype, device: True)
+    folder = str(zoo_folder(tmp_path, kind))
+    loaded = load_target(TargetKnobs(path=folder, device="cpu", dtype="bfloat16"))
+    target = Target(loaded.model.to(META), loaded.folder, loaded.name)
+    lengths = (5, 30, 1)
+    documents = Documents.of(lengths, META)
+    tokens = torch.zeros(1, sum(lengths), dtype=torch.int64, device=META)
+    with _no_tensors_from_lists(), _NoCopies():
+        states = target.states(tokens, (0, 2, 4), documents=documents)
+        logits = target.logits(states.last)
+    assert states.features.shape == (1, 36, 3 * target.hidden_size)
+    assert {states.features.device, logits.device} == {META}
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
