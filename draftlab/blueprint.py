@@ -98,8 +98,8 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
         config: of the target's text tower.
 
     Raises:
-        UserError: boundaries outside the target, position encodings that cannot be lent, a program
-            that cannot hold such a head, a dtype that the store has no use for.
+        UserError: boundaries or a mask token outside the target, position encodings that cannot be
+            lent, a program that cannot hold such a head, a dtype that the store has no use for.
     """
     layers, read_last = config.num_hidden_layers, recipe.head.family in FROM_LAST_STATE
     if recipe.record.boundaries is not None:
@@ -122,6 +122,13 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
                 where="export.formats",
                 do="in a recipe --to vllm is export.formats=[vllm]",
             ) from None
+    mask, rows = recipe.head.mask_token, config.vocab_size
+    if recipe.head.family == "ptd" and isinstance(mask, int) and not 0 <= mask < rows:
+        raise UserError(
+            f"expected a mask token among the target's {rows} rows of embeddings, found {mask}",
+            where="head.mask_token",
+            do='name one that no text ever holds, or "auto"',
+        )
     if read_last and recipe.record.dtype == "fp8" and recipe.record.boundaries is None:
         raise UserError(
             f"fp8 is for features at boundaries, of which {recipe.head.family} heads need none",

@@ -113,6 +113,10 @@ def test_other_families_have_no_such_knobs() -> None:
             {"head": {"family": "eagle"}, "record": {"dtype": "fp8"}, "export": {"formats": []}},
             "at: record.dtype",
         ),
+        (
+            {"head": {"family": "ptd", "mask_token": 6144}, "export": {"formats": []}},
+            "the target's 6144 rows of embeddings, found 6144\nat: head.mask_token",
+        ),
     ],
 )
 def test_a_recipe_that_does_not_fit_is_refused_by_the_plan_and_by_the_run(
