@@ -29,7 +29,8 @@ from draftlab.recipe import Recipe, flat, to_yaml
 from draftlab.recording import Recording
 from draftlab.run import RUNS, STAGES, Run, Status, find_run, git_commit, lock
 from draftlab.subject import Subject, eval_subject, input_files, recipe_of
-from draftlab.target.model import EMBEDDED, fingerprint, resolve_target
+from draftlab.target.fingerprint import fingerprint
+from draftlab.target.model import EMBEDDED, resolve_target
 from draftlab.train.ranks import Ranks, started_together
 from draftlab.training import train_head
 from draftlab.verbs import REFERENCE, evaluate, export, head_path, load_suite, reference_head

@@ -27,7 +27,8 @@ from draftlab.export.weights import read_weights, weight_files
 from draftlab.export.write import FLOATING, check_maps, floating_dtype
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.folder import check_tensors, new_head, save_head
-from draftlab.target.model import TargetKnobs, fingerprint, load_tokenizer, resolve_target
+from draftlab.target.fingerprint import fingerprint
+from draftlab.target.model import TargetKnobs, load_tokenizer, resolve_target
 from draftlab.target.parts import load_parts
 
 DEFAULT_K = 7

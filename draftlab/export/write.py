@@ -18,7 +18,7 @@ from draftlab.export.place import check_place, whole_folder
 from draftlab.export.weights import read_file, write_weights
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, WEIGHTS, check_tensors, load_config, new_head
-from draftlab.target.model import fingerprint
+from draftlab.target.fingerprint import fingerprint
 from draftlab.target.parts import load_parts
 
 

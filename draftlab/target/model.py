@@ -1,9 +1,7 @@
-"""Loading a target, tapping its boundary states, and knowing it again by its content."""
+"""Loading a target, tapping its boundary states, its logits."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,14 +14,15 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from draftlab.base import UserError, canonical_json, read_json
+from draftlab.base import UserError
 from draftlab.target.attention import side_by_side
 from draftlab.target.cache import RowCache
 from draftlab.target.documents import Documents
+from draftlab.target.fingerprint import fingerprint
 from draftlab.target.knobs import EMBEDDED, TargetKnobs
 from draftlab.target.loading import load_model
 from draftlab.target.paged import PagedCache
-from draftlab.target.parts import TargetParts, parts_of, shard_files, text_decoder
+from draftlab.target.parts import TargetParts, parts_of, text_decoder
 from draftlab.target.probe import check_pages, check_rows, why_padded
 from draftlab.target.replacements import replace_layers
 
@@ -91,43 +90,6 @@ def resolve_device(name: str) -> torch.device:
             do="use device: auto",
         )
     return device
-
-
-def fingerprint(folder: Path) -> str:
-    """Hex SHA-256 of a checkpoint: its architecture and a sample of every tensor.
-
-    The sample is each tensor's name, dtype, shape and first 4 KiB, so a fine-tuned copy differs and
-    a 400 GB target costs seconds. Sharding and file names do not enter.
-    """
-    config = read_json(folder / "config.json", kind="target's config.json")
-    volatile = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-    digest = hashlib.sha256(
-        canonical_json({k: v for k, v in config.items() if k not in volatile}).encode()
-    )
-    samples = []
-    for file in shard_files(folder):
-        with open(file, "rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            try:
-                # A file that is no safetensors (a git-lfs pointer, say) states an absurd size.
-                if size > file.stat().st_size:
-                    raise ValueError
-                header: dict[str, Any] = json.loads(opened.read(size))
-            except ValueError:
-                raise UserError(
-                    "a safetensors file is truncated or corrupt",
-                    where=file,
-                    do="fetch the file again (git clones need git-lfs)",
-                ) from None
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                start, end = entry["data_offsets"]
-                opened.seek(8 + size + start)
-                sample = hashlib.sha256(opened.read(min(end - start, 4096))).hexdigest()
-                samples.append([name, entry["dtype"], entry["shape"], sample])
-    digest.update(canonical_json(sorted(samples)).encode())
-    return digest.hexdigest()
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftlab.base import UserError
+from draftlab.target.fingerprint import fingerprint
 from draftlab.target.knobs import TargetKnobs
-from draftlab.target.model import fingerprint, resolve_device, resolve_target
+from draftlab.target.model import resolve_device, resolve_target
 from draftlab.target.parts import TargetParts, load_parts
 
 
@@ -52,7 +53,7 @@ class Outline:
 
     @cached_property
     def fingerprint(self) -> str:
-        """See `target.model.fingerprint`."""
+        """See `target.fingerprint.fingerprint`."""
         return fingerprint(self.folder)
 
     @cached_property

@@ -21,7 +21,8 @@ from draftlab.data.mask_token import choose_mask_token
 from draftlab.heads.config import FROM_LAST_STATE, HeadConfig
 from draftlab.heads.folder import load_head, new_head, save_head
 from draftlab.heads.head import DraftHead
-from draftlab.target.model import fingerprint, load_target, load_tokenizer
+from draftlab.target.fingerprint import fingerprint
+from draftlab.target.model import load_target, load_tokenizer
 
 WHOLE, FOUR = {"draft_vocab_size": None}, {"boundaries": 4}
 AFTER, QK = {"norm_before_residual": True}, {"qk_norm": True}

@@ -10,7 +10,7 @@ import torch
 
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.folder import new_head, save_head
-from draftlab.target.model import fingerprint
+from draftlab.target.fingerprint import fingerprint
 from tests.export.export_toys import BOUNDARIES, HIDDEN, LAYERS, VOCAB, make_target
 
 

@@ -13,7 +13,8 @@ from draftlab.base import Monitor
 from draftlab.chat.render import template_sha256, tokenizer_sha256
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.folder import new_head, save_head
-from draftlab.target.model import TargetKnobs, fingerprint, load_tokenizer
+from draftlab.target.fingerprint import fingerprint
+from draftlab.target.model import TargetKnobs, load_tokenizer
 
 LAYERS, HIDDEN, VOCAB, POSITIONS = 6, 64, 289, 512
 BOUNDARIES = (1, 3, 5)

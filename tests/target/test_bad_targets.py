@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from draftlab.base import UserError
+from draftlab.target.fingerprint import fingerprint
 from draftlab.target.model import (
     TargetKnobs,
-    fingerprint,
     load_target,
     load_tokenizer,
     resolve_device,

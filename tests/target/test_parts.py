@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftlab.base import UserError, read_json, write_json
-from draftlab.target.model import Target, TargetKnobs, fingerprint, load_target
+from draftlab.target.fingerprint import fingerprint
+from draftlab.target.model import Target, TargetKnobs, load_target
 from draftlab.target.parts import load_parts, read_tensor
 from tests.target.zoo import SHAPE, ZOO, zoo_folder
 
