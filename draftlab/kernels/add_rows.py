@@ -15,9 +15,10 @@ def add_rows_(whole: Tensor, index: Tensor, rows: Tensor) -> None:
     Args:
         whole: [N, C]; its rows may lie apart (a slice of columns). Sums are rounded to its dtype.
         index: int64 [n], no row twice, so nothing depends on an order.
-        rows: [n, C]; its rows may lie apart too.
+        rows: [n, C], of any strides.
     """
-    operation = launch_ if whole.is_cuda else add_rows_reference_
+    exact = whole.dtype == torch.float64  # the kernel adds in float32
+    operation = launch_ if whole.is_cuda and not exact else add_rows_reference_
     operation(whole, index, rows)
 
 
@@ -35,13 +36,14 @@ def launch_(whole: Tensor, index: Tensor, rows: Tensor) -> None:
     from draftlab.kernels.add_rows_triton import add_rows_kernel
 
     columns = whole.shape[1]
-    if rows.shape != (len(index), columns) or not whole.stride(1) == rows.stride(1) == 1:
-        raise ValueError(
-            f"expected rows [{len(index)}, {columns}] with columns side by side, found "
-            f"{list(rows.shape)}, strides {whole.stride()} and {rows.stride()}"
-        )
+    if rows.shape != (len(index), columns):
+        raise ValueError(f"expected rows [{len(index)}, {columns}], found {list(rows.shape)}")
     if rows.numel() == 0:
         return
+    if whole.stride(1) != 1:
+        raise ValueError(f"expected columns side by side, found strides {whole.stride()}")
+    if rows.stride(1) != 1:  # the gradient of a sum is one number, expanded
+        rows = rows.contiguous()
     block = min(_COLUMNS, 1 << (columns - 1).bit_length())
     with torch.cuda.device_of(whole):
         add_rows_kernel[(len(index), -(-columns // block))](

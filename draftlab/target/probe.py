@@ -170,6 +170,8 @@ def _fault(
     """
     try:
         one, other = question(target)
+    except torch.OutOfMemoryError:  # which says nothing of the model
+        raise
     except Exception as error:  # what a model was not made for may break it in any way
         return f"{fault}: {type(error).__name__}: {_first_line(error)}"
     sizes = one.float().norm(dim=-1).clamp(min=1e-6)

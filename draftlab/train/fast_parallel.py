@@ -99,10 +99,12 @@ class _Parallel:
         The last row is that of every masked slot.
         """
         head, layer, dtype = self.head, self.head.layer, self.dtype
-        features = torch.cat([self.batch.features.flatten(0, 1).to(dtype), head.mask_hidden])
-        hidden = F.linear(head.normed_features(features.to(dtype)), head.fc.weight.to(dtype))
+        features = self.batch.features.flatten(0, 1)
+        features = torch.cat([part.to(dtype) for part in (features, head.mask_hidden)])
+        hidden = F.linear(head.normed_features(features), head.fc.weight.to(dtype))
         following = self.batch.tokens.roll(-1, dims=1).flatten()
-        embeddings = torch.cat([head.embed(following), head.mask_embedding[None]]).to(dtype)
+        embeddings = head.embed(following), head.mask_embedding[None]
+        embeddings = torch.cat([part.to(dtype) for part in embeddings])
         norms = (of_norm(norm, dtype) for norm in (layer.input_layernorm, layer.hidden_norm))
         read = [
             self.pieces.normed((rows,), norm, self.eps)

@@ -26,7 +26,16 @@ class _Sum:
     weights would stay until Python collects garbage.
     """
 
-    value: Tensor | None = None
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+        self._pass = -1
+
+    def so_far(self) -> Tensor | None:
+        """Of this backward pass: one that stopped, or asked for other gradients, left its own."""
+        current = torch._C._current_graph_task_id()  # as torch.utils.checkpoint tells passes apart
+        if current != self._pass:
+            self.value, self._pass = None, current
+        return self.value
 
 
 class Shared:
@@ -60,7 +69,7 @@ class _Collected(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given: Tensor | None) -> tuple[Tensor | None, None]:
-        found, ctx.total.value = ctx.total.value, None
+        found, ctx.total.value = ctx.total.so_far(), None
         if given is not None:  # somebody used the tensor in another way
             found = given if found is None else found + given
         return found, None
@@ -78,7 +87,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         (x, weight), total = ctx.saved_tensors, ctx.total
         if ctx.needs_input_grad[1]:
-            if total.value is None:
+            if total.so_far() is None:
                 total.value = gradient.T @ x
             else:
                 total.value.addmm_(gradient.T, x)
@@ -96,7 +105,7 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
         (index,), total, (shape, dtype) = ctx.saved_tensors, ctx.total, ctx.like
-        if total.value is None:
+        if total.so_far() is None:
             total.value = gradient.new_zeros(shape, dtype=dtype)
         add_rows_(total.value[:, ctx.columns], index, gradient)
         return None, None, None, None
@@ -128,6 +137,9 @@ class _Branch(torch.autograd.Function):
         if rows is None:
             return whole, None
         # A copy, since others may hold the gradient that came.
-        given = rows.new_zeros(ctx.like) if whole is None else whole.clone()
+        if whole is None:
+            given = rows.new_zeros(ctx.like)
+        else:
+            given = whole.clone(memory_format=torch.contiguous_format)
         add_rows_(given, *ctx.saved_tensors, rows)
         return given, None

@@ -77,7 +77,28 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     from draftlab.kernels.add_rows import launch_
 
     whole, index, rows = case(6, 40, torch.float32)
-    for wrong in (rows[:5], rows[:, :39], rows.T.contiguous().T):
-        with pytest.raises(ValueError, match="columns side by side"):
+    for wrong in (rows[:5], rows[:, :39]):
+        with pytest.raises(ValueError, match=r"expected rows \[6, 40\]"):
             launch_(whole, index, wrong)
-    add_rows_(whole, index[:0], rows[:0])
+    with pytest.raises(ValueError, match="columns side by side"):
+        launch_(whole.T.contiguous().T, index, rows)
+    launch_(whole, index[:0], rows[:0])
+
+
+@kernel
+def test_rows_of_any_strides() -> None:
+    """The gradient of a sum is one number, expanded; another may be transposed."""
+    from draftlab.kernels.add_rows import launch_
+
+    whole, index, rows = case(6, 40, torch.float32)
+    for each in (rows.T.contiguous().T, torch.ones((), device=DEVICE).expand(6, 40)):
+        found, expected = whole.clone(), whole.clone()
+        launch_(found, index, each)
+        add_rows_reference_(expected, index, each)
+        assert torch.equal(found, expected)
+
+
+def test_float64_is_not_rounded() -> None:
+    whole = torch.ones(3, 2, dtype=torch.float64, device=DEVICE)
+    add_rows_(whole, torch.tensor([1], device=DEVICE), 1e-10 * whole[:1])
+    assert float(whole[1, 0]) == 1 + 1e-10

@@ -71,6 +71,13 @@ def test_a_graph_may_go_backward_again_in_parts_and_recomputed() -> None:
     (all_three,) = torch.autograd.grad(first + second + shared.tensor.sum(), weight)
     torch.testing.assert_close(all_three, expected + 1)
 
+    # A pass that asks for something else leaves nothing for the next one.
+    read = x.clone().requires_grad_()
+    shared = Shared(weight)
+    loss = shared.product(read).square().sum() + shared.rows(torch.tensor([4, 0])).sum()
+    torch.autograd.grad(loss, read, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(loss, weight), (expected,))
+
     shared = Shared(weight)
     again = sum(
         checkpoint(lambda y: shared.product(y).square().sum(), x * k, use_reentrant=False)
