@@ -98,8 +98,10 @@ def estimate(recipe: Recipe, runs: Path, stages: Collection[str]) -> Iterator[st
             f"{need.about}"
         )
     disk = sum(need.disk or 0 for need in found)
+    unknown = any(n.name == "store" and n.disk is None for n in found) and not recipe.record.online
     seconds = sum(need.seconds or 0 for need in found) if gpu else None
-    yield f"  {'in all':8}{_bytes(disk):>9}  {'':14}  {_time(seconds)}".rstrip()
+    total = f"  {'in all':8}{_bytes(disk):>9}  {'':14}  {_time(seconds)}".rstrip()
+    yield f"{total}, and what is unknown" if unknown else total
     place = next(p for p in (runs.resolve(), *runs.resolve().parents) if p.exists())
     free = shutil.disk_usage(place).free
     if free < disk:
@@ -149,15 +151,18 @@ def _answers(recipe: Recipe, target: TargetSize, talk: Conversations, gpu: Gpu |
     batch, assumed = recipe.regenerate.batch, ""
     if talk.assumed:
         assumed = f" ({recipe.prompts.source} is not there: {PROMPT_TOKENS} tokens a prompt taken)"
-    if not talk.answer:
+    if not recipe.regenerate.enabled:
         return Need("answers", f"{talk.count:,} conversations, their answers given{assumed}")
+    if not talk.answer:
+        room = f"no room for answers in {talk.length:,.0f} positions"
+        return Need("answers", f"{talk.count:,} conversations whose prompts leave {room}{assumed}")
     written = talk.count * talk.answer
     steps = math.ceil(talk.count / batch) * talk.answer
     mean = talk.prompt + talk.answer / 2
     return Need(
         "answers",
         f"{talk.count:,} conversations, at most {_count(written)} tokens to write{assumed}",
-        disk=6 * written,  # text, and ids in decimal
+        disk=6 * talk.count * talk.length,  # text, and ids in decimal, prompts included
         memory=min(batch, talk.count) * talk.length * target.kv_bytes / recipe.target.gpus,
         seconds=gpu and steps * target.step_seconds(gpu, batch, mean),
     )

@@ -180,23 +180,34 @@ class Run:
         for other in STAGES.values():
             if other.after == stage.name:
                 self.remove(other)
-        paths = {self.folder / stage.artefact}
-        if stage.name == "head":
-            paths.add(self.folder / "train")
-        if stage.name == "answers":
-            paths.update(self.folder.glob("answers*"))
-        for path in paths:
+        for path in self._paths(stage):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
         book(self.folder, stage).unlink(missing_ok=True)
 
+    def _paths(self, stage: Stage) -> set[Path]:
+        """Where a stage's artefact is, and what leads to it."""
+        paths = {self.folder / stage.artefact}
+        if stage.name == "head":
+            paths.add(self.folder / "train")
+        if stage.name == "answers":
+            paths.update(self.folder.glob("answers*"))
+        return paths
+
     @contextmanager
     def making(self, stage: Stage) -> Iterator[Path]:
         """Records that a stage is being made, then that it is whole; yields its artefact's path."""
-        with _booked(book(self.folder, stage), self.inputs(stage)):
-            yield self.folder / stage.artefact
+        record = book(self.folder, stage)
+        try:
+            with _booked(record, self.inputs(stage)):
+                yield self.folder / stage.artefact
+        except UserError:
+            # What a wrong knob stopped before there was anything is begun anew with the right one.
+            if not any(path.is_file() or any(path.glob("*")) for path in self._paths(stage)):
+                record.unlink(missing_ok=True)
+            raise
 
     def adopt(self, recipe: str) -> None:
         """Writes recipe.yaml and points runs/latest at this run, where they are not so already."""

@@ -174,6 +174,16 @@ def test_prompts_of_unknown_number(eight: Path, tmp_path: Path) -> None:
     lines = list(estimate(asked, tmp_path, STAGES))
     assert "unknown: no.jsonl is not there, and prompts.max_prompts not given" in lines[3]
     assert "32.8 kB a token" in lines[4]
+    assert lines[-1].endswith(", and what is unknown")
+
+
+def test_answers_that_have_no_room_are_not_called_given(eight: Path) -> None:
+    for knobs, said in (
+        ({"record": {"max_length": 200}}, "1,000 conversations whose prompts leave no room"),
+        ({"regenerate": {"enabled": False}}, "1,000 conversations, their answers given"),
+    ):
+        (answers,) = (need for need in needs(recipe(eight, **knobs)) if need.name == "answers")
+        assert answers.about.startswith(said)
 
 
 def test_what_does_not_fit_is_said(eight: Path, tmp_path: Path) -> None:

@@ -57,6 +57,24 @@ def test_what_is_being_made_when_a_process_dies_is_unfinished(tmp_path: Path) ->
     assert states(run, "head") == {"answers": "done", "store": "unfinished", "head": "missing"}
 
 
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_refused_before_it_made_anything_is_as_if_not_begun(
+    tmp_path: Path, name: str
+) -> None:
+    """A wrong knob that stopped it must not stand in the way of the right one."""
+    run, stage = make_run(tmp_path), STAGES[name]
+    with pytest.raises(UserError, match="wrong"), run.making(stage):
+        raise UserError("wrong")
+    assert not book(tmp_path, stage).exists()
+    begun = {"answers": "answers.parts/0", "head": "train/metrics.jsonl"}.get(name)
+    begun = tmp_path / (begun or f"{stage.artefact}/begun")
+    begun.parent.mkdir(parents=True)
+    begun.write_text("")
+    with pytest.raises(UserError, match="wrong"), run.making(stage):
+        raise UserError("wrong")
+    assert read_json(book(tmp_path, stage), kind="record")["complete"] is False
+
+
 @pytest.mark.parametrize("stage", ["store", "head", "eval"])
 def test_a_stage_that_lost_a_file_is_not_whole(tmp_path: Path, stage: str) -> None:
     run = made(make_run(tmp_path))
