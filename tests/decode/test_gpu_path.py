@@ -7,9 +7,6 @@ GPU is speed, order and bfloat16 (`eval/gpu/engine.py`).
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +23,16 @@ from draftlab.target.fused import FusedDecoder
 from draftlab.target.model import Target, TargetKnobs, load_target
 from tests.decode.conftest import PARALLEL, untrained_head
 from tests.kernels.hopper import OnGpu, pretend
+from tests.kernels.interpreter import inside, run_in_the_interpreter, runs_the_others
 from tests.toys import toy_target_folder
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 K, BLOCK, STEPS = 3, 4, 4
 MAX_LENGTH = 8  # reached on the way, with fewer drafts and then none
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the other")
+@runs_the_others
 def test_in_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__)
 
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -104,7 +92,7 @@ def steps(
     return found
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+@inside
 @pytest.mark.parametrize("draft_probs", [False, True])
 @pytest.mark.parametrize("kind", HEADS)
 def test_steps_equal_those_of_the_references(

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
 from draftlab.kernels.add_rows import add_rows_, add_rows_reference_
+from tests.kernels.interpreter import INTERPRETED, run_in_the_interpreter, runs_the_others
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 kernel = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="run by test_in_the_interpreter"
 )
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
+@runs_the_others
 def test_in_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__)
 
 
 def case(n: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

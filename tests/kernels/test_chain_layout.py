@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -16,8 +13,8 @@ from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Layer
 from draftlab.kernels import chain_layout as module
 from draftlab.kernels.head_inputs import Masks, head_inputs_reference, launch
+from tests.kernels.interpreter import INTERPRETED, inside, run_in_the_interpreter, runs_the_others
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LAY_OUT: list[Callable] = [module.chain_layout_reference]
 LAST: list[Callable] = [module.last_rows_reference]
 INPUTS: list[Callable] = [head_inputs_reference]
@@ -31,18 +28,9 @@ if INTERPRETED:
     INPUTS.append(launch)
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
+@runs_the_others
 def test_in_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__)
 
 
 @settings(max_examples=40 if INTERPRETED else 150, deadline=None)
@@ -187,7 +175,7 @@ def test_masked_slots_share_a_hidden_state(asked: int | None, before: bool) -> N
             torch.testing.assert_close(kept, expected, atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+@inside
 @pytest.mark.parametrize("before", [False, True])
 def test_rounding_is_the_eager_norms(before: bool) -> None:
     """16 bit: all entries but some on the border between two numbers are the same."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,10 @@ from draftlab.kernels.verify import DraftDistribution, RowKeys
 from draftlab.target.model import TargetKnobs, load_target
 from tests.decode.conftest import PARALLEL, untrained_head
 from tests.kernels.hopper import compiled, most_shared, on_gpu, pretend
+from tests.kernels.interpreter import compiles
 from tests.toys import toy_target_folder
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available(),
-    reason="needs the compiler, and no GPU",
-)
+pytestmark = compiles
 SHARED = 227 * 1024  # bytes that a program may have on Hopper
 INT = {"dtype": torch.int64}
 

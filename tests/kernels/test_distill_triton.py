@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -17,26 +14,14 @@ from torch import Tensor
 from draftlab.kernels import distill_linear
 from draftlab.kernels.distill import Distilled, Loss, Teacher, distill_rows_reference
 from draftlab.kernels.distill_plan import plan_rows
+from tests.kernels.interpreter import compiles, inside, run_in_the_interpreter, runs_the_others
 from tests.kernels.test_distill import LOSSES, in_chunks, make_case
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
+@runs_the_others
 def test_in_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
-    assert "skipped" in done.stdout  # this test, in there
+    run_in_the_interpreter(__file__)
 
 
 @pytest.fixture
@@ -170,7 +155,7 @@ def test_tiles_of_the_size_that_runs(vocab: int) -> None:
     torch.testing.assert_close(without["logits"], logits)  # left as they are
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs the compiler, no GPU")
+@compiles
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_compiles(loss: Loss, dtype: torch.dtype) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,26 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftlab.kernels.paged_attention import attend_paged, write_paged
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
-outside = pytest.mark.skipif(INTERPRETED, reason="no kernel takes part")
+from tests.kernels.interpreter import INTERPRETED, inside, outside, run_in_the_interpreter
 
 
 @outside
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="eval/gpu/attention.py checks them there")
 def test_in_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__)
 
 
 class Case:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -16,24 +13,14 @@ from torch import Tensor
 
 from draftlab.kernels import parallel_layout as eager
 from draftlab.kernels.parallel_layout import layout_size, parallel_layout, ragged_layout
+from tests.kernels.interpreter import INTERPRETED, run_in_the_interpreter, runs_the_others
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MASK = 777
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
+@runs_the_others
 def test_in_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
-    assert "skipped" in done.stdout  # this test, in there
+    run_in_the_interpreter(__file__)
 
 
 def backends() -> list[SimpleNamespace]:

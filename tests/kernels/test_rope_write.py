@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from draftlab.kernels.rope_write import rope_angles, rope_write_reference
+from tests.kernels.interpreter import inside, run_in_the_interpreter, runs_the_others
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, BLOCK = 10, 3, 12, 5, 4
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
+@runs_the_others
 def test_in_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__)
 
 
 class Case:

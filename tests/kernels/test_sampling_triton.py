@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from draftlab.kernels import verify
-from tests.kernels.test_verify_triton import INTERPRETED, TEMPERATURES, inside, make_keys
+from tests.kernels.interpreter import INTERPRETED, inside, run_in_the_interpreter, runs_the_others
+from tests.kernels.test_verify_triton import TEMPERATURES, make_keys
 
 if INTERPRETED:
     from draftlab.kernels import sampling_triton
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
+@runs_the_others
 def test_in_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__)
 
 
 @pytest.fixture

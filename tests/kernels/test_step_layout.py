@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -19,8 +16,8 @@ from draftlab.kernels import step_layout
 from draftlab.kernels.rows import RowKeys
 from draftlab.kernels.step_layout import SlotBuffers, StepLayout
 from draftlab.kernels.verify import Verdict
+from tests.kernels.interpreter import INTERPRETED, run_in_the_interpreter, runs_the_others
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LAY_OUT: list[Callable] = [step_layout.lay_out_reference]
 ADVANCE: list[Callable] = [step_layout.advance_reference]
 KEEP: list[Callable] = [step_layout.keep_reference]
@@ -34,18 +31,9 @@ if INTERPRETED:
     KEEP.append(step_layout_triton.keep_triton)
 
 
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
+@runs_the_others
 def test_in_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__)
 
 
 def make_slots(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -19,27 +16,15 @@ from draftlab.kernels.ttt_attention import (
     ttt_attention,
     ttt_attention_reference,
 )
+from tests.kernels.interpreter import inside, outside, run_in_the_interpreter
 from tests.kernels.ttt_attention_cases import Case
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
-outside = pytest.mark.skipif(INTERPRETED, reason="no kernel takes part")
 
 
 @outside
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="eval/gpu/ttt_attention.py checks them there")
 def test_in_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_in_the_interpreter(__file__)
 
 
 LENGTHS = [[11, 1, 20], [7, 25], [40]]  # in 40 slots: ends in padding, ends in padding, full

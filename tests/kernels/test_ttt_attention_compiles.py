@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -14,11 +13,9 @@ import torch
 pytest.importorskip("triton")
 from draftlab.kernels.ttt_attention import OwnKeys, ttt_attention
 from tests.kernels.hopper import compiled, most_shared, on_gpu
+from tests.kernels.interpreter import compiles
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available(),
-    reason="needs the compiler, and no GPU",
-)
+pytestmark = compiles
 SHARED = 227 * 1024  # bytes that a program may have on Hopper
 SPILLED = 512  # bytes a thread may keep in local memory instead of registers
 

@@ -6,9 +6,6 @@ many kinds of rows must be the one that the certified reference emits.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -19,9 +16,7 @@ from draftlab.kernels import noise, verify
 from draftlab.kernels.noise import Purpose
 from draftlab.kernels.rows import DraftDistribution, RowKeys, draft_index
 from draftlab.kernels.verify import Verdict
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+from tests.kernels.interpreter import INTERPRETED, inside, run_in_the_interpreter, runs_the_others
 
 if INTERPRETED:
     import triton
@@ -41,19 +36,9 @@ if INTERPRETED:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # about 60 s of one core
-@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the others")
+@runs_the_others
 def test_in_the_interpreter() -> None:
-    """Triton reads TRITON_INTERPRET when kernels are defined, so they get their own process."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-x", "-p", "no:cacheprovider"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
-    assert "skipped" in done.stdout  # this test, in there
+    run_in_the_interpreter(__file__)
 
 
 @pytest.fixture
