@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +23,19 @@ from draftlab.target.knobs import TargetKnobs
 from draftlab.train.knobs import HeadKnobs, TrainKnobs
 
 K = TypeVar("K", bound=Knobs)
+_BOOL = "tag:yaml.org,2002:bool"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose mappings name each key once; the plain loader keeps the last in silence."""
+    """YAML whose mappings name each key once; the plain loader keeps the last in silence.
+
+    As in YAML 1.2 only true and false are booleans: `draft_probs: off` is a word.
+    """
+
+    yaml_implicit_resolvers: typing.ClassVar = {
+        letter: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+        for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -36,6 +46,9 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(_BOOL, re.compile("(?:[Tt]rue|TRUE|[Ff]alse|FALSE)$"), [*"tTfF"])
 
 
 class Recipe(Knobs):
@@ -125,7 +138,7 @@ def _override(tree: dict[str, Any], text: str) -> None:
         node[parent] = child if isinstance(child, dict) else {}
         node = node[parent]
     try:
-        parsed = yaml.safe_load(value)
+        parsed = yaml.load(value, _Loader)
     except yaml.YAMLError:
         raise UserError(
             f"the value of {key} is not YAML: {value!r}", where="command line"

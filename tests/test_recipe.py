@@ -178,6 +178,18 @@ def test_overrides_are_dotted_keys_with_yaml_values(tmp_path: Path) -> None:
     assert recipe.prompts.source == "a=b.jsonl"
 
 
+def test_off_is_a_word_where_words_are_asked_for(tmp_path: Path) -> None:
+    path = written(tmp_path, "eval: {draft_probs: off}\nregenerate: {enabled: off}")
+    recipe = load_recipe(path)
+    assert (recipe.eval.draft_probs, recipe.regenerate.enabled) == ("off", False)
+    recipe = load_recipe(
+        path, ["eval.draft_probs=on", "train.recompute=on", "regenerate.enabled=True"]
+    )
+    assert (recipe.eval.draft_probs, recipe.train.recompute) == ("on", True)
+    assert recipe.regenerate.enabled is True
+    assert load_recipe(path, ["prompts.source=no"]).prompts.source == "no"
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
