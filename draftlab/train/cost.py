@@ -41,10 +41,10 @@ def dense_flops(config: HeadConfig, num_steps: float, context: float) -> float:
 
 def kept_bytes(config: HeadConfig, dtype: torch.dtype) -> int:
     """Bytes that a row of one step keeps for the backward pass, about: inputs of products, queries,
-    keys and values, what attention gave, gate and up and what became of them."""
+    keys and values, what attention gave, gate and up."""
     heads, size = config.num_attention_heads * config.head_dim, config.hidden_size
     keys_values = 2 * config.num_key_value_heads * config.head_dim
-    kept = 6 * size + 3 * heads + 2 * keys_values + 4 * config.intermediate_size
+    kept = 6 * size + 3 * heads + 2 * keys_values + 2 * config.intermediate_size
     return config.num_layers * kept * dtype.itemsize
 
 

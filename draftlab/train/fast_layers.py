@@ -1,8 +1,8 @@
 """What the fast ways of running heads share: a layer's weights, the pieces between products.
 
 Weights are cast once a batch, gate and up are one product as key and value are, all uses of weights
-add to one gradient of them (`train/shared.py`), and what is neither a product nor attention is in
-`Pieces`, which torch.compile makes a few kernels of.
+add to one gradient of them (`train/shared.py`), and what is neither a product nor attention, but
+for the gate, is in `Pieces`, which torch.compile makes a few kernels of.
 """
 
 from __future__ import annotations
@@ -56,12 +56,6 @@ def joined(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor, Tensor]:
     return hidden, normed((hidden,), weights, eps)
 
 
-def gated(rows: Rows, weights: Weights, eps: float) -> Tensor:
-    """silu(gate) · up [n, I] of rows (their product [n, 2 I],)."""
-    gate, up = rows[0].chunk(2, -1)
-    return F.silu(gate) * up
-
-
 class Pieces(NamedTuple):
     """The functions above, or the same compiled; each takes rows, weights and an epsilon."""
 
@@ -69,7 +63,6 @@ class Pieces(NamedTuple):
     queries: Callable[..., Any] = queries
     keys_values: Callable[..., Any] = keys_values
     joined: Callable[..., Any] = joined
-    gated: Callable[..., Any] = gated
 
 
 PIECES = Pieces()
@@ -119,8 +112,7 @@ class LayerWeights:
         """`DecoderLayer.output` [n, H] of attended values [n, Q] and residual [n, H]."""
         attended = self.output.product(attended)
         hidden, read = pieces.joined((residual, attended), self.output_norm, eps)
-        inner = pieces.gated((self.gate_up.product(read),), (), eps)
-        return hidden + self.down.product(inner)
+        return hidden + self.down.gated_product(self.gate_up.product(read))
 
 
 def padded(x: Tensor, rows: StepRows) -> Tensor:

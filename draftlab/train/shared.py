@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftlab.kernels.add_rows import add_rows_
+from draftlab.kernels.gated import gated, gated_backward_
 
 _ALL = slice(None)
 
@@ -37,9 +38,16 @@ class _Sum:
             self.value, self._pass = None, current
         return self.value
 
+    def add(self, given: Tensor, x: Tensor) -> None:
+        """Adds the gradient of W in x Wᵀ, of given [n, out] that came for it and x [n, in]."""
+        if self.so_far() is None:
+            self.value = given.T @ x
+        else:
+            self.value.addmm_(given.T, x)
+
 
 class Shared:
-    """A matrix that operations of one graph read through `product` and `rows`.
+    """A matrix that operations of one graph read through its products and `rows`.
 
     Its gradient exists when the last of them that the backward pass reaches has added its part.
     """
@@ -51,6 +59,10 @@ class Shared:
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ [n, out] of x [n, in] by this W [out, in], in their common dtype."""
         return _Product.apply(x, self.tensor, self.sum)
+
+    def gated_product(self, gate_up: Tensor) -> Tensor:
+        """`product` of silu(gate) · up, which is not kept, of gate_up [n, 2 in] side by side."""
+        return _GatedProduct.apply(gate_up, self.tensor, self.sum)
 
     def rows(self, index: Tensor, columns: slice = _ALL) -> Tensor:
         """Rows [n, …], each at most once, of int64 index [n], and of them some columns."""
@@ -85,13 +97,28 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
-        (x, weight), total = ctx.saved_tensors, ctx.total
+        x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            if total.so_far() is None:
-                total.value = gradient.T @ x
-            else:
-                total.value.addmm_(gradient.T, x)
+            ctx.total.add(gradient, x)
         return gradient @ weight if ctx.needs_input_grad[0] else None, None, None
+
+
+class _GatedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, total: _Sum) -> Tensor:
+        ctx.save_for_backward(gate_up, weight)
+        ctx.total = total
+        return gated(gate_up) @ weight.T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        gate_up, weight = ctx.saved_tensors
+        inner = gradient @ weight
+        given = gated_backward_(gate_up, inner)  # and inner is what was multiplied
+        if ctx.needs_input_grad[1]:
+            ctx.total.add(gradient, inner)
+        return given, None, None
 
 
 class _Rows(torch.autograd.Function):

@@ -46,7 +46,7 @@ class _Compiled:
 
 
 def compiled_pieces(backend: str = "inductor") -> Pieces:
-    """`PIECES`, compiled: norms, rotations and gates in few kernels."""
+    """`PIECES`, compiled: norms and rotations in few kernels."""
     return Pieces(*(_Compiled(piece, backend) for piece in PIECES))
 
 

@@ -92,6 +92,17 @@ def test_added_rows(kernels: dict[str, list[Any]], dtype: torch.dtype) -> None:
     assert kernels.keys() == {"add_rows_kernel"}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gates(kernels: dict[str, list[Any]], dtype: torch.dtype) -> None:
+    from draftlab.kernels.gated import gated, gated_backward_
+
+    gate_up = on_gpu(5, 2 * 14336, dtype=dtype)
+    gated_backward_(gate_up, gated(gate_up))
+    assert kernels.keys() == {"gated_kernel", "gated_backward_kernel"}
+    # 16 bytes a load, where rows are whole: a step reads and writes 7 GB of these.
+    assert all("ld.global.v4.b32" in k.asm["ptx"] for (k,) in kernels.values())
+
+
 @pytest.mark.parametrize("norms", [False, True])
 def test_rotation(kernels: dict[str, list[Any]], norms: bool) -> None:
     from draftlab.kernels.rope_write import rope_angles, rope_write

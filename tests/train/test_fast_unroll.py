@@ -168,11 +168,11 @@ def test_a_compiler_that_fails_or_errs_is_not_used(monkeypatch: pytest.MonkeyPat
     knobs = TrainKnobs(ttt_steps=4, compile=True)
 
     def wrong(rows, weights, eps):
-        return 2 * PIECES.gated(rows, weights, eps)
+        return 2 * PIECES.queries(rows, weights, eps)
 
     for pieces, reason in (
-        (PIECES._replace(gated=wrong), "compiled and plain steps differ"),
-        (PIECES._replace(gated=None), "TypeError"),
+        (PIECES._replace(queries=wrong), "compiled and plain steps differ"),
+        (PIECES._replace(queries=None), "TypeError"),
     ):
         monkeypatch.setattr(unrolling, "compiled_pieces", lambda pieces=pieces: pieces)
         chosen, how = unrolling.unrolling(model, unroll, knobs, torch.float32)

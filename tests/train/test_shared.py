@@ -6,6 +6,7 @@ import gc
 import weakref
 
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,7 +16,7 @@ from draftlab.train.shared import Shared, branch
 
 ROWS, SIZE, WIDTH = 7, 5, 6
 USES = st.lists(
-    st.tuples(st.sampled_from(["product", "rows", "left", "right"]), st.integers(0, ROWS)),
+    st.tuples(st.sampled_from(["product", "gated", "rows", "left", "right"]), st.integers(0, ROWS)),
     min_size=1,
     max_size=6,
 )
@@ -32,9 +33,14 @@ def loss_of(weight: Tensor, x: Tensor, uses: list[tuple[str, int]], shared: bool
     for seed, (kind, n) in enumerate(uses):
         index = torch.randperm(WIDTH, generator=torch.Generator().manual_seed(seed))[:n]
         columns = {"left": slice(2), "right": slice(2, None)}.get(kind, slice(None))
-        if kind == "product":
+        if kind in ("product", "gated"):
             read = x[:n]
-            made = owner.product(read) if shared else read @ weight.T
+            if kind == "gated":
+                gate_up = torch.cat([read, read.sin()], 1)
+                inner = F.silu(read) * read.sin()
+                made = owner.gated_product(gate_up) if shared else inner @ weight.T
+            else:
+                made = owner.product(read) if shared else read @ weight.T
             x = torch.cat([(made @ drawn(99, WIDTH, SIZE)).tanh(), x[n:]])  # the next ones read it
         else:
             made = owner.rows(index, columns) if shared else weight[index][:, columns]
@@ -118,6 +124,7 @@ def test_a_step_leaves_nothing_behind_for_the_garbage_collector() -> None:
             cast = weight * 2
             shared = Shared(cast)
             total = shared.product(drawn(2, ROWS, SIZE)).sum()
+            total = total + shared.gated_product(drawn(3, ROWS, 2 * SIZE)).sum()
             total = total + shared.rows(torch.tensor([1])).sum()
             if backward:
                 total.backward()
