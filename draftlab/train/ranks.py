@@ -9,6 +9,7 @@ rank 0 answers prompts, where NCCL would give up after minutes, and learns at on
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ STARTED = "WORLD_SIZE"
 """Environment variable: how many processes were started together."""
 PATIENCE = timedelta(days=30)
 """How long hosts wait for one that is alive."""
+_MOMENT = 0.1
+"""Seconds, in which this process leaves Python to its other threads."""
 HOW = "start them with `draftlab train RECIPE --gpus N`, torchrun or accelerate launch"
 
 
@@ -38,7 +41,7 @@ class Ranks:
     Attributes:
         rank, size: its number, and how many there are.
         device: what it trains on.
-        hosts: the group in which hosts talk; None for a process alone.
+        hosts: the group in which hosts talk; None for a process alone, or one that left.
     """
 
     rank: int
@@ -83,9 +86,16 @@ class Ranks:
         return cls(state.process_index, state.num_processes, state.device, hosts)
 
     def leave(self) -> None:
-        """Parts from the others, once nothing is left to say."""
+        """Parts from the others, once nothing is left to say.
+
+        A thread of gloo that still lets go of its last tensor while Python exits aborts the
+        process (1 of 50 on a busy CPU). Threads of `hosts` end with the last reference to it; those
+        of groups that FSDP2 and DeepSpeed hold are given a moment.
+        """
         if self.size > 1:
             dist.destroy_process_group()
+            object.__setattr__(self, "hosts", None)
+            time.sleep(_MOMENT)
 
     @property
     def gpus_here(self) -> int:

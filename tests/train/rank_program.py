@@ -58,6 +58,8 @@ def main() -> None:
         head = trainer.wrapped.plain()
         if trainer.ranks.is_main:
             torch.save((head.state_dict(), heard.lines), folder / name / "result.pt")
+    # gloo's threads, left to the end of the process, now and then abort it: 1 of 25 on a busy CPU.
+    trainer.ranks.leave()
 
 
 if __name__ == "__main__":
