@@ -7,7 +7,7 @@ for the gate, is in `Pieces`, which torch.compile makes a few kernels of.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +78,12 @@ def stacked(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat([part.to(dtype) for part in parts])
 
 
+def projections(layer: DecoderLayer) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of q, k and v."""
+    attention = layer.self_attn
+    return attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
+
+
 class LayerWeights:
     """A layer's weights in the products' dtype, with gradients to its parameters.
 
@@ -87,18 +93,15 @@ class LayerWeights:
     """
 
     def __init__(
-        self, layer: DecoderLayer, dtype: torch.dtype, columns: slice = slice(None)
+        self, layer: DecoderLayer, dtype: torch.dtype, read: Sequence[Tensor] | None = None
     ) -> None:
         """Of a layer.
 
         Args:
-            columns: of q's, k's and v's weights, in `query` and `key_value`.
+            read: in place of q's, k's and v's weights, such as some of their columns.
         """
         attention, mlp = layer.self_attn, layer.mlp
-        query, key, value = (
-            projection.weight[:, columns]
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
+        query, key, value = read or projections(layer)
         self.query = Shared(query.to(dtype))
         self.key_value = Shared(stacked([key, value], dtype))
         self.output = Shared(attention.o_proj.weight.to(dtype))

@@ -8,8 +8,9 @@ between them, are those of `train/fast_layers.py`.
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.data.packing import Batch, StepRows
@@ -28,7 +29,7 @@ from draftlab.train.fast_layers import (
     real,
 )
 from draftlab.train.objective import StepOutput, row_starts
-from draftlab.train.shared import branch
+from draftlab.train.shared import Shared, branch
 
 
 def fits(head: object) -> bool:
@@ -77,11 +78,13 @@ class _Parallel:
     ) -> None:
         self.head, self.batch, self.steps, self.dtype = head, batch, steps, dtype
         self.pieces, self.eps = pieces, head.config.rms_norm_eps
+        positions = batch.positions.flatten()
+        self.size, self.widths = len(positions), [len(rows.loss) for rows in steps[1:]]
+        self.num_masked = sum(self.widths)
+        places = [positions[rows.teacher] - 1 for rows in steps[1:]]
+        self.angles = head.rope.angles(torch.cat([positions, *places]))
         self.starts = document_starts(batch.documents)
-        self.positions = batch.positions.flatten()
-        self.size, self.widths = len(self.positions), [len(rows.loss) for rows in steps[1:]]
-        places = [self.positions[r.teacher] - 1 for r in steps[1:]]
-        self.masked = torch.cat([self.positions[:0], *places])
+        self.step_starts = [row_starts(self.starts, rows) for rows in steps]
 
     def run(self) -> Tensor:
         """The last layer's outputs where there is loss, depth by depth: [N_0 + M, H]."""
@@ -99,9 +102,10 @@ class _Parallel:
         The last row is that of every masked slot.
         """
         head, layer, dtype = self.head, self.head.layer, self.dtype
-        features = self.batch.features.flatten(0, 1)
-        features = torch.cat([part.to(dtype) for part in (features, head.mask_hidden)])
-        hidden = F.linear(head.normed_features(features), head.fc.weight.to(dtype))
+        fc, features = Shared(head.fc.weight.to(dtype)), self.batch.features.flatten(0, 1)
+        hidden = torch.cat(
+            [fc.product(head.normed_features(x.to(dtype))) for x in (features, head.mask_hidden)]
+        )
         following = self.batch.tokens.roll(-1, dims=1).flatten()
         embeddings = head.embed(following), head.mask_embedding[None]
         embeddings = torch.cat([part.to(dtype) for part in embeddings])
@@ -119,29 +123,28 @@ class _Parallel:
             read, residual: of T + M rows, or of T + 1 where masked slots are still one.
         """
         weights, pieces, asked = LayerWeights(layer, self.dtype), self.pieces, read
-        of_queries, rows = self.positions, None
+        first, angles, rows = self.size, self.angles, None
         if last:  # depth 0 is asked for nothing else, but everybody reads its keys
             rows = self.steps[0]
+            first = len(rows.origin)
             masked = torch.arange(self.size, len(read), device=read.device)
             index = torch.cat([rows.origin, masked])
             read, asked = branch(read, index)
-            residual, of_queries = branch(residual, index)[1], of_queries[rows.origin]
+            residual = branch(residual, index)[1]
+            angles = tuple(torch.cat([x[rows.origin], x[self.size :]]) for x in angles)
         keys_values = self.spread(weights.key_value.product(read), self.size)
-        query = self.spread(weights.query.product(asked), len(of_queries))
-        angles = self.head.rope.angles(torch.cat([self.positions, self.masked]))
-        made = pieces.keys_values((keys_values, *angles), weights.key_norm, self.eps)
-        angles = self.head.rope.angles(torch.cat([of_queries, self.masked]))
+        query = self.spread(weights.query.product(asked), first)
+        made = pieces.keys_values((keys_values, *self.angles), weights.key_norm, self.eps)
         query = pieces.queries((query, *angles), weights.query_norm, self.eps)
         attended = self.attend(query, *made, rows)
-        return weights.run_output(
-            pieces, attended, self.spread(residual, len(of_queries)), self.eps
-        )
+        return weights.run_output(pieces, attended, self.spread(residual, first), self.eps)
 
     def spread(self, x: Tensor, first: int) -> Tensor:
         """x [first + M, …]; where masked slots are still one, each is given its row."""
-        if len(x) - first == len(self.masked):
+        if len(x) - first == self.num_masked:
             return x
-        return torch.cat([x[:first], x[first:].expand(len(self.masked), -1)])
+        rows, slot = x.split([first, len(x) - first])
+        return torch.cat([rows, slot.expand(self.num_masked, -1)])
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: StepRows | None) -> Tensor:
         """Attended values [n, Q] of queries [n, heads, head_dim].
@@ -150,21 +153,21 @@ class _Parallel:
             key, value: [T + M, kv heads, head_dim].
             rows: of depth 0 that ask; None: all.
         """
-        shape, depths = self.batch.tokens.shape, self.steps[1:]
-        of_keys, of_values = (x[: self.size].unflatten(0, shape) for x in (key, value))
-        first = len(query) - len(self.masked)
+        shape = self.batch.tokens.shape
+        # One split of each: its gradient is put together once.
+        cut = [x.split([len(x) - self.num_masked, *self.widths]) for x in (query, key, value)]
+        first, of_keys, of_values = (parts[0] for parts in cut)
+        of_keys, of_values = of_keys.unflatten(0, shape), of_values.unflatten(0, shape)
         if rows is None:
             index = torch.arange(shape[1], device=query.device).expand(shape)
-            asks, starts = query[:first].unflatten(0, shape), self.starts
+            asks, starts = first.unflatten(0, shape), self.starts
         else:
-            index, starts = rows.index, row_starts(self.starts, rows)
-            asks = padded(query[:first], rows)
+            index, starts, asks = rows.index, self.step_starts[0], padded(first, rows)
         made = ttt_attention(asks, of_keys, of_values, index, starts).flatten(2)
         attended, own = [made.flatten(0, 1) if rows is None else real(made, rows)], None
-        cut = (x[len(x) - len(self.masked) :].split(self.widths) for x in (query, key, value))
-        for rows, asks, *mine in zip(depths, *cut, strict=True):
+        depths = zip(self.steps, self.step_starts, *cut, strict=True)
+        for rows, starts, asks, *mine in islice(depths, 1, None):
             own = OwnKeys.extended(own, *(padded(x, rows) for x in mine), rows.select)
-            starts = row_starts(self.starts, rows)
             made = ttt_attention(padded(asks, rows), of_keys, of_values, rows.index, starts, own)
             attended.append(real(made.flatten(2), rows))
         return torch.cat(attended)

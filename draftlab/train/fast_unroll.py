@@ -27,6 +27,7 @@ from draftlab.train.fast_layers import (
     normed,
     of_norm,
     padded,
+    projections,
     real,
     stacked,
 )
@@ -93,15 +94,20 @@ class _Unrolled:
         pieces: Pieces,
     ) -> None:
         self.head, self.batch, self.eps = head, batch, head.config.rms_norm_eps
-        self.pieces, layer, size = pieces, head.layer, head.config.hidden_size
+        self.pieces, layer = pieces, head.layer
         # cat[embedding, hidden]: the second half is multiplied in every step.
-        self.weights = weights = LayerWeights(layer, dtype, slice(size, None))
+        halves = (weight.chunk(2, 1) for weight in projections(layer))
+        of_embeddings, of_hidden = zip(*halves, strict=True)
+        self.weights = weights = LayerWeights(layer, dtype, of_hidden)
         self.hidden_norm = of_norm(layer.hidden_norm, dtype)
         self.starts = document_starts(batch.documents)
         self.positions = batch.positions.flatten()
         num_queries = len(weights.query.tensor)
         self.of_queries, self.of_keys = slice(num_queries), slice(num_queries, None)
-        self.embedded = Shared(_embedded(layer, head.embed_tokens(batch.tokens), dtype, self.eps))
+        scale = layer.input_layernorm.weight  # in the projection, not in the norm
+        projection = stacked([weight * scale for weight in of_embeddings], dtype)
+        embeddings = head.embed_tokens(batch.tokens).flatten(0, 1).to(dtype)
+        self.embedded = Shared(F.linear(normed((embeddings,), (None,), self.eps), projection))
         features = head.normed_features(batch.features.flatten(0, 1).to(dtype))
         self.fused = F.linear(features, head.fc.weight.to(dtype))
         hidden = pieces.normed((self.fused,), self.hidden_norm, self.eps)
@@ -146,14 +152,3 @@ class _Unrolled:
         attended = real(attended.flatten(2), rows)
         made = weights.run_output(pieces, attended, residual, self.eps)
         return output, head.finish(made), own
-
-
-def _embedded(layer: Eagle3Layer, embeddings: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
-    """What q, k and v read of embeddings [B, S, H]: products [B · S, Q + 2 KV].
-
-    The norm's weights are in the projection.
-    """
-    attention, scale = layer.self_attn, layer.input_layernorm.weight
-    projections = attention.q_proj, attention.k_proj, attention.v_proj
-    weights = stacked([p.weight[:, : len(scale)] * scale for p in projections], dtype)
-    return F.linear(normed((embeddings.flatten(0, 1).to(dtype),), (None,), eps), weights)

@@ -64,8 +64,8 @@ def unrolling(
         dtype: of products.
     """
     on_gpu, recompute = head.fc.weight.is_cuda, knobs.recompute
-    unrolls, idle = fast_unroll.fits(head), ["recompute"] if recompute is True else []
-    if unrolls:
+    idle = ["recompute"] if recompute is True else []
+    if fast_unroll.fits(head):
         if recompute == "auto":
             recompute = on_gpu and not _has_room(head, knobs, dtype)
         new: Callable[..., Unrolling] = partial(FastUnroll, dtype, recompute=recompute)
