@@ -23,6 +23,8 @@ SLOWER = (2, 4)
 """How many times slower than the best a stage may be."""
 CHECKPOINTS = 2
 """That training keeps (`train/checkpoint.py`)."""
+UNKNOWN = "unknown"
+"""How what is said of a need begins that cannot be told."""
 USABLE = 0.9
 """Of a GPU's memory."""
 
@@ -98,7 +100,7 @@ def estimate(recipe: Recipe, runs: Path, stages: Collection[str]) -> Iterator[st
             f"{need.about}"
         )
     disk = sum(need.disk or 0 for need in found)
-    unknown = any(n.name == "store" and n.disk is None for n in found) and not recipe.record.online
+    unknown = any(need.about.startswith(UNKNOWN) for need in found)
     seconds = sum(need.seconds or 0 for need in found) if gpu else None
     total = f"  {'in all':8}{_bytes(disk):>9}  {'':14}  {_time(seconds)}".rstrip()
     yield f"{total}, and what is unknown" if unknown else total
@@ -138,12 +140,12 @@ def _of_conversations(
 ) -> list[Need]:
     if recipe.record.online:
         stored = Need("store", "nothing is stored: the target runs beside the training")
-        unknown = Need("answers", "unknown: as many as there are prompts")
+        unknown = Need("answers", f"{UNKNOWN}: as many as there are prompts")
         return [_answers(recipe, target, talk, gpu) if talk else unknown, stored]
     if talk is None:
         why = f"{recipe.prompts.source} is not there, and prompts.max_prompts not given"
         each = f"{_bytes(identity.token_bytes)} a token"
-        return [Need("answers", f"unknown: {why}"), Need("store", each)]
+        return [Need("answers", f"{UNKNOWN}: {why}"), Need("store", each)]
     return [_answers(recipe, target, talk, gpu), _store(recipe, identity, target, talk, gpu)]
 
 
@@ -175,11 +177,12 @@ def _store(
     talk: Conversations,
     gpu: Gpu | None,
 ) -> Need:
-    tokens, limit, states = talk.count * talk.length, "", "the last state alone"
+    asked, limit, states = recipe.record.max_length or target.max_length, "", "the last state alone"
     if identity.boundaries:
         states = f"boundaries {list(identity.boundaries)} and the last state"
-    if (recipe.record.max_length or 0) > target.max_length:
+    if asked > target.max_length:
         limit = f", conversations of at most the target's {target.max_length:,} positions"
+    tokens = talk.count * min(talk.length, asked)
     return Need(
         "store",
         f"at most {_count(tokens)} tokens of {_bytes(identity.token_bytes)}, {states}{limit}",

@@ -22,6 +22,7 @@ from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
 from draftlab.recipe import Recipe
 from draftlab.target.parts import text_decoder
+from draftlab.target.replacements import freeze_rope
 from draftlab.train.cost import dense_flops, kept_bytes
 
 PROMPT_TOKENS = 256
@@ -50,7 +51,7 @@ class TargetSize:
         bytes_each: of a parameter as it is loaded.
         kv_bytes: of a position's keys and values, all layers.
         num_layers: how many. hidden_size: of its states. vocab_size: rows of embeddings.
-        max_length: positions it was built for.
+        max_length: positions it can be trusted with.
         quantised: whether its files are.
     """
 
@@ -77,7 +78,7 @@ class TargetSize:
         each = {"float32": 4, "auto": stored.itemsize}.get(recipe.target.dtype, 2)
         heads = _first(text, "num_key_value_heads", "num_attention_heads")
         width = _first(text, "head_dim") or text.hidden_size // text.num_attention_heads
-        layers = len(text_decoder(model)[1])
+        decoder, layers, _ = text_decoder(model)
         experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
         count = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
         return cls(
@@ -85,11 +86,11 @@ class TargetSize:
             experts=experts,
             share=(_first(text, "num_experts_per_tok") or 1) / (count or 1) if experts else 1.0,
             bytes_each=each,
-            kv_bytes=2 * layers * heads * width * each,
-            num_layers=layers,
+            kv_bytes=2 * len(layers) * heads * width * each,
+            num_layers=len(layers),
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
-            max_length=text.max_position_embeddings,
+            max_length=freeze_rope(decoder) or text.max_position_embeddings,
             quantised=any(getattr(c, "quantization_config", None) for c in (config, text)),
         )
 
@@ -149,10 +150,9 @@ class Conversations:
                 return None
             sizes, count, prompt = [], knobs.max_prompts, float(PROMPT_TOKENS)
         answer = asked.max_new_tokens if asked.enabled else 0
-        room = min(recipe.record.max_length or positions, positions)
-        prompt = min(prompt, room)
+        prompt = min(prompt, positions)
         samples = asked.samples if asked.enabled else 1
-        return cls(count * samples, prompt, min(answer, room - prompt), not sizes)
+        return cls(count * samples, prompt, min(answer, positions - prompt), not sizes)
 
 
 @dataclass(frozen=True)

@@ -128,9 +128,8 @@ def test_conversations_are_measured_or_assumed(eight: Path, tmp_path: Path) -> N
     found = Conversations.of(recipe(eight, prompts=there), 4096)
     assert (found.count, found.assumed) == (5, False)
     assert 250 < found.prompt < 300
-    for asked_for, positions in ((300, 4096), (4096, 300), (None, 300)):
-        cut = Conversations.of(recipe(eight, record={"max_length": asked_for}), positions)
-        assert (cut.prompt, cut.answer) == (256, 44)
+    cut = Conversations.of(recipe(eight), 300)
+    assert (cut.prompt, cut.answer) == (256, 44)
     given = Conversations.of(recipe(eight, regenerate={"enabled": False}), 4096)
     assert given.answer == 0
 
@@ -154,6 +153,33 @@ def test_the_table(eight: Path, tmp_path: Path) -> None:
     assert not any("minutes" in line for line in estimate(recipe(eight), tmp_path, STAGES))
 
 
+def test_conversations_are_cut_when_they_are_stored_not_when_they_are_answered(
+    eight: Path, tmp_path: Path
+) -> None:
+    for positions, asked_for, stored in (
+        (4096, None, 384),
+        (4096, 200, 200),
+        (300, None, 300),
+        (300, 4096, 300),
+    ):
+        LlamaConfig(**LLAMA_8B | {"max_position_embeddings": positions}).save_pretrained(tmp_path)
+        found = needs(recipe(tmp_path, record={"max_length": asked_for}))
+        by_name = {need.name: need for need in found}
+        written = 1000 * (min(384, positions) - 256)
+        assert f"at most {written:,} tokens to write" in by_name["answers"].about
+        assert by_name["store"].disk == 1000 * stored * (4 * 2 * 4096 + 16)
+        said = "conversations of at most the target's 300 positions" in by_name["store"].about
+        assert said == (asked_for == 4096)
+
+
+def test_positions_of_longrope_are_those_it_is_used_at(tmp_path: Path) -> None:
+    folder = zoo_folder(tmp_path, "phi3")
+    asked = recipe(folder)
+    used = load_target(TargetKnobs(path=str(folder), device="cpu")).max_length
+    assert TargetSize.of(asked, target_config(asked.target)).max_length == used
+    assert used < zoo_config("phi3").max_position_embeddings
+
+
 def test_online_nothing_is_stored_and_the_target_runs_along(eight: Path) -> None:
     h200 = {"gpu": "H200"}
     stored, online = (
@@ -174,16 +200,25 @@ def test_prompts_of_unknown_number(eight: Path, tmp_path: Path) -> None:
     lines = list(estimate(asked, tmp_path, STAGES))
     assert "unknown: no.jsonl is not there, and prompts.max_prompts not given" in lines[3]
     assert "32.8 kB a token" in lines[4]
-    (total,) = (line for line in lines if line.startswith("  in all"))
-    assert total.endswith(", and what is unknown")
-
-
-def test_answers_that_have_no_room_are_not_called_given(eight: Path) -> None:
-    for knobs, said in (
-        ({"record": {"max_length": 200}}, "1,000 conversations whose prompts leave no room"),
-        ({"regenerate": {"enabled": False}}, "1,000 conversations, their answers given"),
+    online = recipe(eight, prompts={"source": "no.jsonl"}, record={"online": True})
+    for known in (
+        lines,
+        estimate(asked, tmp_path, ("answers",)),
+        estimate(online, tmp_path, STAGES),
     ):
-        (answers,) = (need for need in needs(recipe(eight, **knobs)) if need.name == "answers")
+        (total,) = (line for line in known if line.startswith("  in all"))
+        assert total.endswith(", and what is unknown")
+    (total,) = (x for x in estimate(recipe(eight), tmp_path, STAGES) if x.startswith("  in all"))
+    assert "unknown" not in total
+
+
+def test_answers_that_have_no_room_are_not_called_given(eight: Path, tmp_path: Path) -> None:
+    LlamaConfig(**LLAMA_8B | {"max_position_embeddings": 200}).save_pretrained(tmp_path)
+    for asked, said in (
+        (recipe(tmp_path), "1,000 conversations whose prompts leave no room"),
+        (recipe(eight, regenerate={"enabled": False}), "1,000 conversations, their answers given"),
+    ):
+        (answers,) = (need for need in needs(asked) if need.name == "answers")
         assert answers.about.startswith(said)
 
 
