@@ -37,7 +37,7 @@ def plan_store(
     not_finite: str,
     monitor: Monitor,
     backend: RecordBackend = "transformers",
-    padded: bool = False,
+    padded: bool,
 ) -> tuple[Manifest, list[Sample]]:
     """Plans a recording; the same arguments give the same plan.
 

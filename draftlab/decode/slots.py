@@ -16,6 +16,7 @@ from torch import Tensor
 from draftlab.decode.sampling import Request, row_keys
 from draftlab.kernels.rows import RowKeys
 from draftlab.kernels.step_layout import SlotBuffers
+from draftlab.target.documents import sent
 
 
 class Slots(SlotBuffers):
@@ -72,10 +73,7 @@ class Slots(SlotBuffers):
 
     def to_device(self, values: Sequence, dtype: torch.dtype) -> Tensor:
         """A small host list as a tensor, without waiting for the device."""
-        host = torch.tensor(values, dtype=dtype)
-        if self.device.type != "cuda":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
+        return sent(torch.tensor(values, dtype=dtype), self.device)
 
     def admit(self, index: Tensor, requests: Sequence[Request]) -> None:
         """Writes the sampling parameters of requests that take the slots `index`."""

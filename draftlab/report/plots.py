@@ -56,7 +56,7 @@ def acceptance_by_position(rows: Sequence[Row], caption: str) -> Figure | None:
         panels.setdefault(traits, []).append(row)
     alone = all(len(here) == 1 for here in panels.values())
     if alone:
-        panels = {(): [row for here in panels.values() for row in here][: len(COLOURS)]}
+        panels = {(): shown[: len(COLOURS)]}
     panels = dict(list(panels.items())[:MOST_PANELS])
     titles = [", ".join(traits) for traits in panels]
     figure = new_figure(

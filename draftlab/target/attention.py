@@ -11,7 +11,7 @@ Where conversations lie side by side in a row (`Documents`), the same rule holds
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,33 +44,27 @@ class Visible:
 
 
 @contextmanager
-def step_positions(positions: Tensor) -> Iterator[None]:
+def _held(variable: ContextVar[Any], value: object) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def step_positions(positions: Tensor) -> AbstractContextManager[None]:
     """Makes `positions` [B, M] those of the next forward pass inside the block."""
-    token = _positions.set(positions)
-    try:
-        yield
-    finally:
-        _positions.reset(token)
+    return _held(_positions, positions)
 
 
-@contextmanager
-def paged_step(cache: PagedCache) -> Iterator[None]:
+def paged_step(cache: PagedCache) -> AbstractContextManager[None]:
     """Makes attention read `cache` inside the block."""
-    token = _paged.set(cache)
-    try:
-        yield
-    finally:
-        _paged.reset(token)
+    return _held(_paged, cache)
 
 
-@contextmanager
-def side_by_side(documents: Documents) -> Iterator[None]:
+def side_by_side(documents: Documents) -> AbstractContextManager[None]:
     """Makes the row of the next forward pass one of `documents` inside the block."""
-    token = _documents.set(documents)
-    try:
-        yield
-    finally:
-        _documents.reset(token)
+    return _held(_documents, documents)
 
 
 def _visible(local_size: int | None, config: Any) -> Visible:

@@ -271,7 +271,8 @@ def main() -> None:
             for number in range(RUNS):
                 forward = bare(target, *batch, repeats=3 if options.tiny else 10)
                 store, *seconds = run(target, samples, folder, dtype)
-                lines.append(measured(store.manifest, forward, *seconds) | {"run": number + 1})
+                line = measured(store.manifest, target.device, forward, *seconds)
+                lines.append(line | {"run": number + 1})
             sizes = [shard.bytes for shard in store.manifest.shards]
             shutil.rmtree(folder)
             written = disk(folder, sum(sizes) // len(sizes), min(len(sizes), 12))
@@ -279,13 +280,15 @@ def main() -> None:
                 print(json.dumps(line | against(line, written)), flush=True)
 
 
-def measured(plan: Manifest, forward: float, seconds: float, after: float) -> dict[str, Any]:
+def measured(
+    plan: Manifest, device: torch.device, forward: float, seconds: float, after: float
+) -> dict[str, Any]:
     """A run beside the bare forward pass."""
-    cuda, tokens = torch.cuda.is_available(), plan.counts.tokens
+    cuda, tokens = device.type == "cuda", plan.counts.tokens
     passes = sum(len(shard.batches) for shard in plan.shards)
     size = sum(shard.bytes for shard in plan.shards)
     return {
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
         "dtype": plan.identity.dtype,
         "tokens": tokens,
         "passes": passes,

@@ -17,9 +17,13 @@ import torch
 from draftlab import subject, verbs
 from draftlab.base import Monitor, UserError, write_json, write_text
 from draftlab.chat.render import stop_ids
+from draftlab.decode.drafter import Drafter
+from draftlab.decode.engine import Engine
+from draftlab.decode.sampling import Generation, Request
 from draftlab.export import ExportKnobs
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import load_head
+from draftlab.results import Counters
 from draftlab.target.model import Target, TargetKnobs, load_target, load_tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -107,6 +111,25 @@ def choose(head: str | None, target: str | None) -> subject.Subject:
             print(f"{error}\nno run with a head, so: the reference head", file=sys.stderr)
             head = verbs.REFERENCE
     return subject.eval_subject(None, head, target)
+
+
+def decoded(
+    target: Target,
+    requests: Sequence[Request],
+    drafter: Drafter | None,
+    *,
+    batch: int,
+    max_length: int,
+) -> list[Generation]:
+    """draftlab's answers, in the requests' order."""
+    engine = Engine(target, drafter, batch=batch, max_length=max_length)
+    done = {generation.id: generation for generation in engine.generate(requests)}
+    return [done[request.id] for request in requests]
+
+
+def figures(counters: Counters) -> str:
+    """Counters as tables show them."""
+    return f"{counters.drafts:,} / {counters.accepted:,} / {list(counters.accepted_at)}"
 
 
 def prepare(name: str) -> Path | None:

@@ -33,6 +33,8 @@ from common import (
     UNUSABLE,
     Subject,
     add_row,
+    decoded,
+    figures,
     prepare,
     subject_options,
     versions,
@@ -42,7 +44,6 @@ from random_heads import chosen_subjects
 
 from draftlab.base import UserError
 from draftlab.decode.drafter import new_drafter
-from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Generation, Request
 from draftlab.decode.vllm import positions
 from draftlab.results import Counters
@@ -71,9 +72,7 @@ class Work:
         ]
         longest = positions(requests, self.k, self.subject.target.max_length)
         drafter = new_drafter(self.subject.head, self.k)
-        engine = Engine(self.subject.target, drafter, batch=8, max_length=longest)
-        done = {g.id: g for g in engine.generate(requests)}
-        return [done[i] for i, _ in self.subject.prompts]
+        return decoded(self.subject.target, requests, drafter, batch=8, max_length=longest)
 
     @contextmanager
     def served(self, quantized: str | None) -> Iterator[Server]:
@@ -156,8 +155,7 @@ def compare(work: Work, quantized: str | None = None) -> tuple[list[str], bool]:
     expected = [clipped(g, work.k, work.max_new_tokens) for g in ours]
     total = sum(expected, Counters(work.k))
     accepted = sum(a.accepted for a in theirs)
-    mine = f"{total.drafts:,} / {total.accepted:,} / {list(total.accepted_at)}"
-    other = f"{drafts:,} / {accepted:,} / {accepted_at}"
+    mine, other = figures(total), f"{drafts:,} / {accepted:,} / {accepted_at}"
     if quantized:
         fault = None if accepted > 0 else "no draft was accepted"
         lengths = f"AL {total.acceptance_length:.2f} and {1 + accepted / max(drafts, 1):.2f}"

@@ -15,27 +15,30 @@ import argparse
 import sys
 from collections.abc import Sequence
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from common import (
     DIFFERENT,
     EQUAL,
     UNUSABLE,
     Subject,
     add_row,
+    decoded,
+    figures,
     load_subject,
     subject_options,
     versions,
 )
 from parity_vllm import total
 
-from draftlab.base import UserError, read_json
-from draftlab.decode.drafter import Drafter, new_drafter
-from draftlab.decode.engine import Engine
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from draftlab.base import UserError
+from draftlab.decode.drafter import new_drafter
 from draftlab.decode.sampling import Generation, Request
 from draftlab.decode.vllm import positions
+from tests.target.zoo import eager_model
 
 BATCH = 8
 TABLE = ("transformers' generate, T = 0: equal tokens", (
@@ -44,20 +47,10 @@ TABLE = ("transformers' generate, T = 0: equal tokens", (
 ))  # fmt: skip
 
 
-def own_model(subject: Subject) -> Any:
-    """transformers' model of the whole checkpoint, towers for images included."""
-    folder = subject.target.folder
-    (name,) = read_json(folder / "config.json", kind="target's config.json")["architectures"]
-    model = getattr(transformers, name).from_pretrained(
-        folder, attn_implementation="eager", experts_implementation="eager", dtype="float32"
-    )
-    return model.eval()
-
-
 @torch.inference_mode()
 def generated(subject: Subject, new_tokens: int) -> list[tuple[int, ...]]:
     """transformers' greedy answers, a stop token at their end included."""
-    model, answers = own_model(subject), []
+    model, answers = eager_model(subject.target.folder), []
     model.generation_config.eos_token_id = sorted(subject.stops)
     for _, prompt in subject.prompts:
         ids = torch.tensor([prompt])
@@ -66,16 +59,6 @@ def generated(subject: Subject, new_tokens: int) -> list[tuple[int, ...]]:
         )
         answers.append(tuple(whole[0, len(prompt) :].tolist()))
     return answers
-
-
-def decoded(
-    subject: Subject, requests: list[Request], drafter: Drafter | None, k: int
-) -> list[Generation]:
-    """draftlab's answers, in the requests' order."""
-    longest = positions(requests, k, subject.target.max_length)
-    engine = Engine(subject.target, drafter, batch=BATCH, max_length=longest)
-    done = {generation.id: generation for generation in engine.generate(requests)}
-    return [done[request.id] for request in requests]
 
 
 def border(config: Any) -> int | None:
@@ -103,8 +86,16 @@ def run(options: argparse.Namespace) -> int:
     subject = load_subject(options.head, options.target, options.prompts)
     new_tokens, stops = options.max_new_tokens, subject.stops
     requests = [Request(i, ids, new_tokens, stop_ids=stops) for i, ids in subject.prompts]
-    plain = decoded(subject, requests, None, 0)
-    drafted = decoded(subject, requests, new_drafter(subject.head, options.k), options.k)
+    plain, drafted = (
+        decoded(
+            subject.target,
+            requests,
+            new_drafter(subject.head, k) if k else None,
+            batch=BATCH,
+            max_length=positions(requests, k, subject.target.max_length),
+        )
+        for k in (0, options.k)
+    )
     expected = generated(subject, new_tokens)
     faults = {
         name: first_difference(expected, found, name)
@@ -114,17 +105,16 @@ def run(options: argparse.Namespace) -> int:
     if size := border(subject.target.config):
         lengths = [len(r.prompt_ids) + len(ids) for r, ids in zip(requests, expected, strict=True)]
         beyond = f"{sum(length > size for length in lengths)} of {len(lengths)} ({size} positions)"
-    figures = f"{counted.drafts:,} / {counted.accepted:,} / {list(counted.accepted_at)}"
     name, tokens = subject.target.folder.name, f"{sum(map(len, expected)):,}"
     print(
         f"{subject.name} on {name}, K = {options.k}, {len(expected)} prompts, {tokens} tokens, "
-        f"beyond the first border: {beyond}; drafts / accepted / accepted_at {figures}"
+        f"beyond the first border: {beyond}; drafts / accepted / accepted_at {figures(counted)}"
     )
     for way, fault in faults.items():
         print(f"  {way}: {'EQUAL' if fault is None else 'DIFFERENT at ' + fault}", flush=True)
     if options.write:
         row = [date.today().isoformat(), subject.name, name, versions(), str(options.k)]
-        row += [str(len(expected)), tokens, beyond, figures]
+        row += [str(len(expected)), tokens, beyond, figures(counted)]
         row += ["yes" if fault is None else f"no: {fault}" for fault in faults.values()]
         add_row(options.write, TABLE, row)
     return DIFFERENT if any(faults.values()) else EQUAL

@@ -38,6 +38,8 @@ from common import (
     UNUSABLE,
     Subject,
     add_row,
+    decoded,
+    figures,
     prepare,
     subject_options,
     versions,
@@ -46,7 +48,6 @@ from random_heads import chosen_subjects
 
 from draftlab.base import Monitor, UserError
 from draftlab.decode.drafter import new_drafter
-from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Generation, Request, Sampling
 from draftlab.decode.vllm import COUNTERS, VllmEngine, VllmKnobs, positions
 from draftlab.export.layout import Layout
@@ -143,10 +144,8 @@ class Bench:
     ) -> list[Generation]:
         """Decoded by draftlab's engine."""
         drafter = new_drafter(self.subject.head, self.k, draft_probs=probabilities)
-        engine = Engine(self.subject.target, drafter, batch=batch, max_length=self.max_length)
-        requests = self.requests(temperature)
-        done = {g.id: g for g in engine.generate(requests)}
-        return [done[request.id] for request in requests]
+        target, requests = self.subject.target, self.requests(temperature)
+        return decoded(target, requests, drafter, batch=batch, max_length=self.max_length)
 
     def theirs(self, folder: Path, *, probabilities: bool = False) -> VllmEngine:
         """vLLM with the head in `folder`, one request at a time."""
@@ -166,11 +165,6 @@ class Lines(Monitor):
 
     def say(self, line: str) -> None:
         print(line, flush=True)
-
-
-def _figures(decoded: Sequence[Generation]) -> str:
-    c = total(decoded)
-    return f"{c.drafts:,} / {c.accepted:,} / {list(c.accepted_at)}"
 
 
 def _common(bench: Bench, engine: VllmEngine, *between: str) -> list[str]:
@@ -193,14 +187,14 @@ def compare_greedy(
         print(
             f"T=0 K={bench.k} {bench.subject.name}, vLLM reads {layout}, draftlab batch {batch}, "
             f"{len(ours)} prompts, {tokens:,} tokens; drafts / accepted / accepted_at\n"
-            f"  draftlab {_figures(ours)}  AL {total(ours).acceptance_length:.4f}\n"
-            f"  vLLM     {_figures(theirs)}  AL {total(theirs).acceptance_length:.4f}\n"
+            f"  draftlab {figures(total(ours))}  AL {total(ours).acceptance_length:.4f}\n"
+            f"  vLLM     {figures(total(theirs))}  AL {total(theirs).acceptance_length:.4f}\n"
             f"  {'EQUAL' if fault is None else 'DIFFERENT at ' + fault}",
             flush=True,
         )
-        figures = [f"{tokens:,}", str(batch), _figures(ours), _figures(theirs)]
+        cells = [f"{tokens:,}", str(batch), figures(total(ours)), figures(total(theirs))]
         verdict = "yes" if fault is None else f"no: {fault}"
-        rows.append([*_common(bench, engine, layout), *figures, verdict])
+        rows.append([*_common(bench, engine, layout), *cells, verdict])
     return rows
 
 
