@@ -12,12 +12,20 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftlab.base import Monitor, size_text
-from draftlab.blueprint import check_shapes, choose_boundaries, target_config
+from draftlab.base import size_text
+from draftlab.blueprint import check_shapes, target_config
 from draftlab.data.manifest import StoreIdentity
 from draftlab.hardware import GPUS, Gpu
 from draftlab.recipe import Recipe
-from draftlab.sizes import PROMPT_TOKENS, Conversations, HeadSize, TargetSize, planned_head
+from draftlab.sizes import (
+    PROMPT_TOKENS,
+    Conversations,
+    HeadSize,
+    TargetSize,
+    check_initial,
+    planned_head,
+    planned_identity,
+)
 
 SLOWER = (2, 4)
 """How many times slower than the best a stage may be."""
@@ -51,16 +59,10 @@ def needs(recipe: Recipe) -> list[Need]:
     gpu = GPUS.get(recipe.hardware.gpu or "")
     target = TargetSize.of(recipe, config)
     talk = Conversations.of(recipe, target.max_length)
-    identity = StoreIdentity(
-        recipe.target.path,
-        *("",) * 3,
-        choose_boundaries(recipe, target.num_layers, Monitor()),
-        target.num_layers,
-        target.hidden_size,
-        target.vocab_size,
-        recipe.record.dtype,
-    )
-    head = HeadSize.of(planned_head(recipe, config, identity), recipe)
+    identity = planned_identity(recipe, config)
+    planned = planned_head(recipe, config, identity)
+    check_initial(recipe, planned.config)
+    head = HeadSize.of(planned, recipe)
     active = f", {_count(target.active)} at work on a token" if target.experts else ""
     quantised = "; quantised, so its files take less" if target.quantised else ""
     name = (config.architectures or [type(config).__name__])[0]

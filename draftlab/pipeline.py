@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from draftlab.base import Monitor, sha256_file, write_json
-from draftlab.blueprint import check_early
+from draftlab.blueprint import check_early, target_config
 from draftlab.data.conversations import conversation_file
 from draftlab.decode.evaluate import environment
 from draftlab.estimate import estimate
@@ -28,6 +28,7 @@ from draftlab.heads.head import DraftHead
 from draftlab.recipe import Recipe, flat, to_yaml
 from draftlab.recording import Recording
 from draftlab.run import RUNS, STAGES, Run, Status, find_run, git_commit, lock
+from draftlab.sizes import check_initial, planned_head, planned_identity
 from draftlab.subject import Subject, eval_subject, input_files, recipe_of
 from draftlab.target.fingerprint import fingerprint
 from draftlab.target.model import EMBEDDED, resolve_target
@@ -128,6 +129,7 @@ class Pipeline:
     def _make(self, *last: str, force: bool) -> None:
         run = self.run
         check_early(self.recipe)
+        self._check_initial()
         if run.status(STAGES["answers"]).state != "done":
             _ = self.recording.prompts  # a broken file must not leave a run folder
         with lock(run.folder):
@@ -150,6 +152,14 @@ class Pipeline:
                 with run.making(stage) as artefact:
                     self._makers[stage.name](artefact)
                 self.monitor.say(f"{stage.name}: done in {time.perf_counter() - started:.0f} s")
+
+    def _check_initial(self) -> None:
+        """Whether the head can start from head.init is known before anything is recorded."""
+        recipe = self.recipe
+        if recipe.head.init is not None:
+            config, folder = target_config(recipe.target), resolve_target(recipe.target)
+            identity = planned_identity(recipe, config, fingerprint(folder))
+            check_initial(recipe, planned_head(recipe, config, identity).config)
 
     @property
     def _makers(self) -> dict[str, Callable[[Path], None]]:

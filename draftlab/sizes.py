@@ -13,17 +13,19 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from draftlab.base import Monitor, UserError
-from draftlab.blueprint import head_config
+from draftlab.blueprint import choose_boundaries, head_config
 from draftlab.data.conversations import conversation_file
 from draftlab.data.manifest import StoreIdentity
 from draftlab.hardware import Gpu
-from draftlab.heads.config import FROM_LAST_STATE
-from draftlab.heads.folder import new_head
+from draftlab.heads.config import FROM_LAST_STATE, HeadConfig
+from draftlab.heads.folder import load_config, new_head
 from draftlab.heads.head import DraftHead
+from draftlab.heads.initial import check_start
 from draftlab.recipe import Recipe
 from draftlab.target.parts import text_decoder
 from draftlab.target.replacements import freeze_rope
 from draftlab.train.cost import dense_flops, kept_bytes
+from draftlab.verbs import head_path
 
 PROMPT_TOKENS = 256
 """Of a prompt, where its file is not there to be measured."""
@@ -186,6 +188,37 @@ class HeadSize:
         memory = 16 * trained + 4 * (frozen + teacher) + positions * (kept + 2 * shape.feature_size)
         flops = dense_flops(shape, steps, knobs.row_tokens / 2)
         return cls(parameters(head), trained, flops, memory)
+
+
+def planned_identity(recipe: Recipe, config: Any, fingerprint: str = "") -> StoreIdentity:
+    """What is to be recorded of a target, as its config tells it.
+
+    Args:
+        fingerprint: the target's; without its weights nobody knows it.
+    """
+    text = config.get_text_config()
+    return StoreIdentity(
+        recipe.target.path,
+        fingerprint,
+        "",
+        "",
+        choose_boundaries(recipe, text.num_hidden_layers, Monitor()),
+        text.num_hidden_layers,
+        text.hidden_size,
+        text.vocab_size,
+        recipe.record.dtype,
+    )
+
+
+def check_initial(recipe: Recipe, planned: HeadConfig) -> None:
+    """Refuses a planned head that cannot start from the recipe's head.init, before it is recorded.
+
+    Raises:
+        UserError: naming what differs; no head lies there.
+    """
+    if recipe.head.init is not None:
+        where = head_path(recipe.head.init)
+        check_start(planned, load_config(where), where)
 
 
 def planned_head(recipe: Recipe, config: Any, identity: StoreIdentity) -> DraftHead:

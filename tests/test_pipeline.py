@@ -210,6 +210,21 @@ def test_a_boundary_out_of_range_is_refused_before_any_work(workshop: Path) -> N
     assert config["boundaries"] == [0, 4]
 
 
+def test_a_head_to_start_from_is_looked_at_before_any_work(workshop: Path) -> None:
+    wrong = ("name=other", "head.init=reference")
+    found = fault("head", *wrong)
+    assert "hidden_size: the new head has 32, this one" in found.what
+    assert "\n  target: the new head is for" in found.what
+    assert not Path("runs/other").exists()
+    with pytest.raises(UserError) as caught:  # a plan may have nothing of the target but its config
+        list(pipeline(*wrong).estimate("head"))
+    assert "hidden_size: the new head has 32, this one" in caught.value.what
+    assert "target: the new head" not in caught.value.what
+    right = pipeline("name=other", "head.init=runs/small/head")
+    assert list(right.estimate("head"))
+    right.make("head")
+
+
 def test_rows_too_short_for_a_record(workshop: Path) -> None:
     found = fault("head", "train.row_tokens=16", "name=other")
     assert "16" in str(found)

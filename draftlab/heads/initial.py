@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from draftlab.base import UserError
+from draftlab.heads.config import HeadConfig
 from draftlab.heads.head import DraftHead
 
 _SHARED = (
@@ -33,6 +34,43 @@ _SHARED = (
 _COPIED = ("fc.", "fc_norm.", "input_norm.", "layers.", "norm.", "mask_")
 
 
+def check_start(mine: HeadConfig, theirs: HeadConfig, where: Path | str) -> None:
+    """Refuses a new head that cannot start from a trained one.
+
+    Args:
+        mine: of the new head; one that is only planned may have a target without a fingerprint.
+        where: the trained one's place, for errors.
+
+    Raises:
+        UserError: the two differ in shape, conventions or target, each difference named.
+    """
+    faults = [
+        f"{name}: the new head has {getattr(mine, name)}, this one {getattr(theirs, name)}"
+        for name in _SHARED
+        if getattr(mine, name) != getattr(theirs, name)
+    ]
+    if (mine.family == "eagle") != (theirs.family == "eagle"):
+        faults.append(f"family: the new head is {mine.family}, this one {theirs.family}")
+    if theirs.num_layers > mine.num_layers:
+        faults.append(
+            f"num_layers: the new head has {mine.num_layers}, this one {theirs.num_layers}"
+        )
+    if mine.target.fingerprint not in ("", theirs.target.fingerprint):
+        # The reason for most of the others.
+        faults.insert(
+            0,
+            f"target: the new head is for {mine.target.name} "
+            f"({mine.target.fingerprint[:12]}), this one for {theirs.target.name} "
+            f"({theirs.target.fingerprint[:12]})",
+        )
+    if faults:
+        raise UserError(
+            "a head cannot start from one that differs:\n  " + "\n  ".join(faults),
+            where=where,
+            do="change the knobs of head: and record:, or start from another head (head.init)",
+        )
+
+
 def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
     """Copies fc, layers, norms and lm_head of `source` into a head that has its initial values.
 
@@ -47,32 +85,10 @@ def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
         What was done, in a line.
 
     Raises:
-        UserError: the two differ in shape, conventions or target, each difference named.
+        UserError: as `check_start`.
     """
     mine, theirs = head.config, source.config
-    faults = [
-        f"{name}: the new head has {getattr(mine, name)}, this one {getattr(theirs, name)}"
-        for name in _SHARED
-        if getattr(mine, name) != getattr(theirs, name)
-    ]
-    if (mine.family == "eagle") != (theirs.family == "eagle"):
-        faults.append(f"family: the new head is {mine.family}, this one {theirs.family}")
-    if theirs.num_layers > mine.num_layers:
-        faults.append(
-            f"num_layers: the new head has {mine.num_layers}, this one {theirs.num_layers}"
-        )
-    if theirs.target.fingerprint != mine.target.fingerprint:
-        faults.append(
-            f"target: the new head is for {mine.target.name} "
-            f"({mine.target.fingerprint[:12]}), this one for {theirs.target.name} "
-            f"({theirs.target.fingerprint[:12]})"
-        )
-    if faults:
-        raise UserError(
-            "a head cannot start from one that differs:\n  " + "\n  ".join(faults),
-            where=where,
-            do="change the knobs of head: and record:, or start from another head (head.init)",
-        )
+    check_start(mine, theirs, where)
     state, found = head.state_dict(), source.state_dict()
     copied = [name for name in found if name in state and name.startswith(_COPIED)]
     with torch.no_grad():
