@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from statistics import NormalDist
 
 import numpy as np
 
@@ -75,3 +77,14 @@ def acceptance_interval(
     accepted, drafts = resampled(accepted, drafts, samples=samples, seed=seed)
     with np.errstate(invalid="ignore"):  # resamples without a draft have no AL
         return percentile_interval(1 + accepted / drafts, level)
+
+
+def share_interval(hits: int, count: int, *, level: float = 0.999) -> tuple[float, float]:
+    """Wilson's interval of a share of which `hits` of `count` were seen; all of it for none."""
+    if count == 0:
+        return 0.0, 1.0
+    z, share = NormalDist().inv_cdf((1 + level) / 2), hits / count
+    middle = share + z * z / (2 * count)
+    width = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    whole = 1 + z * z / count
+    return (middle - width) / whole, (middle + width) / whole

@@ -7,9 +7,11 @@ from typing import Any
 
 from draftlab.doctor.findings import Diagnosis, Finding
 from draftlab.doctor.trial import Trial, Trials
+from draftlab.statistics import share_interval
 
 RARE = 0.2  # first drafts accepted less often than this are no head's at work
 HALF = 0.5  # of what training measured
+HARDLY = "hardly trained"
 
 IDENTITY = ("target", "tokenizer", "template", "embeddings", "lm_head")
 """Kinds that explain a head that no reading fits."""
@@ -49,7 +51,8 @@ class Case:
             elif poor := poor_finding(stored, tried, provenance or {}):
                 findings.append(poor)
                 causes = [f for f in findings if f.kind in IDENTITY and f.severity == "fault"]
-                verdict = f"{causes[0].what}; {al(stored)}" if causes else poor.what
+                if poor.severity == "fault":
+                    verdict = f"{causes[0].what}; {al(stored)}" if causes else poor.what
         faults = [f for f in findings if f.severity == "fault"]
         # What was changed by hand differs from config.json too: the change says more.
         faults.sort(key=lambda f: f.kind == "config.json")
@@ -60,6 +63,7 @@ class Case:
             verdict += f" (and {len(faults) - told} more)"
         if not faults:
             verdict = self._healthy()
+            verdict += "; hardly trained" * any(f.kind == HARDLY for f in findings)
         return Diagnosis(
             healthy=not faults,
             verdict=verdict,
@@ -109,23 +113,36 @@ def _undone(stored: Trial, best: Trial) -> list[Finding]:
 
 
 def poor_finding(stored: Trial, tried: list[Trial], provenance: dict[str, Any]) -> Finding | None:
-    """A head that drafts badly however it is read; None where it does not."""
-    rates = stored.score.total.acceptance_at or [0.0]
+    """A head that drafts badly however it is read, beyond chance; None where it does not.
+
+    Where training measured as little, that is worth knowing and no fault.
+    """
+    total = stored.score.total
+    first = total.accepted_at[0] if total.accepted_at else 0
+    rate, most = first / max(total.drafts, 1), share_interval(first, total.drafts)[1]
     best = max((t.score.total.acceptance_length or 1.0 for t in tried), default=1.0)
     other = f"; {len(tried)} other readings reach AL {best:.2f} at most"
     trained = _accuracy(provenance)
-    if trained is not None and rates[0] < HALF * trained:
+    if trained is not None and most < HALF * trained:
         return Finding(
             kind="nothing fits",
-            what=f"training measured {trained:.0%} of first drafts right, here {rates[0]:.0%} are "
+            what=f"training measured {trained:.0%} of first drafts right, here {rate:.0%} are "
             f"({al(stored)}){other}",
             do="prompts of another kind than it was trained on, another target, or weights that "
             "were changed since",
         )
-    if rates[0] < RARE:
+    if trained is not None and max(trained, rate) < RARE:
+        return Finding(
+            kind=HARDLY,
+            what=f"{rate:.0%} of first drafts are accepted ({al(stored)}), and training measured "
+            f"{trained:.0%}",
+            do="train it longer: the files and the way it is read are sound",
+            severity="note",
+        )
+    if trained is None and most < RARE:
         return Finding(
             kind="nothing fits",
-            what=f"{rates[0]:.0%} of first drafts are accepted ({al(stored)}){other}",
+            what=f"{rate:.0%} of first drafts are accepted ({al(stored)}){other}",
             do="another target's head, hardly trained, or broken in training (answers that are not "
             "the target's own, a wrong loss mask)",
         )

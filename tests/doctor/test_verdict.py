@@ -1,0 +1,62 @@
+"""When a head that no reading fits is called sick: beyond chance, and against its own training."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftlab.doctor.score import Score
+from draftlab.doctor.trial import Trial
+from draftlab.doctor.verdict import poor_finding
+from draftlab.results import Counters
+from draftlab.statistics import share_interval
+
+
+def trial(first: int, drafts: int) -> Trial:
+    """The stored reading, of whose first drafts `first` were accepted."""
+    nothing = np.zeros(1)
+    walked = Counters(2, drafts, 2 * drafts, first, [first, 0])
+    return Trial(None, (), Score((walked,), nothing, nothing, nothing, 2))  # type: ignore[arg-type]
+
+
+def trained(accuracy: float | None) -> dict[str, Any]:
+    return {"validation": {"accuracy": [accuracy, 0.0]}} if accuracy is not None else {}
+
+
+@pytest.mark.parametrize(
+    ("first", "drafts", "accuracy", "kind"),
+    [
+        (700, 1000, 0.72, None),
+        (100, 1000, 0.72, "nothing fits"),  # training measured far more
+        (2, 12, 0.72, None),  # of two prompts that says little
+        (0, 12, 0.95, "nothing fits"),
+        (100, 1000, 0.12, "hardly trained"),  # no more was to be expected
+        (2, 12, 0.12, "hardly trained"),
+        (1, 1000, 0.12, "nothing fits"),
+        (250, 1000, 0.15, None),
+        (100, 1000, None, "nothing fits"),  # of another program's head nothing is known
+        (2, 12, None, None),
+        (0, 0, None, None),
+        (0, 0, 0.7, None),
+    ],
+)
+def test_a_poor_head(first: int, drafts: int, accuracy: float | None, kind: str | None) -> None:
+    found = poor_finding(trial(first, drafts), [], trained(accuracy))
+    assert (found and found.kind) == kind
+    if found is not None:
+        assert found.severity == ("note" if kind == "hardly trained" else "fault")
+
+
+def test_an_interval_of_a_share_is_wilsons() -> None:
+    # The ends p are where (share - p)² = z² p (1 - p) / count.
+    for hits, count, level in ((0, 10, 0.95), (3, 10, 0.95), (999, 1000, 0.999), (7, 7, 0.9)):
+        low, high = share_interval(hits, count, level=level)
+        assert -1e-12 <= low - 1e-12 <= hits / count <= high + 1e-12 <= 1 + 2e-12
+        z = {0.9: 1.6448536, 0.95: 1.9599640, 0.999: 3.2905267}[level]
+        far = partial(pytest.approx, abs=1e-9)
+        for end in (low, high):
+            assert (hits / count - end) ** 2 == far(z * z * end * (1 - end) / count, rel=1e-6)
+    assert share_interval(0, 0) == (0.0, 1.0)
