@@ -88,7 +88,7 @@ def _run(step: Step, index: Tensor, prompts: Sequence[Tokens], size: int) -> Sta
         end = min(start + width, longest)
         columns = torch.arange(start, end, device=index.device).expand(len(prompts), -1)
         positions = columns.where(columns < lengths[:, None], -1)
-        states = step.target.states(
+        states = step.decoder.states(
             _columns(slots.to_device, prompts, start, end),
             step.boundaries,
             positions=positions,

@@ -4,7 +4,9 @@ transformers runs a decoder layer as some twenty kernels; at one token a row, la
 them costs as much as reading the weights. For the layers of `_LAYERS` the same computation is
 written here with the kernels of `kernels/`: qkv, rotation and cache write, attention, output
 product plus residual, gated product, down product plus residual, the last two of which begin the
-norm of what follows. Everything else keeps going through transformers (`fused_decoder` gives None).
+norm of what follows. Prompts take the same way: their products are cuBLAS's, and few calls from
+the host a layer keep a GPU busy that transformers' modules let wait. Other targets keep going
+through transformers (`fused_decoder` gives None).
 
 `check_agreement` compares both on random tokens, so a release of transformers that changes one
 of these layers is found out when a target is loaded and not in its acceptance.

@@ -6,8 +6,8 @@ why). For the architectures that `target/fused.py` knows the same computation is
 packed products, one for queries, keys and values, and with what all layers share made once a step.
 The model stays what it is: weights are copied, which costs their size once more.
 
-Prefill keeps to transformers. Rounding differs from it in the last bits, as it already does
-between one row and several; `docs/results/decode.md` says how often a token does.
+Rounding differs from transformers' in the last bits, as it already does between one row and
+several; `docs/results/decode.md` says how often a token does.
 """
 
 from __future__ import annotations

@@ -56,6 +56,25 @@ def test_tokens_and_steps_are_the_plain_engines(
         assert decoded(True, **sizes) == expected, sizes
 
 
+def test_prompts_take_the_steps_way(
+    target: Target, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' modules run slowly between products; on a GPU a prompt waited for them."""
+    engine = Engine(target, ChainDrafter(head, 2), batch=2, max_length=128, packed=True)
+    widths: list[int] = []
+    states = engine.step.decoder.states
+
+    def seen(token_ids: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        widths.append(token_ids.shape[1])
+        return states(token_ids, *rest, **options)
+
+    monkeypatch.setattr(engine.step.decoder, "states", seen)
+    monkeypatch.setattr(target, "states", None)
+    asked = requests(2, seed=100)
+    run(engine, asked)
+    assert max(widths) == max(len(request.prompt_ids) for request in asked)
+
+
 def test_expected_acceptance_is_the_plain_engines(target: Target, head: Eagle3Head) -> None:
     asked = requests(6, seed=100, sampling=Sampling(0.8))
     plain, packed = (
