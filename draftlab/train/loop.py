@@ -168,6 +168,8 @@ class Trainer:
                 self.save()
         if self.held_out:
             validation = self.validate()
+            if self.ranks.is_main and (line := self.log.fallen()):
+                self.monitor.say(line)
         self.save()
         self.log.close()
         return validation

@@ -117,6 +117,24 @@ class MetricsLog:
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
         self.path.write_text("".join(kept), encoding="utf-8")
 
+    def fallen(self) -> str | None:
+        """What to say if the last validation's predicted AL is 1 % below an earlier one's."""
+        if not self.path.exists():
+            return None
+        rows = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
+        found = [(row["validation"]["walk_al"], row["step"]) for row in rows if "validation" in row]
+        known = [(length, step) for length, step in found if length is not None]
+        if not known:
+            return None
+        (most, best), (last, _) = max(known), known[-1]
+        if most < 1.01 * last:
+            return None
+        return (
+            f"validation was better at step {best:,} (predicted AL {most:.3f}, now {last:.3f}), so "
+            "the head may be learning its data by heart: more conversations, more "
+            "train.weight_decay or fewer train.steps help"
+        )
+
     def close(self) -> None:
         """Finishes the tracker."""
         if self.tracker is not None:

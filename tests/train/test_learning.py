@@ -18,6 +18,7 @@ from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.target.parts import TargetParts
 from draftlab.train.knobs import TrainKnobs
 from draftlab.train.loop import Trainer
+from draftlab.train.metrics import MetricsLog
 from draftlab.train.objective import DraftTeacher
 from draftlab.train.scores import score
 from draftlab.train.validate import walk
@@ -209,3 +210,31 @@ def test_walk_counts_as_a_server_does() -> None:
     counters, steps = walk(hits, spans, 2)
     assert steps == [(1, 2), (4, 0), (5, 1), (7, 0)]
     assert (counters.drafts, counters.accepted, counters.accepted_at) == (4, 3, [2, 1])
+
+
+def test_a_validation_that_falls_is_said_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = MetricsLog(tmp_path, TrainKnobs())
+    assert log.fallen() is None  # nothing was written
+    log.write({"step": 1, "loss": [1.0]})
+    for step, length in ((100, 1.5), (200, None), (300, 1.8), (400, 1.79)):
+        log.write({"step": step, "validation": {"walk_al": length}})
+    assert log.fallen() is None  # by less than chance moves it
+    log.write({"step": 500, "validation": {"walk_al": 1.7}})
+    said = log.fallen()
+    assert said is not None
+    assert said.startswith("validation was better at step 300 (predicted AL 1.800, now 1.700)")
+    log.write({"step": 600, "validation": {"walk_al": 1.9}})
+    assert log.fallen() is None
+
+    class Heard(Monitor):
+        def say(self, line: str) -> None:
+            lines.append(line)
+
+    lines: list[str] = []
+    target = orthogonal_parts()
+    store = ListStore([toy_answer(target, i) for i in range(10)])
+    monkeypatch.setattr(MetricsLog, "fallen", lambda self: "it fell")
+    trained(tmp_path / "run", store, target, Heard(), steps=2)
+    assert lines[-1] == "it fell"
