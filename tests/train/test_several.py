@@ -32,7 +32,7 @@ PRINTED = {
     "zero2": "DeepSpeed ZeRO-2",
     "zero3": "DeepSpeed ZeRO-3",
 }
-BEGUN = [*(f"{parallel}-eagle3" for parallel in PRINTED), "ddp-ptd", "zero3-ptd"]
+BEGUN = [*(f"{parallel}-eagle3" for parallel in PRINTED), "ddp-ptd", "fsdp2-ptd", "zero3-ptd"]
 RESUMED = [f"{parallel}-eagle3-resumed" for parallel in PRINTED]
 
 
