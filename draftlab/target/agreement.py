@@ -12,6 +12,10 @@ from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target.model import States, Target
 from draftlab.target.paged import PagedCache
 
+_PROMPT, _BLOCK = 40, 8
+"""Tokens of the longer prompt, two rows of which are more than kernels of few rows take
+(`kernels.linear.MAX_ROWS`); positions of a block."""
+
 
 class DecodePath(Protocol):
     """A way of running a target's decoder over a paged cache."""
@@ -32,7 +36,8 @@ class DecodePath(Protocol):
 
 @torch.inference_mode()
 def check_agreement(target: Target, path: DecodePath, name: str) -> None:
-    """Compares a path with transformers on random tokens: ragged rows, then more on top of them.
+    """Compares a path with transformers on random tokens: a prompt whose products are cuBLAS's on a
+    GPU beside a short one, then steps of ragged rows on top of them.
 
     Args:
         name: what an error calls the path.
@@ -40,23 +45,33 @@ def check_agreement(target: Target, path: DecodePath, name: str) -> None:
     Raises:
         UserError: when states or logits differ by more than rounding.
     """
+    steps = ((7, 5), (3, 0), (1, 2))
+    later = sum(max(counts) for counts in steps)
+    prompt = max(min(_PROMPT, target.max_length - later), 5)
+    blocks = -(-(prompt + later) // _BLOCK)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, target.vocab_size, (2, 7), generator=generator).to(target.device)
-    table = torch.tensor([[2, 1], [3, 4]], dtype=torch.int32, device=target.device)
+    ids = torch.randint(0, target.vocab_size, (2, prompt), generator=generator).to(target.device)
+    table = torch.arange(2 * blocks, 0, -1, dtype=torch.int32, device=target.device)
+    table = table.view(2, blocks)
     boundaries = tuple(range(target.num_layers + 1))
-    caches = [target.new_paged_cache(5, 8) for _ in range(2)]
+    caches = [target.new_paged_cache(2 * blocks + 1, _BLOCK) for _ in range(2)]
     # Rounding differs from layer to layer at random; 32 random layers gave 0.064 in bfloat16.
     exact = target.dtype == torch.float32
     tolerance = (1e-5 if exact else 2e-2) * max(target.num_layers, 12) ** 0.5
-    for first, counts in ((0, (7, 5)), (7, (3, 0)), (10, (1, 2))):
-        begin = torch.tensor([first, 5 if first else 0], device=target.device)[:, None]
-        depth = torch.arange(7, device=target.device)
-        real = depth < torch.tensor(counts, device=target.device)[:, None]
-        positions = (begin + depth).where(real, -1)
-        slots = slot_mapping(table, positions, 8)
+    done = torch.zeros(2, 1, dtype=torch.int64, device=target.device)
+    for counts in ((prompt, 5), *steps):
+        count = torch.tensor(counts, device=target.device)[:, None]
+        depth = torch.arange(max(counts), device=target.device)
+        real = depth < count
+        positions = (done + depth).where(real, -1)
+        slots = slot_mapping(table, positions, _BLOCK)
+        done += count
         ours, theirs = (
             run.states(
-                ids, boundaries, positions=positions, cache=cache.at(table, positions, slots)
+                ids[:, : len(depth)],
+                boundaries,
+                positions=positions,
+                cache=cache.at(table, positions, slots),
             )
             for run, cache in zip((path, target), caches, strict=True)
         )
