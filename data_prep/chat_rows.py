@@ -71,10 +71,11 @@ def read_row(row: Any) -> Chat:
     turns = next((row[name] for name in TURNS if row.get(name)), None)
     messages = _of_pair(row) if turns is None else _of_turns(_listed(turns, "turns"))
     system = row.get("system")
-    if system and isinstance(system, str) and messages[0]["role"] != "system":
+    if system and isinstance(system, str) and messages[:1] and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    _check(messages)
-    return Chat(messages, [_tool(tool) for tool in _listed(row.get("tools") or [], "tools")])
+    tools = [_tool(tool) for tool in _listed(row.get("tools") or [], "tools")]
+    _check(messages, tools)
+    return Chat(messages, tools)
 
 
 def _listed(value: Any, what: str) -> Sequence[Any]:
@@ -99,7 +100,9 @@ def _of_pair(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             break
     else:
         raise Dropped("no column of turns")
-    messages: list[dict[str, Any]] = [{"role": "user", "content": row[asked]}]
+    given = row.get("input") if asked == "instruction" else None  # what Alpaca's are about
+    question = f"{row[asked]}\n\n{given}" if given and isinstance(given, str) else row[asked]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     if answered == "answers":
         calls = _calls(_listed(row[answered], "calls of tools"))
         return [*messages, {"role": "assistant", "content": "", "tool_calls": calls}]
@@ -146,10 +149,13 @@ def _text(value: Any, *, may_be_none: bool = False) -> str:
     if value is None and may_be_none:
         return ""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        parts = [part for part in value if isinstance(part, Mapping)]
-        if not parts or any(part.get("type") != "text" for part in parts):
+        texts = [
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+            for part in value
+        ]
+        if not texts or not all(isinstance(text, str) for text in texts):
             raise Dropped("a turn with images or other parts that are no text")
-        value = "".join(str(part.get("text", "")) for part in parts)
+        value = "".join(texts)
     if not isinstance(value, str):
         raise Dropped("a turn that is no text")
     return value
@@ -188,7 +194,7 @@ def _tool(tool: Any) -> dict[str, Any]:
     return dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)}
 
 
-def _check(messages: list[dict[str, Any]]) -> None:
+def _check(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
     spoken = [message["role"] for message in messages if message["role"] != "system"]
     if "user" not in spoken:
         raise Dropped("no user turn")
@@ -198,9 +204,9 @@ def _check(messages: list[dict[str, Any]]) -> None:
         said = message["content"].strip() or message.get("tool_calls")
         if not said and message["role"] in ("user", "assistant"):
             raise Dropped(f"an empty {'answer' if message['role'] == 'assistant' else 'question'}")
-        try:
-            json.dumps(message, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise Dropped("half a surrogate pair") from None
-        except (TypeError, ValueError):
-            raise Dropped("values that JSON cannot hold") from None
+    try:
+        json.dumps([messages, tools], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Dropped("half a surrogate pair") from None
+    except (TypeError, ValueError):
+        raise Dropped("values that JSON cannot hold") from None

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from chat_rows import Chat, Dropped, read_row
+from huggingface_hub.errors import HTTPError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from draftlab.base import UserError, atomic_path, write_json
@@ -101,9 +102,14 @@ def _json_rows(path: Path) -> Iterator[Any]:
     with open(path, "rb") as file:
         if path.suffix == ".json":
             try:
-                yield from json.load(file)
+                rows = json.load(file)
             except ValueError as error:
                 raise UserError(f"expected a list in JSON, found: {error}", where=path) from None
+            if not isinstance(rows, list):
+                raise UserError(
+                    f"expected a list in JSON, found a {type(rows).__name__}", where=path
+                )
+            yield from rows
             return
         for line in file:
             try:
@@ -125,7 +131,7 @@ def steadily(rows: Rows, say: Callable[[str], None], pause: float = 2.0) -> Iter
                 yield row
                 done, failed = done + 1, 0
             return
-        except (OSError, EOFError) as error:  # of requests, httpx and aiohttp too
+        except (OSError, EOFError, HTTPError) as error:  # the Hub's client has errors of its own
             failed += 1
             if failed == TRIES:
                 raise UserError(

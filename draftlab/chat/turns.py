@@ -120,7 +120,9 @@ def _end(
         distrust = f"its markers enclose {len(blocks)} parts in {number} answers"
     elif blocks is not None:
         try:
-            return _end_by_markers(blocks[-1], prompt, full, specials)
+            end = _end_by_markers(blocks[-1], prompt, full, specials)
+            _check_written(messages[-1], full.text[len(prompt.text) :])
+            return end
         except RenderError as error:
             distrust = error.what
     try:
@@ -176,6 +178,13 @@ def _end_by_markers(
         if not _blank(full, outer):
             break
     return end
+
+
+def _check_written(message: Mapping[str, Any], turn: str) -> None:
+    """Refuses a turn that leaves out reasoning or a call: the target did not answer so."""
+    for kind, text in _texts(message):
+        if kind != "answer" and text not in turn:
+            raise RenderError(f"it leaves out the {kind} {text[:40]!r}")
 
 
 def _header(

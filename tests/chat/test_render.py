@@ -172,6 +172,20 @@ def test_what_cannot_be_trusted_is_an_error_that_names_the_conversation(template
     assert caught.value.do
 
 
+@pytest.mark.parametrize("template", [LLAMA3_TEMPLATE, unmarked(LLAMA3_TEMPLATE)])
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        ({"content": "two", "reasoning_content": "hm"}, "hm"),
+        ({"content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}, "add"),
+    ],
+)
+def test_a_template_that_leaves_out_reasoning_or_a_call_is_an_error(template, answer, what):
+    chat = [CHAT[1], {"role": "assistant", **answer}]
+    with pytest.raises(RenderError, match=what):
+        render(toy_tokenizer(template), chat)
+
+
 def test_an_answer_that_melts_with_the_prompt_is_an_error():
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\n\nb"}]
     with pytest.raises(RenderError, match="melts"):

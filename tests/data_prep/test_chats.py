@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import get_session
 
 from draftlab.base import UserError
 from draftlab.data.conversations import read_conversations
@@ -160,6 +163,10 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]},
         [user("q")],
     ),
+    "pair with input": (
+        {"instruction": "say it in French", "input": "good day", "output": "bonjour"},
+        [user("say it in French\n\ngood day"), assistant("bonjour")],
+    ),
 }
 
 
@@ -191,7 +198,12 @@ BAD: list[tuple[Any, str]] = [
     ({"messages": [user("q"), {"role": "assistant", "content": 7}]}, "a turn that is no text"),
     ({"messages": [user("q"), {"role": "assistant", "content": None}]}, "no text"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images"),
+    ({"messages": [{"role": "user", "content": ["q", {"type": "text", "text": "r"}]}]}, "no text"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "no text"),
+    ({"messages": "[]", "system": "s"}, "no user turn"),
     ({"messages": [user("q\ud83d"), assistant("a")]}, "surrogate"),
+    ({"messages": [user("q")], "tools": [{"name": "f\ud83d"}]}, "surrogate"),
+    ({"messages": [user("q")], "tools": [{"name": b"f"}]}, "JSON cannot hold"),
     ({"messages": [user("q"), assistant("", tool_calls=[{"function": {}}])]}, "no function"),
     ({"query": "q", "answers": '[{"name": "f", "arguments": "{"}]'}, "arguments of a call"),
     ({"messages": [user("q")], "tools": [3]}, "a tool that is no schema"),
@@ -269,6 +281,35 @@ def test_a_connection_that_drops_costs_no_row(tmp_path: Path) -> None:
         list(chats.steadily(flaky(rows, [3] * 9), heard.append, pause=0.0))
 
 
+def test_the_hubs_client_has_errors_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in hangs up on the first request; `datasets` lets the client's error out."""
+    datasets = pytest.importorskip("datasets")
+    opened: list[int] = []
+
+    def load(*_: Any, **__: Any) -> Any:
+        opened.append(len(opened))
+        if len(opened) == 1:
+            get_session().get(f"http://127.0.0.1:{server.getsockname()[1]}/", timeout=5)
+        return datasets.IterableDataset.from_generator(lambda: iter([{"text": "a"}]))
+
+    def hang_up() -> None:
+        connection, _ = server.accept()
+        connection.recv(1000)
+        connection.close()
+
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    heard: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        rows = chats.rows_of(chats.parse_source("org/name"))
+        assert list(chats.steadily(rows, heard.append, pause=0.0)) == [{"text": "a"}]
+        thread.join()
+    assert len(opened) == 2
+    assert "trying again" in heard[0]
+
+
 def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
     out = tmp_path / "o.jsonl"
     out.write_text("old")
@@ -277,6 +318,14 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
         chats.prepare([chats.parse_source(str(tmp_path / "bad.jsonl"))], out, say=print)
     assert out.read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "o.jsonl"]
+
+
+def test_a_json_file_that_is_no_list_is_refused(tmp_path: Path) -> None:
+    for text, found in (("3", "int"), ('{"a": [1]}', "dict")):
+        (tmp_path / "a.json").write_text(text)
+        source = chats.parse_source(str(tmp_path / "a.json"))
+        with pytest.raises(UserError, match=f"expected a list in JSON, found a {found}"):
+            chats.prepare([source], tmp_path / "o.jsonl", say=print)
 
 
 def test_sources_by_name_hub_id_and_file(tmp_path: Path) -> None:
