@@ -60,7 +60,12 @@ _FREE = {"target.device", "target.gpus", "target.compile"}
 _FREE |= {f"train.{knob}" for knob in FREE_KNOBS}
 _FREE |= {f"{s}.vllm.{knob}" for s in ("regenerate", "record") for knob in VllmKnobs.model_fields}
 # Knobs that came later, with what they were before; books from then have no such key.
-_ADDED = {"regenerate.backend": "paged", "record.backend": "transformers"}
+_ADDED = {
+    "prompts.deduplicate": False,
+    "prompts.per_source": None,
+    "regenerate.backend": "paged",
+    "record.backend": "transformers",
+}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from draftlab.base import Monitor, UserError, atomic_path
+from draftlab.base import Monitor, UserError, atomic_path, canonical_json
 from draftlab.data.knobs import PromptKnobs
 from draftlab.data.line_schema import Line
 
@@ -67,6 +68,12 @@ class Conversation:
     def answered(self) -> bool:
         """Whether there is an assistant turn."""
         return any(message["role"] == "assistant" for message in self.messages)
+
+    @property
+    def digest(self) -> bytes:
+        """Of what is said, messages and tools; the same for two that say the same."""
+        text = canonical_json([self.messages, self.tools])
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def to_json(self) -> str:
         """One line of JSON, without its end."""
@@ -221,17 +228,27 @@ def usable_prompts(knobs: PromptKnobs, monitor: Monitor) -> list[Conversation]:
     """
     path = conversation_file(knobs.source)
     dropped: Counter[str] = Counter()
+    taken_of: Counter[str] = Counter()
+    said: set[bytes] = set()
 
     def usable() -> Iterator[Conversation]:
         for conversation in iterate_conversations(path):
             spoken = [m["role"] for m in conversation.messages if m["role"] != "system"]
+            digest = conversation.digest if knobs.deduplicate else b""
             if conversation.media:
                 dropped[f"have {' and '.join(conversation.media)} parts: drafting is for text"] += 1
             elif "user" not in spoken:
                 dropped["have no user turn"] += 1
             elif spoken[0] != "user":
                 dropped["begin with an answer"] += 1
+            elif digest in said:
+                dropped["say the same as an earlier one (prompts.deduplicate)"] += 1
+            elif taken_of[conversation.source] == knobs.per_source:
+                dropped["are more of their source than prompts.per_source"] += 1
             else:
+                taken_of[conversation.source] += 1
+                if knobs.deduplicate:
+                    said.add(digest)
                 yield conversation
 
     taken = list(islice(usable(), knobs.max_prompts))

@@ -26,6 +26,11 @@ class PromptKnobs(Knobs):
     head), or "embedded:heldout" (the same from other files, for evaluation)."""
     max_prompts: Annotated[int, Field(ge=1)] | None = None
     """Conversations taken from the source, the first ones; None: all."""
+    deduplicate: bool = True
+    """Whether conversations that say the same as an earlier one are left out."""
+    per_source: Annotated[int, Field(ge=1)] | None = None
+    """Conversations taken of each data set that lines name as their `source`, the first ones; None:
+    all."""
 
 
 class RegenerateKnobs(Knobs):

@@ -131,7 +131,7 @@ def _conversations(source: str, monitor: Monitor) -> list[tuple[str, list[dict[s
     """The turns before the first answer of each conversation."""
     _check_known(source)
     chats = []
-    for prompt in usable_prompts(PromptKnobs(source=source), monitor):
+    for prompt in usable_prompts(PromptKnobs(source=source, deduplicate=False), monitor):
         roles = [message["role"] for message in prompt.messages]
         end = roles.index("assistant") if "assistant" in roles else len(roles)
         chats.append((prompt.id, prompt.messages[:end]))

@@ -147,7 +147,8 @@ def test_conversations_nobody_asked_in_are_dropped_and_counted(tmp_path: Path):
         line(id="5"),
     )
     lines = Lines()
-    taken = load_prompts(PromptKnobs(source=str(path), max_prompts=2), lines)
+    knobs = PromptKnobs(source=str(path), max_prompts=2, deduplicate=False)
+    taken = load_prompts(knobs, lines)
     assert [c.id for c in taken] == ["3", "4"]
     assert sum("dropped 1 conversations" in said for said in lines.lines) == 2
     write(path, line(messages=[answer]))
@@ -220,3 +221,36 @@ def test_parts_that_say_nothing_are_refused(content: object, tmp_path: Path):
     path = write(tmp_path / "chat.jsonl", line(messages=[{"role": "user", "content": content}]))
     with pytest.raises(UserError, match=r"chat.jsonl:1|content"):
         load_prompts(PromptKnobs(source=str(path)), Lines())
+
+
+def test_what_was_said_before_and_more_than_a_source_may_give_is_dropped(tmp_path: Path) -> None:
+    ask = lambda text: [{"role": "user", "content": text}]  # noqa: E731
+    answered = [*ask("one"), {"role": "assistant", "content": "1"}]
+    lines = [
+        ("a", ask("one")),
+        ("b", ask("one")),  # said before, whoever says it
+        ("a", answered),
+        ("b", ask("two")),
+        ("a", ask("three")),
+        ("a", ask("one")),
+        ("b", ask("four")),
+    ]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"messages": m, "source": s}) + "\n" for s, m in lines))
+    for knobs, kept, said in (
+        ({}, [1, 3, 4, 5, 7], ["dropped 2 conversations that say the same as an earlier one"]),
+        ({"deduplicate": False}, [1, 2, 3, 4, 5, 6, 7], []),
+        (
+            {"per_source": 2},
+            [1, 3, 4, 7],
+            ["dropped 1 conversations that are more of their", "dropped 2 conversations that say"],
+        ),
+        ({"per_source": 1, "deduplicate": False}, [1, 2], ["dropped 5 conversations"]),
+        ({"per_source": 2, "max_prompts": 2}, [1, 3], ["dropped 1 conversations that say"]),
+    ):
+        heard = Lines()
+        taken = load_prompts(PromptKnobs(source=str(path), **knobs), heard)
+        assert [c.id for c in taken] == [f"p:{number}" for number in kept]
+        told = [line for line in heard.lines if "dropped" in line]
+        assert len(told) == len(said)
+        assert all(part in line for part, line in zip(said, told, strict=True))
