@@ -432,15 +432,25 @@ def test_an_error_takes_the_progress_bar_away() -> None:
     assert shown.index("expected this") > shown.rindex("7 tokens/s")
 
 
-def test_a_disk_that_is_full_is_no_fault_of_ours() -> None:
+@pytest.mark.parametrize(
+    ("number", "path", "where", "do"),
+    [
+        (errno.ENOSPC, "runs/a/report.json", "runs/a/report.json", "free some disk"),
+        (errno.ENOSPC, None, "a file under ", "free some disk"),
+        (errno.EACCES, "runs/a/x", "runs/a/x", "let this user write there"),
+    ],
+)
+def test_a_disk_that_is_full_or_locked_is_no_fault_of_ours(
+    number: int, path: str | None, where: str, do: str
+) -> None:
     console = Console(file=io.StringIO(), width=100)
     with pytest.raises(typer.Exit) as ended, user_errors(ConsoleMonitor(console), debug=False):
-        raise OSError(errno.ENOSPC, "No space left on device", "runs/a/report.json")
+        raise OSError(number, os.strerror(number), path)
     assert ended.value.exit_code == 2
-    assert console.file.getvalue() == (
-        "error: expected to write a file, found: No space left on device\n"
-        "where: runs/a/report.json\n"
-    )
+    first, second, third = console.file.getvalue().splitlines()
+    assert first == f"error: expected to write a file, found: {os.strerror(number)}"
+    assert second.startswith(f"where: {where}")
+    assert third == f"do: {do}; the same command goes on where it stopped"
 
 
 def test_long_lines_stay_whole_in_a_log() -> None:

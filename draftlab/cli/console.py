@@ -100,7 +100,8 @@ def block(console: Console, title: str, text: Text) -> None:
         console.print(Text(f"{title}: ").append_text(text), soft_wrap=True)
 
 
-NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+NOT_OURS = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS)
 RESUMES = "the same command goes on where it stopped"
 STARTS_ANEW = "nothing was written, and the same command starts anew"
 
@@ -136,7 +137,9 @@ def user_errors(
         _traceback(console, debug)
         if isinstance(error, OSError) and error.errno in NOT_OURS:
             what = f"expected to write a file, found: {error.strerror}"
-            _mistake(console, UserError(what, where=str(error.filename or "")))
+            where = error.filename or f"a file under {Path.cwd()}"
+            need = "free some disk" if error.errno in FULL else "let this user write there"
+            _mistake(console, UserError(what, where=where, do=f"{need}; {interrupted}"))
             raise typer.Exit(2) from None
         text = Text(f"{type(error).__name__}: {error}\nThis is a fault of draftlab, not yours.")
         if not debug:

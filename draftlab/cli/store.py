@@ -53,6 +53,7 @@ def split(
             rewrite.check_new(folder)
         made_by = {"made_by": "split", "shares": weights, "seed": seed}
         parts = rewrite.deal(len(opened), weights, seed)
+        _check_parts(out, parts, len(opened))
         for number, (folder, part) in enumerate(zip(out, parts, strict=True)):
             _told(rewrite.select(opened, part, folder, {**made_by, "part": number}, monitor))
 
@@ -102,6 +103,21 @@ def _shares(text: str | None, parts: int) -> list[float]:
             do="write them with commas: 95,5",
         )
     return shares
+
+
+def _check_parts(out: list[Path], parts: list[list[int]], records: int) -> None:
+    """Refuses what would fail when some parts are written already."""
+    from draftlab.base import UserError
+
+    if len({folder.resolve() for folder in out}) < len(out):
+        raise UserError("expected a folder for each part, found one twice", where="--out")
+    for folder, part in zip(out, parts, strict=True):
+        if not part:
+            raise UserError(
+                f"expected records for every part, found none of {records:,} for {folder}",
+                where="--shares",
+                do="give it a larger share",
+            )
 
 
 def _told(store: Store) -> None:

@@ -55,7 +55,7 @@ def plan_store(
         raise UserError("expected conversations to record, found none", do="check the data set")
     digest, seen = hashlib.sha256(), set()
     kept: list[Sample] = []
-    overlong_count = empty_count = truncated = 0
+    overlong_count = empty_count = emptied = truncated = 0
     for sample in samples:
         _check(sample, identity.vocab_size)
         if sample.id in seen:
@@ -73,16 +73,17 @@ def plan_store(
             sample = replace(sample, token_ids=sample.token_ids[cut], spans=sample.spans[cut])
         if not bool(predicted(torch.tensor(sample.spans)).any()):
             empty_count += 1
+            emptied += too_long
             continue
         truncated += too_long
         kept.append(sample)
     dropped = Dropped(overlong=overlong_count, nothing_to_predict=empty_count)
-    _say(monitor, len(samples), max_length, dropped, truncated)
+    _say(monitor, len(samples), max_length, dropped, truncated, emptied)
     if not kept:
         raise UserError(
             f"expected conversations with an answer to predict, found none among {len(samples)}: "
-            f"{dropped.overlong} longer than {max_length} tokens, "
-            f"{dropped.nothing_to_predict} without an answer of two tokens",
+            f"{dropped.overlong + emptied} longer than {max_length} tokens, "
+            f"{dropped.nothing_to_predict - emptied} without an answer of two tokens",
             do="check the chat template's assistant spans (draftlab inspect) and max_length",
         )
     manifest = Manifest(
@@ -167,7 +168,14 @@ def _check(sample: Sample, vocab_size: int) -> None:
         )
 
 
-def _say(monitor: Monitor, count: int, max_length: int, dropped: Dropped, truncated: int) -> None:
+def _say(
+    monitor: Monitor,
+    count: int,
+    max_length: int,
+    dropped: Dropped,
+    truncated: int,
+    emptied: int,
+) -> None:
     if truncated:
         monitor.say(f"{truncated:,} of {count:,} samples truncated to {max_length:,} tokens")
     if dropped.overlong:
@@ -178,6 +186,7 @@ def _say(monitor: Monitor, count: int, max_length: int, dropped: Dropped, trunca
         monitor.say(
             f"{dropped.nothing_to_predict:,} of {count:,} samples dropped: no answer of two tokens "
             "or more, so nothing to predict"
+            + (f"; {emptied:,} of them after a cut to {max_length:,} tokens" if emptied else "")
         )
 
 

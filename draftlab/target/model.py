@@ -270,6 +270,12 @@ class Target:
         """
         ids = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
         expected = self.model(input_ids=ids, use_cache=False).logits.float()
+        if bool(expected.isnan().any()):
+            raise UserError(
+                f"expected logits of the first tokens, found NaN in {self.dtype}",
+                where=self.folder,
+                do="fetch its weights again, or try target.dtype=float32",
+            )
         found = self.logits(self.states(ids).last)
         error = (expected - found).abs().max() / expected.abs().max().clamp(min=1e-6)
         tolerance = 1e-4 if self.dtype == torch.float32 else 3e-2

@@ -125,7 +125,10 @@ def test_counts_what_it_drops(target: Target, tmp_path: Path) -> None:
     assert manifest.dropped.model_dump() == {"overlong": 0, "nothing_to_predict": 3}
     assert manifest.counts.model_dump() == {"records": 2, "tokens": 22, "loss_tokens": 14}
     assert any("1 of 5 samples truncated to 12" in line for line in monitor.lines)
-    assert any("3 of 5 samples dropped" in line for line in monitor.lines)
+    (dropped,) = (line for line in monitor.lines if "3 of 5 samples dropped" in line)
+    assert "1 of them after a cut to 12 tokens" in dropped
+    with pytest.raises(UserError, match="1 longer than 12 tokens, 0 without an answer"):
+        make(target, tmp_path / "none", samples[-1:], max_length=12)
     assert monitor.steps[-1] == (22, 22)
 
     monitor = Lines()

@@ -138,6 +138,11 @@ def test_from_the_command_line(tmp_path: Path) -> None:
         (("store", "split", store, "--out", "e"), "a folder for each part, found 1"),
         (("store", "split", store, "--out", "e", "--out", "a"), "one with files"),
         ((*split[:-1], "--shares", "1,x"), "2 positive shares"),
+        (("store", "split", store, *2 * ("--out", "e")), "found one twice"),
+        (
+            ("store", "split", store, "--out", "e", "--out", "f", "--shares", "999,1"),
+            f"none of {count} for f",
+        ),
         (("store", "sample", "c", "--out", "e", "--records", "999"), "at most the store's"),
         (("store", "merge", "nowhere", "--out", "e"), "manifest.json"),
     ):

@@ -99,6 +99,14 @@ def test_a_tensor_that_is_not_there(folder: Path) -> None:
         load(folder)
 
 
+def test_weights_that_are_nan(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"found NaN in torch\.float32"):
+        load(folder)
+
+
 def test_more_gpus_than_there_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = AutoConfig.from_pretrained(folder)
