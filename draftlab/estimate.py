@@ -187,7 +187,7 @@ def _store(
     tokens = talk.count * min(talk.length, asked)
     return Need(
         "store",
-        f"at most {_count(tokens)} tokens of {_bytes(identity.token_bytes)}, {states}{limit}",
+        f"up to about {_count(tokens)} tokens of {_bytes(identity.token_bytes)}, {states}{limit}",
         disk=tokens * identity.token_bytes,
         seconds=gpu and 2 * target.active * tokens / gpu.products / 1e12,
     )
