@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from draftlab.base import UserError
@@ -163,3 +164,19 @@ def test_processes_that_were_started_start_no_others(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="cannot start more"):
         check_gpus(2, "cpu")
+
+
+def test_whoever_leaves_has_no_threads_left() -> None:
+    """One that still lets go of a tensor while Python exits aborts the process."""
+
+    def gloo() -> int:
+        tasks = Path("/proc/self/task").glob("*/comm")
+        return sum("gloo" in task.read_text() for task in tasks)
+
+    before = gloo()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    left = Ranks(0, 2, torch.device("cpu"), dist.new_group(backend="gloo"))
+    left.total(torch.ones(3))
+    assert gloo() > before
+    left.leave()
+    assert gloo() == before
