@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 
 class UserError(Exception):
@@ -36,6 +36,17 @@ class Knobs(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+
+def _as_list(value: Any) -> Any:
+    """One value where several may stand; of a text, several between commas."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(","))
+    return (value,) if isinstance(value, int | float) else value
+
+
+Listed = BeforeValidator(_as_list)
+"""Of knobs with several values: `eval.k=4` and `eval.k=3,5` are as good as `eval.k=[3, 5]`."""
 
 
 def faults(error: ValidationError) -> list[Any]:

@@ -183,8 +183,8 @@ def test_conversations_without_an_answer_are_counted(workshop: Path) -> None:
 
 @pytest.mark.parametrize("what", ["truncate", "skip"])
 def test_overlong_samples_are_cut_or_left_out_and_counted(workshop: Path, what: str) -> None:
-    texts = ["the user " * 4] * 3
-    long = given(Path("long.jsonl"), *[["hi", text * 3] for text in texts], ["hi", "the on"])
+    chats = [[f"hi {number}", "the user " * 12] for number in range(3)]
+    long = given(Path("long.jsonl"), *chats, ["hi", "the on"])
     heard = Heard()
     limit = ("record.max_length=30", f"record.overlong={what}")
     pipeline(long, AS_GIVEN, "name=other", *limit, monitor=heard).make("store")

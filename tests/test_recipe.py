@@ -178,6 +178,28 @@ def test_overrides_are_dotted_keys_with_yaml_values(tmp_path: Path) -> None:
     assert recipe.prompts.source == "a=b.jsonl"
 
 
+def test_lists_may_be_written_with_commas(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        written(tmp_path, "regenerate: {temperatures: 0.7}"),
+        [
+            "eval.k=3,5",
+            "eval.temperatures=0,0.8, 1.5",
+            "eval.compare=reference, runs/other/head",
+            "record.boundaries=2,6,9",
+            "export.formats=vllm,sglang",
+        ],
+    )
+    assert recipe.eval.k == (3, 5)
+    assert recipe.eval.temperatures == (0.0, 0.8, 1.5)
+    assert recipe.eval.compare == ("reference", "runs/other/head")
+    assert recipe.record.boundaries == (2, 6, 9)
+    assert recipe.export.formats == ("vllm", "sglang")
+    assert recipe.regenerate.temperatures == (0.7,)
+    path = written(tmp_path, "seed: 1")
+    assert "eval.k.1: expected a valid integer, found 'x'" in fault(path, "eval.k=3,x")
+    assert "a layout out of llamacpp, sglang, " in fault(path, "export.formats=foo")
+
+
 def test_off_is_a_word_where_words_are_asked_for(tmp_path: Path) -> None:
     path = written(tmp_path, "eval: {draft_probs: off}\nregenerate: {enabled: off}")
     recipe = load_recipe(path)

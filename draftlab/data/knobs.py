@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from draftlab.base import Knobs
+from draftlab.base import Knobs, Listed
 from draftlab.data.manifest import StoreDtype
 from draftlab.decode.knobs import VllmKnobs
 
@@ -38,7 +38,9 @@ class RegenerateKnobs(Knobs):
 
     enabled: bool = True
     """Whether the target writes the answers; False keeps the given ones (off-policy)."""
-    temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(min_length=1)] = (
+    temperatures: Annotated[
+        tuple[Annotated[float, Field(ge=0)], ...], Listed, Field(min_length=1)
+    ] = (
         0.0,
         0.8,
     )
@@ -66,7 +68,7 @@ class RegenerateKnobs(Knobs):
 class RecordKnobs(Knobs):
     """What is recorded, in which pieces."""
 
-    boundaries: tuple[int, ...] | None = None
+    boundaries: Annotated[tuple[int, ...] | None, Listed] = None
     """Boundaries whose states become the features, ascending: the inputs of layers of these numbers
     (vLLM's `eagle_aux_hidden_state_layer_ids`); None: the target's default ones."""
     dtype: StoreDtype = "bfloat16"

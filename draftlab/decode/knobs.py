@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
-from draftlab.base import Knobs
-
-
-def _as_list(value: Any) -> Any:
-    """One value where several may stand."""
-    return (value,) if isinstance(value, int | float | str) else value
+from draftlab.base import Knobs, Listed
 
 
 def _distinct(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
@@ -19,7 +14,6 @@ def _distinct(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
     return values if values is None else tuple(dict.fromkeys(values))
 
 
-_Listed = BeforeValidator(_as_list)
 _Distinct = AfterValidator(_distinct)
 _Count = Annotated[int, Field(ge=1)]
 _Temperature = Annotated[float, Field(ge=0)]
@@ -46,12 +40,12 @@ class EvalKnobs(Knobs):
     """Prompts as plain text, without the chat template."""
     max_prompts: int | None = Field(default=64, ge=1)
     """Prompts taken from the suite's start; None: all."""
-    compare: Annotated[tuple[str, ...], _Listed, _Distinct] = ()
+    compare: Annotated[tuple[str, ...], Listed, _Distinct] = ()
     """Further heads in the same report: "reference", or head folders. One that was made for another
     target is left out, and named."""
-    k: Annotated[tuple[_Count, ...] | None, _Listed, _Distinct] = Field(default=None, min_length=1)
+    k: Annotated[tuple[_Count, ...] | None, Listed, _Distinct] = Field(default=None, min_length=1)
     """Drafts a step, one or several; None: what the head was trained for, at most 4."""
-    temperatures: Annotated[tuple[_Temperature, ...], _Listed, _Distinct] = Field(
+    temperatures: Annotated[tuple[_Temperature, ...], Listed, _Distinct] = Field(
         default=(0.0, 0.8), min_length=1
     )
     """Each gives its own rows; 0 is greedy."""
@@ -74,7 +68,7 @@ class EvalKnobs(Knobs):
     """Prompts timed, at least one batch of them; 0: no times."""
     timing_tokens: int = Field(default=64, ge=2)
     """Tokens of a timed answer; stop tokens are ignored there."""
-    timing_batches: Annotated[tuple[_Count, ...], _Listed, _Distinct] = Field(
+    timing_batches: Annotated[tuple[_Count, ...], Listed, _Distinct] = Field(
         default=(1,), min_length=1
     )
     """Prompts decoded at once when timed, one or several; the first is the row's own time."""

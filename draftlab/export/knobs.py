@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from draftlab.base import Knobs, UserError
+from draftlab.base import Knobs, Listed, UserError
 
 PROGRAMS = ("speculators", "vllm", "sglang", "llamacpp")
 """Those that `layouts.LAYOUTS` knows."""
@@ -30,7 +30,7 @@ def check_program(name: str) -> None:
 class ExportKnobs(Knobs):
     """Which layouts a head is exported to, and how."""
 
-    formats: tuple[str, ...] = ("speculators",)
+    formats: Annotated[tuple[str, ...], Listed] = ("speculators",)
     """Layouts to write, each into a folder of its own name: speculators, vllm, sglang, llamacpp."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Of floating tensors; None: the dtype the head is stored in."""

@@ -100,7 +100,7 @@ def _hub_errors(repo: str, api: HfApi) -> Iterator[None]:
         raise UserError(f"{what}{said}", where=repo, do=do) from None
     except Exception as error:  # the clients of HTTP and of Xet have many, and change them
         raise UserError(
-            f"the connection to the Hub broke off: {_redacted(str(error), api)}",
+            f"no connection to the Hub, or it broke off: {_redacted(str(error), api)}",
             where=repo,
             do=RESUMES,
         ) from None
