@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from draftlab.base import UserError
+from draftlab.kernels.linear import MAX_ROWS
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target.agreement import check_agreement
 from draftlab.target.fused import FusedDecoder, fused_decoder, knows
-from draftlab.target.model import Target, TargetKnobs, load_target
+from draftlab.target.model import States, Target, TargetKnobs, load_target
 from tests.target.zoo import SHAPE, zoo_folder
 
 # Windows of 8 bite: the sequences below are longer.
@@ -132,6 +134,21 @@ def test_what_is_not_known_is_left_to_transformers(fresh: Target) -> None:
 def test_other_architectures_are_not_known(kind: str, tmp_path: Path) -> None:
     folder = zoo_folder(tmp_path, kind)
     assert not knows(load_target(TargetKnobs(path=str(folder), device="cpu")))
+
+
+def test_check_runs_a_prompt_of_more_rows_than_kernels_of_few_take(
+    fresh: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = FusedDecoder(fresh)
+    states = fused.states
+
+    def wrong(token_ids: Tensor, *rest: Any, **options: Any) -> States:
+        found = states(token_ids, *rest, **options)
+        return States(found.features * (1.1 if token_ids.numel() > MAX_ROWS else 1), found.last)
+
+    monkeypatch.setattr(fused, "states", wrong)
+    with pytest.raises(UserError, match="differ in their states"):
+        check_agreement(fresh, fused, "the fused path")
 
 
 @pytest.mark.parametrize("fault", ["scale", "window", "eps", "rope", "norm"])
