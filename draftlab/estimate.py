@@ -31,8 +31,6 @@ SLOWER = (2, 4)
 """How many times slower than the best a stage may be."""
 CHECKPOINTS = 2
 """That training keeps (`train/checkpoint.py`)."""
-UNKNOWN = "unknown"
-"""How what is said of a need begins that cannot be told."""
 USABLE = 0.9
 """Of a GPU's memory."""
 
@@ -46,6 +44,7 @@ class Need:
     disk: float | None = None
     memory: float | None = None
     seconds: float | None = None
+    known: bool = True
 
 
 def needs(recipe: Recipe) -> list[Need]:
@@ -102,7 +101,7 @@ def estimate(recipe: Recipe, runs: Path, stages: Collection[str]) -> Iterator[st
             f"{need.about}"
         )
     disk = sum(need.disk or 0 for need in found)
-    unknown = any(need.about.startswith(UNKNOWN) for need in found)
+    unknown = not all(need.known for need in found)
     seconds = sum(need.seconds or 0 for need in found) if gpu else None
     total = f"  {'in all':8}{_bytes(disk):>9}  {'':14}  {_time(seconds)}".rstrip()
     yield f"{total}, and what is unknown" if unknown else total
@@ -142,12 +141,12 @@ def _of_conversations(
 ) -> list[Need]:
     if recipe.record.online:
         stored = Need("store", "nothing is stored: the target runs beside the training")
-        unknown = Need("answers", f"{UNKNOWN}: as many as there are prompts")
+        unknown = Need("answers", "unknown: as many as there are prompts", known=False)
         return [_answers(recipe, target, talk, gpu) if talk else unknown, stored]
     if talk is None:
         why = f"{recipe.prompts.source} is not there, and prompts.max_prompts not given"
         each = f"{_bytes(identity.token_bytes)} a token"
-        return [Need("answers", f"{UNKNOWN}: {why}"), Need("store", each)]
+        return [Need("answers", f"unknown: {why}", known=False), Need("store", each)]
     return [_answers(recipe, target, talk, gpu), _store(recipe, identity, target, talk, gpu)]
 
 

@@ -40,10 +40,7 @@ class RegenerateKnobs(Knobs):
     """Whether the target writes the answers; False keeps the given ones (off-policy)."""
     temperatures: Annotated[
         tuple[Annotated[float, Field(ge=0)], ...], Listed, Field(min_length=1)
-    ] = (
-        0.0,
-        0.8,
-    )
+    ] = (0.0, 0.8)
     """Answer s of prompt i is sampled at temperatures[(i + s) modulo their number]; 0 is greedy."""
     samples: Annotated[int, Field(ge=1)] = 1
     """Answers to each prompt; further ones get ids such as `prompt-7~1`."""

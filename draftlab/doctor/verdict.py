@@ -63,7 +63,7 @@ class Case:
             verdict += f" (and {len(faults) - told} more)"
         if not faults:
             verdict = self._healthy()
-            verdict += "; hardly trained" * any(f.kind == HARDLY for f in findings)
+            verdict += f"; {HARDLY}" * any(f.kind == HARDLY for f in findings)
         return Diagnosis(
             healthy=not faults,
             verdict=verdict,

@@ -2,7 +2,8 @@
 
 Triton reads TRITON_INTERPRET when kernels are defined. So a file of tests that call kernels has one
 that runs the file once more, in a process where it is set: that one is marked `runs_the_others`,
-those that need it `inside`, those that no kernel takes part in `outside`. Those that compile
+those that need it `inside` (`on_kernels`: there or on a
+GPU, `DEVICE`), those that no kernel takes part in `outside`. Those that compile
 kernels and launch none are marked `compiles`.
 """
 
@@ -17,6 +18,10 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+on_kernels = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="run by test_in_the_interpreter"
+)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 outside = pytest.mark.skipif(INTERPRETED, reason="no kernel takes part")
 runs_the_others = pytest.mark.skipif(
     INTERPRETED or torch.cuda.is_available(), reason="runs the others"

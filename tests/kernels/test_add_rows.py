@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from draftlab.kernels.add_rows import add_rows_, add_rows_reference_
-from tests.kernels.interpreter import INTERPRETED, run_in_the_interpreter, runs_the_others
-
-kernel = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="run by test_in_the_interpreter"
+from tests.kernels.interpreter import (
+    DEVICE,
+    INTERPRETED,
+    on_kernels,
+    run_in_the_interpreter,
+    runs_the_others,
 )
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @runs_the_others
@@ -38,7 +39,7 @@ def test_the_reference_adds() -> None:
     assert torch.equal(whole, expected)
 
 
-@kernel
+@on_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "columns"), [(6, 40), (11, 1), (1, 5000), (0, 8)])
 def test_the_kernel_adds_the_same(n: int, columns: int, dtype: torch.dtype) -> None:
@@ -59,7 +60,7 @@ def test_the_kernel_adds_the_same(n: int, columns: int, dtype: torch.dtype) -> N
     assert torch.equal(whole._base[kept], untouched[kept])
 
 
-@kernel
+@on_kernels
 def test_shapes_that_do_not_fit_are_refused() -> None:
     from draftlab.kernels.add_rows import launch_
 
@@ -72,7 +73,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     launch_(whole, index[:0], rows[:0])
 
 
-@kernel
+@on_kernels
 def test_rows_of_any_strides() -> None:
     """The gradient of a sum is one number, expanded; another may be transposed."""
     from draftlab.kernels.add_rows import launch_

@@ -13,12 +13,13 @@ from draftlab.kernels.gated import (
     gated_backward_reference_,
     gated_reference,
 )
-from tests.kernels.interpreter import INTERPRETED, run_in_the_interpreter, runs_the_others
-
-kernel = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="run by test_in_the_interpreter"
+from tests.kernels.interpreter import (
+    DEVICE,
+    on_kernels,
+    run_in_the_interpreter,
+    runs_the_others,
 )
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 SHAPES = [(6, 40), (3, 1), (1, 2048), (2, 2100), (0, 8)]
 
 
@@ -64,7 +65,7 @@ def test_float64_is_not_rounded() -> None:
     assert gated_backward_(gate_up, given).dtype == torch.float64
 
 
-@kernel
+@on_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "columns"), SHAPES)
 def test_the_kernels_make_the_same(n: int, columns: int, dtype: torch.dtype) -> None:
@@ -84,7 +85,7 @@ def test_the_kernels_make_the_same(n: int, columns: int, dtype: torch.dtype) -> 
     assert torch.equal(gate_up, before)
 
 
-@kernel
+@on_kernels
 def test_a_gradient_that_does_not_fit_is_refused() -> None:
     from draftlab.kernels.gated import launch_backward_
 
@@ -94,7 +95,7 @@ def test_a_gradient_that_does_not_fit_is_refused() -> None:
             launch_backward_(gate_up, wrong)
 
 
-@kernel
+@on_kernels
 def test_gates_and_ups_of_any_strides() -> None:
     from draftlab.kernels.gated import launch, launch_backward_
 
