@@ -113,8 +113,13 @@ def stage_tokenizer(work: Path) -> None:
 
 
 def stage_prompts(work: Path) -> None:
-    """Write the package's prompt files, and all head prompts to `work`/head_all.jsonl."""
+    """Write the package's prompt files; to `work`, head_all.jsonl and target_all.jsonl.
+
+    The latter are prompts of the split that the target learned from, none of them held out: for
+    heads that want more answers than the head split's prompts get.
+    """
     head = sorted(_unshared(_functions(work, "head"), work, ["target"]), key=_order)
+    seen = sorted(_unshared(_functions(work, "target"), work, ["head", "heldout"]), key=_order)
     heldout = _heldout(work, _functions(work, "heldout"))
     head_lines, heldout_lines = _prompt_lines(head, "head"), _prompt_lines(heldout, "heldout")
     shipped, size = 0, 0
@@ -126,10 +131,11 @@ def stage_prompts(work: Path) -> None:
     (folder / "heldout.jsonl").write_text("".join(heldout_lines))
     (folder / "head.jsonl").write_text("".join(head_lines[:shipped]))
     (work / "head_all.jsonl").write_text("".join(head_lines))
+    (work / "target_all.jsonl").write_text("".join(_prompt_lines(seen, "target")))
     packages = {row["source"].split("/")[0] for row in heldout}
     print(
         f"prompts: {len(heldout)} held-out from {len(packages)} packages; "
-        f"head {shipped} shipped of {len(head)}"
+        f"head {shipped} shipped of {len(head)}; target {len(seen)}"
     )
 
 

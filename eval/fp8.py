@@ -24,6 +24,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from draftlab.base import Monitor
+from draftlab.data.fp8 import dequantise
 from draftlab.data.store import Record, Store
 from draftlab.heads.folder import save_head
 from draftlab.recipe import load_recipe
@@ -64,8 +65,11 @@ class Unscaled(Store):
     def view(self, index: int) -> Record:
         record = super().view(index)
         factors = scale(len(self.identity.boundaries), self.identity.hidden_size)
-        features = (record.features.float() / factors).to(record.features.dtype)
-        return replace(record, features=features)
+        features = record.features
+        if record.scales is not None:
+            features = dequantise(features, record.scales)
+        features = (features.float() / factors).to(features.dtype)
+        return replace(record, features=features, scales=None)
 
 
 class Said(Monitor):

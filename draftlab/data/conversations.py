@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -86,6 +87,16 @@ class Conversation:
             **({"tools": list(self.tools)} if self.tools else {}),
         }
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+
+
+def further_id(id_: str, sample: int) -> str:
+    """The id of a prompt's answer number `sample`: `prompt-7`, `prompt-7~1`, `prompt-7~2`, …"""
+    return f"{id_}~{sample}" if sample else id_
+
+
+def prompt_of(id_: str) -> str:
+    """The id of the prompt that the answer of such an id answers to."""
+    return re.sub(r"~\d+$", "", id_)
 
 
 def parse_line(line: bytes, path: Path, number: int) -> Conversation:

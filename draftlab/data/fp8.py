@@ -59,11 +59,14 @@ def quantise(features: Tensor, boundaries: int) -> Quantised:
 
 
 def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
-    """bfloat16 features [n, F] of e4m3 codes [n, F] and float32 scales [n, b]."""
+    """bfloat16 features […, F] of e4m3 codes […, F] and float32 scales […, b], on their device."""
     boundaries = scales.shape[-1]
     width = codes.shape[-1] // max(boundaries, 1)
-    parts = codes.float().view(len(codes), boundaries, width) * scales[..., None]
-    return parts.flatten(1).bfloat16()
+    features = torch.empty_like(codes, dtype=torch.bfloat16)
+    for number in range(boundaries):  # one at a time: the products are float32 before they round
+        at = slice(number * width, (number + 1) * width)
+        features[..., at] = codes[..., at].bfloat16() * scales[..., number, None]
+    return features
 
 
 def relative_errors(error: Tensor, square: Tensor, boundaries: int) -> list[tuple[float, float]]:

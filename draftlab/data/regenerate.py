@@ -25,7 +25,13 @@ from draftlab.chat.render import (
     tokenizer_sha256,
 )
 from draftlab.data.answer_file import AnswerFile
-from draftlab.data.conversations import Answer, Conversation, with_answers, write_conversations
+from draftlab.data.conversations import (
+    Answer,
+    Conversation,
+    further_id,
+    with_answers,
+    write_conversations,
+)
 from draftlab.data.knobs import RegenerateKnobs
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Generation, Request, Sampling
@@ -190,7 +196,7 @@ def _start(
     first: dict[str, str] = {}
     for (i, given), sample in product(enumerate(prompts), range(knobs.samples)):
         temperature = knobs.temperatures[(i + sample) % len(knobs.temperatures)]
-        prompt = replace(given, id=f"{given.id}~{sample}") if sample else given
+        prompt = replace(given, id=further_id(given.id, sample))
         draft = _Draft(prompt, temperature, _groups(prompt.messages))
         try:
             length = len(prompt_ids(tokenizer, draft.groups[0], prompt.tools))

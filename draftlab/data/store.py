@@ -74,6 +74,8 @@ class Record:
             state before it was rounded to the store's dtype; NaN where not `teachers`.
         argmax: int64 [T], of the same logits; ties are the lowest id; −1 where not `teachers`.
         temperature: the sample's.
+        scales: of a `view` of an fp8 store, whose features are codes: float32 [T, b], to be
+            multiplied with them (`dequantise`); else None.
     """
 
     id: str
@@ -84,6 +86,7 @@ class Record:
     logsumexp: Tensor
     argmax: Tensor
     temperature: float | None
+    scales: Tensor | None = None
 
 
 def predicted(spans: Tensor) -> Tensor:
@@ -170,27 +173,33 @@ class Store:
 
     def __getitem__(self, index: int) -> Record:
         record = self.view(index)
+        coded = record.scales is not None
         return replace(
             record,
             tokens=record.tokens.long(),
             spans=record.spans.long(),
-            features=record.features.clone(),
+            features=dequantise(record.features, record.scales)
+            if coded
+            else record.features.clone(),
+            scales=None,
             last=record.last.clone(),
             logsumexp=record.logsumexp.clone(),
             argmax=record.argmax.long(),
         )
 
     def view(self, index: int) -> Record:
-        """A record in the shard's own memory and dtypes (integers are int32): not to be changed."""
+        """A record in the shard's own memory and dtypes, not to be changed: integers are int32,
+        features of an fp8 store are its codes, beside their scales."""
         number, row, window = self._place(index)
         shard = self.manifest.shards[number]
-        tokens, spans, *states = (
+        tensors = (
             self._read(number, name, window)
             for name in ("tokens", "spans", "features", "last", "logsumexp", "argmax")
         )
-        if states[0].dtype is E4M3:
-            states[0] = dequantise(states[0], self._read(number, "scales", window))
-        return Record(shard.ids[row], tokens, spans, *states, shard.temperatures[row])
+        scales = None
+        if self._shard(number)["features"].dtype is E4M3:
+            scales = self._read(number, "scales", window)
+        return Record(shard.ids[row], *tensors, shard.temperatures[row], scales)
 
     def views(self, indices: Sequence[int]) -> list[Record]:
         """`view` of several records."""

@@ -8,6 +8,7 @@ for the gate, is in `Pieces`, which torch.compile makes a few kernels of.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +74,7 @@ def of_norm(norm: Any, dtype: torch.dtype) -> Weights:
     return (None if norm is None else norm.weight.to(dtype),)
 
 
-def stacked(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+def stacked(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Weights below each other, in the products' dtype."""
     return torch.cat([part.to(dtype) for part in parts])
 
@@ -87,8 +88,10 @@ def projections(layer: DecoderLayer) -> tuple[Tensor, Tensor, Tensor]:
 class LayerWeights:
     """A layer's weights in the products' dtype, with gradients to its parameters.
 
+    Each is cast where it is first read. Autograd runs what was made later first: so its gradient is
+    whole, and on its way to other ranks, before the backward pass goes on to what was made earlier.
+
     Attributes:
-        query, key_value, output, gate_up, down: as their products read them.
         query_norm, key_norm, output_norm: vectors, as the pieces take them.
     """
 
@@ -100,16 +103,32 @@ class LayerWeights:
         Args:
             read: in place of q's, k's and v's weights, such as some of their columns.
         """
-        attention, mlp = layer.self_attn, layer.mlp
-        query, key, value = read or projections(layer)
-        self.query = Shared(query.to(dtype))
-        self.key_value = Shared(stacked([key, value], dtype))
-        self.output = Shared(attention.o_proj.weight.to(dtype))
-        self.gate_up = Shared(stacked([mlp.gate_proj.weight, mlp.up_proj.weight], dtype))
-        self.down = Shared(mlp.down_proj.weight.to(dtype))
-        self.query_norm = of_norm(attention.q_norm, dtype)
-        self.key_norm = of_norm(attention.k_norm, dtype)
+        self._layer, self._dtype, self._read = layer, dtype, read or projections(layer)
+        self.query_norm = of_norm(layer.self_attn.q_norm, dtype)
+        self.key_norm = of_norm(layer.self_attn.k_norm, dtype)
         self.output_norm = of_norm(layer.post_attention_layernorm, dtype)
+
+    @cached_property
+    def query(self) -> Shared:
+        """As its product reads it; so the others."""
+        return Shared(self._read[0].to(self._dtype))
+
+    @cached_property
+    def key_value(self) -> Shared:
+        return Shared(stacked(self._read[1:], self._dtype))
+
+    @cached_property
+    def output(self) -> Shared:
+        return Shared(self._layer.self_attn.o_proj.weight.to(self._dtype))
+
+    @cached_property
+    def gate_up(self) -> Shared:
+        mlp = self._layer.mlp
+        return Shared(stacked([mlp.gate_proj.weight, mlp.up_proj.weight], self._dtype))
+
+    @cached_property
+    def down(self) -> Shared:
+        return Shared(self._layer.mlp.down_proj.weight.to(self._dtype))
 
     def run_output(self, pieces: Pieces, attended: Tensor, residual: Tensor, eps: float) -> Tensor:
         """`DecoderLayer.output` [n, H] of attended values [n, Q] and residual [n, H]."""

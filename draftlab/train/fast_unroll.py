@@ -102,7 +102,7 @@ class _Unrolled:
         self.hidden_norm = of_norm(layer.hidden_norm, dtype)
         self.starts = document_starts(batch.documents)
         self.positions = batch.positions.flatten()
-        num_queries = len(weights.query.tensor)
+        num_queries = len(of_hidden[0])
         self.of_queries, self.of_keys = slice(num_queries), slice(num_queries, None)
         scale = layer.input_layernorm.weight  # in the projection, not in the norm
         projection = stacked([weight * scale for weight in of_embeddings], dtype)

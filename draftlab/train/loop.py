@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from draftlab.base import Monitor, UserError, canonical_json, sha256_text
+from draftlab.data.conversations import prompt_of
 from draftlab.data.draft_vocab import DraftVocabulary
 from draftlab.data.noise import StepNoise
 from draftlab.data.order import batches
@@ -39,10 +40,24 @@ from draftlab.train.wrap import wrap
 
 
 def split(store: Store, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Record indices for training and for validation, disjoint, fixed by the seed."""
-    order = np.random.default_rng([seed, 1]).permutation(len(store)).tolist()
-    held_out = min(max(1, round(share * len(store))), len(store) - 1) if share else 0
-    return sorted(order[held_out:]), sorted(order[:held_out])
+    """Record indices for training and for validation, disjoint, fixed by the seed.
+
+    Answers to one prompt (`prompt-7`, `prompt-7~1`) fall on the same side, so that a validation
+    never asks what training has seen answered.
+    """
+    prompts: dict[str, list[int]] = {}
+    for index, id_ in enumerate(store.ids):
+        prompts.setdefault(prompt_of(id_), []).append(index)
+    groups = list(prompts.values())
+    wanted = min(max(1, round(share * len(store))), len(store) - 1) if share else 0
+    held_out: list[int] = []
+    for group in np.random.default_rng([seed, 1]).permutation(len(groups))[: len(groups) - 1]:
+        if len(held_out) >= wanted:
+            break
+        held_out += groups[group]
+    if wanted and not held_out:  # all answer one prompt
+        held_out = groups[0][-wanted:]
+    return sorted(set(range(len(store))) - set(held_out)), sorted(held_out)
 
 
 class Trainer:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from draftlab.data.fp8 import E4M3, dequantise, quantise, relative_errors
+from draftlab.data.packing import pack
 from draftlab.data.record import RecordKnobs, record
 from draftlab.data.store import Store
 from draftlab.target.model import Target, TargetKnobs, load_target
@@ -132,3 +133,25 @@ def test_a_store_without_features(target: Target, tmp_path: Path) -> None:
     store = record(target, make_samples(3), tmp_path, knobs, identity, monitor=Lines())
     assert store[0].features.shape == (store.lengths[0], 0)
     assert store.manifest.shards[0].fp8_errors == []
+
+
+def test_codes_are_packed_as_the_features_they_stand_for(target: Target, tmp_path: Path) -> None:
+    store = make(target, tmp_path / "fp8", dtype="fp8")
+    everything = [*range(len(store))]
+    rows, plain = [store.views(everything)], [[store[i] for i in everything]]
+    assert all(record.features.dtype == E4M3 for record in rows[0])
+    found, expected = (pack(of, sum(store.lengths) + 3, 3) for of in (rows, plain))
+    assert found.scales is None
+    assert torch.equal(found.features, expected.features)
+    assert torch.equal(found.last, expected.last)
+
+
+@pytest.mark.gpu
+def test_codes_are_decoded_where_they_arrive(target: Target, tmp_path: Path) -> None:
+    store = make(target, tmp_path / "fp8", dtype="fp8")
+    rows = [store.views(range(len(store)))]
+    length = sum(store.lengths)
+    there = pack(rows, length, 3, pin=True).to(torch.device("cuda"))
+    here = pack(rows, length, 3)
+    assert there.features.dtype == torch.bfloat16
+    assert torch.equal(there.features.cpu(), here.features)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draftlab.data.packing import Batch, pack
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.train import unrolling
+from draftlab.train import fast_unroll, unrolling
 from draftlab.train.cost import kept_bytes
 from draftlab.train.fast_layers import PIECES, Pieces
 from draftlab.train.fast_unroll import FastUnroll, fits
@@ -184,3 +184,31 @@ def test_a_compiler_that_fails_or_errs_is_not_used(monkeypatch: pytest.MonkeyPat
 def test_other_heads_do_not_fit() -> None:
     assert not fits(head(parts(), family="ptd"))
     assert not fits(head(parts(), **EAGLE))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_are_whole_as_soon_as_they_can_be(
+    recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks reduce what is whole while the backward pass goes on: it must not come at the end.
+
+    What follows attention is last read at step 0, before the backward pass of its attention.
+    """
+    model, batch, seen = loud(), batch_of(), []
+    attention = fast_unroll.ttt_attention
+
+    def watched(query: Tensor, *rest: object) -> Tensor:
+        if query.requires_grad:
+            query.register_hook(lambda _: seen.append("attention"))
+        return attention(query, *rest)
+
+    monkeypatch.setattr(fast_unroll, "ttt_attention", watched)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    learnt(model, FastUnroll(torch.float32, recompute=recompute)(model, batch), batch)
+    last = max(number for number, name in enumerate(seen) if name == "attention")
+    layer = "layers.0.{}.weight".format
+    early = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"}
+    assert {"lm_head.weight", *map(layer, early)} <= set(seen[:last])
+    assert {"fc.weight", layer("self_attn.q_proj"), layer("self_attn.k_proj")} <= set(seen[last:])
