@@ -1,6 +1,7 @@
-"""What each option of a chain head does to AL: one option changed at a time, the seed kept.
+"""What each option of a head does to AL: one option changed at a time, the seed kept.
 
     python eval/options.py --out runs/options --write docs/results/options.md
+    python eval/options.py --recipe recipes/quickstart_ptd.yaml --out runs/options_ptd --write PAGE
 
 Every variant is a run of the recipe with knobs changed, and takes over what the base run's stages
 made where its own would be the same. A variant that is done is not made again, so that `--only` may
@@ -55,7 +56,13 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "eagle, one step": (*EAGLE, "train.ttt_steps=1"),
     "eagle, no noise": (*EAGLE, "train.noise=0"),
     "eagle, no regression": (*EAGLE, "train.regression=0", "train.distillation=1"),
+    "norm_before_residual, lk": ("head.norm_before_residual=true", "train.loss=lk"),
+    "no drop": ("train.cod_ratio=1",),
+    "depths weigh alike": ("train.gamma=1",),
+    "four layers": ("head.num_layers=4",),
 }
+OF_ALL = ("base", "norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm", "lk", "wsd")
+PARALLEL = (*OF_ALL, "norm_before_residual, lk", "no drop", "depths weigh alike", "four layers")
 
 
 class Lines(Monitor):
@@ -226,6 +233,8 @@ option that learns faster leads early, and need not lead later.
 def page(results: Sequence[Result], options: argparse.Namespace) -> str:
     """The page of results: conditions, then the table."""
     knobs = "".join(f" {knob}" for knob in options.knobs)
+    if options.recipe != RECIPE:
+        knobs = f" --recipe recipes/{options.recipe.name}{knobs}"
     return PAGE.format(
         command=f"eval/options.py --prompts {options.prompts} --k {options.k}{knobs}",
         recipe=f"`recipes/{options.recipe.name}`",
@@ -243,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="what variants are changes of")
     parser.add_argument("--out", type=Path, default=Path("runs/options"), help="folder of the runs")
-    parser.add_argument("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--only", nargs="*", choices=VARIANTS, help="default: the family's")
     parser.add_argument("--prompts", type=int, default=128, help="first held-out prompts")
     parser.add_argument("--k", type=int, default=4, help="drafts a step")
     parser.add_argument("--write", type=Path, help="Markdown page that gets the results")
@@ -251,7 +260,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     recipe = load_recipe(options.recipe, options.knobs)
     target, tokenizer = load_target(recipe.target), load_tokenizer(recipe.target)
-    for name in options.only:
+    parallel = recipe.head.family == "ptd"
+    chains = [name for name in VARIANTS if name in OF_ALL or name not in PARALLEL]
+    for name in options.only or (PARALLEL if parallel else chains):
         file = options.out / f"{folder_name(name)}.json"
         if not file.exists():
             measure(name, options, target, tokenizer).write(file)
