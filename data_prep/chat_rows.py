@@ -4,7 +4,11 @@ The sets differ in the names of their columns and roles, not in what they hold, 
 for all: ShareGPT, Magpie and Open-PerfectBlend (`conversations` of `from`, `value`), UltraChat and
 the chat APIs (`messages` of `role`, `content`), pairs (`instruction`, `response` and the like),
 reasoning traces (tags in the text, or a column of their own), and calls of tools (in the chat
-APIs' form, as `function_call` and `observation` turns, or as `query`, `answers`, `tools`).
+APIs' form, of today or with `function_call` and `functions`; as `function_call` and `observation`
+turns; or as `query`, `answers`, `tools`).
+
+What a pair's question is about stands in its prompt, apart from it by an empty line: a `context`
+(SQuAD, Dolly; several texts in order) before the question, Alpaca's `input` behind its instruction.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ PAIRS = (
     ("problem", "generation"),
     ("problem", "solution"),
     ("question", "answer"),
+    ("question", "answers"),
     ("prompt", "response"),
     ("query", "answers"),
 )
@@ -73,7 +78,9 @@ def read_row(row: Any) -> Chat:
     system = row.get("system")
     if system and isinstance(system, str) and messages[:1] and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    tools = [_tool(tool) for tool in _listed(row.get("tools") or [], "tools")]
+    tools = [
+        _tool(tool) for tool in _listed(row.get("tools") or row.get("functions") or [], "tools")
+    ]
     _check(messages, tools)
     return Chat(messages, tools)
 
@@ -100,17 +107,46 @@ def _of_pair(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             break
     else:
         raise Dropped("no column of turns")
-    given = row.get("input") if asked == "instruction" else None  # what Alpaca's are about
-    question = f"{row[asked]}\n\n{given}" if given and isinstance(given, str) else row[asked]
+    question = row[asked]
+    about = row.get("input") if asked == "instruction" else None
+    if about and isinstance(about, str):
+        question = f"{question}\n\n{about}"
+    if question.strip():
+        question = "\n\n".join([*_contexts(row.get("context")), question])
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
-    if answered == "answers":
+    if asked == "query":
         calls = _calls(_listed(row[answered], "calls of tools"))
         return [*messages, {"role": "assistant", "content": "", "tool_calls": calls}]
-    answer = _answer(_text(row[answered]))
+    answer = _answer(_first_of(row[answered]))
     thoughts = row.get("reasoning") or row.get("reasoning_content")
     if isinstance(thoughts, str) and "reasoning_content" not in answer:
         answer["reasoning_content"] = thoughts
     return [*messages, answer]
+
+
+def _contexts(value: Any) -> list[str]:
+    """Texts that a question is about: none, one or several."""
+    texts = [value] if isinstance(value, str) else value or []
+    if not _are_texts(texts):
+        raise Dropped("a context that is no text")
+    return [text for text in texts if text.strip()]
+
+
+def _first_of(value: Any) -> str:
+    """The text of an answer; where several would do, of the first."""
+    if isinstance(value, Mapping) and "text" in value:  # SQuAD's, with where they stand
+        value = value["text"]
+    if _are_texts(value):
+        if not value:
+            raise Dropped("a question without an answer")
+        value = value[0]
+    return _text(value)
+
+
+def _are_texts(value: Any) -> bool:
+    """Whether it is a list of texts."""
+    listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return listed and all(isinstance(text, str) for text in value)
 
 
 def _of_turns(turns: Sequence[Any]) -> list[dict[str, Any]]:
@@ -122,11 +158,11 @@ def _of_turns(turns: Sequence[Any]) -> list[dict[str, Any]]:
         role = ROLES.get(str(name).lower())
         if role is None:
             raise Dropped(f"an unknown role, {str(name)[:20]!r}")
-        text = _text(
-            turn.get("content", turn.get("value")), may_be_none=bool(turn.get("tool_calls"))
-        )
+        calls = _asked_for(turn) if role == "assistant" else []
+        text = _text(turn.get("content", turn.get("value")), may_be_none=bool(calls))
         if role == "call":
-            calls = _calls([_json(text, "calls of tools")])
+            found = _json(text, "calls of tools")
+            calls = _calls(found if isinstance(found, list) else [found])
             messages.append({"role": "assistant", "content": "", "tool_calls": calls})
             continue
         message: dict[str, Any] = {"role": role, "content": text}
@@ -135,14 +171,24 @@ def _of_turns(turns: Sequence[Any]) -> list[dict[str, Any]]:
             thoughts = turn.get("reasoning_content") or turn.get("thinking")
             if isinstance(thoughts, str):
                 message["reasoning_content"] = thoughts
-            if turn.get("tool_calls"):
-                message["tool_calls"] = _calls(_listed(turn["tool_calls"], "calls of tools"))
+            if calls:
+                message["tool_calls"] = calls
         elif role == "tool":
             message |= {
                 k: turn[k] for k in ("name", "tool_call_id") if isinstance(turn.get(k), str)
             }
         messages.append(message)
     return messages
+
+
+def _asked_for(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """An assistant's calls: several, or the one that a turn of the first chat API had."""
+    if turn.get("tool_calls"):
+        return _calls(_listed(turn["tool_calls"], "calls of tools"))
+    call = turn.get("function_call")
+    # Where any row of a Parquet column has a call, all others have one of nothing.
+    nothing = isinstance(call, Mapping) and not any(call.values())
+    return _calls([call]) if call and not nothing else []
 
 
 def _text(value: Any, *, may_be_none: bool = False) -> str:

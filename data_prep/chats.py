@@ -35,6 +35,8 @@ KNOWN = {
     "perfectblend": ("mlabonne/open-perfectblend", "train"),
     "openthoughts": ("open-thoughts/OpenThoughts-114k", "train"),
     "toolcalls": ("Salesforce/xlam-function-calling-60k", "train"),
+    "dolly": ("databricks/databricks-dolly-15k", "train"),
+    "squad": ("rajpurkar/squad", "train"),
 }
 TRIES = 5
 FORMATS = (".jsonl", ".json", ".parquet")

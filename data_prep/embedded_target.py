@@ -20,22 +20,27 @@ one outcome of this recipe.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import multiprocessing
 import random
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from chosen_prompts import (
+    EMBEDDED,
+    by_hash,
+    functions_of,
+    held_out,
+    load_tokenizer,
+    prompt_lines,
+    read_jsonl,
+    unshared,
+    write_jsonl,
+)
+
 ROOT = Path(__file__).resolve().parents[1]
-EMBEDDED = ROOT / "draftlab" / "embedded"
 STAGES = ("corpus", "tokenizer", "prompts", "pack", "train", "card")
 CONTEXT = 2048
-ANSWER_TOKENS = (20, 220)
-PROMPT_TOKENS = 250
-HELDOUT_PROMPTS = 256
 HEAD_BYTES = 1_500_000
 HEAD_PROMPTS = 3_000
 MODEL_CONFIG = {
@@ -55,9 +60,10 @@ MODEL_CONFIG = {
 def stage_corpus(work: Path) -> None:
     """Write `work`/docs.{split}.jsonl (one text a line) and functions.{split}.jsonl."""
     import corpus
+    import wheels
 
-    pins = corpus.read_pins()
-    corpus.fetch(pins, work / "wheels")
+    pins = wheels.read_pins()
+    wheels.fetch(pins, work / "wheels")
     docs, why = corpus.documents(pins, work / "wheels")
     print("files:", dict(why.most_common()))
     with multiprocessing.Pool() as pool:
@@ -71,8 +77,8 @@ def stage_corpus(work: Path) -> None:
     kept = corpus.disjoint(by_split)
     report = {"packages": len(pins), "files_refused": dict(why)}
     for split in corpus.SPLITS:
-        _write_jsonl(work / f"docs.{split}.jsonl", texts[split])
-        _write_jsonl(work / f"functions.{split}.jsonl", map(asdict, kept[split]))
+        write_jsonl(work / f"docs.{split}.jsonl", texts[split])
+        write_jsonl(work / f"functions.{split}.jsonl", map(asdict, kept[split]))
         report[split] = {
             "files": len(texts[split]),
             "mb": sum(map(len, texts[split])) / 1e6,
@@ -89,8 +95,8 @@ def stage_tokenizer(work: Path) -> None:
     from transformers import GenerationConfig, LlamaConfig
 
     rng = random.Random(0)  # 22 %: merges hardly change with more, and learning them takes memory
-    texts = [text for text in _read_jsonl(work / "docs.target.jsonl") if rng.random() < 0.22]
-    for row in _read_jsonl(work / "functions.target.jsonl"):
+    texts = [text for text in read_jsonl(work / "docs.target.jsonl") if rng.random() < 0.22]
+    for row in read_jsonl(work / "functions.target.jsonl"):
         if rng.random() < 0.22:
             texts += [row["prompt"], row["answer"]]
     folder = EMBEDDED / "target"
@@ -118,10 +124,10 @@ def stage_prompts(work: Path) -> None:
     The latter are prompts of the split that the target learned from, none of them held out: for
     heads that want more answers than the head split's prompts get.
     """
-    head = sorted(_unshared(_functions(work, "head"), work, ["target"]), key=_order)
-    seen = sorted(_unshared(_functions(work, "target"), work, ["head", "heldout"]), key=_order)
-    heldout = _heldout(work, _functions(work, "heldout"))
-    head_lines, heldout_lines = _prompt_lines(head, "head"), _prompt_lines(heldout, "heldout")
+    head = sorted(unshared(functions_of(work, "head"), work, ["target"]), key=by_hash)
+    seen = sorted(unshared(functions_of(work, "target"), work, ["head", "heldout"]), key=by_hash)
+    heldout = held_out(work, functions_of(work, "heldout"))
+    head_lines, heldout_lines = prompt_lines(head, "head"), prompt_lines(heldout, "heldout")
     shipped, size = 0, 0
     while shipped < min(HEAD_PROMPTS, len(head)) and size + len(head_lines[shipped]) < HEAD_BYTES:
         size += len(head_lines[shipped])
@@ -131,7 +137,7 @@ def stage_prompts(work: Path) -> None:
     (folder / "heldout.jsonl").write_text("".join(heldout_lines))
     (folder / "head.jsonl").write_text("".join(head_lines[:shipped]))
     (work / "head_all.jsonl").write_text("".join(head_lines))
-    (work / "target_all.jsonl").write_text("".join(_prompt_lines(seen, "target")))
+    (work / "target_all.jsonl").write_text("".join(prompt_lines(seen, "target")))
     packages = {row["source"].split("/")[0] for row in heldout}
     print(
         f"prompts: {len(heldout)} held-out from {len(packages)} packages; "
@@ -143,15 +149,15 @@ def stage_pack(work: Path, pack: Path) -> None:
     """Write what `train` reads: token arrays, and the held-out prompts with reference answers."""
     from token_stream import pack_chat, pack_docs
 
-    tokenizer = _tokenizer()
+    tokenizer = load_tokenizer()
     pack.mkdir(parents=True, exist_ok=True)
     for split in ("target", "heldout"):
-        rows = _functions(work, split)
+        rows = functions_of(work, split)
         pack_chat(rows, pack / f"chat.{split}", tokenizer)
-        pack_docs(_read_jsonl(work / f"docs.{split}.jsonl"), pack / f"docs.{split}", tokenizer)
+        pack_docs(read_jsonl(work / f"docs.{split}.jsonl"), pack / f"docs.{split}", tokenizer)
     evaluation = [
         {"prompt": row["prompt_ids"], "answer": row["answer_ids"], "source": row["source"]}
-        for row in _heldout(work, rows)
+        for row in held_out(work, rows)
     ]
     (pack / "evaluation.json").write_text(json.dumps(evaluation))
 
@@ -167,110 +173,6 @@ def stage_card(work: Path, out: Path) -> None:
     report = json.loads((work / "corpus_report.json").read_text())
     answers = json.loads((out / "answers.json").read_text())
     (folder / "README.md").write_text(model_card(metrics, report, answers))
-
-
-def _tokenizer():
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(EMBEDDED / "target")
-
-
-def _functions(work: Path, split: str) -> list[dict]:
-    """A split's functions whose answer and prompt fit: `prompt`, `prompt_ids`, `answer_ids`.
-
-    Functions that repeat themselves (tables, long runs of assignments) are left out: a small
-    model learns loops from them.
-    """
-    from evaluate_target import repetition
-
-    tokenizer, kept = _tokenizer(), []
-    for row in _read_jsonl(work / f"functions.{split}.jsonl"):
-        answer = tokenizer(row["answer"], add_special_tokens=False)["input_ids"]
-        if not ANSWER_TOKENS[0] <= len(answer) <= ANSWER_TOKENS[1] or repetition(answer) > 0.35:
-            continue
-        for prompt in (row["prompt"], row["short_prompt"]):
-            text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-            )
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            if len(ids) <= PROMPT_TOKENS:
-                kept.append(
-                    {
-                        "source": row["source"],
-                        "prompt": prompt,
-                        "prompt_ids": ids,
-                        "answer_ids": answer,
-                    }
-                )
-                break
-    print(f"{split}: {len(kept)} functions of fitting length")
-    return kept
-
-
-def _unshared(rows: list[dict], work: Path, others: list[str]) -> list[dict]:
-    """Rows whose prompt is none of `others`' prompts (full or short) and the first of its kind.
-
-    Two functions may differ in full and still share signature and first paragraph.
-    """
-    taken = {
-        row[key]
-        for split in others
-        for row in _read_jsonl(work / f"functions.{split}.jsonl")
-        for key in ("prompt", "short_prompt")
-    }
-    fresh = []
-    for row in rows:
-        if row["prompt"] not in taken:
-            taken.add(row["prompt"])
-            fresh.append(row)
-    return fresh
-
-
-def _heldout(work: Path, rows: list[dict]) -> list[dict]:
-    """The held-out prompts: packages in turn, answers of some length."""
-    rows = _unshared(rows, work, ["target", "head"])
-    return _round_robin([row for row in rows if len(row["answer_ids"]) >= 30])[:HELDOUT_PROMPTS]
-
-
-def _order(row: dict) -> str:
-    return hashlib.sha256(("draftlab" + row["prompt"]).encode()).hexdigest()
-
-
-def _round_robin(rows: list[dict]) -> list[dict]:
-    """Rows in a fixed shuffled order, one package after the other, so a prefix is diverse."""
-    by_package = defaultdict(list)
-    for row in sorted(rows, key=_order):
-        by_package[row["source"].split("/")[0]].append(row)
-    ranked = [
-        (rank, package, row)
-        for package, group in by_package.items()
-        for rank, row in enumerate(group)
-    ]
-    return [row for _, _, row in sorted(ranked, key=lambda item: item[:2])]
-
-
-def _prompt_lines(rows: list[dict], name: str) -> list[str]:
-    return [
-        json.dumps(
-            {
-                "id": f"{name}-{i:05d}",
-                "messages": [{"role": "user", "content": row["prompt"]}],
-                "source": row["source"],
-            }
-        )
-        + "\n"
-        for i, row in enumerate(rows)
-    ]
-
-
-def _write_jsonl(path: Path, rows) -> None:
-    with path.open("w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def _read_jsonl(path: Path) -> Iterator:
-    with path.open() as file:
-        yield from map(json.loads, file)
 
 
 def main() -> None:

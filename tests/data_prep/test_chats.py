@@ -159,6 +159,66 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             assistant("4"),
         ],
     ),
+    "first chat api's functions": (
+        {
+            "messages": [
+                {**user("2+2?"), "function_call": None},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "function_call": {"name": "add", "arguments": '{"a": 2}'},
+                },
+                {"role": "function", "name": "add", "content": "4", "function_call": None},
+                {**assistant("4"), "function_call": {"name": None, "arguments": None}},
+            ],
+            "functions": [ADD],
+        },
+        [
+            user("2+2?"),
+            assistant("", tool_calls=CALL),
+            {"role": "tool", "content": "4", "name": "add"},
+            assistant("4"),
+        ],
+    ),
+    "sharegpt tools, several at once": (
+        {
+            "conversations": [
+                {"from": "human", "value": "2+2, twice?"},
+                {
+                    "from": "function_call",
+                    "value": json.dumps([{"name": "add", "arguments": {"a": 2}}] * 2),
+                },
+                {"from": "observation", "value": "[4, 4]"},
+            ],
+        },
+        [
+            user("2+2, twice?"),
+            assistant("", tool_calls=CALL * 2),
+            {"role": "tool", "content": "[4, 4]"},
+        ],
+    ),
+    "squad": (
+        {
+            "id": "57",
+            "title": "Oak",
+            "context": "An oak is a tree.",
+            "question": "What is an oak?",
+            "answers": {"text": ["a tree", "tree"], "answer_start": [10, 12]},
+        },
+        [user("An oak is a tree.\n\nWhat is an oak?"), assistant("a tree")],
+    ),
+    "contexts": (
+        {"question": "Which?", "answer": ["the first", "one"], "context": ["One.", "", "Two."]},
+        [user("One.\n\nTwo.\n\nWhich?"), assistant("the first")],
+    ),
+    "dolly": (
+        {"instruction": "Which?", "context": "", "response": "this", "category": "open_qa"},
+        [user("Which?"), assistant("this")],
+    ),
+    "dolly with context": (
+        {"instruction": "Sum up.", "context": "Long.", "response": "Short.", "category": "summary"},
+        [user("Long.\n\nSum up."), assistant("Short.")],
+    ),
     "parts": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]},
         [user("q")],
@@ -175,7 +235,8 @@ def test_each_shape(shape: str, tmp_path: Path) -> None:
     row, expected = ROWS[shape]
     chat = chat_rows.read_row(row)
     assert chat.messages == expected
-    assert chat.tools == ([{"type": "function", "function": ADD}] if "tools" in row else [])
+    has_tools = "tools" in row or "functions" in row
+    assert chat.tools == ([{"type": "function", "function": ADD}] if has_tools else [])
     # What is written is what the package reads.
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     chats.prepare([chats.parse_source(str(tmp_path / "rows.jsonl"))], tmp_path / "o", say=print)
@@ -207,6 +268,13 @@ BAD: list[tuple[Any, str]] = [
     ({"messages": [user("q"), assistant("", tool_calls=[{"function": {}}])]}, "no function"),
     ({"query": "q", "answers": '[{"name": "f", "arguments": "{"}]'}, "arguments of a call"),
     ({"messages": [user("q")], "tools": [3]}, "a tool that is no schema"),
+    ({"messages": [user("q"), assistant("", function_call={"arguments": "{}"})]}, "no function"),
+    ({"messages": [user("q"), assistant("", function_call="add")]}, "no function"),
+    ({"question": "q", "answer": "a", "context": {"title": ["t"]}}, "a context that is no text"),
+    ({"question": "q", "answer": "a", "context": ["t", 3]}, "a context that is no text"),
+    ({"question": " ", "answer": "a", "context": "t"}, "an empty question"),
+    ({"question": "q", "answers": {"text": []}, "context": "t"}, "a question without an answer"),
+    ({"question": "q", "answers": {"spans": ["a"]}}, "a turn that is no text"),
 ]
 
 

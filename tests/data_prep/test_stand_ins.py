@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-import draftlab
 from draftlab.chat.render import template_sha256, tokenizer_sha256
+from draftlab.data.conversations import conversation_file, read_conversations
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Request
 from draftlab.target.model import TargetKnobs, load_target, load_tokenizer
@@ -45,9 +45,10 @@ def scripts() -> tuple:
 
 @pytest.fixture(scope="module")
 def pack(scripts: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Token arrays as `embedded_target.py pack` writes them, of draftlab's own sources."""
+    """Token arrays as `embedded_target.py pack` writes them, of texts that no edit changes."""
     folder, tokenizer = tmp_path_factory.mktemp("pack"), load_tokenizer(TargetKnobs())
-    texts = [p.read_text() for p in sorted((Path(draftlab.__file__).parent / "heads").glob("*.py"))]
+    asked = read_conversations(conversation_file("embedded:heldout"))[:64]
+    texts = [conversation.messages[0]["content"] for conversation in asked]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     rows = [{"prompt_ids": [tokenizer.bos_token_id, *i[:20]], "answer_ids": i[20:90]} for i in ids]
     for split in ("target", "heldout"):
@@ -67,7 +68,7 @@ def test_a_stand_in_is_a_target(kind: str, scripts: tuple, pack: Path, tmp_path:
         changes |= {"intermediate_size_mlp": 64}
     metrics = stand_ins.train(kind, pack, out, schedule, **changes)
     assert metrics["steps"] == 12
-    assert metrics["log"][-1]["loss"] < metrics["log"][0]["loss"] - 0.3
+    assert metrics["log"][-1]["loss"] < metrics["log"][0]["loss"] - 0.2
     assert max(file.stat().st_size for file in out.glob("*.safetensors")) <= 12e6
 
     knobs = TargetKnobs(path=str(out), device="cpu")
