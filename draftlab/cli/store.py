@@ -43,17 +43,19 @@ def split(
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
-    """Parts of a store, every record in just one of them, dealt at random."""
+    """Parts of a store, every prompt with all its answers in just one of them, dealt at random."""
     with guard(debug, STARTS_ANEW):
         from draftlab.data import rewrite
+        from draftlab.data.split import by_prompt, deal
         from draftlab.data.store import Store
 
         opened, weights = Store.open(store), _shares(shares, len(out))
         for folder in out:
             rewrite.check_new(folder)
         made_by = {"made_by": "split", "shares": weights, "seed": seed}
-        parts = rewrite.deal(len(opened), weights, seed)
-        _check_parts(out, parts, len(opened))
+        prompts = by_prompt(opened.ids)
+        parts = deal(prompts, weights, seed)
+        _check_parts(out, parts, len(opened), len(prompts))
         for number, (folder, part) in enumerate(zip(out, parts, strict=True)):
             _told(rewrite.select(opened, part, folder, {**made_by, "part": number}, monitor))
 
@@ -70,6 +72,7 @@ def sample(
     with guard(debug, STARTS_ANEW):
         from draftlab.base import UserError
         from draftlab.data import rewrite
+        from draftlab.data.split import deal
         from draftlab.data.store import Store
 
         opened = Store.open(store)
@@ -78,7 +81,8 @@ def sample(
                 f"expected at most the store's {len(opened):,} records, found {records:,}",
                 where="--records",
             )
-        chosen = rewrite.deal(len(opened), [records, len(opened) - records], seed)[0]
+        each = [[record] for record in range(len(opened))]
+        chosen = deal(each, [records, len(opened) - records], seed)[0]
         made_by = {"made_by": "sample", "records": records, "seed": seed}
         _told(rewrite.select(opened, chosen, out, made_by, monitor))
 
@@ -105,18 +109,22 @@ def _shares(text: str | None, parts: int) -> list[float]:
     return shares
 
 
-def _check_parts(out: list[Path], parts: list[list[int]], records: int) -> None:
+def _check_parts(out: list[Path], parts: list[list[int]], records: int, prompts: int) -> None:
     """Refuses what would fail when some parts are written already."""
     from draftlab.base import UserError
 
     if len({folder.resolve() for folder in out}) < len(out):
         raise UserError("expected a folder for each part, found one twice", where="--out")
+    do = "give it a larger share"
+    if prompts < len(out):
+        few = "one prompt" if prompts == 1 else f"{prompts:,} prompts"
+        do = f"ask for fewer parts: all records answer {few}, and each prompt's stay together"
     for folder, part in zip(out, parts, strict=True):
         if not part:
             raise UserError(
                 f"expected records for every part, found none of {records:,} for {folder}",
                 where="--shares",
-                do="give it a larger share",
+                do=do,
             )
 
 

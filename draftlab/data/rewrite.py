@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from draftlab.base import (
@@ -64,17 +63,6 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
             sum(m.truncated for m in manifests),
         )
     return Store.open(folder)
-
-
-def deal(count: int, shares: Sequence[float], seed: int) -> list[list[int]]:
-    """Deals 0 … count − 1 at random to parts of these shares (of what they add up to), ascending.
-
-    Every number is in just one part; the parts' sizes differ from their shares by less than one.
-    """
-    ends = np.cumsum(shares) / sum(shares) * count
-    order = np.random.default_rng(seed).permutation(count)
-    parts = np.split(order, np.round(ends[:-1]).astype(int))
-    return [sorted(part.tolist()) for part in parts]
 
 
 def select(

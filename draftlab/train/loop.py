@@ -8,15 +8,14 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from draftlab.base import Monitor, UserError, canonical_json, sha256_text
-from draftlab.data.conversations import prompt_of
 from draftlab.data.draft_vocab import DraftVocabulary
 from draftlab.data.noise import StepNoise
 from draftlab.data.order import batches
 from draftlab.data.packing import Batch, pack
+from draftlab.data.split import hold_out
 from draftlab.data.store import Record, Store
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import new_head
@@ -37,27 +36,6 @@ from draftlab.train.parallel import depths_kept
 from draftlab.train.ranks import Ranks, share
 from draftlab.train.validate import Validation, validate
 from draftlab.train.wrap import wrap
-
-
-def split(store: Store, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Record indices for training and for validation, disjoint, fixed by the seed.
-
-    Answers to one prompt (`prompt-7`, `prompt-7~1`) fall on the same side, so that a validation
-    never asks what training has seen answered.
-    """
-    prompts: dict[str, list[int]] = {}
-    for index, id_ in enumerate(store.ids):
-        prompts.setdefault(prompt_of(id_), []).append(index)
-    groups = list(prompts.values())
-    wanted = min(max(1, round(share * len(store))), len(store) - 1) if share else 0
-    held_out: list[int] = []
-    for group in np.random.default_rng([seed, 1]).permutation(len(groups))[: len(groups) - 1]:
-        if len(held_out) >= wanted:
-            break
-        held_out += groups[group]
-    if wanted and not held_out:  # all answer one prompt
-        held_out = groups[0][-wanted:]
-    return sorted(set(range(len(store))) - set(held_out)), sorted(held_out)
 
 
 class Trainer:
@@ -96,7 +74,9 @@ class Trainer:
         self.ranks = ranks or Ranks.join(knobs.device)
         self.device = self.ranks.device
         self.dtype = product_dtype(knobs.precision, self.device)
-        self.training, self.held_out = split(store, knobs.validation_share, seed)
+        self.training, self.held_out = hold_out(store.ids, knobs.validation_share, seed)
+        if knobs.validation_share and not self.held_out:
+            monitor.say("validation: none, since all records answer one prompt")
         head = new_head(config)
         initialise_head(
             head,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftlab.base import Monitor, UserError
-from draftlab.data.rewrite import deal, merge, select
+from draftlab.data.rewrite import merge, select
 from draftlab.data.store import Sample, Store
 from draftlab.data.survey import histogram, survey
 from tests.data.test_store import make, plain
@@ -65,16 +65,6 @@ def test_recording_into_a_merged_store_is_refused(tmp_path: Path) -> None:
     merge([make(tmp_path / "a", plain([20]))], tmp_path / "c", Monitor())
     with pytest.raises(UserError, match="made_by: expected None, found merge"):
         make(tmp_path / "c", plain([20]))
-
-
-@pytest.mark.parametrize(("count", "shares"), [(10, [1, 1]), (101, [95, 5]), (7, [1, 1, 1])])
-def test_deal_gives_every_number_once_in_these_shares(count: int, shares: list[float]) -> None:
-    parts = deal(count, shares, 3)
-    assert sorted(i for part in parts for i in part) == list(range(count))
-    for part, share in zip(parts, shares, strict=True):
-        assert abs(len(part) - share / sum(shares) * count) < 1
-        assert part == sorted(part)
-    assert deal(count, shares, 3) == parts != deal(count, shares, 4)
 
 
 def test_selected_records_are_copied_bit_for_bit(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from draftlab.base import Monitor, UserError
+from draftlab.data.conversations import further_id
 from draftlab.data.draft_vocab import DraftVocabulary
 from draftlab.data.manifest import Manifest
 from draftlab.data.packing import pack
@@ -26,6 +28,16 @@ from tests.train import synthetic
 from tests.train.test_ttt import reach_mask_t, reach_mask_t_k, spans_of
 
 PROMPT, ANSWER = 3, 9
+
+
+class Heard(Monitor):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
 
 
 class ListStore:
@@ -228,13 +240,24 @@ def test_a_validation_that_falls_is_said_at_the_end(
     log.write({"step": 600, "validation": {"walk_al": 1.9}})
     assert log.fallen() is None
 
-    class Heard(Monitor):
-        def say(self, line: str) -> None:
-            lines.append(line)
-
-    lines: list[str] = []
-    target = orthogonal_parts()
+    target, heard = orthogonal_parts(), Heard()
     store = ListStore([toy_answer(target, i) for i in range(10)])
     monkeypatch.setattr(MetricsLog, "fallen", lambda self: "it fell")
-    trained(tmp_path / "run", store, target, Heard(), steps=2)
-    assert lines[-1] == "it fell"
+    trained(tmp_path / "run", store, target, heard, steps=2)
+    assert heard.lines[-1] == "it fell"
+
+
+def test_further_answers_are_on_their_prompts_side(tmp_path: Path) -> None:
+    target, heard = orthogonal_parts(), Heard()
+    records = [
+        replace(toy_answer(target, i), id=further_id(f"p-{i % 4}", i // 4)) for i in range(12)
+    ]
+    trainer = trained(tmp_path / "four", ListStore(records), target, heard, steps=1)
+    assert len(trainer.held_out) == 3
+    assert {i % 4 for i in trainer.held_out}.isdisjoint(i % 4 for i in trainer.training)
+    assert not any("validation: none" in line for line in heard.lines)
+
+    store = ListStore([record for record in records if record.id.startswith("p-1")])
+    alone = trained(tmp_path / "one", store, target, heard, steps=1)
+    assert alone.training == [0, 1, 2]
+    assert "validation: none, since all records answer one prompt" in heard.lines
