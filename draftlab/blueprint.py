@@ -11,7 +11,7 @@ from draftlab.base import Monitor, UserError
 from draftlab.chat.render import stop_ids
 from draftlab.data.draft_vocab import DraftVocabulary, build_draft_vocabulary
 from draftlab.data.manifest import StoreIdentity
-from draftlab.data.mask_token import MASK, choose_mask_token, token_counts
+from draftlab.data.mask_token import MASK, check_mask_id, choose_mask_token, token_counts
 from draftlab.data.store import Store
 from draftlab.decode.beside import check_knobs
 from draftlab.decode.vllm_process import find_python
@@ -19,14 +19,8 @@ from draftlab.export.layouts import layout_for
 from draftlab.heads.config import FROM_LAST_STATE, HeadConfig, Llama4Config, TargetIdentity
 from draftlab.heads.layers import ROPE_TYPES
 from draftlab.recipe import Recipe
-from draftlab.target.model import (
-    TargetKnobs,
-    check_boundaries,
-    default_boundaries,
-    load_tokenizer,
-    local_target,
-    resolve_target,
-)
+from draftlab.target.boundaries import check_boundaries, default_boundaries
+from draftlab.target.model import TargetKnobs, load_tokenizer, local_target, resolve_target
 from draftlab.target.parts import check_llama_style
 from draftlab.train.knobs import HeadKnobs
 
@@ -122,13 +116,8 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
                 where="export.formats",
                 do="in a recipe --to vllm is export.formats=[vllm]",
             ) from None
-    mask, rows = recipe.head.mask_token, config.vocab_size
-    if recipe.head.family == "ptd" and isinstance(mask, int) and not 0 <= mask < rows:
-        raise UserError(
-            f"expected a mask token among the target's {rows} rows of embeddings, found {mask}",
-            where="head.mask_token",
-            do='name one that no text ever holds, or "auto"',
-        )
+    if recipe.head.family == "ptd":
+        check_mask_id(recipe.head.mask_token, config.vocab_size)
     if read_last and recipe.record.dtype == "fp8" and recipe.record.boundaries is None:
         raise UserError(
             f"fp8 is for features at boundaries, of which {recipe.head.family} heads need none",

@@ -13,59 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftlab.base import UserError, canonical_json, read_json, sha256_text, write_json, write_text
-from draftlab.data.manifest import MANIFEST
 from draftlab.data.store import check_store
-from draftlab.decode.knobs import VllmKnobs
-from draftlab.heads.folder import CONFIG, WEIGHTS
-from draftlab.train.knobs import FREE_KNOBS
+from draftlab.stages import ADDED, FREE, STAGES, Stage
 
 RUNS = Path("runs")
 LATEST = "latest"
 State = Literal["done", "unfinished", "missing", "changed", "unneeded"]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A step of the pipeline.
-
-    Attributes:
-        name: also the name of its record in `stages/`.
-        after: the stage whose artefact it reads.
-        knobs: prefixes of the recipe's knobs that decide what it makes.
-        artefact: file or folder in the run folder.
-        files: in that folder; without one of them it is not whole.
-        cheap: made again without asking when a knob changed.
-    """
-
-    name: str
-    after: str | None
-    knobs: tuple[str, ...]
-    artefact: str
-    files: tuple[str, ...] = ()
-    cheap: bool = False
-
-
-STAGES = {
-    stage.name: stage
-    for stage in (
-        Stage("answers", None, ("seed", "target", "prompts", "regenerate"), "answers.jsonl"),
-        Stage("store", "answers", ("record",), "store", (MANIFEST,)),
-        Stage("head", "store", ("seed", "draft_vocab", "head", "train"), "head", (CONFIG, WEIGHTS)),
-        Stage("eval", "head", ("eval",), "eval", ("report.json",), cheap=True),
-        Stage("export", "head", ("export",), "export", cheap=True),
-    )
-}
-# These change how a stage runs, never what it makes.
-_FREE = {"target.device", "target.gpus", "target.compile"}
-_FREE |= {f"train.{knob}" for knob in FREE_KNOBS}
-_FREE |= {f"{s}.vllm.{knob}" for s in ("regenerate", "record") for knob in VllmKnobs.model_fields}
-# Knobs that came later, with what they were before; books from then have no such key.
-_ADDED = {
-    "prompts.deduplicate": False,
-    "prompts.per_source": None,
-    "regenerate.backend": "paged",
-    "record.backend": "transformers",
-}
 
 
 @dataclass(frozen=True)
@@ -76,11 +29,13 @@ class Status:
         state: "done", "unfinished" (begun with these inputs, or damaged), "missing", "changed",
             or "unneeded" (not whole, and whatever was to be made of it is).
         changes: knob → (value in the run, value asked for), for "changed".
+        lacks: a file that it would read and that is not there; empty: none is known of.
     """
 
     stage: Stage
     state: State
     changes: dict[str, tuple[Any, Any]]
+    lacks: str = ""
 
 
 class Run:
@@ -102,7 +57,7 @@ class Run:
         own = {
             key: value
             for key, value in self.knobs.items()
-            if key not in _FREE and any(key == p or key.startswith(p + ".") for p in stage.knobs)
+            if key not in FREE and any(key == p or key.startswith(p + ".") for p in stage.knobs)
         }
         before = self.inputs(STAGES[stage.after]) if stage.after else {}
         return before | own | self.files.get(stage.name, {})
@@ -119,7 +74,7 @@ class Run:
             return Status(stage, "missing", {})
         found = read_book(record)
         inputs = self.inputs(stage)
-        made = {key: _ADDED[key] for key in _ADDED.keys() & inputs.keys()} | found["inputs"]
+        made = {key: ADDED[key] for key in ADDED.keys() & inputs.keys()} | found["inputs"]
         # Round-trip through JSON, so that 1.0 and 1 compare as they were written.
         changes = {
             key: (made.get(key), inputs.get(key))
@@ -260,7 +215,7 @@ def making_otherwise(folder: Path, stage: Stage, knobs: dict[str, Any]) -> Itera
     inputs: dict[str, Any] = {}
     if before and book(folder, before).exists():
         inputs = read_book(book(folder, before))["inputs"]
-    own = {key: value for key, value in knobs.items() if key not in _FREE}
+    own = {key: value for key, value in knobs.items() if key not in FREE}
     with _booked(book(folder, stage), inputs | own):
         yield
 

@@ -32,7 +32,7 @@ from draftlab.heads.folder import load_head
 from draftlab.pipeline import Pipeline
 from draftlab.recipe import load_recipe
 from draftlab.results import Counters
-from draftlab.run import STAGES
+from draftlab.stages import STAGES
 from draftlab.statistics import acceptance_interval, bootstrap_interval
 from draftlab.target.model import Target, load_target, load_tokenizer
 

@@ -110,12 +110,17 @@ def test_other_families_have_no_such_knobs() -> None:
             "at: export.formats",
         ),
         (
-            {"head": {"family": "eagle"}, "record": {"dtype": "fp8"}, "export": {"formats": []}},
+            {
+                "head": {"family": "eagle"},
+                "record": {"dtype": "fp8"},
+                "export": {"formats": ["vllm"]},
+            },
             "at: record.dtype",
         ),
         (
-            {"head": {"family": "ptd", "mask_token": 6144}, "export": {"formats": []}},
-            "the target's 6144 rows of embeddings, found 6144\nat: head.mask_token",
+            {"head": {"family": "ptd", "mask_token": 6144}, "export": {"formats": ["vllm"]}},
+            "found id 6144, which lies outside the 6144 rows of embeddings (ids 0 to 6143)\nat: "
+            "head.mask_token",
         ),
     ],
 )

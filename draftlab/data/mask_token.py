@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftlab.base import UserError
 from draftlab.data.store import Store
+from draftlab.heads.config import row_fault
 
 MASK = "<|mask|>"
 _RESERVED = ("reserved", "unused", "extra_id")
@@ -46,8 +47,8 @@ def choose_mask_token(
 
     def fault(token: int) -> str | None:
         """Why a token will not do."""
-        if not 0 <= token < num_rows:
-            return f"lies outside the target's {num_rows} rows of embeddings"
+        if outside := row_fault(token, num_rows):
+            return outside
         name = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
         if token in stops:
             return "ends an answer"
@@ -68,14 +69,28 @@ def choose_mask_token(
             do="name a token that never occurs, by its name or id",
         )
     token = _id_of(asked, tokenizer)
-    why = fault(token)
-    if why is not None:
-        raise UserError(
-            f"expected a token that no text ever holds, found {asked!r} (id {token}), which {why}",
-            where="head.mask_token",
-            do='name another, or "auto"',
-        )
+    if why := fault(token):
+        raise _refusal(asked, token, why)
     return token
+
+
+def check_mask_id(asked: int | str, num_rows: int) -> None:
+    """As much of `choose_mask_token` as needs no tokenizer: an id is that of a row of embeddings.
+
+    Raises:
+        UserError: it is not.
+    """
+    if isinstance(asked, int) and (why := row_fault(asked, num_rows)):
+        raise _refusal(asked, asked, why)
+
+
+def _refusal(asked: int | str, token: int, why: str) -> UserError:
+    found = f"id {token}" if asked == token else f"{asked!r} (id {token})"
+    return UserError(
+        f"expected a token that no text ever holds, found {found}, which {why}",
+        where="head.mask_token",
+        do='name another, or "auto"',
+    )
 
 
 def _candidates(tokenizer: Any, num_rows: int) -> Iterator[int]:

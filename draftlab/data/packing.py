@@ -241,7 +241,8 @@ def pack(
     if keep is not None:
         reaches = [reach.minimum(keep(r)) for reach, r in zip(reaches, flat, strict=True)]
     reach = lay(reaches)
-    numbers = [torch.full_like(at, n) for n, at in zip(_numbers(records), slots, strict=True)]
+    in_row = [number for row in records for number in range(len(row))]
+    numbers = [torch.full_like(at, n) for n, at in zip(in_row, slots, strict=True)]
     added = None
     if noise is not None:
         keys = [torch.full_like(at, prompt_key(r.id)) for at, r in zip(slots, flat, strict=True)]
@@ -273,11 +274,6 @@ def _spans(row: Sequence[Record]) -> Iterator[slice]:
     for record in row:
         yield slice(start, start + len(record.tokens))
         start += len(record.tokens)
-
-
-def _numbers(records: Sequence[Sequence[Record]]) -> list[int]:
-    """Each record's number in its row."""
-    return [number for row in records for number in range(len(row))]
 
 
 def _array(tensor: Tensor) -> np.ndarray:

@@ -26,7 +26,8 @@ from draftlab.data.receipts import Receipts, adopt, locked
 from draftlab.data.shard_writer import ShardWriters
 from draftlab.data.states import Capture, Source
 from draftlab.data.store import Sample, Store
-from draftlab.target.model import Target, check_boundaries
+from draftlab.target.boundaries import check_boundaries
+from draftlab.target.model import Target
 from draftlab.target.outline import Outline
 
 Part = Literal["alone", "lead", "help"]

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from draftlab.doctor.hypothesis import MARGIN, About, Hypothesis
 from draftlab.doctor.reading import Reading
 from draftlab.heads.config import FROM_LAST_STATE
-from draftlab.target.model import default_boundaries
+from draftlab.target.boundaries import default_boundaries
 
 FORETOLD = 0.5
 """Accepted drafts a step that features of the next position must gain. They foretell the first

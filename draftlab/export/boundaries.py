@@ -12,7 +12,7 @@ from pathlib import Path
 
 from draftlab.base import UserError
 from draftlab.export.foreign import Foreign
-from draftlab.target.model import check_boundaries
+from draftlab.target.boundaries import check_boundaries
 
 
 def read_boundaries(

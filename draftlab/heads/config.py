@@ -164,11 +164,8 @@ class HeadConfig(BaseModel):
     def _check_masks(self) -> None:
         if self.mask_token_id is None:
             raise ValueError("a PTD head needs mask_token_id, found none")
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(
-                f"mask_token_id {self.mask_token_id} lies outside the {self.vocab_size} rows of "
-                "the embeddings (vocab_size)"
-            )
+        if fault := row_fault(self.mask_token_id, self.vocab_size):
+            raise ValueError(f"mask_token_id {self.mask_token_id} {fault}")
         if self.embeddings != "own":
             raise ValueError(
                 'a PTD head has "embeddings": "own" (the mask token\'s row is trained), found '
@@ -210,6 +207,13 @@ def shape_fault(head: Shape) -> str | None:
     if head.family in FROM_LAST_STATE and found:
         return f"an EAGLE head has no such norms: expected none of {found}"
     return None
+
+
+def row_fault(token: int, rows: int) -> str | None:
+    """What keeps a token from having a row of embeddings of its own; None: nothing."""
+    if 0 <= token < rows:
+        return None
+    return f"lies outside the {rows} rows of embeddings (ids 0 to {rows - 1})"
 
 
 _NAMES = {"eagle3": "EAGLE3", "eagle": "EAGLE", "eagle_llama4": "EAGLE"}

@@ -70,6 +70,12 @@ def save_head(folder: Path, head: DraftHead, dtype: torch.dtype) -> None:
 
 def load_config(folder: Path) -> HeadConfig:
     """Reads draftlab.json strictly."""
+    if (folder / NATIVE).is_file() and not (folder / CONFIG).is_file():
+        raise UserError(
+            "expected a head's folder with draftlab.json, found a head in another program's layout",
+            where=folder,
+            do=f"`draftlab import {folder} --to FOLDER` makes a head folder of it",
+        )
     fields = read_json(folder / CONFIG, kind="head's draftlab.json")
     try:
         return HeadConfig.model_validate(fields)
@@ -142,7 +148,7 @@ def load_head(
         raise UserError(
             "d2t must hold offsets (target id − draft id) that agree with t2d; it does not",
             where=folder / WEIGHTS,
-            do="a file with absolute ids in d2t was written by another program: import it instead",
+            do="`draftlab doctor HEAD --target TARGET` tells what it holds, absolute ids for one",
         )
     head = head.to(device=device, dtype=dtype).eval().requires_grad_(False)
     for name, tensor in borrowed.items():

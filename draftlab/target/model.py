@@ -92,26 +92,6 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def default_boundaries(num_layers: int) -> tuple[int, ...]:
-    """(2, N // 2, N − 3), the choice of vLLM and speculators; mended where shallow ones collide."""
-    wanted = sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)})
-    spare = [b for b in range(1, num_layers + 1) if b not in wanted]
-    while len(wanted) < 3 and spare:
-        wanted.append(spare.pop())
-    return tuple(sorted(wanted))
-
-
-def check_boundaries(boundaries: tuple[int, ...], num_layers: int) -> None:
-    """Refuses boundaries that are unsorted, repeated or outside 0..num_layers."""
-    if not boundaries or list(boundaries) != sorted(set(boundaries)):
-        raise UserError(f"expected sorted unique boundaries, found {list(boundaries)}")
-    if boundaries[0] < 0 or boundaries[-1] > num_layers:
-        raise UserError(
-            f"expected boundaries in 0..{num_layers} (the target has {num_layers} layers; "
-            f"{num_layers} is the state before the final norm), found {list(boundaries)}"
-        )
-
-
 def load_tokenizer(knobs: TargetKnobs) -> PreTrainedTokenizerBase:
     """The target's tokenizer, chat template included."""
     folder = resolve_target(knobs)
@@ -296,6 +276,8 @@ def load_target(knobs: TargetKnobs) -> Target:
         UserError: missing, corrupt or unsupported checkpoints.
     """
     folder, device = resolve_target(knobs), resolve_device(knobs.device)
+    if device.type == "cuda":  # streams, events and graphs are the current one's
+        torch.cuda.set_device(device)
     model, notes = load_model(folder, knobs, device)
     replace_layers(model)
     target = Target(model.eval().requires_grad_(False), folder, knobs.path, notes)

@@ -41,8 +41,9 @@ from draftlab.data.shard_writer import SHARDS_AT_ONCE
 from draftlab.data.states import Capture, Pending, summarise
 from draftlab.data.store import Sample, Store, teachers
 from draftlab.target.attention import ATTENTION
+from draftlab.target.boundaries import default_boundaries
 from draftlab.target.documents import Documents
-from draftlab.target.model import Target, default_boundaries
+from draftlab.target.model import Target
 
 BAR = 0.85
 RUNS = 2

@@ -64,8 +64,8 @@ def test_a_token_by_name_or_id(asked: int | str, wanted: int) -> None:
     ("asked", "message"),
     [
         ("<|nonsense|>", r"expected a token of the target's tokenizer, found '<\|nonsense\|>'"),
-        (300, r"found 300 \(id 300\), which lies outside the target's 300 rows"),
-        (-1, r"found -1 \(id -1\), which lies outside the target's 300 rows"),
+        (300, r"found id 300, which lies outside the 300 rows of embeddings \(ids 0 to 299\)"),
+        (-1, "found id -1, which lies outside the 300 rows of embeddings"),
         ("<|eot_id|>", r"'<\|eot_id\|>' \(id 285\), which ends an answer"),
         ("<|end_header_id|>", "is written by the chat template"),
         ("user", "occurs 2 times in the recorded conversations"),

@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 
 from draftlab.base import UserError
-from draftlab.target.model import (
-    Target,
-    TargetKnobs,
-    check_boundaries,
-    default_boundaries,
-    load_target,
-)
+from draftlab.target.boundaries import check_boundaries, default_boundaries
+from draftlab.target.model import Target, TargetKnobs, load_target
 from draftlab.target.parts import text_decoder
 from tests.target.zoo import SHAPE, ZOO, eager_model, zoo_folder
 
