@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from draftlab.base import Monitor, sha256_file, write_json
+from draftlab.base import Monitor, UserError, sha256_file, write_json
 from draftlab.blueprint import check_early, target_config
 from draftlab.data.conversations import conversation_file
 from draftlab.decode.evaluate import environment
@@ -27,8 +27,9 @@ from draftlab.heads.folder import WEIGHTS, save_head
 from draftlab.heads.head import DraftHead
 from draftlab.recipe import Recipe, flat, to_yaml
 from draftlab.recording import Recording
-from draftlab.run import RUNS, STAGES, Run, Status, find_run, git_commit, lock
+from draftlab.run import RUNS, Run, Status, find_run, git_commit, lock
 from draftlab.sizes import check_initial, planned_head, planned_identity
+from draftlab.stages import STAGES
 from draftlab.subject import Subject, eval_subject, input_files, recipe_of
 from draftlab.target.fingerprint import fingerprint
 from draftlab.target.model import EMBEDDED, resolve_target
@@ -45,7 +46,7 @@ class Pipeline:
         recipe: what to make.
         monitor: for lines and progress.
         runs: folder of all runs.
-        record_gpus: GPUs that record, each by a process with the whole target.
+        gpus: that answer and record, each by a process with the whole target.
 
     Attributes:
         ranks: the processes that `make` trains with; None: this one alone.
@@ -54,7 +55,7 @@ class Pipeline:
     recipe: Recipe
     monitor: Monitor
     runs: Path = RUNS
-    record_gpus: int = 1
+    gpus: int = 1
     ranks: Ranks | None = field(default=None, init=False)
     _training: bool = field(default=False, init=False)
 
@@ -88,7 +89,28 @@ class Pipeline:
         """How each stage up to those of `last` stands; without a run nothing is downloaded."""
         folder = self.runs / self.recipe.name
         run = self.run if folder.exists() else Run(folder, flat(self.recipe), {})
-        return run.plan(*last)
+        return [
+            replace(status, lacks=self._lacks(status.stage.name))
+            if status.state in ("missing", "unfinished", "changed")
+            else status
+            for status in run.plan(*last)
+        ]
+
+    def _lacks(self, stage: str) -> str:
+        """An input file of a stage that is not there, if there is one."""
+        recipe = self.recipe
+        inputs: dict[str, Callable[[], object]] = {
+            "answers": lambda: conversation_file(recipe.prompts.source),
+            "head": lambda: recipe.head.init and head_path(recipe.head.init),
+            "eval": lambda: input_files(recipe.eval),
+        }
+        try:
+            inputs.get(stage, lambda: None)()
+        except UserError as error:
+            if Path(error.where).exists():  # then it is something else
+                raise
+            return error.where
+        return ""
 
     def estimate(self, *last: str) -> Iterator[str]:
         """Lines on the disk, memory and time that the stages up to those of `last` need."""
@@ -164,7 +186,7 @@ class Pipeline:
     @property
     def _makers(self) -> dict[str, Callable[[Path], None]]:
         return {
-            "answers": self.recording.answer,
+            "answers": lambda path: self.recording.answer(path, self._gpus),
             "store": self._store,
             "head": self._head,
             "eval": self._eval,
@@ -191,10 +213,14 @@ class Pipeline:
         if self.recipe.record.online:
             self.recording.write_plan(folder)
             return
-        gpus = self.record_gpus
+        self.recording.lead(folder, self._gpus)
+
+    @property
+    def _gpus(self) -> int:
+        """GPUs for answers and store: also those that wait for the training."""
         if self.ranks is not None and self.recipe.target.gpus == 1:
-            gpus = self.ranks.gpus_here  # which wait for the training
-        self.recording.lead(folder, gpus)
+            return self.ranks.gpus_here
+        return self.gpus
 
     def join_recording(self) -> None:
         """Takes shards of this run's recording, which another process makes; waits for its plan.

@@ -11,6 +11,7 @@ from typing import Any
 from draftlab.base import Monitor, UserError, write_json
 from draftlab.blueprint import choose_boundaries
 from draftlab.chat.render import template_sha256, tokenizer_sha256
+from draftlab.data.answer_decoders import answering
 from draftlab.data.conversations import Conversation, load_prompts, read_conversations
 from draftlab.data.manifest import MANIFEST, Manifest
 from draftlab.data.online import OnlineStore
@@ -22,7 +23,7 @@ from draftlab.data.vllm_answers import VllmAnswers
 from draftlab.data.vllm_states import VllmStates
 from draftlab.helpers import helper_devices, helpers
 from draftlab.recipe import Recipe
-from draftlab.run import STAGES
+from draftlab.stages import STAGES
 from draftlab.target.model import Target, load_target, load_tokenizer
 from draftlab.target.outline import Outline
 from draftlab.train.ranks import Ranks
@@ -70,14 +71,17 @@ class Recording:
     def _recorded(self) -> Target | Outline:
         return self.outline if self.recipe.record.backend == "vllm" else self.target
 
-    def answer(self, path: Path) -> None:
-        """Has the prompts answered: `data.regenerate`."""
-        knobs, target, decode = self.recipe.regenerate, None, None
+    def answer(self, path: Path, gpus: int) -> None:
+        """Has the prompts answered (`data.regenerate`), on several GPUs by a process on each."""
+        knobs, target, decode, others = self.recipe.regenerate, None, None, []
         with ExitStack() as stack:
             if knobs.enabled and knobs.backend == "vllm":
                 target = self.outline
                 decode = stack.enter_context(VllmAnswers(target, knobs, self.monitor))
             elif knobs.enabled:
+                devices = helper_devices(gpus, self.recipe.target.device)
+                started = answering(self.recipe.target, devices, knobs.batch)
+                others = stack.enter_context(started)
                 target = self.target
             regenerate(
                 target,
@@ -88,6 +92,7 @@ class Recording:
                 seed=self.recipe.seed,
                 monitor=self.monitor,
                 decode=decode,
+                others=others,
             )
 
     def lead(self, folder: Path, gpus: int) -> None:

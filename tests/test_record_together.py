@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from draftlab import recording
 from draftlab.base import UserError
 from draftlab.data import vllm_states
+from draftlab.data.answer_decoders import Decode, engine_decode
 from draftlab.data.store import Store
 from draftlab.helpers import helper_devices, launched_helper
 from draftlab.target.model import TargetKnobs, load_target
@@ -32,6 +36,26 @@ def test_a_helper_process_records_with_the_leading_one(workshop: Path) -> None:
     assert result.exit_code == 0, result.output
     assert contents(workshop / "runs/small/store") == expected
     assert not list((workshop / "runs/small").glob("record-*.log")), result.output
+
+
+@pytest.mark.parametrize("verb", ["prepare", "record"])
+def test_answers_are_made_on_as_many_devices(
+    verb: str, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = workshop / "runs/small/answers.jsonl"
+    expected, asked = made.read_bytes(), []
+
+    @contextmanager
+    def answering(knobs: TargetKnobs, devices: list[str], batch: int) -> Iterator[list[Decode]]:
+        asked.append((devices, batch))
+        yield [engine_decode(load_target(knobs), batch) for _ in devices]
+
+    monkeypatch.setattr(recording, "answering", answering)
+    monkeypatch.setattr(recording.Recording, "lead", lambda *_: None)
+    shutil.rmtree(workshop / "runs")
+    result = draftlab(workshop, verb, "small.yaml", "--gpus", "3")
+    assert asked == [(["cpu", "cpu"], 8)], result.output
+    assert made.read_bytes() == expected
 
 
 def test_a_launchers_second_process_helps(

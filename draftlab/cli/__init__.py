@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftlab.cli.console import Debug, Json, guard, monitor, output, plan_line, show
+from draftlab.cli.console import Debug, Json, guard, monitor, output, plan_lines, show
 from draftlab.cli.doctor import doctor
 from draftlab.cli.eval import eval_
 from draftlab.cli.export import export, import_
@@ -46,8 +46,14 @@ Overrides = Annotated[
 Force = Annotated[
     bool, typer.Option("--force", help="Make stages again whose knobs changed, and what follows.")
 ]
+Gpus = Annotated[
+    int, typer.Option(help="GPUs that share the work; each holds the whole target.", min=1)
+]
+Together = Annotated[
+    int, typer.Option("--gpus", help="GPUs that train together, a process each.", min=1)
+]
 Plan = Annotated[
-    bool, typer.Option("--plan", help="Print the resolved recipe and what would run; do nothing.")
+    bool, typer.Option("--plan", help="Print what would run and what that needs; do nothing.")
 ]
 
 
@@ -67,20 +73,18 @@ def _make(
     force: bool,
     plan: bool,
     *,
-    record_gpus: int = 1,
+    gpus: int = 1,
 ) -> Pipeline | None:
     """Makes stages, or prints the plan and returns None."""
     pipeline = _pipeline(recipe, overrides)
-    pipeline.record_gpus = record_gpus
+    pipeline.gpus = gpus
     if plan:
-        from draftlab.recipe import to_yaml
-
-        typer.echo(to_yaml(pipeline.recipe))
         typer.echo(f"run folder: {pipeline.runs / pipeline.recipe.name}")
-        for status in pipeline.plan(*stages):
-            typer.echo(plan_line(status))
+        for line in plan_lines(pipeline.plan(*stages), force=force):
+            typer.echo(line)
         for line in pipeline.estimate(*stages):
             typer.echo(line)
+        typer.echo("`draftlab recipe show`, with the same recipe and knobs, prints every knob")
         return None
     pipeline.make(*stages, force=force)
     return pipeline
@@ -93,6 +97,8 @@ def _launched(
     force: bool,
     debug: bool,
     gpus: int,
+    *,
+    as_json: bool = False,
 ) -> int:
     """Runs a verb in as many processes as GPUs were asked for; returns the exit code."""
     from draftlab.cli.launch import launch
@@ -100,7 +106,7 @@ def _launched(
     from draftlab.train.ranks import check_gpus
 
     check_gpus(gpus, load_recipe(recipe, overrides or []).train.device)
-    options = ["--force"] * force + ["--debug"] * debug
+    options = ["--force"] * force + ["--json"] * as_json + ["--debug"] * debug
     return launch([*verb, str(recipe), *(overrides or []), *options], gpus, monitor)
 
 
@@ -110,13 +116,21 @@ def run(
     overrides: Overrides = None,
     force: Force = False,
     plan: Plan = False,
+    gpus: Together = 1,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """From nothing to a measured, exported head: every stage of RECIPE, then the table."""
+    """From nothing to a measured, exported head: every stage of RECIPE, then the table.
+
+    With --gpus all answer, record and train, and the first one evaluates.
+    """
     with guard(debug):
+        if gpus > 1 and not plan:
+            raise typer.Exit(
+                _launched(("run",), recipe, overrides, force, debug, gpus, as_json=as_json)
+            )
         pipeline = _make(("head", "eval", "export"), recipe, overrides, force, plan)
-        if pipeline:
+        if pipeline and pipeline.leads:
             from draftlab.results import Report
 
             path = pipeline.run.folder / "eval" / "report.json"
@@ -130,11 +144,12 @@ def prepare(
     overrides: Overrides = None,
     force: Force = False,
     plan: Plan = False,
+    gpus: Gpus = 1,
     debug: Debug = False,
 ) -> None:
     """Have the target answer RECIPE's prompts (answers.jsonl)."""
     with guard(debug):
-        _make(("answers",), recipe, overrides, force, plan)
+        _make(("answers",), recipe, overrides, force, plan, gpus=gpus)
 
 
 @app.command()
@@ -143,9 +158,7 @@ def record(
     overrides: Overrides = None,
     force: Force = False,
     plan: Plan = False,
-    gpus: Annotated[
-        int, typer.Option(help="GPUs that share the work; each holds the whole target.", min=1)
-    ] = 1,
+    gpus: Gpus = 1,
     join: Annotated[
         bool, typer.Option("--join", help="Share the work of a process that records this run.")
     ] = False,
@@ -163,7 +176,7 @@ def record(
         if (join or launched is not None) and not plan:
             _pipeline(recipe, [*(overrides or []), *(launched or [])]).join_recording()
         else:
-            _make(("store",), recipe, overrides, force, plan, record_gpus=gpus)
+            _make(("store",), recipe, overrides, force, plan, gpus=gpus)
 
 
 @app.command()
@@ -172,7 +185,7 @@ def train(
     overrides: Overrides = None,
     force: Force = False,
     plan: Plan = False,
-    gpus: Annotated[int, typer.Option(help="GPUs that train together, a process each.", min=1)] = 1,
+    gpus: Together = 1,
     debug: Debug = False,
 ) -> None:
     """Train a head, making first what it needs (head/). Run again, it does what is missing.

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import product, takewhile
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +26,7 @@ from draftlab.chat.render import (
     template_sha256,
     tokenizer_sha256,
 )
+from draftlab.data.answer_decoders import Decode, engine_decode
 from draftlab.data.answer_file import AnswerFile
 from draftlab.data.conversations import (
     Answer,
@@ -32,14 +35,11 @@ from draftlab.data.conversations import (
     with_answers,
     write_conversations,
 )
+from draftlab.data.dealing import dealt
 from draftlab.data.knobs import RegenerateKnobs
-from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Generation, Request, Sampling
 from draftlab.target.model import Target
 from draftlab.target.outline import Outline
-
-Decode = Callable[[Sequence[Request], int], Iterator[Generation]]
-"""Decodes requests whose prompt and answer take at most so many positions, in any order."""
 
 
 def regenerate(
@@ -52,6 +52,7 @@ def regenerate(
     seed: int,
     monitor: Monitor,
     decode: Decode | None = None,
+    others: Sequence[Decode] = (),
 ) -> list[Conversation]:
     """Answers the prompts and writes them to `path` (JSONL), in prompt order.
 
@@ -62,6 +63,7 @@ def regenerate(
         target: may be None with `enabled: false`; an `Outline` needs `decode`.
         seed: of the sampling noise.
         decode: what decodes instead of the target's engine, as `knobs.backend` says.
+        others: what decodes beside it. Each takes whole pieces, so who took one changes nothing.
 
     Returns:
         The answered conversations. Prompts the template refuses or that leave no room for an
@@ -77,7 +79,7 @@ def regenerate(
         return given
     if target is None:
         raise UserError("expected a target to answer the prompts, found none")
-    decode = decode or _engine(target, knobs.batch)
+    decode = decode or engine_decode(target, knobs.batch)
     stops = stop_ids(tokenizer, target.folder)
     identity = {
         "target": target.fingerprint,
@@ -99,12 +101,16 @@ def regenerate(
     asked = sum(draft.rounds for draft in drafts)
     with answers.progress([draft.prompt.id for draft in drafts], knobs.piece) as (done, file):
         clock = _Clock(monitor, asked, sum(draft.rounds for draft in drafts[: len(done)]))
-        writer = _Writer(tokenizer, knobs, seed, stops, target.max_length, decode, clock)
-        for start in range(len(done), len(drafts), knobs.piece):
-            piece = drafts[start : start + knobs.piece]
-            writer.answer(piece)
-            done += [draft.conversation() for draft in piece]
-            answers.append(file, done[start:])
+        writer = _Writer(tokenizer, knobs, seed, stops, target.max_length, clock)
+        starts = range(len(done), len(drafts), knobs.piece)
+        pieces = [drafts[start : start + knobs.piece] for start in starts]
+        with closing(
+            dealt(writer.answer, pieces, [decode, *others], writer.stopped.set)
+        ) as answered:
+            for piece in answered:
+                made = [draft.conversation() for draft in piece]
+                done += made
+                answers.append(file, made)
         counts = _counts(done) | {"dropped": dropped}
         answers.finish(done, counts)
     if counts["answers"] < asked:
@@ -128,17 +134,6 @@ def _counts(conversations: list[Conversation]) -> dict[str, int]:
         "tokens": sum(len(answer.token_ids) for answer in answers),
         "unfinished": sum(answer.finish == "length" for answer in answers),
     }
-
-
-def _engine(target: Target | Outline, batch: int) -> Decode:
-    if isinstance(target, Outline):
-        raise ValueError("an outline decodes nothing: expected `decode`")
-
-    def decode(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
-        engine = Engine(target, batch=min(batch, len(requests)), max_length=max_length, packed=True)
-        return engine.generate(requests)
-
-    return decode
 
 
 @dataclass
@@ -213,22 +208,30 @@ def _start(
         monitor.say(f"answers: dropped {count:,} prompts (first: {first[reason]}): {reason}")
     if not drafts:
         raise UserError("expected prompts the target can answer, found none: " + "; ".join(dropped))
+    id_, count = Counter(draft.prompt.id for draft in drafts).most_common(1)[0]
+    if count > 1:  # ids of prompts are unique: it is a further answer's, too
+        raise UserError(
+            f"expected ids for {knobs.samples} answers a prompt that no other prompt has, found "
+            f"{id_!r} twice",
+            where="regenerate.samples",
+            do="rename the prompts whose ids end in ~ and a number",
+        )
     return drafts, dropped.total()
 
 
 @dataclass(frozen=True)
 class _Writer:
-    """What answers are written with."""
+    """What answers are written with; `stopped`: who writes stops, whatever is left undone."""
 
     tokenizer: PreTrainedTokenizerBase
     knobs: RegenerateKnobs
     seed: int
     stops: frozenset[int]
     max_length: int
-    decode: Decode
     clock: _Clock
+    stopped: Event = field(default_factory=Event)
 
-    def answer(self, piece: list[_Draft]) -> None:
+    def answer(self, piece: list[_Draft], decode: Decode) -> None:
         """Writes a piece's answers, round by round."""
         for number in range(max(draft.rounds for draft in piece)):
             asked: dict[str, tuple[_Draft, Request]] = {}
@@ -240,7 +243,9 @@ class _Writer:
                 return
             requests = [request for _, request in asked.values()]
             longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-            for generation in self.decode(requests, longest):
+            for generation in decode(requests, longest):
+                if self.stopped.is_set():
+                    return
                 self._take(*asked[generation.id], generation)
                 self.clock.tick(len(generation.token_ids))
 
@@ -282,6 +287,7 @@ class _Clock:
     def __init__(self, monitor: Monitor, total: int, done: int) -> None:
         self.monitor, self.total, self.done = monitor, total, done
         self.tokens, self.started = 0, time.perf_counter()
+        self._turn = Lock()
 
     @property
     def rate(self) -> float:
@@ -289,7 +295,8 @@ class _Clock:
         return self.tokens / max(time.perf_counter() - self.started, 1e-9)
 
     def tick(self, tokens: int) -> None:
-        """Counts an answer."""
-        self.done += 1
-        self.tokens += tokens
-        self.monitor.progress("answers", self.done, self.total, f"{self.rate:,.0f} tokens/s")
+        """Counts an answer, of whichever thread."""
+        with self._turn:
+            self.done += 1
+            self.tokens += tokens
+            self.monitor.progress("answers", self.done, self.total, f"{self.rate:,.0f} tokens/s")

@@ -22,12 +22,13 @@ from hypothesis import strategies as st
 
 from draftlab.base import Monitor, UserError
 from draftlab.chat.render import prompt_ids, render
+from draftlab.data.answer_decoders import answering
 from draftlab.data.conversations import Answer, Conversation, read_conversations
 from draftlab.data.regenerate import RegenerateKnobs, regenerate
 from draftlab.data.samples import samples
-from draftlab.decode.sampling import Generation, Request
+from draftlab.decode.sampling import Generation, Request, Sampling
 from draftlab.results import Counters
-from draftlab.target.model import TargetKnobs, load_target
+from draftlab.target.model import TargetKnobs, load_target, load_tokenizer
 from tests.toys import CHATML_TEMPLATE, toy_target_folder, toy_tokenizer
 
 STOP = 285
@@ -97,11 +98,13 @@ def prompts(count: int = 10) -> list[Conversation]:
 KNOBS = RegenerateKnobs(piece=4, batch=2, max_new_tokens=6)
 
 
-def run(path: Path, fake: Fake | None = None, *, knobs=KNOBS, seed=1, count=10, monitor=None):
+def run(
+    path: Path, fake: Fake | None = None, *, knobs=KNOBS, seed=1, count=10, monitor=None, asked=None
+):
     return regenerate(
         fake_target(),
         toy_tokenizer(),
-        prompts(count),
+        asked or prompts(count),
         knobs,
         path,
         seed=seed,
@@ -270,6 +273,18 @@ def test_prompts_without_room_are_dropped_and_counted(tmp_path: Path):
         go(given[:1], tmp_path / "b.jsonl")
 
 
+def test_several_answers_to_a_prompt_have_ids_and_temperatures_of_their_own(tmp_path: Path):
+    knobs = KNOBS.model_copy(update={"samples": 3, "temperatures": (0.0, 0.8)})
+    found = run(tmp_path / "a.jsonl", knobs=knobs, count=2)
+    assert [(c.id, c.temperature) for c in found] == [
+        ("p0", 0.0), ("p0~1", 0.8), ("p0~2", 0.0), ("p1", 0.8), ("p1~1", 0.0), ("p1~2", 0.8)
+    ]  # fmt: skip
+    asked, fake = [Conversation(id_, user("write"), "test") for id_ in ("p", "p~1")], Fake()
+    with pytest.raises(UserError, match="that no other prompt has, found 'p~1' twice"):
+        run(tmp_path / "b.jsonl", fake, knobs=knobs, asked=asked)
+    assert not fake.requests
+
+
 def test_given_answers_need_no_target(tmp_path: Path):
     knobs, lines = RegenerateKnobs(enabled=False), Lines()
     kept = regenerate(
@@ -388,3 +403,78 @@ def test_a_killed_process_resumes_to_the_same_bytes(tmp_path: Path):
     assert any("were there; going on" in said for said in lines.lines)
     run(tmp_path / "whole.jsonl", count=120)
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_whoever_takes_a_piece_the_bytes_are_the_same(tmp_path: Path, others: int):
+    run(tmp_path / "alone.jsonl", count=30)
+    fakes = [Fake() for _ in range(others + 1)]
+    lines = Lines()
+    regenerate(
+        fake_target(),
+        toy_tokenizer(),
+        prompts(30),
+        KNOBS,
+        tmp_path / "answers.jsonl",
+        seed=1,
+        monitor=lines,
+        decode=fakes[0],
+        others=fakes[1:],
+    )
+    alone, found = (tmp_path / name for name in ("alone.jsonl", "answers.jsonl"))
+    assert found.read_bytes() == alone.read_bytes()
+    assert sum(len(fake.requests) for fake in fakes) == 40  # each once
+    assert lines.last[:3] == ("answers", 40, 40)
+
+
+def test_when_one_of_several_fails_the_pieces_before_are_kept(tmp_path: Path):
+    run(tmp_path / "alone.jsonl", count=30)
+    failing = Fake(die_after=5)
+    path = tmp_path / "answers.jsonl"
+    others = [failing, Fake()]
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(
+            fake_target(),
+            toy_tokenizer(),
+            prompts(30),
+            KNOBS,
+            path,
+            seed=1,
+            monitor=Monitor(),
+            decode=Fake(),
+            others=others,
+        )
+    run(path, count=30)
+    assert path.read_bytes() == (tmp_path / "alone.jsonl").read_bytes()
+
+
+def test_answers_of_a_process_on_another_device(tmp_path: Path):
+    """On a CPU: the same bytes with it; its end and its errors are told."""
+    folder = tmp_path / "target"
+    toy_target_folder(folder, layers=1, hidden=32, max_length=128)
+    asked, made = TargetKnobs(path=str(folder), device="cpu"), []
+    knobs = KNOBS.model_copy(update={"temperatures": (0.0,)})
+    with answering(asked, ["cpu"], knobs.batch) as others:
+        for name, beside in (("alone", []), ("together", others)):
+            path = tmp_path / f"{name}.jsonl"
+            regenerate(
+                load_target(asked),
+                load_tokenizer(asked),
+                prompts(12),
+                knobs,
+                path,
+                seed=1,
+                monitor=Monitor(),
+                others=beside,
+            )
+            made.append(path.read_bytes())
+        assert made[0] == made[1]
+        others[0]._process.kill()
+        with pytest.raises(UserError, match="exit code -9"):
+            next(others[0]([Request("a", (1, 2), 3, Sampling())], 16))
+    missing = TargetKnobs(path=str(tmp_path / "nowhere"), device="cpu")
+    with (
+        answering(missing, ["cpu"], 1) as others,
+        pytest.raises(UserError, match=r"on cpu failed: .*nowhere"),
+    ):
+        next(others[0]([Request("a", (1, 2), 3, Sampling())], 16))
