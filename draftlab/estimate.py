@@ -209,7 +209,8 @@ def _evaluation(recipe: Recipe, target: TargetSize, gpu: Gpu | None) -> Need:
     """Counted passes in batches and timed ones, as if every step yielded one token."""
     knobs = recipe.eval
     arms = 2 if knobs.draft_probs == "both" else 1
-    cells = [1 + len(knobs.k or "k") * (arms if t else 1) for t in knobs.temperatures]
+    drafting = (1 + len(knobs.compare)) * len(knobs.k or "k")
+    cells = [1 + drafting * (arms if t else 1) for t in knobs.temperatures]
     rows, prompts = sum(cells), knobs.max_prompts
     seconds = None
     if gpu and prompts is not None:

@@ -16,17 +16,19 @@ from draftlab.data.manifest import MANIFEST
 from draftlab.data.store import Store
 from draftlab.data.survey import survey
 from draftlab.heads.config import FROM_LAST_STATE, OPTIONS
-from draftlab.heads.folder import CONFIG, WEIGHTS, load_config, stored_shapes
+from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config, stored_shapes
 from draftlab.hub.card import plain_values
 from draftlab.report import print_report, print_suites
 from draftlab.results import Report
-from draftlab.run import STAGES, find_run
+from draftlab.run import find_run
+from draftlab.stages import STAGES
 from draftlab.subject import recipe_of
-from draftlab.target.model import default_boundaries, load_tokenizer
+from draftlab.target.boundaries import default_boundaries
+from draftlab.target.model import load_tokenizer
 from draftlab.verbs import REFERENCE, reference_head
 
 REPORT = "report.json"
-OF_A_FOLDER = (CONFIG, WEIGHTS, MANIFEST, "report.html", "recipe.yaml")
+OF_A_FOLDER = (CONFIG, WEIGHTS, NATIVE, MANIFEST, "report.html", "recipe.yaml")
 """Files that stand for the folder they lie in."""
 
 
@@ -54,7 +56,24 @@ def inspect_path(what: str | None, sample: int, console: Console, *, verify: boo
     elif (path / CONFIG).is_file():
         _head(path, console)
     else:
+        _refuse_others(path)
         _run(find_run(None if what is None else str(path)), sample, console, verify)
+
+
+def _refuse_others(path: Path) -> None:
+    """Of what is there and is nothing of ours, what it looks like and which verb reads it."""
+    expected = "expected a run, a store, a head folder or a report"
+    if path.is_file():
+        raise UserError(f"{expected}, found another file", where=path, do="name its run's folder")
+    inside = [] if (path / "recipe.yaml").is_file() else sorted(path.glob("*"))
+    folders = [path, *inside]
+    if models := [folder for folder in folders if (folder / NATIVE).is_file()]:
+        raise UserError(
+            f"{expected}, found a model in another program's layout",
+            where=models[0],
+            do=f"if it is a head, `draftlab doctor {models[0]}` looks into it, and "
+            f"`draftlab import {models[0]} --to FOLDER` makes a head folder of it",
+        )
 
 
 def inspect_reports(whats: Sequence[str], console: Console) -> None:
@@ -77,7 +96,8 @@ def _folder_of(path: Path) -> Path:
 
 def _report_file(path: Path) -> Path | None:
     """The report that a path is, or holds."""
-    return next((file for file in (path, path / REPORT) if file.is_file()), None)
+    files = (path, path / REPORT) if path.suffix == ".json" else (path / REPORT,)
+    return next((file for file in files if file.is_file()), None)
 
 
 def _table(title: str, rows: dict[str, Any], console: Console) -> None:
@@ -161,7 +181,8 @@ def _store(store: Store, console: Console, verify: bool) -> None:
         {
             "target": f"{store.identity.target_name} ({store.identity.target_fingerprint[:12]})",
             "boundaries": f"{list(store.identity.boundaries)}, inputs of layers",
-            "records": f"{counts.records:,} in {len(manifest.shards)} shards",
+            "records": f"{counts.records:,} in {len(manifest.shards)} shard"
+            + "s" * (len(manifest.shards) != 1),
             "tokens": f"{counts.tokens:,}, {counts.loss_tokens / counts.tokens:.1%} in answers, "
             f"{found.predicted / counts.tokens:.1%} predicted",
             "draft vocabulary": coverage,
@@ -171,7 +192,7 @@ def _store(store: Store, console: Console, verify: bool) -> None:
             "checksums": f"the SHA-256 of all {len(manifest.shards)} shards agree"
             if verify
             else "sizes agree; --verify hashes every byte",
-            "dropped": manifest.dropped.model_dump(),
+            "dropped": _fields(manifest.dropped.model_dump()),
             "truncated": manifest.truncated,
             "not finite": sum(len(shard.not_finite) for shard in manifest.shards),
         },

@@ -23,6 +23,8 @@ from draftlab.target.knobs import TargetKnobs
 from draftlab.train.knobs import HeadKnobs, TrainKnobs
 
 K = TypeVar("K", bound=Knobs)
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""What a run may be called."""
 _BOOL = "tag:yaml.org,2002:bool"
 
 
@@ -54,7 +56,7 @@ _Loader.add_implicit_resolver(_BOOL, re.compile("(?:[Tt]rue|TRUE|[Ff]alse|FALSE)
 class Recipe(Knobs):
     """From a target and prompts to a measured, exported head."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=NAME)
     """Name of the run: everything it makes lies in runs/<name>/."""
     seed: int = 0
     """Of sampling answers, initial values, data order; not of evaluation."""
@@ -78,6 +80,16 @@ class Recipe(Knobs):
     """What is written for other programs."""
     hardware: HardwareKnobs = HardwareKnobs()
     """The machine it is meant for, for `--plan`'s estimates."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _names_a_folder(cls, value: Any) -> Any:
+        if isinstance(value, str) and not re.match(NAME, value):
+            raise ValueError(
+                "expected a name of letters, digits, '.', '_' and '-' that begins with a letter or "
+                f"digit (without one it is the recipe's file name: name=other), found {value!r}"
+            )
+        return value
 
     @field_validator("target", mode="before")
     @classmethod

@@ -245,7 +245,9 @@ class Report(BaseModel):
     def read(cls, path: Path) -> Report:
         """Reads a report of a schema version in `READABLE`."""
         fields = read_json(path, kind="report.json of draftlab")
-        version = fields.pop("schema", None) if isinstance(fields, dict) else None
+        if not isinstance(fields, dict) or not {"schema", "rows"} <= fields.keys():
+            raise UserError("expected a report.json of draftlab, found other JSON", where=path)
+        version = fields.pop("schema")
         if version not in READABLE:
             raise UserError(
                 f"expected report schema {' or '.join(map(str, READABLE))}, found {version}",

@@ -14,7 +14,8 @@ from draftlab.export import ExportKnobs
 from draftlab.heads.folder import CONFIG, WEIGHTS, load_config
 from draftlab.recipe import Recipe, flat, load_recipe
 from draftlab.results import Report
-from draftlab.run import RUNS, STAGES, find_run, lock, making_otherwise
+from draftlab.run import RUNS, find_run, lock, making_otherwise
+from draftlab.stages import STAGES
 from draftlab.target.model import EMBEDDED, TargetKnobs
 from draftlab.verbs import export, head_name_of, head_path, new_evaluator, write_report
 

@@ -43,7 +43,7 @@ class Outer(Knobs):
     [
         ({"many": [0]}, "many.0: expected a number greater than or equal to 1, found 0"),
         ({"many": []}, "many: expected at least one value, found none"),
-        ({"many": ["x"]}, "many.0: expected a valid integer, found 'x'"),
+        ({"many": ["x"]}, "many.0: expected a whole number, found 'x'"),
         ({"inner": 3}, "inner: expected a mapping of knobs, found 3"),
         ({"inner": {"rate": 0}}, "inner.rate: expected a number greater than 0, found 0"),
         ({"inner": {"rat": 1}}, "inner.rat: unknown key"),

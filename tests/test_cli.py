@@ -80,19 +80,29 @@ def test_json_is_the_report_and_nothing_else() -> None:
     assert json.loads(result.stdout)["schema"] == SCHEMA_VERSION
 
 
-def test_plan_prints_recipe_and_stages_and_does_nothing() -> None:
+def test_plan_prints_stages_and_does_nothing() -> None:
     before = snapshot(finished())
     done = draftlab(finished(), "run", "small.yaml", "--plan")
-    recipe, _, stages = done.stdout.partition("\nrun folder: ")
-    assert yaml.safe_load(recipe)["train"]["steps"] == 6
-    assert yaml.safe_load(recipe)["train"]["clip"] == 0.5  # defaults are written out
-    assert stages.count("nothing to do") == 5
-    changed = draftlab(finished(), "run", "small.yaml", "train.steps=7", "--plan")
+    assert done.stdout.startswith("run folder: ")
+    assert done.stdout.count("nothing to do") == 5
+    recipe = yaml.safe_load(draftlab(finished(), "recipe", "show", "small.yaml").stdout)
+    assert (recipe["train"]["steps"], recipe["train"]["clip"]) == (6, 0.5)  # defaults, too
+    change = ("run", "small.yaml", "train.steps=7", "eval.seed=1", "--plan")
+    changed = draftlab(finished(), *change)
     assert changed.exit_code == 0
-    assert "head     knobs changed: train.steps 6 → 7" in changed.stdout
+    assert "head     knobs changed: train.steps 6 → 7\n" in changed.stdout
+    assert "eval     knobs changed: eval.seed 0 → 1\n" in changed.stdout
+    assert "refused: --force makes head and what follows again" in changed.stdout
+    forced = draftlab(finished(), *change, "--force").stdout
+    assert "head     would run again, knobs changed: train.steps 6 → 7\n" in forced
+    assert "export   would run again, what it is made from changed\n" in forced
+    assert "refused" not in forced
     other = draftlab(finished(), "train", "small.yaml", "name=other", "--plan")
     assert other.stdout.count("would run") == 3
     assert "eval " not in other.stdout.partition("run folder")[2]
+    knobs = ("name=other", "prompts.source=no.jsonl", "--plan")
+    lacking = draftlab(finished(), "train", "small.yaml", *knobs)
+    assert "answers  would run; it needs no.jsonl, which is not there yet\n" in lacking.stdout
     assert snapshot(finished()) == before
     assert not (finished() / "runs" / "other").exists()
 
@@ -160,7 +170,8 @@ def test_eval_alone_takes_the_latest_run(tmp_path: Path) -> None:
     assert result.stdout == report.read_text()
     # What lies there now is not what the recipe asks for, and the run knows.
     plan = draftlab(folder, "run", "small.yaml", "--plan").stdout
-    assert "eval     knobs changed" in plan
+    assert "eval     would run again, knobs changed" in plan
+    assert "refused" not in plan
     assert "eval.temperatures [0.0, 0.7, 1.5] → [0.0, 0.8]" in plan
     again = draftlab(folder, "run", "small.yaml", "--json")
     assert {row["temperature"] for row in json.loads(again.stdout)["rows"]} == {0.0, 0.8}
@@ -294,7 +305,13 @@ def test_inspect_shows_run_store_head_and_report() -> None:
     assert "expected a run, found none" in refused(finished(), "inspect", "nothing")
     assert "expected a report" in refused(finished(), "inspect", str(run / "eval"), "nothing")
     other = str(run / "provenance.json")
-    assert "expected report schema 1 or 2, found None" in refused(finished(), "inspect", other)
+    assert "report.json of draftlab, found other JSON" in refused(finished(), "inspect", other)
+    assert "found another file" in refused(finished(), "inspect", str(run / "answers.jsonl"))
+    layout = run / "export" / "speculators"
+    for export in (layout, layout.parent, layout / "config.json"):
+        said = refused(finished(), "inspect", str(export))
+        assert f"`draftlab doctor {layout}`" in said
+        assert f"`draftlab import {layout} --to" in said
 
 
 def test_inspect_does_not_believe_a_cut_head(tmp_path: Path) -> None:
@@ -314,21 +331,21 @@ def test_inspect_does_not_believe_a_cut_head(tmp_path: Path) -> None:
         (("train", "small.yaml", "target=./nowhere"), ("config.json", "where: nowhere")),
         (("train", "small.yaml", "prompts.source=no.jsonl"), ("no.jsonl",)),
         (("eval", "--run", "nothing"), ("expected a run, found none", "none named 'nothing'")),
-        (("eval", "--temps", "0,hot"), ("0,0.7,1.5", "'0,hot'", "eval --help")),
+        (("eval", "--temps", "0,hot"), ("--temps: expected a number, found 'hot'", "eval --help")),
         (
             ("eval", "--temps", "-1"),
-            ("--temps: expected a number greater than or equal to 0, found -1",),
+            ("--temps: expected a number greater than or equal to 0, found '-1'",),
         ),
         (
             ("eval", "--k", "0"),
-            ("--k: expected a number greater", "found 0", "command line", "eval --help"),
+            ("--k: expected a number greater", "found '0'", "command line", "eval --help"),
         ),
         (("eval", "--batch", "0"), ("--batch: expected ", "found 0")),
-        (("eval", "--timing-batches", "8,0"), ("--timing-batches: expected ", "found 0")),
+        (("eval", "--timing-batches", "8,0"), ("--timing-batches: expected ", "found '0'")),
         (("eval", "--top-p", "0"), ("--top-p: expected a number greater than 0, found 0",)),
         (("eval", "--out", "small.yaml"), ("expected a folder to write to, found a file",)),
         (("eval", "--out", "small.yaml/x"), ("expected a folder to write to, found a file",)),
-        (("eval", "--k", "3,x"), ("4 or 3,5", "'3,x'")),
+        (("eval", "--k", "3,x"), ("--k: expected a whole number, found 'x'",)),
         (("eval", "--engine", "fast"), ("engine", "'fast'")),
         (("eval", "--temps", "0,,0.7"), ("--temps", "0,,0.7")),
         (("eval", "--compare", "nothing"), ("draftlab.json", "nothing")),

@@ -14,8 +14,8 @@ from draftlab.data.manifest import StoreIdentity
 from draftlab.estimate import CHECKPOINTS, estimate, needs
 from draftlab.hardware import GPUS
 from draftlab.recipe import Recipe, load_recipe, parse_recipe
-from draftlab.run import STAGES
 from draftlab.sizes import Conversations, HeadSize, TargetSize, planned_head
+from draftlab.stages import STAGES
 from draftlab.target.model import TargetKnobs, load_target
 from tests.small_run import draftlab, write_prompts
 from tests.target.zoo import zoo_config, zoo_folder
@@ -151,6 +151,8 @@ def test_the_table(eight: Path, tmp_path: Path) -> None:
     assert lines[4].endswith("tokens of 24.6 kB, boundaries [1, 20] and the last state")
     assert lines[7].split()[:2] == ["in", "all"]
     assert not any("minutes" in line for line in estimate(recipe(eight), tmp_path, STAGES))
+    compared = recipe(eight, eval={"k": [3, 5], "temperatures": [0, 1], "compare": ["reference"]})
+    assert needs(compared)[-1].about.startswith("14 rows ")  # 1 + 2 · 2, and 1 + 2 · 2 · 2
 
 
 def test_conversations_are_cut_when_they_are_stored_not_when_they_are_answered(

@@ -7,7 +7,8 @@ import pytest
 from draftlab import run as run_module
 from draftlab.base import UserError, read_json
 from draftlab.recipe import Recipe, flat, parse_recipe
-from draftlab.run import STAGES, Run, book, find_run, git_commit, lock, making_otherwise
+from draftlab.run import Run, book, find_run, git_commit, lock, making_otherwise
+from draftlab.stages import STAGES
 
 ANSWERS, HEAD, EVAL, EXPORT = (STAGES[n] for n in ("answers", "head", "eval", "export"))
 FILES = {"answers": {"prompts.sha256": "1"}, "eval": {"eval.suite.sha256": "2"}}

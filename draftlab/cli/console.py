@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -79,17 +79,38 @@ class ConsoleMonitor(Monitor):
             self._task = None
 
 
-def plan_line(status: Status) -> str:
-    """What would happen to a stage."""
-    changes = (f"{key} {made!r} → {asked!r}" for key, (made, asked) in status.changes.items())
-    says = {
-        "done": "there, nothing to do",
-        "unneeded": "not there, and not needed",
-        "missing": "would run",
-        "unfinished": "would go on where it stopped",
-        "changed": f"knobs changed: {', '.join(changes)}",
-    }
-    return f"  {status.stage.name:8} {says[status.state]}"
+def plan_lines(statuses: Sequence[Status], *, force: bool) -> Iterator[str]:
+    """What would happen to each stage, and to all if a changed one is refused.
+
+    Args:
+        force: whether stages whose knobs changed are made again.
+    """
+    changed = (s.stage for s in statuses if s.state == "changed" and not s.stage.cheap)
+    refused = None if force else next(changed, None)
+    said = set[str]()
+    for status in statuses:
+        # What changed before a stage has changed for it, too: once is enough.
+        new = [
+            f"{key} {made!r} → {asked!r}"
+            for key, (made, asked) in status.changes.items()
+            if key not in said
+        ]
+        said |= status.changes.keys()
+        why = f"knobs changed: {', '.join(new)}" if new else "what it is made from changed"
+        says = {
+            "done": "there, nothing to do",
+            "unneeded": "not there, and not needed",
+            "missing": "would run",
+            "unfinished": "would go on where it stopped",
+            "changed": why if refused else f"would run again, {why}",
+        }
+        lacks = f"; it needs {status.lacks}, which is not there yet" if status.lacks else ""
+        yield f"  {status.stage.name:8} {says[status.state]}{lacks}"
+    if refused:
+        yield (
+            f"  as it stands this is refused: --force makes {refused.name} and what follows again; "
+            "name=other starts a new run beside this one"
+        )
 
 
 def block(console: Console, title: str, text: Text) -> None:

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
-from draftlab.base import UserError
 from draftlab.cli.console import STARTS_ANEW, Debug, Json, guard, monitor, show
-
-T = TypeVar("T")
 
 _HELP = "`draftlab eval --help` explains every option"
 GRID, PROMPTS, TIMES, MORE = "What is measured", "Prompts and answers", "Times", "Engines, files"
-
-
-def _list(text: str | None, kind: Callable[[str], T], option: str, example: str) -> Any:
-    """Values of a comma-separated option; None where it was not given."""
-    if text is None:
-        return None
-    try:
-        # "" is an empty list; an empty part between commas is a slip.
-        parts = [part.strip() for part in text.split(",")] if text.strip() else []
-        if "" in parts:
-            raise ValueError
-        return tuple(kind(part) for part in parts)
-    except ValueError:
-        raise UserError(
-            f"expected {option} such as {example}, found {text!r}", where="command line", do=_HELP
-        ) from None
 
 
 def _option(help_: str, panel: str, *names: str, metavar: str | None = None) -> Any:
@@ -122,9 +102,9 @@ def eval_(
             "suite": suite,
             "raw": raw or None,
             "max_prompts": max_prompts,
-            "compare": _list(compare, str, "--compare", "reference,runs/other/head"),
-            "k": _list(k, int, "--k", "4 or 3,5"),
-            "temperatures": _list(temps, float, "--temps", "0,0.7,1.5"),
+            "compare": compare,
+            "k": k,
+            "temperatures": temps,
             "draft_probs": draft_probs,
             "draft_temperature": draft_temperature,
             "greedy_below": greedy_below,
@@ -133,7 +113,7 @@ def eval_(
             "max_new_tokens": max_new_tokens,
             "batch": batch,
             "timing_prompts": timing_prompts,
-            "timing_batches": _list(timing_batches, int, "--timing-batches", "1,8,32"),
+            "timing_batches": timing_batches,
             "seed": seed,
             "certify": certify or None,
             "packed": packed,

@@ -26,8 +26,8 @@ def export(
         str | None,
         typer.Option(
             "--to",
-            help="speculators, vllm, sglang or llamacpp; default: the run's.",
-            metavar="LAYOUT",
+            help="speculators, vllm, sglang or llamacpp, one or several; default: the run's.",
+            metavar="LAYOUT,…",
         ),
     ] = None,
     k: Annotated[int | None, typer.Option("--k", help="Tokens a server is to draft.")] = None,
@@ -47,7 +47,7 @@ def export(
         from draftlab.recipe import changed
 
         asked = {
-            "formats": (to,) if to else None,
+            "formats": to,
             "k": k,
             "dtype": dtype,
             "max_shard": max_shard,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -94,11 +93,6 @@ def further_id(id_: str, sample: int) -> str:
     return f"{id_}~{sample}" if sample else id_
 
 
-def prompt_of(id_: str) -> str:
-    """The id of the prompt that the answer of such an id answers to."""
-    return re.sub(r"~\d+$", "", id_)
-
-
 def parse_line(line: bytes, path: Path, number: int) -> Conversation:
     """A conversation from one line of `path`; without an id it is called file:number.
 
@@ -111,10 +105,12 @@ def parse_line(line: bytes, path: Path, number: int) -> Conversation:
 def _parse(line: bytes, path: Path, number: int) -> Line:
     where = f"{path}:{number}"
     try:
-        value = json.loads(line.decode("utf-8"))
+        # Editors of Windows begin a file with a byte order mark.
+        value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(
-            f"expected a JSON object in UTF-8 on each line, found {line[:60]!r}: {error}",
+            "expected a JSON object in UTF-8 on each line, found "
+            f"{line[:60].decode(errors='replace').strip() or 'an empty line'!r}: {error}",
             where=where,
             do=_HINT,
         ) from None
@@ -128,7 +124,10 @@ def _parse(line: bytes, path: Path, number: int) -> Line:
         if first["type"] == "missing":
             text = f"expected {place}, found {', '.join(first['input']) or 'nothing'}"
         else:
-            text = f"{place}: {first['msg']}, found {str(first['input'])[:60]!r}"
+            wanted = first["msg"].replace("Input should be", "expected")
+            if first["type"] in ("model_type", "dict_type"):
+                wanted = "expected an object"
+            text = f"{place}: {wanted}, found {str(first['input'])[:60]!r}"
         raise UserError(text, where=where, do=_HINT) from None
     except UnicodeEncodeError as error:
         raise UserError(

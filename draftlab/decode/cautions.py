@@ -5,7 +5,7 @@ from __future__ import annotations
 from draftlab.decode.grid import NamedHead
 from draftlab.decode.knobs import EvalKnobs
 from draftlab.decode.self_check import complaint
-from draftlab.results import Row
+from draftlab.results import Row, Timing
 
 FEW_PROMPTS = 30
 FEW_TIMED = 10
@@ -38,8 +38,24 @@ def row_warnings(row: Row) -> list[str]:
     found = []
     if row.self_check and (failed := complaint(row.self_check)):
         found.append(failed)
-    slow = [t for t in row.timings if t.speedup is not None and t.speedup < SLOWER]
-    if slow:
-        where = ", ".join(f"{t.speedup:.2f}× at batch {t.batch}" for t in slow)
-        found.append(f"drafting slows decoding down here: {where}")
+    for what, timings in {
+        "drafting slows decoding down here": [t for t in row.timings if _ends(t)[1] < SLOWER],
+        "whether drafting pays here is not shown either way": [
+            t for t in row.timings if _ends(t)[0] < SLOWER <= _ends(t)[1]
+        ],
+    }.items():
+        if timings:
+            where = ", ".join(f"{_speedup(t)} at batch {t.batch}" for t in timings)
+            found.append(f"{what}: {where}")
     return found
+
+
+def _ends(timing: Timing) -> tuple[float, float]:
+    """The interval of a speed-up; without one the speed-up, or where there is none, no loss."""
+    point = 1.0 if timing.speedup is None else timing.speedup
+    return timing.speedup_ci or (point, point)
+
+
+def _speedup(timing: Timing) -> str:
+    low, high = _ends(timing)
+    return f"{timing.speedup:.2f}×" + f" [{low:.2f}, {high:.2f}]" * (timing.speedup_ci is not None)

@@ -106,7 +106,8 @@ def answered(usual: bool, witness: Witness, k: int) -> frozenset[bool]:
             f"expected answers with at least {ENOUGH} places to draft {k} tokens, found "
             f"{places} in {len(evidence.spans)} answers",
             where=witness.knobs.prompts,
-            do="give more prompts, or prompts that this target answers at length",
+            do="give more prompts (--max-prompts), more tokens of each answer (--max-new-tokens), "
+            "or prompts that this target answers at length",
         )
     if not usual:
         return frozenset({False})

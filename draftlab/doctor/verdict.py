@@ -48,7 +48,9 @@ class Case:
                 # What the files say of d2t, the scores say with figures.
                 rest = [f for f in findings if f.kind != "d2t" or f.kind not in scored]
                 findings = [*_undone(stored, best), *rest]
-            elif poor := poor_finding(stored, tried, provenance or {}):
+            elif poor := poor_finding(
+                stored, tried, provenance or {}, sound=all(f.severity == "note" for f in findings)
+            ):
                 findings.append(poor)
                 causes = [f for f in findings if f.kind in IDENTITY and f.severity == "fault"]
                 if poor.severity == "fault":
@@ -112,10 +114,15 @@ def _undone(stored: Trial, best: Trial) -> list[Finding]:
     ]
 
 
-def poor_finding(stored: Trial, tried: list[Trial], provenance: dict[str, Any]) -> Finding | None:
+def poor_finding(
+    stored: Trial, tried: list[Trial], provenance: dict[str, Any], *, sound: bool
+) -> Finding | None:
     """A head that drafts badly however it is read, beyond chance; None where it does not.
 
     Where training measured as little, that is worth knowing and no fault.
+
+    Args:
+        sound: whether no fault was found in its files.
     """
     total = stored.score.total
     first = total.accepted_at[0] if total.accepted_at else 0
@@ -136,7 +143,9 @@ def poor_finding(stored: Trial, tried: list[Trial], provenance: dict[str, Any]) 
             kind=HARDLY,
             what=f"{rate:.0%} of first drafts are accepted ({al(stored)}), and training measured "
             f"{trained:.0%}",
-            do="train it longer: the files and the way it is read are sound",
+            do="train it longer: the files and the way it is read are sound"
+            if sound
+            else "mend the faults first; then train it longer",
             severity="note",
         )
     if trained is None and most < RARE:

@@ -10,6 +10,8 @@ from draftlab.run import RUNS
 from draftlab.target.model import EMBEDDED, TargetKnobs, resolve_target
 from draftlab.verbs import REFERENCE, reference_head
 
+GIVE = 'give a head folder, a run (its name, or its folder), or "reference"'
+
 
 def find_head(named: str) -> Path:
     """A head folder: "reference", that of a run (by path or name), or the folder itself, whatever
@@ -29,7 +31,7 @@ def find_head(named: str) -> Path:
         raise UserError(
             f"expected a head's folder, found {'a file' if path.exists() else 'none'}",
             where=named,
-            do='give a head folder, a run (its name, or its folder), or "reference"',
+            do=GIVE,
         )
     recipe = path / "recipe.yaml"
     if recipe.is_file() and not (path / NATIVE).is_file():  # a pushed head ships its recipe
@@ -37,6 +39,13 @@ def find_head(named: str) -> Path:
             "expected the run to have a trained head, found none",
             where=path,
             do=f"`draftlab train {recipe}` makes it",
+        )
+    configs = (path / CONFIG, path / NATIVE)
+    if not any(path.glob("*.safetensors")) and not any(file.is_file() for file in configs):
+        raise UserError(
+            "expected a head's folder, found one with neither a config nor safetensors",
+            where=named,
+            do=GIVE,
         )
     return path
 

@@ -30,7 +30,7 @@ def check_program(name: str) -> None:
 class ExportKnobs(Knobs):
     """Which layouts a head is exported to, and how."""
 
-    formats: Annotated[tuple[str, ...], Listed] = ("speculators",)
+    formats: Annotated[tuple[str, ...], Listed, Field(min_length=1)] = ("speculators",)
     """Layouts to write, each into a folder of its own name: speculators, vllm, sglang, llamacpp."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Of floating tensors; None: the dtype the head is stored in."""

@@ -43,6 +43,7 @@ def upload(
     """
     api = api or HfApi()
     check_repo(repo)
+    monitor.say(f"push: asking {api.endpoint} for {repo}; without a network that may take a minute")
     with _hub_errors(repo, api):
         if _exists(api, repo):
             _check_existing(api, repo, public, monitor)

@@ -77,6 +77,8 @@ def _self_check(row: Row) -> str:
     if row.self_check is None:
         return NONE
     verdict = "passed" if row.self_check.passed else "FAILED"
+    if all(z is None for z in row.self_check.z):  # T = 0: nothing is drawn, so nothing is tested
+        return f"{verdict}, accepted {'=' if row.self_check.passed else '≠'} expected"
     return f"{verdict}, p = {row.self_check.p_value:.2g}"
 
 

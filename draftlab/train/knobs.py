@@ -145,13 +145,13 @@ class TrainKnobs(Knobs):
     """Autocast dtype over float32 weights; "auto": bfloat16 on a GPU, float32 on a CPU."""
     compile: Literal["auto"] | bool = "auto"
     """Whether norms, rotations and gates of a step are compiled (torch.compile); "auto": on a
-    GPU. EAGLE3 heads of one layer only."""
+    GPU. eagle3 and ptd; other families have no use for it."""
     recompute: Literal["auto"] | bool = "auto"
     """Whether steps are computed again in the backward pass in place of being kept: less memory for
-    long rows, a third more time; "auto": on a GPU that could not keep them. EAGLE3 heads of one
-    layer only."""
+    long rows, a third more time; "auto": on a GPU that could not keep them. eagle3 only."""
     validation_share: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the records kept out of training; at least one when above 0."""
+    """Share of the records kept out of training, all that answer one prompt or none of them; above
+    0 at least one prompt's, where there are several."""
     validate_every: int | None = Field(default=None, ge=1)
     """Steps between validations; None: at the end only."""
     checkpoint_every: int = Field(default=500, ge=1)

@@ -128,6 +128,12 @@ def test_one_bad_line_is_an_error_with_file_and_line(tmp_path: Path, bad, says):
     assert caught.value.where == f"{path}:2"
 
 
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path):
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(line()).encode() + b"\r\n")
+    assert len(read_conversations(path)) == 1
+
+
 def test_empty_and_missing_files_are_errors(tmp_path: Path):
     (tmp_path / "empty.jsonl").touch()
     for name in ("empty.jsonl", "missing.jsonl", "."):

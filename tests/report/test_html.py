@@ -164,6 +164,9 @@ def test_the_self_check_stands_beside_what_it_checks() -> None:
     assert rows[2][0] == "expected; self-check FAILED, p = 8e-07"
     assert rows[2][2].endswith("z = -5.2")
     assert "z" not in rows[2][4]
+    greedy = SelfCheck(z=[None] * 4, p_value=1.0, passed=True)
+    rows = page(sample.report([sample.row(temperature=0.8, self_check=greedy)])).rows("share")
+    assert rows[2][0] == "expected; self-check passed, accepted = expected"
 
 
 def test_conditions_that_differ_are_listed_by_row() -> None:
