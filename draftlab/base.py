@@ -13,8 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator
-from pydantic_core.core_schema import ValidationInfo
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 
 class UserError(Exception):
