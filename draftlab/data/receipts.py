@@ -136,8 +136,7 @@ class Receipts:
             os.close(handle)
             return None
         self.path(shard).unlink(missing_ok=True)  # of an earlier life: it must not vouch for this
-        for leftover in self.folder.glob(f".{Path(shard.file).stem}.*.tmp"):
-            leftover.unlink()
+        self._tidy(shard)
         shutil.rmtree(self.scratch(shard), ignore_errors=True)
         return handle
 
@@ -159,6 +158,12 @@ class Receipts:
         for shard in self.plan.shards:
             self.path(shard).unlink(missing_ok=True)
             self._claim(shard).unlink(missing_ok=True)
+            self._tidy(shard)  # who was killed while it adopted a store had claimed nothing
+
+    def _tidy(self, shard: Shard) -> None:
+        """Removes what killed processes left of a shard's receipt."""
+        for leftover in self.folder.glob(f".{Path(shard.file).stem}.*.tmp"):
+            leftover.unlink(missing_ok=True)
 
 
 def _stamp(folder: Path) -> tuple[int, int]:

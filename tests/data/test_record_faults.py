@@ -234,6 +234,17 @@ def test_a_helper_dies_and_another_number_finishes(target: Target, tmp_path: Pat
     assert contents(folder) == contents(tmp_path / "whole")
 
 
+def test_killed_while_it_adopts_a_store_that_lost_a_shard(target: Target, tmp_path: Path) -> None:
+    """It writes receipts of the good shards, which nobody takes again."""
+    make(target, tmp_path / "whole")
+    folder = tmp_path / "killed"
+    make(target, folder)
+    (folder / "shard-00000.safetensors").unlink()
+    (folder / ".shard-00002.json.6285.tmp").write_text('{"plan"')
+    make(target, folder)
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
 def test_who_shares_and_who_does_not_exclude_each_other(target: Target, tmp_path: Path) -> None:
     lead = fork(target, tmp_path, "lead", 0.1)
     while not (tmp_path / "manifest.json").exists():
