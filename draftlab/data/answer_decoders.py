@@ -15,7 +15,7 @@ from draftlab.base import UserError
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Generation, Request
 from draftlab.target.knobs import TargetKnobs
-from draftlab.target.model import Target, load_target
+from draftlab.target.model import Target, load_target, resolve_device
 from draftlab.target.outline import Outline
 
 _SPAWN = get_context("spawn")  # CUDA cannot be used in a fork of a process that used it
@@ -30,8 +30,6 @@ def engine_decode(target: Target | Outline, batch: int) -> Decode:
         raise ValueError("an outline decodes nothing: expected `decode`")
 
     def decode(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
-        if target.device.type == "cuda":
-            torch.cuda.set_device(target.device)  # of this thread
         engine = Engine(target, batch=min(batch, len(requests)), max_length=max_length, packed=True)
         return engine.generate(requests)
 
@@ -94,6 +92,9 @@ def _serve(pipe: Connection, knobs: TargetKnobs, batch: int) -> None:
     """The process: answers what comes until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
     try:
+        device = resolve_device(knobs.device)
+        if device.type == "cuda":  # streams, events and graphs are the current one's
+            torch.cuda.set_device(device)
         decode = engine_decode(load_target(knobs), batch)
         while True:
             for generation in decode(*pipe.recv()):

@@ -136,7 +136,7 @@ class Receipts:
             os.close(handle)
             return None
         self.path(shard).unlink(missing_ok=True)  # of an earlier life: it must not vouch for this
-        self._tidy(shard)
+        self._tidy(Path(shard.file).stem)
         shutil.rmtree(self.scratch(shard), ignore_errors=True)
         return handle
 
@@ -158,11 +158,11 @@ class Receipts:
         for shard in self.plan.shards:
             self.path(shard).unlink(missing_ok=True)
             self._claim(shard).unlink(missing_ok=True)
-            self._tidy(shard)  # who was killed while it adopted a store had claimed nothing
+        self._tidy("shard-*")  # who was killed while it adopted a store had claimed nothing
 
-    def _tidy(self, shard: Shard) -> None:
-        """Removes what killed processes left of a shard's receipt."""
-        for leftover in self.folder.glob(f".{Path(shard.file).stem}.*.tmp"):
+    def _tidy(self, stem: str) -> None:
+        """Removes what killed processes left of the receipts of shards of such a name."""
+        for leftover in self.folder.glob(f".{stem}.*.tmp"):
             leftover.unlink(missing_ok=True)
 
 

@@ -276,8 +276,6 @@ def load_target(knobs: TargetKnobs) -> Target:
         UserError: missing, corrupt or unsupported checkpoints.
     """
     folder, device = resolve_target(knobs), resolve_device(knobs.device)
-    if device.type == "cuda":  # streams, events and graphs are the current one's
-        torch.cuda.set_device(device)
     model, notes = load_model(folder, knobs, device)
     replace_layers(model)
     target = Target(model.eval().requires_grad_(False), folder, knobs.path, notes)
