@@ -122,6 +122,20 @@ def test_two_processes_carry_out_a_recipe_as_one_does(
     assert {n for n, b in contents(workshop / "runs/two").items() if before.get(n) != b} == set()
 
 
+@pytest.mark.parametrize("verb", ["train", "run"])
+def test_a_verb_is_run_in_every_process_as_it_was_asked(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workshop, asked = new_workshop(tmp_path), []
+    monkeypatch.setattr(launching, "launch", lambda *given: asked.append(given[:2]) or 7)
+    options = ["--json"] if verb == "run" else []
+    words = ["small.yaml", "train.device=cpu", "name=two", "--gpus", "3", "--force", *options]
+    assert draftlab(workshop, verb, *words).exit_code == 7
+    knobs = ["train.device=cpu", "name=two"]
+    assert asked == [([verb, "small.yaml", *knobs, "--force", *options], 3)]
+    assert not (workshop / "runs").exists()
+
+
 def test_more_gpus_than_there_are_start_nothing(tmp_path: Path) -> None:
     workshop = new_workshop(tmp_path)
     asked = str(torch.cuda.device_count() + 1 if torch.cuda.is_available() else 2)
