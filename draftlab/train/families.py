@@ -34,8 +34,8 @@ class Objective:
     def terms(self, knobs: TrainKnobs) -> Terms:
         """What a row's loss is made of."""
         if self.imitates:
-            return Terms(knobs.loss, knobs.distillation, knobs.regression)
-        return Terms(knobs.loss)
+            return Terms(knobs.loss, knobs.distillation, knobs.regression, knobs.reach)
+        return Terms(knobs.loss, reach=knobs.reach)
 
 
 OBJECTIVES = {

@@ -118,6 +118,9 @@ class TrainKnobs(Knobs):
     """eagle: largest noise on features, times 512 / length of the conversation; 0: none."""
     gamma: float = Field(default=0.8, gt=0, le=1)
     """Weight of step (depth) k is gamma^k."""
+    reach: float = Field(default=0.0, ge=0, le=1)
+    """Share of a row's weight that goes with the chance that its draft is reached, the product of
+    its anchor's acceptances before it: what is learned is what counts."""
     cod_ratio: float = Field(default=0.8, gt=0, le=1)
     """ptd: share of the anchors that keep depth d is cod_ratio^d (conditional drop); 1: all."""
     cod_min: float = Field(default=0.2, ge=0, le=1)

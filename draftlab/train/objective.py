@@ -44,11 +44,13 @@ class Terms:
 
     Attributes:
         loss: ℓ of `kernels/distill.py`; "lk" takes its share from the α of the batch at hand.
+        reach: share of a row's weight that goes with the chance that its draft counts (`reached`).
     """
 
     loss: Literal["soft_ce", "lk"] = "soft_ce"
     distillation: float = 1.0
     regression: float = 0.0
+    reach: float = 0.0
 
 
 SOFT_CE = Terms()
@@ -152,10 +154,15 @@ def weighted_loss(
     output, plan = torch.cat([s.output for s in steps]), batch.plan
     with torch.autocast(output.device.type, enabled=False):  # which would widen the norm on a GPU
         hidden, share = head.normed(output), None
-    if terms.loss == "lk":
+    if terms.loss == "lk" or terms.reach:
+        step = step_of_row(sizes, row.device)
         with torch.no_grad():
             alpha = distill_linear(hidden, head.lm_head.weight, teacher, plan, weight).alpha
-            share = lk_share(alpha, step_of_row(sizes, row.device), len(sizes))
+        if terms.loss == "lk":
+            share = lk_share(alpha, step, len(sizes))
+        if terms.reach:
+            chance = reached(alpha, step, row - 1 - step, len(sizes), batch.tokens.numel())
+            weight = weight * (1 - terms.reach + terms.reach * chance)
     out = distill_linear(
         hidden,
         head.lm_head.weight,
@@ -177,6 +184,24 @@ def weighted_loss(
         sums.loss[k], sums.alpha[k], sums.hits[k] = loss.sum(), alpha.sum(), hits.sum()
         sums.count[k].fill_(count)  # an assignment would copy the number, and wait for the device
     return total, sums
+
+
+def reached(alpha: Tensor, step: Tensor, anchor: Tensor, num_steps: int, places: int) -> Tensor:
+    """The chance that a row's draft counts: that all before it from the same anchor are accepted.
+
+    The gradient of the expected number of accepted drafts, Σ_k Π_{j≤k} α_j, has this factor at
+    step k. Steps at which an anchor has no row count as accepted.
+
+    Args:
+        alpha: [R], of the rows. step: int64 [R], below num_steps. anchor: int64 [R], flat, below
+            `places`; a step has an anchor once.
+
+    Returns:
+        [R], Π_{j<k} α_j, 1 at step 0.
+    """
+    passed = alpha.new_ones(num_steps + 1, places)
+    passed[step + 1, anchor] = alpha
+    return passed.cumprod(0)[step, anchor]
 
 
 def step_of_row(sizes: Sequence[int], device: torch.device) -> Tensor:

@@ -30,6 +30,8 @@ KINDS: dict[str, tuple[dict[str, Any], Terms]] = {
     "fc_norm, norm_output": ({"fc_norm": True, "norm_output": True}, SOFT_CE),
     "one boundary, q and k normed": ({"boundaries": (1,), "qk_norm": True}, SOFT_CE),
     "last boundary, lk": ({"boundaries": (4,)}, Terms("lk")),
+    "reach": ({}, Terms(reach=0.7)),
+    "lk, reach": ({}, Terms("lk", reach=1.0)),
 }
 STEPS, GAMMA = 3, 0.8
 
@@ -71,15 +73,22 @@ def plain_total(
     plain: PlainChain, target: TargetParts, asked: list[Record], terms: Terms
 ) -> Tensor:
     rows = [row for r in asked for row in plain_losses(plain, target, r)]
+    factors, passed = [], 1.0
+    for step, *_, alpha in rows:  # an anchor's steps lie behind one another
+        passed = passed if step else 1.0
+        factors.append(1 - terms.reach + terms.reach * passed)
+        passed *= float(alpha.detach())
     total = torch.zeros((), dtype=torch.float64)
     for step in range(STEPS):
-        mine = [row for row in rows if row[0] == step]
+        mine, factor = zip(
+            *((r, f) for r, f in zip(rows, factors, strict=True) if r[0] == step), strict=True
+        )
         if terms.loss == "lk":
             share = torch.exp(-3 * torch.stack([a for *_, a in mine]).mean().detach())
             values = [share * (ce + entropy) + (1 - share) * (1 - a) for _, ce, entropy, a in mine]
         else:
             values = [terms.distillation * ce + terms.regression * x for _, ce, x, _ in mine]
-        total = total + GAMMA**step * torch.stack(values).sum()
+        total = total + GAMMA**step * sum(f * v for f, v in zip(factor, values, strict=True))
     return total
 
 

@@ -14,7 +14,7 @@ from draftlab.data.packing import deal, loss_reach, pack
 from draftlab.data.store import Record
 from draftlab.heads.ptd import PtdHead
 from draftlab.target.parts import TargetParts
-from draftlab.train.objective import DraftTeacher, weighted_loss
+from draftlab.train.objective import DraftTeacher, Terms, weighted_loss
 from draftlab.train.parallel import depths_kept, parallel_outputs, parallel_weights
 from tests.train.synthetic import family_loss, head, parts, record
 from tests.train.test_ttt import server_log, spans_of
@@ -84,20 +84,28 @@ def pass_of(model: PtdHead, record: Record, anchor: int, depths: int) -> Tensor:
 
 
 def reference(
-    model: PtdHead, target: TargetParts, records: list[Record], kept: dict[str, Tensor]
+    model: PtdHead,
+    target: TargetParts,
+    records: list[Record],
+    kept: dict[str, Tensor],
+    reach: float = 0.0,
 ) -> tuple[Tensor, list[int]]:
-    """Σ_d γ^d (Σ ℓ) / N_d over what a server may be asked for and `kept` leaves; and N_d."""
+    """Σ_d γ^d (Σ ℓ) / N_d over what a server may be asked for and `kept` leaves; and N_d.
+
+    With `reach`, ℓ is so far multiplied by the product of the α before it.
+    """
     ids = torch.nonzero(model.t2d)[:, 0]
     losses: list[list[Tensor]] = [[] for _ in range(DEPTHS)]
     for r in records:
         for anchor, asked in itertools.groupby(sorted(server_log(r.spans, DEPTHS)), lambda e: e[0]):
             depths = [d for _, d in asked if d < kept[r.id][anchor]]
             # What a server drafts beyond the answer's end changes nothing before it.
-            log_q = pass_of(model, r, anchor, DEPTHS)
+            log_q, reached = pass_of(model, r, anchor, DEPTHS), 1.0
             for d in depths:
                 logits = target.logits(r.last[anchor + 1 + d])
                 p = (logits[ids] - logits.logsumexp(-1)).exp().to(log_q.dtype)
-                losses[d].append(-(p * log_q[d]).sum())
+                losses[d].append(-(p * log_q[d]).sum() * (1 - reach + reach * reached))
+                reached *= float(p.minimum(log_q[d].detach().exp()).sum())
     total = sum(GAMMA**d * torch.stack(rows).mean() for d, rows in enumerate(losses) if rows)
     return total, [len(rows) for rows in losses]
 
@@ -126,17 +134,17 @@ SOME = {f"r{seed}": torch.arange(40) * (seed + 4) % 5 % DEPTHS + 1 for seed in r
 
 @pytest.mark.parametrize("kept", [ALL, SOME], ids=["all", "dropped"])
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reach"),
     [
-        {},
-        {"num_layers": 3},
-        {"num_layers": 2, "qk_norm": True},
-        {"qk_norm": True, "norm_before_residual": True},
+        ({}, 0.0),
+        ({"num_layers": 3}, 0.0),
+        ({"num_layers": 2, "qk_norm": True}, 0.9),
+        ({"qk_norm": True, "norm_before_residual": True}, 1.0),
     ],
     ids=str,
 )
 def test_loss_and_gradients_equal_a_server_run_anchor_by_anchor(
-    changes: dict, kept: dict[str, Tensor]
+    changes: dict, reach: float, kept: dict[str, Tensor]
 ) -> None:
     target, model = parts(), loud(**changes)
     records = records_of(target)
@@ -146,10 +154,10 @@ def test_loss_and_gradients_equal_a_server_run_anchor_by_anchor(
         DEPTHS,
         keep=lambda r: kept[r.id][: len(r.tokens)],
     )
-    loss, sums = family_loss(model, target, batch, gamma=GAMMA)
+    loss, sums = family_loss(model, target, batch, gamma=GAMMA, terms=Terms(reach=reach))
     (loss / batch.num_anchors).backward()
     found = gradients(model)
-    expected, counts = reference(model, target, records, kept)
+    expected, counts = reference(model, target, records, kept, reach)
     expected.backward()
     wanted = gradients(model)
     assert sums.count.tolist() == batch.counts == counts
@@ -211,13 +219,13 @@ def test_a_conversation_packed_behind_another_has_the_same_loss() -> None:
 
 @pytest.mark.parametrize("passes", [2, 3, 7])
 def test_parts_of_the_anchors_add_up_to_the_whole(passes: int) -> None:
-    target, model = parts(), loud(num_layers=2)
+    target, model, terms = parts(), loud(num_layers=2), Terms(reach=0.9)
     records = records_of(target)
     rows = [records[:3], records[3:]]
     whole = pack(rows, 64, DEPTHS)
     weights = parallel_weights(GAMMA, whole.counts)
     teacher = DraftTeacher.of(target, model)
-    loss, _ = weighted_loss(parallel_outputs(model, whole), model, teacher, whole, weights)
+    loss, _ = weighted_loss(parallel_outputs(model, whole), model, teacher, whole, weights, terms)
     loss.backward()
     wanted = gradients(model)
     dealt = pack(rows, 64, DEPTHS, passes=passes)
@@ -225,7 +233,7 @@ def test_parts_of_the_anchors_add_up_to_the_whole(passes: int) -> None:
     total = 0.0
     for part in dealt.split():
         outputs = parallel_outputs(model, part)
-        loss_of_part, _ = weighted_loss(outputs, model, teacher, part, weights)
+        loss_of_part, _ = weighted_loss(outputs, model, teacher, part, weights, terms)
         loss_of_part.backward()
         total += float(loss_of_part.detach())
     assert total == pytest.approx(float(loss.detach()), rel=1e-6)
