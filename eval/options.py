@@ -59,7 +59,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "norm_before_residual, lk": ("head.norm_before_residual=true", "train.loss=lk"),
     "no drop": ("train.cod_ratio=1",),
     "depths weigh alike": ("train.gamma=1",),
-    "reach, γ 0.9": ("train.reach=0.9", "train.gamma=0.9"),
+    "reach, gamma 0.9": ("train.reach=0.9", "train.gamma=0.9"),
     "four layers": ("head.num_layers=4",),
 }
 OF_ALL = ("base", "norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm", "lk", "wsd")
@@ -68,7 +68,7 @@ PARALLEL = (
     "norm_before_residual, lk",
     "no drop",
     "depths weigh alike",
-    "reach, γ 0.9",
+    "reach, gamma 0.9",
     "four layers",
 )
 

@@ -1,7 +1,8 @@
-"""Which predictions carry loss, and how conversations share rows of a batch (METHODS §1, §2)."""
+"""How conversations share rows of a batch (METHODS §1)."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
@@ -12,54 +13,10 @@ from torch import Tensor
 
 from draftlab.data.fp8 import E4M3, dequantise
 from draftlab.data.noise import FeatureNoise, StepNoise
+from draftlab.data.rows import StepRows, deal, joint_reach, step_rows
 from draftlab.data.store import Record
 from draftlab.kernels.distill_plan import RowPlan, plan_rows
 from draftlab.kernels.noise import prompt_key
-
-
-def loss_reach(spans: Tensor) -> Tensor:
-    """How many steps of an unroll at each position carry loss: w_k(t) = 1 iff k < reach(t).
-
-    Step k at t predicts x_{t+2+k} having read x_{t+1+k}; a server can make that prediction iff
-    x_{t+1} … x_{t+2+k} lie in one span. So reach(t) = max(0, e − t − 1), e being the last position
-    of the span that holds x_{t+1}.
-
-    Args:
-        spans: int64 [T], 0 outside answers, else the answer's number.
-
-    Returns:
-        int64 [T].
-    """
-    length = len(spans)
-    at = torch.arange(length)
-    is_end = torch.ones(length, dtype=torch.bool)
-    is_end[:-1] = spans[1:] != spans[:-1]
-    # The end of each position's span: the first end at or after it.
-    end = torch.where(is_end, at, length).flip(0).cummin(0).values.flip(0)
-    reach = torch.zeros(length, dtype=torch.int64)
-    reach[:-1] = torch.where(spans[1:] > 0, end[1:] - at[1:], 0)
-    return reach
-
-
-@dataclass(frozen=True)
-class StepRows:
-    """The rows that step k of an unroll still runs (compaction), padded to the longest row.
-
-    Depth d of parallel drafting is step d here: it has the same predictions and teachers.
-
-    Attributes:
-        select: int64 [B, R], which of the previous step's rows they are (step 0: which positions).
-        index: int64 [B, R], their position t in the batch row.
-        loss: int64 [n], flat indices b·R + r of the real ones, in order.
-        teacher: int64 [n], flat indices b·S + t + 1 + k of their teachers p_{t+1+k}.
-        origin: int64 [n], which of the previous step's real ones they are (step 0: b·S + t).
-    """
-
-    select: Tensor
-    index: Tensor
-    loss: Tensor
-    teacher: Tensor
-    origin: Tensor
 
 
 @dataclass(frozen=True)
@@ -158,42 +115,6 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def step_rows(reach: Tensor, num_steps: int) -> tuple[StepRows, ...]:
-    """Rows of each step for reach [B, S]; steps that nothing reaches are empty."""
-    depth = reach.numpy()
-    num_rows, width = depth.shape
-    first = np.arange(num_rows)[:, None] * width
-    index, alive = np.broadcast_to(np.arange(width), depth.shape), np.ones(depth.shape, bool)
-    steps: list[StepRows] = []
-    for k in range(num_steps):
-        wanted = alive & (np.take_along_axis(depth, index, 1) > k)
-        count = wanted.sum(1).max(initial=0)
-        select = np.argsort(~wanted, axis=1, kind="stable")[:, :count].copy()
-        index, alive = (np.take_along_axis(x, select, 1) for x in (index, wanted))
-        loss = alive.ravel().nonzero()[0]
-        teacher = (first + index + 1 + k).ravel()[loss]
-        origin = teacher - 1
-        if steps:
-            earlier = steps[-1].index.shape[1]
-            picked = np.arange(num_rows)[:, None] * earlier + select
-            origin = steps[-1].loss.numpy().searchsorted(picked.ravel()[loss])
-        made = (select, index, loss, teacher, origin)
-        steps.append(StepRows(*map(torch.from_numpy, made)))
-    return tuple(steps)
-
-
-def deal(reach: Tensor, num_steps: int, passes: int) -> list[Tensor]:
-    """Cuts the anchors of reach [B, S] into `passes` parts; in each, the others' reach is 0.
-
-    An anchor is a position with its steps. Each row's anchors are cut in order, so that a part sees
-    few teachers of another's, into parts of about as many predictions.
-    """
-    work = reach.clamp(max=num_steps)
-    before = work.cumsum(1) - work
-    part = before * passes // work.sum(1, keepdim=True).clamp(min=1)
-    return [torch.where(part == number, reach, 0) for number in range(passes)]
-
-
 def pack(
     records: Sequence[Sequence[Record]],
     row_tokens: int,
@@ -220,39 +141,50 @@ def pack(
     flat = [record for row in records for record in row]
     if one_row:
         records, row_tokens = [flat], len(records) * row_tokens
-    places = [(b, span) for b, row in enumerate(records) for span in _spans(row)]
-    width = max(span.stop for _, span in places)
+    sizes = [[len(record.tokens) for record in row] for row in records]
+    totals = [sum(row) for row in sizes]
+    width = max(totals)
     if width > row_tokens:
         raise ValueError(f"a row of {width} tokens exceeds row_tokens {row_tokens}")
+    of_records = [(b, span) for b, row in enumerate(sizes) for span in _spans(row)]
+    of_rows = [(b, slice(0, total)) for b, total in enumerate(totals)]
 
-    def lay(values: Sequence[Tensor], dtype: torch.dtype | None = None, rest: int = 0) -> Tensor:
-        """[B, S, …] of a tensor [T, …] a record, `rest` behind the last one of a row."""
+    def lay(
+        values: Sequence[Tensor],
+        dtype: torch.dtype | None = None,
+        rest: int = 0,
+        places: Sequence[tuple[int, slice]] = of_records,
+    ) -> Tensor:
+        """[B, S, …] of a tensor [T, …] a place, `rest` behind the last one of a row."""
         shape = (len(records), width, *values[0].shape[1:])
         whole = torch.empty(shape, dtype=dtype or values[0].dtype, pin_memory=pin)
-        array, stops = _array(whole), [0] * len(records)
+        array = _array(whole)
         for (b, span), value in zip(places, values, strict=True):
-            array[b, span], stops[b] = _array(value), span.stop
-        for b, stop in enumerate(stops):
-            array[b, stop:] = rest
+            array[b, span] = _array(value)
+        for b, total in enumerate(totals):
+            array[b, total:] = rest
         return whole
 
-    slots = [torch.arange(len(r.tokens)) for r in flat]
-    reaches = [loss_reach(r.spans.long()) for r in flat]
+    def lay_rows(values: Tensor, rest: int = 0) -> Tensor:
+        """[B, S] of what belongs to all records, one behind the other."""
+        return lay(values.split(totals), rest=rest, places=of_rows)
+
+    reach = joint_reach(flat)
     if keep is not None:
-        reaches = [reach.minimum(keep(r)) for reach, r in zip(reaches, flat, strict=True)]
-    reach = lay(reaches)
-    in_row = [number for row in records for number in range(len(row))]
-    numbers = [torch.full_like(at, n) for n, at in zip(in_row, slots, strict=True)]
+        reach = reach.minimum(torch.cat([keep(record) for record in flat]))
+    reach = lay_rows(reach)
+    numbers = [np.repeat(np.arange(len(row)), row) for row in sizes]
+    slots = [np.arange(size) for row in sizes for size in row]
     added = None
     if noise is not None:
-        keys = [torch.full_like(at, prompt_key(r.id)) for at, r in zip(slots, flat, strict=True)]
-        scales = [torch.full(at.shape, noise.scale(len(at))) for at in slots]
+        keys = [torch.full((len(at),), prompt_key(r.id)) for at, r in zip(slots, flat, strict=True)]
+        scales = [torch.full((len(at),), noise.scale(len(at))) for at in slots]
         added = FeatureNoise(noise.key(), lay(keys), lay(scales))
     steps = tuple(step_rows(part, num_steps) for part in deal(reach, num_steps, passes))
     batch = Batch(
         lay([r.tokens for r in flat], torch.int64),
-        lay(numbers, rest=-1),
-        lay(slots),
+        lay_rows(torch.from_numpy(np.concatenate(numbers)), rest=-1),
+        lay_rows(torch.from_numpy(np.concatenate(slots))),
         lay([r.features for r in flat]),
         lay([r.last for r in flat]),
         lay([r.logsumexp for r in flat]),
@@ -260,7 +192,7 @@ def pack(
         steps,
         tuple(plan_rows(torch.cat([rows.teacher for rows in each])) for each in steps),
         len(flat),
-        0 if idle else sum(len(at) for at in slots),
+        0 if idle else sum(totals),
         added,
         idle,
         None if flat[0].scales is None else lay([r.scales for r in flat]),
@@ -268,12 +200,10 @@ def pack(
     return _gathered(batch) if pin else batch.decoded()
 
 
-def _spans(row: Sequence[Record]) -> Iterator[slice]:
+def _spans(sizes: Sequence[int]) -> Iterator[slice]:
     """Where the records of a row lie."""
-    start = 0
-    for record in row:
-        yield slice(start, start + len(record.tokens))
-        start += len(record.tokens)
+    ends = itertools.accumulate(sizes)
+    return (slice(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
 
 def _array(tensor: Tensor) -> np.ndarray:

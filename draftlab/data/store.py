@@ -7,6 +7,7 @@ by `draftlab.data.record`; reading maps a shard into memory and touches only the
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -191,14 +192,10 @@ class Store:
         """A record in the shard's own memory and dtypes, not to be changed: integers are int32,
         features of an fp8 store are its codes, beside their scales."""
         number, row, window = self._place(index)
-        shard = self.manifest.shards[number]
-        tensors = (
-            self._read(number, name, window)
-            for name in ("tokens", "spans", "features", "last", "logsumexp", "argmax")
-        )
-        scales = None
-        if self._shard(number)["features"].dtype is E4M3:
-            scales = self._read(number, "scales", window)
+        shard, held = self.manifest.shards[number], self._shard(number)
+        names = ("tokens", "spans", "features", "last", "logsumexp", "argmax")
+        scales = held["scales"][window] if held["features"].dtype is E4M3 else None
+        tensors = (held[name][window] for name in names)
         return Record(shard.ids[row], *tensors, shard.temperatures[row], scales)
 
     def views(self, indices: Sequence[int]) -> list[Record]:
@@ -243,7 +240,7 @@ class Store:
         index = index + len(self) if index < 0 else index
         if not 0 <= index < len(self):
             raise IndexError(f"a store of {len(self)} records has no record {index}")
-        number = int(np.searchsorted(self._first, index, side="right")) - 1
+        number = bisect_right(self._first, index) - 1
         row = index - self._first[number]
         start, end = self._offsets[number][row : row + 2]
         return number, row, slice(int(start), int(end))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from draftlab.base import Monitor
-from draftlab.data.packing import Batch, loss_reach, pack
+from draftlab.data.packing import Batch, pack
+from draftlab.data.rows import loss_reach
 from draftlab.data.store import Record
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Generation, Request, Sampling

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.data.packing import Batch, loss_reach
+from draftlab.data.packing import Batch
+from draftlab.data.rows import loss_reach
 from draftlab.doctor.evidence import Evidence
 from draftlab.doctor.reading import Reading
 from draftlab.heads.folder import new_head

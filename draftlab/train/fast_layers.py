@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.data.packing import StepRows
+from draftlab.data.rows import StepRows
 from draftlab.heads.head import DecoderLayer
 from draftlab.heads.layers import rotate
 from draftlab.train.shared import Shared, branch

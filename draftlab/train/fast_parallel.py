@@ -13,7 +13,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from draftlab.data.packing import Batch, StepRows
+from draftlab.data.packing import Batch
+from draftlab.data.rows import StepRows
 from draftlab.heads.eagle3 import Eagle3Layer
 from draftlab.heads.head import DecoderLayer
 from draftlab.heads.layers import Attention

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.data.packing import Batch, StepRows
+from draftlab.data.packing import Batch
+from draftlab.data.rows import StepRows
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.distill import Teacher, lk_share, weighted
 from draftlab.kernels.distill_linear import distill_linear

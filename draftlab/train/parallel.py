@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.data.packing import Batch, StepRows
+from draftlab.data.packing import Batch
+from draftlab.data.rows import StepRows
 from draftlab.data.store import Record
 from draftlab.heads.layers import Attention
 from draftlab.heads.ptd import PtdHead
@@ -109,5 +110,5 @@ def depths_kept(
     digest = hashlib.sha256(record.id.encode()).digest()
     key = int.from_bytes(digest[:8], "little")
     drawn = np.random.default_rng([seed, 2, step, key]).random(len(record.tokens))
-    chance = np.maximum(ratio ** np.arange(num_depths), least)
-    return torch.from_numpy((drawn[:, None] < chance).sum(1))
+    chance = np.maximum(ratio ** np.arange(num_depths), least)  # falls with the depth
+    return torch.from_numpy(num_depths - np.searchsorted(chance[::-1], drawn, side="right"))

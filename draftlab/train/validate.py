@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftlab.data.packing import loss_reach, pack
+from draftlab.data.packing import pack
+from draftlab.data.rows import loss_reach
 from draftlab.data.store import Record, Store
 from draftlab.heads.head import DraftHead
 from draftlab.results import Counters

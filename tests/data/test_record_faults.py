@@ -19,9 +19,9 @@ import torch
 
 from draftlab.base import Monitor, UserError
 from draftlab.data import shard_writer
-from draftlab.data.packing import loss_reach
 from draftlab.data.receipts import Receipts
 from draftlab.data.record import RecordKnobs, planned, record
+from draftlab.data.rows import loss_reach
 from draftlab.data.store import Sample, Store
 from draftlab.target.model import Target, TargetKnobs, load_target
 from tests.data.recordings import Lines, contents, identity_of, make, make_samples

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from draftlab.base import Monitor, UserError
-from draftlab.data.packing import loss_reach
 from draftlab.data.record import RecordKnobs, record
+from draftlab.data.rows import loss_reach
 from draftlab.data.store import Sample, Store, StoreIdentity, predicted, teachers
 from draftlab.target.documents import Documents
 from draftlab.target.model import States

@@ -159,7 +159,7 @@ def test_first_draft_and_the_rest_are_learnt(tmp_path: Path) -> None:
 def test_masks_that_skip_the_first_draft_fail_to_learn_it(
     bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftlab.data.packing.loss_reach", bug)
+    monkeypatch.setattr("draftlab.data.rows.loss_reach", bug)
     target = orthogonal_parts()
     store = ListStore([toy_answer(target, i) for i in range(300)])
     trainer = trained(tmp_path, store, target)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.data.packing import deal, loss_reach, pack
+from draftlab.data.packing import pack
+from draftlab.data.rows import deal, loss_reach
 from draftlab.data.store import Record
 from draftlab.heads.ptd import PtdHead
 from draftlab.target.parts import TargetParts

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftlab.data.order import batches, epoch_rows
-from draftlab.data.packing import loss_reach, pack
+from draftlab.data.packing import pack
+from draftlab.data.rows import loss_reach
 from draftlab.data.store import Record
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.target.parts import TargetParts
@@ -100,7 +101,7 @@ BUGS = [reach_mask_t, reach_mask_t_k, reach_mask_t_1_k]
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_wrong_masks_are_caught(bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftlab.data.packing.loss_reach", bug)
+    monkeypatch.setattr("draftlab.data.rows.loss_reach", bug)
     spans = spans_of([(3, 6), (2, 5)])
     target = parts()
     batch = pack([[record(spans, target)]], len(spans), 3)
