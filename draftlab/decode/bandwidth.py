@@ -38,11 +38,12 @@ def copy_rate(device: torch.device) -> float | None:
     source = torch.empty(size, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
     times = []
+    stream = torch.cuda.current_stream(device)
     for _ in range(COPIES):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        start.record(stream)
         copy.copy_(source)
-        end.record()
+        end.record(stream)
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return 2 * size / min(times)

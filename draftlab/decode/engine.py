@@ -133,7 +133,8 @@ class Engine:
             joining = self._admit(waiting, free)
             if joining:
                 active += joining
-                flying.append(self._prefill(joining))
+                with self._on_its_device():
+                    flying.append(self._prefill(joining))
                 yield from collect(self.lead)
             if active:
                 while not self._make_room(active, len(flying)):
@@ -142,8 +143,13 @@ class Engine:
                     else:
                         waiting.appendleft(self._evict(active, free))
             if active:
-                flying.append(self._step(sorted(active, key=lambda job: job.slot)))
+                with self._on_its_device():
+                    flying.append(self._step(sorted(active, key=lambda job: job.slot)))
             yield from collect(self.lead if active else 0)
+
+    def _on_its_device(self) -> torch.cuda.device:
+        """Makes the target's GPU the current one, of whose streams graphs and events are."""
+        return torch.cuda.device(self.target.device if self.target.device.type == "cuda" else -1)
 
     def _admit(self, waiting: deque[Job], free: list[int]) -> list[Job]:
         """Gives slots and blocks to those who come first, as long as there are any."""

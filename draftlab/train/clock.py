@@ -23,7 +23,7 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
+        self.device, self.on_gpu = device, device.type == "cuda"
         self._marks: list[tuple[str, Any]] = []
 
     def start(self) -> None:
@@ -49,5 +49,5 @@ class Clock:
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event

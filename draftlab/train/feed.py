@@ -63,7 +63,7 @@ def feed(
     pieces = (piece for micro in packed for piece in _pieces(micro))
     if device.type != "cuda":
         return ahead(pieces, 1)
-    return _arrived(ahead(_copied(pieces, device), 1))
+    return _arrived(ahead(_copied(pieces, device), 1), device)
 
 
 def _pieces(micro: list[Batch]) -> Iterator[Piece]:
@@ -108,11 +108,13 @@ def _copied(
         yield replace(piece, batch=batch), stream.record_event()
 
 
-def _arrived(pieces: Iterator[tuple[Piece, torch.cuda.Event]]) -> Iterator[Piece]:
+def _arrived(
+    pieces: Iterator[tuple[Piece, torch.cuda.Event]], device: torch.device
+) -> Iterator[Piece]:
     """The pieces; what is queued after taking one runs once it has arrived."""
     queued: deque[torch.cuda.Event] = deque()
     for piece, copied in pieces:
-        stream = torch.cuda.current_stream()
+        stream = torch.cuda.current_stream(device)
         stream.wait_event(copied)
         # The memory belongs to the copying stream, which must not have it back too early.
         map_tensors(piece.batch, lambda t, stream=stream: t.record_stream(stream))

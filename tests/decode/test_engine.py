@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from draftlab.decode.drafter import ChainDrafter
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Generation, Request, Sampling
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.target.model import Target
+from draftlab.target.model import Target, TargetKnobs, load_target
 from tests.decode.answers import requests, run
 
 HOT = Sampling(temperature=1.0, top_p=0.95, seed=7)
@@ -230,3 +231,15 @@ def test_nothing_asked(target: Target, head: Eagle3Head) -> None:
 def test_impossible_sampling_is_refused(knobs: dict) -> None:
     with pytest.raises(ValueError, match="expected temperature"):
         Sampling(**knobs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are asked for")
+def test_a_gpu_that_is_not_the_current_one(target: Target, head: Eagle3Head, greedy) -> None:
+    """Graphs, events and copies are of its streams, or results are read before they are there."""
+    asked, expected = greedy
+    there = load_target(TargetKnobs(path=str(target.folder), dtype="float32", device="cuda:1"))
+    engine = make_engine(there, deepcopy(head).to("cuda:1"), 3)
+    assert torch.cuda.current_device() == 0
+    assert [g.token_ids for g in run(engine, asked)] == expected
+    assert torch.cuda.current_device() == 0
