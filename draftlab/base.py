@@ -162,6 +162,11 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things: "1 shard", "2,000 shards"."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
 def size_text(number_of_bytes: float) -> str:
     """A size for people, three digits of it: "816 kB", "33.1 GB"."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from draftlab.base import UserError, read_json, size_text
+from draftlab.base import UserError, counted, read_json, size_text
 from draftlab.chat.render import Rendered, coloured
 from draftlab.data.manifest import MANIFEST
 from draftlab.data.store import Store
@@ -181,8 +181,7 @@ def _store(store: Store, console: Console, verify: bool) -> None:
         {
             "target": f"{store.identity.target_name} ({store.identity.target_fingerprint[:12]})",
             "boundaries": f"{list(store.identity.boundaries)}, inputs of layers",
-            "records": f"{counts.records:,} in {len(manifest.shards)} shard"
-            + "s" * (len(manifest.shards) != 1),
+            "records": f"{counts.records:,} in {counted(len(manifest.shards), 'shard')}",
             "tokens": f"{counts.tokens:,}, {counts.loss_tokens / counts.tokens:.1%} in answers, "
             f"{found.predicted / counts.tokens:.1%} predicted",
             "draft vocabulary": coverage,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -117,8 +118,8 @@ def import_(
             trust_remote_code=trust_remote_code,
             monitor=monitor,
         )
-        again = f"--head {to} --target {target or load_config(to).target.name}"
-        monitor.say(f"next: draftlab doctor {to}, draftlab eval {again}")
+        there, of = quote(str(to)), quote(target or load_config(to).target.name)
+        monitor.say(f"next: draftlab doctor {there}, draftlab eval --head {there} --target {of}")
 
 
 def _boundaries(text: str | None) -> tuple[int, ...] | None:

@@ -129,8 +129,10 @@ def _check_parts(out: list[Path], parts: list[list[int]], records: int, prompts:
 
 
 def _told(store: Store) -> None:
+    from draftlab.base import counted
+
     counts = store.manifest.counts
     monitor.say(
-        f"{store.folder}: {counts.records:,} records, {counts.tokens:,} tokens, "
-        f"{len(store.manifest.shards)} shards"
+        f"{store.folder}: {counted(counts.records, 'record')}, {counts.tokens:,} tokens, "
+        f"{counted(len(store.manifest.shards), 'shard')}"
     )

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from draftlab.base import Monitor, UserError, size_text
+from draftlab.base import Monitor, UserError, counted, size_text
 from draftlab.data.knobs import RecordKnobs
 from draftlab.data.manifest import MANIFEST, Manifest, Shard, StoreIdentity
 from draftlab.data.plan import plan_store, refuse_other_plan
@@ -213,16 +213,16 @@ def _check_disk(plan: Manifest, missing: list[Shard], folder: Path, monitor: Mon
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"expected {size_text(needed)} of free disk for {len(missing)} shards, found "
-            f"{size_text(free)}",
+            f"expected {size_text(needed)} of free disk for {counted(len(missing), 'shard')}, "
+            f"found {size_text(free)}",
             where=folder,
             do="free some, name a folder elsewhere, store fp8 features (record.dtype), or record "
             "fewer samples or boundaries",
         )
     there = len(plan.shards) - len(missing)
     monitor.say(
-        f"recording {plan.counts.records:,} records, {plan.counts.tokens:,} tokens "
-        f"({plan.counts.loss_tokens:,} in answers), {len(plan.shards)} shards"
+        f"recording {counted(plan.counts.records, 'record')}, {plan.counts.tokens:,} tokens "
+        f"({plan.counts.loss_tokens:,} in answers), {counted(len(plan.shards), 'shard')}"
         + (f", {there} of them there already" if there else "")
         + f"; {size_text(needed)} to write"
     )

@@ -44,9 +44,10 @@ def vllm_text(export: Export, place: Path, *, alone: bool = False, method: str =
     chosen = {"model": str(place), "method": method, "num_speculative_tokens": export.k}
     parallel = export.head.family == "ptd"
     # Only of an export served alone does vLLM read it from config.json.
-    options = json.dumps(chosen | ({"parallel_drafting": True} if parallel else {}))
+    chosen |= {"parallel_drafting": True} if parallel else {}
+    options = json.dumps(chosen, ensure_ascii=False)
     override = generation_override(export.target)
-    told = shlex.quote(json.dumps(override))
+    told = shlex.quote(json.dumps(override, ensure_ascii=False))
     more = f" --override-generation-config {told}" if override else ""
     explicit = block(
         f"vllm serve {shlex.quote(export.target_name)} --speculative-config "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from draftlab.base import UserError
+from draftlab.base import UserError, counted
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.head import DraftHead
 
@@ -102,10 +102,11 @@ def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
         place = source.t2d.cumsum(0)[ids[known]] - 1
         head.lm_head.weight[known] = source.lm_head.weight[place]
     added = mine.num_layers - theirs.num_layers
+    begin = "begins" if added == 1 else "begin"
     return (
-        f"starts from a trained head ({theirs.family}, {theirs.num_layers} layer(s)), with "
-        f"{int(known.sum()):,} of {len(ids):,} rows of lm_head in common"
-        + (f"; {added} more layer(s) begin as the identity" if added else "")
+        f"starts from a trained head ({theirs.family}, {counted(theirs.num_layers, 'layer')}), "
+        f"with {int(known.sum()):,} of {len(ids):,} rows of lm_head in common"
+        + (f"; {added} more {begin} as the identity" if added else "")
     )
 
 

@@ -201,7 +201,7 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
 
 def test_a_head_starts_from_one_of_its_kind_alone() -> None:
     source, head = make_head(**SHAPE), make_head(seed=1, **SHAPE)
-    assert "starts from a trained head (eagle_llama4, 2 layer(s))" in start_from(head, source, "s")
+    assert "starts from a trained head (eagle_llama4, 2 layers)" in start_from(head, source, "s")
     for name, tensor in source.tensors().items():
         if name.startswith(("fc.", "layers.", "norm.")):
             assert torch.equal(head.tensors()[name], tensor), name

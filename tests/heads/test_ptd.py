@@ -169,7 +169,7 @@ def test_a_head_starts_from_one_with_other_drafts_and_fewer_layers() -> None:
         shared += known
     assert 0 < shared < 30
     assert f"{shared} of 30 rows" in said
-    assert "2 more layer(s) begin as the identity" in said
+    assert "2 more begin as the identity" in said
     hidden = torch.randn(4, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     attended = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for layer in head.layers[1:]:

@@ -197,7 +197,7 @@ def test_a_trained_chain_head_is_a_beginning(tmp_path: Path) -> None:
     trainer = trained(
         tmp_path / "ptd", store(300), target, monitor=Says(), initial=chain.head, **fields
     )
-    assert "1 more layer(s) begin as the identity" in said[0]
+    assert "1 more begins as the identity" in said[0]
     records = [toy_answer(target, 1000 + i) for i in range(30)]
     batch = pack([[r] for r in records], 64, DEPTHS)
     fresh = trained(tmp_path / "fresh", store(300), target, **fields)

@@ -31,8 +31,8 @@ def test_a_ptd_head_starts_from_the_runs_chain_head(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     for line in (
         "mask token: <|mask|> (id 288)",
-        "starts from a trained head (eagle3, 1 layer(s))",
-        "1 more layer(s) begin as the identity",
+        "starts from a trained head (eagle3, 1 layer)",
+        "1 more begins as the identity",
         "predicted AL",
     ):
         assert line in " ".join(result.output.split()), line
