@@ -60,6 +60,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "no drop": ("train.cod_ratio=1",),
     "depths weigh alike": ("train.gamma=1",),
     "reach, gamma 0.9": ("train.reach=0.9", "train.gamma=0.9"),
+    "no reach": ("train.reach=0", "train.gamma=0.8"),
+    "gamma 0.6": ("train.gamma=0.6",),
     "four layers": ("head.num_layers=4",),
 }
 OF_ALL = ("base", "norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm", "lk", "wsd")
@@ -68,7 +70,8 @@ PARALLEL = (
     "norm_before_residual, lk",
     "no drop",
     "depths weigh alike",
-    "reach, gamma 0.9",
+    "no reach",
+    "gamma 0.6",
     "four layers",
 )
 

@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[dict[str, Any], Terms]] = {
     "one boundary, q and k normed": ({"boundaries": (1,), "qk_norm": True}, SOFT_CE),
     "last boundary, lk": ({"boundaries": (4,)}, Terms("lk")),
     "reach": ({}, Terms(reach=0.7)),
+    "eagle, reach": (EAGLE, Terms("soft_ce", 0.1, 1.0, reach=0.5)),
     "lk, reach": ({}, Terms("lk", reach=1.0)),
 }
 STEPS, GAMMA = 3, 0.8
