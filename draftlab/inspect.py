@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
@@ -68,11 +69,12 @@ def _refuse_others(path: Path) -> None:
     inside = [] if (path / "recipe.yaml").is_file() else sorted(path.glob("*"))
     folders = [path, *inside]
     if models := [folder for folder in folders if (folder / NATIVE).is_file()]:
+        there = quote(str(models[0]))
         raise UserError(
             f"{expected}, found a model in another program's layout",
             where=models[0],
-            do=f"if it is a head, `draftlab doctor {models[0]}` looks into it, and "
-            f"`draftlab import {models[0]} --to FOLDER` makes a head folder of it",
+            do=f"if it is a head, `draftlab doctor {there}` looks into it, and "
+            f"`draftlab import {there} --to FOLDER` makes a head folder of it",
         )
 
 
@@ -114,7 +116,8 @@ def _run(folder: Path, sample: int, console: Console, verify: bool) -> None:
         record = read_json(file, kind="stage record")
         stages[file.stem] = "whole" if record["complete"] else "unfinished"
     if (folder / STAGES["eval"].artefact / REPORT).is_file() and "eval" in stages:
-        stages["eval"] += f"; `draftlab inspect {folder / STAGES['eval'].artefact}` prints it"
+        place = quote(str(folder / STAGES["eval"].artefact))
+        stages["eval"] += f"; `draftlab inspect {place}` prints it"
     _table(f"run {folder.name}", {"folder": folder, **stages}, console)
     if (folder / "head" / CONFIG).is_file():
         _head(folder / "head", console)

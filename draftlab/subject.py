@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from draftlab.base import Monitor, UserError, check_folder, sha256_file
@@ -104,7 +105,7 @@ def eval_subject(run_name: str | None, head: str | None, target: str | None) -> 
             raise UserError(
                 "expected the run to have a trained head, found none",
                 where=folder,
-                do=f"`draftlab train {folder / 'recipe.yaml'}` finishes it",
+                do=f"`draftlab train {quote(str(folder / 'recipe.yaml'))}` finishes it",
             )
         knobs = recipe.target
         if target is not None:

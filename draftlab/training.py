@@ -13,6 +13,7 @@ from draftlab.data.draft_vocab import DraftVocabulary
 from draftlab.data.store import Store
 from draftlab.heads.folder import load_head
 from draftlab.heads.head import DraftHead
+from draftlab.kernels.current import made_current
 from draftlab.recipe import Recipe
 from draftlab.run import git_commit
 from draftlab.target.model import resolve_target
@@ -44,20 +45,23 @@ def train_head(
     parts = load_parts(
         resolve_target(recipe.target), trust_remote_code=recipe.target.trust_remote_code
     )
-    trainer = Trainer(
-        store,
-        parts,
-        head_config(recipe, store.identity, len(vocabulary.target_ids), monitor, mask=mask),
-        vocabulary,
-        recipe.train,
-        seed=recipe.seed,
-        folder=folder,
-        monitor=monitor,
-        initial=_initial_head(recipe, parts),
-        ranks=ranks,
-    )
-    validation = trainer.run()
-    head = trainer.wrapped.plain()
+    config = head_config(recipe, store.identity, len(vocabulary.target_ids), monitor, mask=mask)
+    ranks = ranks or Ranks.join(recipe.train.device)
+    with made_current(ranks.device):
+        trainer = Trainer(
+            store,
+            parts,
+            config,
+            vocabulary,
+            recipe.train,
+            seed=recipe.seed,
+            folder=folder,
+            monitor=monitor,
+            initial=_initial_head(recipe, parts),
+            ranks=ranks,
+        )
+        validation = trainer.run()
+        head = trainer.wrapped.plain()
     head.config = head.config.model_copy(
         update={"provenance": _provenance(trainer, validation, vocabulary)}
     )

@@ -58,10 +58,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "eagle, no regression": (*EAGLE, "train.regression=0", "train.distillation=1"),
     "norm_before_residual, lk": ("head.norm_before_residual=true", "train.loss=lk"),
     "no drop": ("train.cod_ratio=1",),
-    "depths weigh alike": ("train.gamma=1",),
+    "depths weigh alike": ("train.reach=0", "train.gamma=1"),
     "reach, gamma 0.9": ("train.reach=0.9", "train.gamma=0.9"),
     "no reach": ("train.reach=0", "train.gamma=0.8"),
-    "gamma 0.6": ("train.gamma=0.6",),
+    "gamma 0.6, no reach": ("train.reach=0", "train.gamma=0.6"),
     "four layers": ("head.num_layers=4",),
 }
 OF_ALL = ("base", "norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm", "lk", "wsd")
@@ -71,7 +71,7 @@ PARALLEL = (
     "no drop",
     "depths weigh alike",
     "no reach",
-    "gamma 0.6",
+    "gamma 0.6, no reach",
     "four layers",
 )
 

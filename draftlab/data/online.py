@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from draftlab.data.plan import cut_batches
 from draftlab.data.shard_writer import Filling
 from draftlab.data.states import Capture
 from draftlab.data.store import Record, Sample, Store
+from draftlab.kernels.current import made_current
 from draftlab.target.model import Target
 
 
@@ -57,8 +57,7 @@ class OnlineStore(Store):
             batches=cut_batches(lengths, knobs["batch_tokens"], padded=self.capture.padded),
         )
         filling = Filling(shard, samples, self.identity, knobs["not_finite"])
-        cuda = self.device.type == "cuda"
-        with self._turn, torch.cuda.device(self.device) if cuda else nullcontext():
+        with self._turn, made_current(self.device):
             captured = list(self.capture.batches(shard, samples))
         for batch, states in zip(shard.batches, captured, strict=True):
             filling.take(batch, states)

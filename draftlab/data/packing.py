@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
@@ -146,64 +145,60 @@ def pack(
     width = max(totals)
     if width > row_tokens:
         raise ValueError(f"a row of {width} tokens exceeds row_tokens {row_tokens}")
-    of_records = [(b, span) for b, row in enumerate(sizes) for span in _spans(row)]
-    of_rows = [(b, slice(0, total)) for b, total in enumerate(totals)]
 
     def lay(
-        values: Sequence[Tensor],
-        dtype: torch.dtype | None = None,
-        rest: int = 0,
-        places: Sequence[tuple[int, slice]] = of_records,
+        rows: Sequence[Sequence[Tensor]], dtype: torch.dtype | None = None, rest: int = 0
     ) -> Tensor:
-        """[B, S, …] of a tensor [T, …] a place, `rest` behind the last one of a row."""
-        shape = (len(records), width, *values[0].shape[1:])
-        whole = torch.empty(shape, dtype=dtype or values[0].dtype, pin_memory=pin)
-        array = _array(whole)
-        for (b, span), value in zip(places, values, strict=True):
-            array[b, span] = _array(value)
-        for b, total in enumerate(totals):
-            array[b, total:] = rest
+        """[B, S, …] of each row's tensors [T, …], one behind the other, and `rest` behind them."""
+        like = rows[0][0]
+        shape = (len(rows), width, *like.shape[1:])
+        whole = torch.empty(shape, dtype=dtype or like.dtype, pin_memory=pin)
+        for row, values, total in zip(_array(whole), rows, totals, strict=True):
+            np.concatenate([_array(value) for value in values], out=row[:total])
+            row[total:] = rest
         return whole
 
-    def lay_rows(values: Tensor, rest: int = 0) -> Tensor:
-        """[B, S] of what belongs to all records, one behind the other."""
-        return lay(values.split(totals), rest=rest, places=of_rows)
+    def every(name: str) -> list[list[Tensor]]:
+        return [[getattr(record, name) for record in row] for row in records]
 
+    def lay_joint(values: Tensor) -> Tensor:
+        """[B, S] of what belongs to all records, one behind the other."""
+        return lay([[part] for part in values.split(totals)])
+
+    def lay_numbers(numbers: Sequence[float], dtype: torch.dtype, rest: int = 0) -> Tensor:
+        """[B, S] of a number for each record."""
+        parts = torch.tensor(numbers, dtype=dtype).repeat_interleave(lengths).split(totals)
+        return lay([[part] for part in parts], rest=rest)
+
+    lengths = torch.tensor([size for row in sizes for size in row])
     reach = joint_reach(flat)
     if keep is not None:
         reach = reach.minimum(torch.cat([keep(record) for record in flat]))
-    reach = lay_rows(reach)
-    numbers = [np.repeat(np.arange(len(row)), row) for row in sizes]
-    slots = [np.arange(size) for row in sizes for size in row]
+    reach = lay_joint(reach)
+    before = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     added = None
     if noise is not None:
-        keys = [torch.full((len(at),), prompt_key(r.id)) for at, r in zip(slots, flat, strict=True)]
-        scales = [torch.full((len(at),), noise.scale(len(at))) for at in slots]
-        added = FeatureNoise(noise.key(), lay(keys), lay(scales))
+        keys = lay_numbers([prompt_key(r.id) for r in flat], torch.int64)
+        largest = lay_numbers([noise.scale(len(r.tokens)) for r in flat], torch.float32)
+        added = FeatureNoise(noise.key(), keys, largest)
     steps = tuple(step_rows(part, num_steps) for part in deal(reach, num_steps, passes))
     batch = Batch(
-        lay([r.tokens for r in flat], torch.int64),
-        lay_rows(torch.from_numpy(np.concatenate(numbers)), rest=-1),
-        lay_rows(torch.from_numpy(np.concatenate(slots))),
-        lay([r.features for r in flat]),
-        lay([r.last for r in flat]),
-        lay([r.logsumexp for r in flat]),
-        lay([r.argmax for r in flat], torch.int64),
+        lay(every("tokens"), torch.int64),
+        lay_numbers([n for row in sizes for n in range(len(row))], torch.int64, rest=-1),
+        lay_joint(torch.arange(len(before)) - before),
+        lay(every("features")),
+        lay(every("last")),
+        lay(every("logsumexp")),
+        lay(every("argmax"), torch.int64),
         steps,
         tuple(plan_rows(torch.cat([rows.teacher for rows in each])) for each in steps),
         len(flat),
         0 if idle else sum(totals),
         added,
         idle,
-        None if flat[0].scales is None else lay([r.scales for r in flat]),
+        None if flat[0].scales is None else lay(every("scales")),
     )
     return _gathered(batch) if pin else batch.decoded()
-
-
-def _spans(sizes: Sequence[int]) -> Iterator[slice]:
-    """Where the records of a row lie."""
-    ends = itertools.accumulate(sizes)
-    return (slice(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
 
 def _array(tensor: Tensor) -> np.ndarray:
@@ -212,8 +207,8 @@ def _array(tensor: Tensor) -> np.ndarray:
     numpy copies on the thread that asks. torch would start others, which the packing threads have
     no use for.
     """
-    bits = {torch.bfloat16: torch.int16, E4M3: torch.uint8}.get(tensor.dtype, tensor.dtype)
-    return tensor.view(bits).numpy()
+    bits = {torch.bfloat16: torch.int16, E4M3: torch.uint8}.get(tensor.dtype)
+    return (tensor if bits is None else tensor.view(bits)).numpy()
 
 
 def _gathered(batch: Batch) -> Batch:

@@ -28,6 +28,7 @@ from draftlab.decode.progress import check_prompts
 from draftlab.decode.sampling import Generation, Request
 from draftlab.decode.slots import Slots
 from draftlab.decode.step import GraphedStep, Step, StepResult, Verifier
+from draftlab.kernels.current import made_current
 from draftlab.kernels.verify import verify
 from draftlab.target.model import Target
 from draftlab.target.probe import can_capture
@@ -133,7 +134,7 @@ class Engine:
             joining = self._admit(waiting, free)
             if joining:
                 active += joining
-                with self._on_its_device():
+                with made_current(self.target.device):
                     flying.append(self._prefill(joining))
                 yield from collect(self.lead)
             if active:
@@ -143,13 +144,9 @@ class Engine:
                     else:
                         waiting.appendleft(self._evict(active, free))
             if active:
-                with self._on_its_device():
+                with made_current(self.target.device):
                     flying.append(self._step(sorted(active, key=lambda job: job.slot)))
             yield from collect(self.lead if active else 0)
-
-    def _on_its_device(self) -> torch.cuda.device:
-        """Makes the target's GPU the current one, of whose streams graphs and events are."""
-        return torch.cuda.device(self.target.device if self.target.device.type == "cuda" else -1)
 
     def _admit(self, waiting: deque[Job], free: list[int]) -> list[Job]:
         """Gives slots and blocks to those who come first, as long as there are any."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 
 from draftlab.base import UserError, read_json
 from draftlab.heads.folder import CONFIG, NATIVE
@@ -38,7 +39,7 @@ def find_head(named: str) -> Path:
         raise UserError(
             "expected the run to have a trained head, found none",
             where=path,
-            do=f"`draftlab train {recipe}` makes it",
+            do=f"`draftlab train {quote(str(recipe))}` makes it",
         )
     configs = (path / CONFIG, path / NATIVE)
     if not any(path.glob("*.safetensors")) and not any(file.is_file() for file in configs):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 
 import torch
 from pydantic import ValidationError
@@ -74,7 +75,7 @@ def load_config(folder: Path) -> HeadConfig:
         raise UserError(
             "expected a head's folder with draftlab.json, found a head in another program's layout",
             where=folder,
-            do=f"`draftlab import {folder} --to FOLDER` makes a head folder of it",
+            do=f"`draftlab import {quote(str(folder))} --to FOLDER` makes a head folder of it",
         )
     fields = read_json(folder / CONFIG, kind="head's draftlab.json")
     try:

@@ -119,8 +119,8 @@ class TrainKnobs(Knobs):
     gamma: float = Field(default=0.8, gt=0, le=1)
     """Weight of step (depth) k is gamma^k."""
     reach: float = Field(default=0.0, ge=0, le=1)
-    """Share of a row's weight that goes with the chance that its draft is reached, the product of
-    its anchor's acceptances before it: what is learned is what counts."""
+    """Share of a row's weight that goes with the chance that its draft is reached: the product of
+    its anchor's α at the steps before."""
     cod_ratio: float = Field(default=0.8, gt=0, le=1)
     """ptd: share of the anchors that keep depth d is cod_ratio^d (conditional drop); 1: all."""
     cod_min: float = Field(default=0.2, ge=0, le=1)
@@ -162,7 +162,7 @@ class TrainKnobs(Knobs):
     log_every: int = Field(default=10, ge=1)
     """Steps between lines of metrics.jsonl."""
     device: str = "auto"
-    """Where to train: "cpu", "cuda", "auto": a GPU when there is one."""
+    """Where to train: "cpu", "cuda", "cuda:1" …; "auto": a GPU when there is one."""
     parallel: Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"] = "ddp"
     """What several processes keep: the whole head each (ddp), shards of weights, gradients and
     moments (fsdp2, zero3), of gradients and moments (zero2), or of moments (zero1). zero: by

@@ -45,7 +45,7 @@ class Terms:
 
     Attributes:
         loss: ℓ of `kernels/distill.py`; "lk" takes its share from the α of the batch at hand.
-        reach: share of a row's weight that goes with the chance that its draft counts (`reached`).
+        reach: share of a row's weight that goes with the chance that its draft is reached.
     """
 
     loss: Literal["soft_ce", "lk"] = "soft_ce"
@@ -163,7 +163,8 @@ def weighted_loss(
             share = lk_share(alpha, step, len(sizes))
         if terms.reach:
             chance = reached(alpha, step, row - 1 - step, len(sizes), batch.tokens.numel())
-            weight = weight * (1 - terms.reach + terms.reach * chance)
+            share_reached = 1 - terms.reach + terms.reach * chance
+            weight = torch.where(weight != 0, weight * share_reached, 0)  # not 0 · NaN
     out = distill_linear(
         hidden,
         head.lm_head.weight,
@@ -188,10 +189,11 @@ def weighted_loss(
 
 
 def reached(alpha: Tensor, step: Tensor, anchor: Tensor, num_steps: int, places: int) -> Tensor:
-    """The chance that a row's draft counts: that all before it from the same anchor are accepted.
+    """The chance that a row's draft is reached: that all before it from its anchor are accepted.
 
-    The gradient of the expected number of accepted drafts, Σ_k Π_{j≤k} α_j, has this factor at
-    step k. Steps at which an anchor has no row count as accepted.
+    The gradient of the expected number of accepted drafts, Σ_k Π_{j≤k} α_j, by α_k has it as a
+    factor (the other is what may follow). It is an estimate: the recorded tokens stand in for those
+    that would be accepted.
 
     Args:
         alpha: [R], of the rows. step: int64 [R], below num_steps. anchor: int64 [R], flat, below
