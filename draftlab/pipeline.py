@@ -230,12 +230,14 @@ class Pipeline:
         Raises:
             UserError: the run's answers were made with other knobs than this recipe's.
         """
-        run, waiting = self.run, True
+        run, waited = self.run, 0
         while (status := run.status(STAGES["answers"])).state != "done":
             run.refuse_changes([status])
-            if waiting:
-                self.monitor.say(f"waiting for {run.folder / STAGES['answers'].artefact}")
-            waiting = False
+            if waited % 300 == 0:
+                for_long = f", {waited // 60} minutes by now: is another process making it?"
+                place = run.folder / STAGES["answers"].artefact
+                self.monitor.say(f"waiting for {place}{for_long if waited else ''}")
+            waited += 1
             time.sleep(1)
         self.recording.help(run.folder / STAGES["store"].artefact)
 

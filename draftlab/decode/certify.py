@@ -94,6 +94,11 @@ class _Trial:
 
     def run(self, prompts: Prompts, k: int) -> Certificate:
         knobs, exact = self.knobs, self.target.dtype == torch.float32
+        each = f"{knobs.samples:,}" if knobs.samples else f"up to {knobs.max_samples:,}"
+        self.monitor.say(
+            f"certify: {len(prompts)} prompts at T = 0; then, whatever temperatures are measured, "
+            f"{len(ARMS)} tests at T = {knobs.temperature:g} of {each} short answers each: minutes"
+        )
         texts, equal = self._greedy(prompts, k)
         dtype = str(self.target.dtype).removeprefix("torch.")
         lines = [
