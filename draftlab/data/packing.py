@@ -161,21 +161,20 @@ def pack(
     def every(name: str) -> list[list[Tensor]]:
         return [[getattr(record, name) for record in row] for row in records]
 
-    def lay_joint(values: Tensor) -> Tensor:
+    def lay_joint(values: Tensor, rest: int = 0) -> Tensor:
         """[B, S] of what belongs to all records, one behind the other."""
-        return lay([[part] for part in values.split(totals)])
+        return lay([[part] for part in values.split(totals)], rest=rest)
 
     def lay_numbers(numbers: Sequence[float], dtype: torch.dtype, rest: int = 0) -> Tensor:
         """[B, S] of a number for each record."""
-        parts = torch.tensor(numbers, dtype=dtype).repeat_interleave(lengths).split(totals)
-        return lay([[part] for part in parts], rest=rest)
+        return lay_joint(torch.tensor(numbers, dtype=dtype).repeat_interleave(lengths), rest)
 
     lengths = torch.tensor([size for row in sizes for size in row])
     reach = joint_reach(flat)
     if keep is not None:
         reach = reach.minimum(torch.cat([keep(record) for record in flat]))
     reach = lay_joint(reach)
-    before = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     added = None
     if noise is not None:
         keys = lay_numbers([prompt_key(r.id) for r in flat], torch.int64)
@@ -185,7 +184,7 @@ def pack(
     batch = Batch(
         lay(every("tokens"), torch.int64),
         lay_numbers([n for row in sizes for n in range(len(row))], torch.int64, rest=-1),
-        lay_joint(torch.arange(len(before)) - before),
+        lay_joint(torch.arange(len(starts)) - starts),
         lay(every("features")),
         lay(every("last")),
         lay(every("logsumexp")),

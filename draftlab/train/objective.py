@@ -163,8 +163,8 @@ def weighted_loss(
             share = lk_share(alpha, step, len(sizes))
         if terms.reach:
             chance = reached(alpha, step, row - 1 - step, len(sizes), batch.tokens.numel())
-            share_reached = 1 - terms.reach + terms.reach * chance
-            weight = torch.where(weight != 0, weight * share_reached, 0)  # not 0 · NaN
+            lighter = weight * (1 - terms.reach + terms.reach * chance)
+            weight = torch.where(weight != 0, lighter, 0)  # not 0 · NaN
     out = distill_linear(
         hidden,
         head.lm_head.weight,

@@ -12,7 +12,6 @@ are rows of the one before.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -24,6 +23,7 @@ from draftlab.data.rows import StepRows
 from draftlab.data.store import Record
 from draftlab.heads.layers import Attention
 from draftlab.heads.ptd import PtdHead
+from draftlab.kernels.noise import prompt_key
 from draftlab.kernels.ttt_attention import OwnKeys, document_starts, ttt_attention
 from draftlab.train.objective import StepOutput, row_starts, take_rows
 
@@ -107,8 +107,7 @@ def depths_kept(
     by one number, so that they are nested. That number is a function of seed, optimizer step,
     record and position alone.
     """
-    digest = hashlib.sha256(record.id.encode()).digest()
-    key = int.from_bytes(digest[:8], "little")
+    key = prompt_key(record.id) % 2**64  # a generator's seeds have no sign
     drawn = np.random.default_rng([seed, 2, step, key]).random(len(record.tokens))
     chance = np.maximum(ratio ** np.arange(num_depths), least)  # falls with the depth
     return torch.from_numpy(num_depths - np.searchsorted(chance[::-1], drawn, side="right"))
