@@ -124,7 +124,7 @@ def attend_paged_triton(
         "HEADS": num_heads,
         "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
-        "HEAD_DIM_PADDED": triton.next_power_of_2(head_dim),
+        "HEAD_DIM_PADDED": max(16, triton.next_power_of_2(head_dim)),  # products' least
         "WINDOW": window or 0,
         "CHUNK": chunk or 0,
         "SINKS": sinks is not None,

@@ -83,6 +83,20 @@ def test_attention(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [4, 8])
+def test_attention_of_tiny_heads(
+    kernels: dict[str, list[Any]], head_dim: int, dtype: torch.dtype
+) -> None:
+    """A tensor core's product is of 16 channels at least; test models have fewer."""
+    from draftlab.kernels.paged_attention import attend_paged
+
+    pool, query = (on_gpu(*shape, head_dim, dtype=dtype) for shape in ((9, 16, 2), (2, 5, 4)))
+    table, positions = on_gpu(2, 4, dtype=torch.int32), on_gpu(2, 5, **INT)
+    attend_paged(query, pool, pool, table, positions, scale=0.1)
+    assert "attend_kernel" in kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_added_rows(kernels: dict[str, list[Any]], dtype: torch.dtype) -> None:
     from draftlab.kernels.add_rows import add_rows_
 
