@@ -9,9 +9,9 @@
     python eval/bench_train.py --shape tiny --device cpu
 
 Features are random but fixed; what is timed is what `draftlab train` runs: `train/lesson.py`,
-`train/wrap.py`, and with --host `train/feed.py`. Times are the GPU's own, by events between the
-phases (on a CPU the host's). Without --host the batch lies on the device beforehand, as in the
-figures of ANCHORS.
+`train/wrap.py`, and with --host `train/feed.py` and `train/pack_processes.py`. Times are the GPU's
+own, by events between the phases (on a CPU the host's). Without --host the batch lies on the device
+beforehand, as in the figures of ANCHORS.
 
 --same-loss runs a second trainer, eager and in float32 from whole logits, on the same batches from
 the same state. It compares each step's loss, and the gradients that both have at the reference's
@@ -26,7 +26,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
 from itertools import repeat
@@ -59,6 +59,7 @@ from draftlab.train.feed import feed
 from draftlab.train.knobs import TrainKnobs
 from draftlab.train.lesson import Lesson
 from draftlab.train.metrics import peak_memory
+from draftlab.train.pack_processes import packing
 from draftlab.train.ranks import Ranks
 from draftlab.train.wrap import Whole
 
@@ -98,11 +99,17 @@ def step(whole: Whole, batch: Batch, clock: Clock) -> Tensor:
     return loss.detach() / batch.num_anchors
 
 
-def batches(work: Work, device: torch.device, host: bool) -> Iterator[Batch]:
+def batches(work: Work, device: torch.device, options: argparse.Namespace) -> Iterator[Batch]:
     """The same batch again and again: packed and copied each time, or made once."""
-    if not host:
-        return repeat(work.packed(device).to(device))
-    return (piece.batch for piece in feed(repeat(None), lambda _: [work.packed(device)], device))
+    if not options.host:
+        yield from repeat(work.packed(device).to(device))
+    packer = work.packer(device, packers=options.packers)
+    with closing(packing(packer, Ranks(0, 1, device))) as pack:
+        print(f"batches are packed by {pack.how}", file=sys.stderr)
+        steps = repeat(work.step_work)
+        with closing(feed(steps, pack, device, pack.threads)) as pieces:
+            for piece in pieces:
+                yield piece.batch
 
 
 def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
@@ -111,7 +118,8 @@ def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict
     whole, clock = trainer(work, device, options), Clock(device)
     found: list[dict[str, float]] = []
     clock.start()
-    for number, batch in enumerate(batches(work, device, options.host)):
+    fed = batches(work, device, options)
+    for number, batch in enumerate(fed):
         clock.mark("data")
         step(whole, batch, clock)
         if number == 0:
@@ -125,6 +133,7 @@ def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict
             found.append({name: part / TOGETHER for name, part in phases.items()})
         if len(found) == options.repeats:
             break
+    fed.close()
     seconds = {name: median(each.get(name, 0) for each in found) for name in found[0]}
     whole_step = median(sum(each.values()) for each in found)
     shape, ceiling = work.shape, matrix_rate(device, DTYPES[options.precision])
@@ -237,6 +246,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--recompute", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--host", action="store_true", help="batches from the host's memory")
+    parser.add_argument("--packers", type=int, help="--host: train.packers")
     parser.add_argument("--same-loss", type=int, default=0, metavar="STEPS")
     parser.add_argument("--rate", type=float, default=1.0, help="--same-loss: times 1e-4")
     parser.add_argument("--peer", default="", help="speculators[:fused,frozen] or specforge:PATH")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from draftlab.data.packing import Batch, pack
+from draftlab.data.manifest import Manifest
+from draftlab.data.packing import Batch, pinned
 from draftlab.data.store import Record
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head
@@ -23,8 +23,9 @@ from draftlab.kernels.ttt_attention import ttt_attention_reference
 from draftlab.target.parts import TargetParts
 from draftlab.train.families import OBJECTIVES
 from draftlab.train.feed import in_one_row
+from draftlab.train.knobs import TrainKnobs
 from draftlab.train.objective import DraftTeacher
-from draftlab.train.parallel import depths_kept
+from draftlab.train.packer import Packer, StepWork
 
 GAMMA = 0.8
 FAMILIES = ("eagle3", "ptd")
@@ -110,6 +111,17 @@ def head_config(shape: Shape) -> HeadConfig:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Records in memory, with what packing asks a store for."""
+
+    records: Sequence[Record]
+    manifest = Manifest.model_construct(online=False)
+
+    def views(self, indices: Sequence[int]) -> list[Record]:
+        return [self.records[index] for index in indices]
+
+
+@dataclass(frozen=True)
 class Work:
     """A head on its device, its teacher, and the records of one batch in the host's memory."""
 
@@ -118,30 +130,36 @@ class Work:
     target: DraftTeacher
     records: Sequence[Record]
 
-    def packed(self, device: torch.device, *, one_row: bool | None = None) -> Batch:
-        """The records as a batch in the host's memory, to be run on a device.
+    @property
+    def step_work(self) -> StepWork:
+        """An optimizer step: all records, each in a row of its own."""
+        return StepWork(0, [([[number] for number in range(len(self.records))], False)])
+
+    def packer(
+        self, device: torch.device, *, one_row: bool | None = None, packers: int | None = None
+    ) -> Packer:
+        """What makes batches of the records, to be run on a device.
 
         Args:
             one_row: None: as training lays them out for the device.
+            packers: as `TrainKnobs`.
         """
-        shape = self.shape
-        # What conditional drop keeps at step 0: always the same, as all of the batch.
-        drop = partial(
-            depths_kept,
-            num_depths=shape.steps,
-            ratio=shape.cod_ratio,
-            least=shape.cod_min,
-            seed=0,
-            step=0,
+        shape, objective = self.shape, OBJECTIVES[self.shape.family]
+        knobs = TrainKnobs(
+            ttt_steps=shape.steps,
+            row_tokens=shape.row_tokens,
+            cod_ratio=shape.cod_ratio,
+            cod_min=shape.cod_min,
+            packers=packers,
         )
-        return pack(
-            [[record] for record in self.records],
-            shape.row_tokens,
-            shape.steps,
-            keep=drop if OBJECTIVES[shape.family].drops else None,
-            pin=device.type == "cuda",
-            one_row=in_one_row(device) if one_row is None else one_row,
-        )
+        one_row = in_one_row(device) if one_row is None else one_row
+        return Packer(Held(self.records), knobs, 0, objective.drops, objective.imitates, one_row)
+
+    def packed(self, device: torch.device, *, one_row: bool | None = None) -> Batch:
+        """The records as a batch in the host's memory; `one_row` as in `packer`."""
+        room = pinned if device.type == "cuda" else None
+        (batch,) = self.packer(device, one_row=one_row).batches(self.step_work, room)
+        return batch
 
 
 def new_work(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Work:

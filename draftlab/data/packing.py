@@ -17,6 +17,19 @@ from draftlab.data.store import Record
 from draftlab.kernels.distill_plan import RowPlan, plan_rows
 from draftlab.kernels.noise import prompt_key
 
+Room = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Makes a tensor of a shape and dtype, holding anything, where a batch is to lie."""
+
+
+def anywhere(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor in ordinary memory."""
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor in pages that a GPU reads while the host goes on."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -79,14 +92,16 @@ class Batch:
             yield replace(self, passes=(steps,), plans=(plan,))
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device, features decoded; tensors that lie in one are copied as one."""
-        moved: dict[int, tuple[Tensor, Tensor]] = {}
+        """The batch on a device, features decoded; tensors of one memory are copied as one."""
+        moved: dict[int, tuple[Any, Tensor]] = {}
 
         def move(tensor: Tensor) -> Tensor:
-            whole = tensor if tensor._base is None else tensor._base
-            if id(whole) not in moved:
-                moved[id(whole)] = whole, whole.to(device, non_blocking=True)
-            _, copy = moved[id(whole)]
+            memory = tensor.untyped_storage()
+            if memory.data_ptr() not in moved:
+                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
+                moved[memory.data_ptr()] = memory, whole.to(device, non_blocking=True)
+            _, copy = moved[memory.data_ptr()]
+            copy = copy.view(tensor.dtype)
             return copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
         return map_tensors(self, move).decoded()
@@ -122,7 +137,7 @@ def pack(
     keep: Callable[[Record], Tensor] | None = None,
     noise: StepNoise | None = None,
     passes: int = 1,
-    pin: bool = False,
+    room: Room | None = None,
     one_row: bool = False,
     idle: bool = False,
 ) -> Batch:
@@ -133,7 +148,8 @@ def pack(
         noise: on the features; None: there is none.
         passes: parts that the anchors are dealt to, to be run one after the other: less memory, the
             same sum of losses.
-        pin: whether to make it in pages that a GPU reads while the host goes on.
+        room: where it is to lie, to be copied to a device: its integers in one tensor, features of
+            an fp8 store as codes. None: anywhere, decoded.
         one_row: whether all rows become one, in which none is padded to the longest of a step.
         idle: see `Batch`.
     """
@@ -152,7 +168,7 @@ def pack(
         """[B, S, …] of each row's tensors [T, …], one behind the other, and `rest` behind them."""
         like = rows[0][0]
         shape = (len(rows), width, *like.shape[1:])
-        whole = torch.empty(shape, dtype=dtype or like.dtype, pin_memory=pin)
+        whole = (room or anywhere)(shape, dtype or like.dtype)
         for row, values, total in zip(_array(whole), rows, totals, strict=True):
             np.concatenate([_array(value) for value in values], out=row[:total])
             row[total:] = rest
@@ -197,7 +213,7 @@ def pack(
         idle,
         None if flat[0].scales is None else lay(every("scales")),
     )
-    return _gathered(batch) if pin else batch.decoded()
+    return batch.decoded() if room is None else _gathered(batch, room)
 
 
 def _array(tensor: Tensor) -> np.ndarray:
@@ -210,13 +226,13 @@ def _array(tensor: Tensor) -> np.ndarray:
     return (tensor if bits is None else tensor.view(bits)).numpy()
 
 
-def _gathered(batch: Batch) -> Batch:
-    """The batch with all its integers in one pinned tensor, to be copied at once."""
+def _gathered(batch: Batch, room: Room) -> Batch:
+    """The batch with all its integers in one tensor, to be copied at once."""
     found: list[Tensor] = []
     map_tensors(batch, lambda t: found.append(t) or t)
     integers = {id(t): t for t in found if t.dtype == torch.int64}
     sizes = [t.numel() for t in integers.values()]
-    whole = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
+    whole = room((sum(sizes),), torch.int64)
     views = dict(zip(integers, whole.split(sizes), strict=True))
     for key, tensor in integers.items():
         views[key] = views[key].view(tensor.shape).copy_(tensor)

@@ -1,4 +1,4 @@
-"""Which predictions carry loss, and which rows each step of an unroll runs (METHODS §1, §2)."""
+"""Which predictions carry loss, and which rows each step of an unroll runs (METHODS §1, §2, §4)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftlab.data.store import Record
+from draftlab.kernels.noise import prompt_key
 
 
 def loss_reach(spans: Tensor) -> Tensor:
@@ -44,6 +45,21 @@ def joint_reach(records: Sequence[Record]) -> Tensor:
     reach = loss_reach(torch.where(spans > 0, spans + number * (spans.max() + 1), 0))
     reach[np.cumsum(sizes) - 1] = 0
     return reach
+
+
+def depths_kept(
+    record: Record, num_depths: int, *, ratio: float, least: float, seed: int, step: int
+) -> Tensor:
+    """Conditional drop: how many depths each anchor of a record keeps, int64 [T].
+
+    Depth d is kept with probability max(ratio^d, least) (depth 0 always), all depths of an anchor
+    by one number, so that they are nested. That number is a function of seed, optimizer step,
+    record and position alone.
+    """
+    key = prompt_key(record.id) % 2**64  # a generator's seeds have no sign
+    drawn = np.random.default_rng([seed, 2, step, key]).random(len(record.tokens))
+    chance = np.maximum(ratio ** np.arange(num_depths), least)  # falls with the depth
+    return torch.from_numpy(num_depths - np.searchsorted(chance[::-1], drawn, side="right"))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -165,6 +165,10 @@ class Store:
             if problem:
                 raise UserError(problem, where=folder / shard.file, do=RERECORD)
         return cls(folder, manifest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A store goes to another process as its folder; the states stay where they lie."""
+        return type(self).open, (self.folder.resolve(),)
 
     def __len__(self) -> int:
         return len(self.ids)

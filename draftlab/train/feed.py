@@ -1,10 +1,9 @@
-"""The way of the batches: packed by threads, copied ahead on a stream of their own (CUDA).
+"""The way of the batches: packed ahead, copied ahead on a stream of their own (CUDA).
 
-    order ─► pack (threads, pinned memory) ─► copy (a thread, a stream) ─► training
+    order ─► pack (processes or threads, pinned memory) ─► copy (a thread, a stream) ─► training
 
-Threads suffice, since packing is copying, for which numpy lets go of the interpreter. Each stage is
-an iterator that keeps the order, so what training sees does not depend on how many threads there
-are or on who was first.
+Each stage is an iterator that keeps the order, so what training sees does not depend on how many
+threads there are or on who was first.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import torch
 
 from draftlab.data.packing import Batch, map_tensors
 
-PACKERS = {"cpu": 1, "cuda": 6}
-"""Threads that pack."""
+THREADS = {"cpu": 1, "cuda": 6}
+"""Threads that pack, where no processes do."""
 QUEUED = 2
 """Batches whose work may be queued on a GPU: one that runs, one that follows without a gap."""
 
@@ -51,15 +50,19 @@ class Piece:
 
 
 def feed(
-    steps: Iterable[Any], pack: Callable[[Any], list[Batch]], device: torch.device
+    steps: Iterable[Any],
+    pack: Callable[[Any], list[Batch]],
+    device: torch.device,
+    threads: int | None = None,
 ) -> Iterator[Piece]:
     """The pieces of optimizer steps, in order, on the device, made ahead.
 
     Args:
         steps: one item an optimizer step.
         pack: makes a step's micro-batches, on threads; pinned for a GPU.
+        threads: how many; None: as many as pack well on them.
     """
-    packed = in_threads(pack, iter(steps), PACKERS.get(device.type, 1))
+    packed = in_threads(pack, iter(steps), threads or THREADS.get(device.type, 1))
     pieces = (piece for micro in packed for piece in _pieces(micro))
     if device.type != "cuda":
         return ahead(pieces, 1)

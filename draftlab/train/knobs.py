@@ -17,6 +17,7 @@ FREE_KNOBS = frozenset(
         "recompute",
         "checkpoint_every",
         "log_every",
+        "packers",
         "validate_every",
         "wandb",
     }
@@ -167,5 +168,8 @@ class TrainKnobs(Knobs):
     """What several processes keep: the whole head each (ddp), shards of weights, gradients and
     moments (fsdp2, zero3), of gradients and moments (zero2), or of moments (zero1). zero: by
     DeepSpeed."""
+    packers: int | None = Field(default=None, ge=0)
+    """Processes that pack batches, each with Python and torch in memory; 0: threads of the one that
+    trains. None: some on a GPU, where threads would slow down what starts its work; else 0."""
     wandb: str | None = None
     """Project on Weights & Biases; None: off."""

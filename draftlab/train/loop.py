@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -12,11 +12,9 @@ import torch
 
 from draftlab.base import Monitor, UserError, canonical_json, sha256_text
 from draftlab.data.draft_vocab import DraftVocabulary
-from draftlab.data.noise import StepNoise
 from draftlab.data.order import batches
-from draftlab.data.packing import Batch, pack
 from draftlab.data.split import hold_out
-from draftlab.data.store import Record, Store
+from draftlab.data.store import Store
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead, initialise_head
@@ -32,7 +30,8 @@ from draftlab.train.lesson import Lesson
 from draftlab.train.metrics import MetricsLog, Window, speed_line
 from draftlab.train.objective import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
-from draftlab.train.parallel import depths_kept
+from draftlab.train.pack_processes import packing
+from draftlab.train.packer import Packer, StepWork
 from draftlab.train.ranks import Ranks, share
 from draftlab.train.validate import Validation, validate
 from draftlab.train.wrap import wrap
@@ -77,6 +76,10 @@ class Trainer:
         self.training, self.held_out = hold_out(store.ids, knobs.validation_share, seed)
         if knobs.validation_share and not self.held_out:
             monitor.say("validation: none, since all records answer one prompt")
+        # Before all that takes long: processes that pack import torch meanwhile.
+        drops, imitates = self.objective.drops, self.objective.imitates
+        one_row = in_one_row(self.device)
+        self.pack = packing(Packer(store, knobs, seed, drops, imitates, one_row), self.ranks)
         head = new_head(config)
         initialise_head(
             head,
@@ -124,7 +127,7 @@ class Trainer:
             f"products reach {self.ceiling / 1e12:,.3g} TFLOP/s here (dense MFU: the share of "
             "that; rows without loss are left out, which lifts it, above 100% even)"
         )
-        self.monitor.say(f"how steps are run: {lesson.how}")
+        self.monitor.say(f"how steps are run: {lesson.how}; batches are packed by {self.pack.how}")
 
     def _resume(self) -> None:
         found = self.ranks.told(checkpoints(self.folder / "checkpoints")[-1:])
@@ -137,75 +140,50 @@ class Trainer:
 
     def run(self) -> Validation | None:
         """Trains to the last step; returns the closing validation (None: nothing held out)."""
-        with self.ranks.together():
-            return self._run()
-
-    def _run(self) -> Validation | None:
-        knobs, validation = self.knobs, None
-        self.window = Window.empty(knobs.ttt_steps, self.device)
-        steps = islice(enumerate(self._order()), self.step, knobs.steps)
-        self.clock.start()
-        for piece in feed(steps, lambda work: self._pack(*work), self.device):
-            self.clock.mark("data")
-            if piece.first:
-                self._agree(piece)
-            self._accumulate(piece)
-            if not piece.last:
-                continue
-            self._update()
-            self.step += 1
-            last = self.step == knobs.steps
-            if self.step % knobs.log_every == 0 or last:
-                self._log()
-            if knobs.validate_every and self.step % knobs.validate_every == 0 and not last:
-                self.validate()
-            if self.step % knobs.checkpoint_every == 0 and not last:
-                self.save()
-        if self.held_out:
-            validation = self.validate()
-            if self.ranks.is_main and (line := self.log.fallen()):
-                self.monitor.say(line)
-        self.save()
+        with closing(self.pack), self.ranks.together():
+            self._train()
+            validation = None
+            if self.held_out:
+                validation = self.validate()
+                if self.ranks.is_main and (line := self.log.fallen()):
+                    self.monitor.say(line)
+            self.save()
         self.log.close()
         return validation
+
+    def _train(self) -> None:
+        """The steps that are left."""
+        knobs = self.knobs
+        self.window = Window.empty(knobs.ttt_steps, self.device)
+        self.clock.start()
+        with closing(feed(self._works(), self.pack, self.device, self.pack.threads)) as pieces:
+            for piece in pieces:
+                self.clock.mark("data")
+                if piece.first:
+                    self._agree(piece)
+                self._accumulate(piece)
+                if not piece.last:
+                    continue
+                self._update()
+                self.step += 1
+                last = self.step == knobs.steps
+                if self.step % knobs.log_every == 0 or last:
+                    self._log()
+                if knobs.validate_every and self.step % knobs.validate_every == 0 and not last:
+                    self.validate()
+                if self.step % knobs.checkpoint_every == 0 and not last:
+                    self.save()
+
+    def _works(self) -> Iterator[StepWork]:
+        """This process's part of the optimizer steps that are left."""
+        for step, rows in islice(enumerate(self._order()), self.step, self.knobs.steps):
+            yield StepWork(step, share(rows, self.knobs.micro_rows, self.ranks))
 
     def _order(self) -> Iterator[list[list[int]]]:
         """Rows of record indices for each optimizer step."""
         lengths = [self.store.lengths[i] for i in self.training]
         for rows in batches(lengths, self.knobs.row_tokens, self.knobs.batch_rows, seed=self.seed):
             yield [[self.training[i] for i in row] for row in rows]
-
-    def _pack(self, step: int, rows: list[list[int]]) -> list[Batch]:
-        """The micro-batches of an optimizer step."""
-        knobs = self.knobs
-        keep = partial(
-            depths_kept,
-            num_depths=knobs.ttt_steps,
-            ratio=knobs.cod_ratio,
-            least=knobs.cod_min,
-            seed=self.seed,
-            step=step,
-        )
-        noise = StepNoise(knobs.noise, self.seed, step)
-        return [
-            pack(
-                self._records(micro),
-                knobs.row_tokens,
-                knobs.ttt_steps,
-                keep=keep if self.objective.drops else None,
-                noise=noise if self.objective.imitates and knobs.noise else None,
-                passes=knobs.anchor_parts,
-                pin=self.device.type == "cuda",
-                one_row=in_one_row(self.device),
-                idle=idle,
-            )
-            for micro, idle in share(rows, knobs.micro_rows, self.ranks)
-        ]
-
-    def _records(self, rows: list[list[int]]) -> list[list[Record]]:
-        """The records of a micro-batch, asked for all at once."""
-        found = iter(self.store.views([i for row in rows for i in row]))
-        return [list(islice(found, len(row))) for row in rows]
 
     def _agree(self, piece: Piece) -> None:
         """Counts an optimizer step over all ranks; hosts wait for each other here."""

@@ -14,16 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from draftlab.data.packing import Batch
 from draftlab.data.rows import StepRows
-from draftlab.data.store import Record
 from draftlab.heads.layers import Attention
 from draftlab.heads.ptd import PtdHead
-from draftlab.kernels.noise import prompt_key
 from draftlab.kernels.ttt_attention import OwnKeys, document_starts, ttt_attention
 from draftlab.train.objective import StepOutput, row_starts, take_rows
 
@@ -96,18 +93,3 @@ class _MaskedSlots:
 def parallel_weights(gamma: float, counts: Sequence[int]) -> list[float]:
     """γ^d · N_0 / N_d: every depth's loss is a mean of its own rows, or depth 0 would dominate."""
     return [gamma**d * counts[0] / max(1, count) for d, count in enumerate(counts)]
-
-
-def depths_kept(
-    record: Record, num_depths: int, *, ratio: float, least: float, seed: int, step: int
-) -> Tensor:
-    """Conditional drop: how many depths each anchor of a record keeps, int64 [T].
-
-    Depth d is kept with probability max(ratio^d, least) (depth 0 always), all depths of an anchor
-    by one number, so that they are nested. That number is a function of seed, optimizer step,
-    record and position alone.
-    """
-    key = prompt_key(record.id) % 2**64  # a generator's seeds have no sign
-    drawn = np.random.default_rng([seed, 2, step, key]).random(len(record.tokens))
-    chance = np.maximum(ratio ** np.arange(num_depths), least)  # falls with the depth
-    return torch.from_numpy(num_depths - np.searchsorted(chance[::-1], drawn, side="right"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftlab.data.fp8 import E4M3, dequantise, quantise, relative_errors
-from draftlab.data.packing import pack
+from draftlab.data.packing import pack, pinned
 from draftlab.data.record import RecordKnobs, record
 from draftlab.data.store import Store
 from draftlab.target.model import Target, TargetKnobs, load_target
@@ -151,7 +151,7 @@ def test_codes_are_decoded_where_they_arrive(target: Target, tmp_path: Path) -> 
     store = make(target, tmp_path / "fp8", dtype="fp8")
     rows = [store.views(range(len(store)))]
     length = sum(store.lengths)
-    there = pack(rows, length, 3, pin=True).to(torch.device("cuda"))
+    there = pack(rows, length, 3, room=pinned).to(torch.device("cuda"))
     here = pack(rows, length, 3)
     assert there.features.dtype == torch.bfloat16
     assert torch.equal(there.features.cpu(), here.features)

@@ -72,11 +72,8 @@ def test_the_pieces_of_a_step_share_its_counts() -> None:
 
 
 def test_integers_travel_as_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, empty = a_batch(), torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *size, pin_memory=False, **rest: empty(*size, **rest)
-    )
-    gathered = packing._gathered(plain)
+    plain = a_batch()
+    gathered = packing._gathered(plain, packing.anywhere)
     moved: list[torch.Tensor] = []
     to = torch.Tensor.to
     monkeypatch.setattr(

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.data.packing import pack
-from draftlab.data.rows import deal, loss_reach
+from draftlab.data.rows import deal, depths_kept, loss_reach
 from draftlab.data.store import Record
 from draftlab.heads.ptd import PtdHead
 from draftlab.target.parts import TargetParts
 from draftlab.train.objective import DraftTeacher, Terms, weighted_loss
-from draftlab.train.parallel import depths_kept, parallel_outputs, parallel_weights
+from draftlab.train.parallel import parallel_outputs, parallel_weights
 from tests.train.synthetic import family_loss, head, parts, record
 from tests.train.test_ttt import server_log, spans_of
 

@@ -14,6 +14,8 @@ from draftlab.heads.folder import EMBEDDINGS, load_head, save_head
 from draftlab.heads.ptd import PtdHead
 from draftlab.train.loop import Trainer
 from draftlab.train.objective import DraftTeacher
+from draftlab.train.packer import StepWork
+from draftlab.train.ranks import share
 from draftlab.train.scores import score
 from draftlab.train.validate import validate
 from tests.train import synthetic
@@ -160,9 +162,14 @@ def test_what_is_dropped_depends_on_the_step_and_not_on_how_it_is_cut(tmp_path: 
         for i, cut in enumerate(({}, {"micro_rows": 1}, {"anchor_parts": 2}))
     ]
     rows = next(made[0]._order())
-    first, *others = (entries(t._pack(7, rows)) for t in made)
+
+    def packed(trainer: Trainer, step: int) -> list[tuple]:
+        micro = share(rows, trainer.knobs.micro_rows, trainer.ranks)
+        return entries(trainer.pack(StepWork(step, micro)))
+
+    first, *others = (packed(t, 7) for t in made)
     assert others == [first, first]
-    assert entries(made[0]._pack(8, rows)) != first
+    assert packed(made[0], 8) != first
     whole = pack([[made[0].store[i] for i in row] for row in rows], 64, DEPTHS)
     assert whole.counts[0] < len(first) < sum(whole.counts)
 

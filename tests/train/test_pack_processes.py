@@ -1,0 +1,258 @@
+"""Other processes pack what this one would, say why they cannot, and end with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from draftlab.base import UserError
+from draftlab.data.packing import Batch, anywhere, map_tensors
+from draftlab.data.store import Store
+from draftlab.target.model import Target, TargetKnobs, load_target
+from draftlab.train import pack_processes
+from draftlab.train.feed import feed
+from draftlab.train.knobs import TrainKnobs
+from draftlab.train.pack_processes import PackHere, PackProcesses, Region, packed, unpacked
+from draftlab.train.packer import Packer, StepWork
+from tests.data.recordings import make
+from tests.toys import toy_target_folder
+from tests.train.synthetic import config
+from tests.train.test_learning import ListStore, orthogonal_parts, toy_answer, trained
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory without a name")
+CPU = torch.device("cpu")
+
+
+def packer(
+    store: Any = None, *, drops: bool = False, imitates: bool = False, **knobs: Any
+) -> Packer:
+    """Of toy answers: four rows of 64 positions, three steps."""
+    target = orthogonal_parts()
+    store = store or ListStore([toy_answer(target, number) for number in range(12)])
+    fields = {"row_tokens": 64, "batch_rows": 4, "ttt_steps": 3}
+    knobs = TrainKnobs.model_validate(fields | knobs)
+    return Packer(store, knobs, 7, drops, imitates, one_row=True)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = toy_target_folder(tmp_path_factory.mktemp("target"))
+    return load_target(TargetKnobs(path=str(folder), dtype="float32"))
+
+
+def work(step: int = 3, micro: int = 2) -> StepWork:
+    """Micro-batches of some toy answers; the last is idle."""
+    rows = [([[number, number + 1], [number + 2]], False) for number in range(micro)]
+    return StepWork(step, [*rows, ([[0]], True)])
+
+
+def everything(batch: Batch) -> list[Any]:
+    """Bits, shapes and dtypes of all tensors of a batch, and what is no tensor."""
+    found: list[Tensor] = []
+    map_tensors(batch, lambda t: found.append(t) or t)
+    found += [plan.host for plan in batch.plans]
+    plain = [t.flatten().clone(memory_format=torch.contiguous_format) for t in found]
+    bits = [t.view(torch.uint8).tolist() for t in plain]
+    tensors = [(t.dtype, t.shape, each) for t, each in zip(found, bits, strict=True)]
+    return [*tensors, batch.records, batch.num_tokens, batch.idle, batch.counts]
+
+
+def same(found: list[Batch], expected: list[Batch]) -> None:
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert everything(one) == everything(other)
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    memory = os.memfd_create("test")
+    yield Region(memory)
+    os.close(memory)
+
+
+@pytest.mark.parametrize("kind", ["chain", "parallel", "eagle", "parts", "rows"])
+def test_batches_of_every_kind_survive_the_way(kind: str, region: Region) -> None:
+    made = {
+        "chain": packer(),
+        "parallel": packer(drops=True),
+        "eagle": packer(imitates=True, ttt_steps=1),
+        "parts": packer(anchor_parts=2),
+        "rows": Packer(**(vars(packer()) | {"one_row": False})),
+    }[kind]
+    expected = PackHere(made, CPU)(work())
+    same([b.decoded() for b in unpacked(packed(made, work(), region), region, anywhere)], expected)
+    assert expected[-1].idle
+    assert (expected[0].noise is not None) == (kind == "eagle")
+
+
+def test_batches_are_those_of_this_process() -> None:
+    made = packer(drops=True)
+    with closing(PackProcesses(made, 2, CPU)) as there:
+        for step in range(3):
+            same(there(work(step)), PackHere(made, CPU)(work(step)))
+
+
+def test_a_store_is_read_where_it_lies(target: Target, tmp_path: Path) -> None:
+    """fp8: codes arrive as they are stored, in one piece of memory with all the rest."""
+    store = make(target, tmp_path, dtype="fp8")
+    made = packer(store, row_tokens=sum(store.lengths))
+    asked = StepWork(0, [([[*range(len(store))]], False)])
+    (here,) = PackHere(made, CPU)(asked)
+    with closing(PackProcesses(made, 1, CPU)) as there:
+        same(there(asked), [here])
+    assert here.features.dtype == torch.bfloat16
+
+
+@pytest.mark.gpu
+def test_batches_reach_a_gpu(target: Target, tmp_path: Path) -> None:
+    """From pinned memory, through the feed, while others are packed: as they are on a CPU."""
+    store = make(target, tmp_path, dtype="fp8")
+    made, gpu = packer(store, row_tokens=sum(store.lengths)), torch.device("cuda")
+    works = [StepWork(n, [([[*range(n, n + 3)]], False), ([[n]], True)]) for n in range(9)]
+    expected = [batch for each in works for batch in PackHere(made, CPU)(each)]
+    with closing(PackProcesses(made, 2, gpu)) as there:
+        assert there(works[0])[0].features.is_pinned()
+        found = [piece.batch for piece in feed(iter(works), there, gpu, there.threads)]
+    assert all(batch.features.is_cuda for batch in found)
+    same([map_tensors(batch, lambda t: t.cpu()) for batch in found], expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.booleans())
+def test_any_batches_lie_in_one_memory(sizes: list[int], drops: bool) -> None:
+    """Whatever their sizes and order: the memory grows, and is used again."""
+    memory = os.memfd_create("test")
+    region, seen, made = Region(memory), Region(memory), packer(drops=drops, row_tokens=512)
+    for step, size in enumerate(sizes):
+        asked = StepWork(step, [([[*range(size)]], False), ([[0]], True), ([[size - 1, 0]], False)])
+        rooms: list[Tensor] = []
+
+        def room(shape: tuple[int, ...], dtype: torch.dtype, rooms: Any = rooms) -> Tensor:
+            rooms.append(torch.full(shape, 255, dtype=dtype))
+            return rooms[-1]
+
+        found = unpacked(packed(made, asked, region), seen, room)
+        same([batch.decoded() for batch in found], PackHere(made, CPU)(asked))
+        assert len(rooms) == len(found)  # one copy each, to the device too
+        for batch, whole in zip(found, rooms, strict=True):
+            home = whole.untyped_storage().data_ptr()
+            map_tensors(batch, lambda t, h=home: t.untyped_storage().data_ptr() == h or 1 / 0)
+    os.close(memory)
+
+
+def test_memory_grows_and_keeps_what_was_taken(region: Region) -> None:
+    first = region.take((3,), torch.int64).fill_(5)
+    second = region.take((1 << 20,), torch.float32).fill_(2)
+    assert first.tolist() == [5, 5, 5]
+    assert bool((second == 2).all())
+    assert region.offset(first) == 0
+    assert region.offset(second) == 64
+    assert region.offset(second[::2]) is None
+    assert region.offset(torch.zeros(3)) is None
+    grown = os.fstat(region.memory).st_size
+    region.clear()
+    region.take((1 << 20,), torch.float32)
+    assert os.fstat(region.memory).st_size == grown
+
+
+def test_training_is_the_same(tmp_path: Path) -> None:
+    """Weights, to the bit, from two processes and from threads."""
+    target = orthogonal_parts()
+    store = ListStore([toy_answer(target, number) for number in range(20)])
+    made = [
+        trained(tmp_path / str(n), store, target, steps=7, micro_rows=2, log_every=1, packers=n)
+        for n in (0, 2)
+    ]
+    first, other = (trainer.head.state_dict() for trainer in made)
+    assert all(torch.equal(first[name], other[name]) for name in first)
+    pack = made[1].pack
+    assert isinstance(pack, PackProcesses)
+    assert all(each.process.poll() is not None for each in pack._all)
+
+
+def test_faults_arrive_as_they_are(tmp_path: Path, target: Target) -> None:
+    store = make(target, tmp_path)
+    made = packer(Store.open(tmp_path), row_tokens=sum(store.lengths))
+    with closing(PackProcesses(made, 1, CPU)) as there:
+        with pytest.raises(IndexError, match="has no record 99"):
+            there(StepWork(0, [([[99]], False)]))
+        assert len(there(StepWork(0, [([[0]], False)]))) == 1  # and the next work is done
+    shard = min(tmp_path.glob("shard-*"))
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with closing(PackProcesses(made, 1, CPU)) as there:
+        with pytest.raises(UserError, match="truncated or corrupt") as caught:
+            there(StepWork(0, [([[0]], False)]))
+        assert caught.value.where == str(shard)
+        assert "in a process that packs" in caught.value.__notes__[0]
+
+
+def test_a_process_that_ends_is_named() -> None:
+    with closing(PackProcesses(packer(), 1, CPU)) as there:
+        there(work())
+        os.kill(there._all[0].process.pid, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"that packs batches ended \(SIGKILL\)") as caught:
+                there(work())
+        assert "train.packers=0" in caught.value.do
+
+
+def test_processes_end_with_the_one_that_trains() -> None:
+    """However that ends: nobody tells them."""
+    program = """
+        import time, torch
+        from tests.train.test_pack_processes import packer, work
+        from draftlab.train.pack_processes import PackProcesses
+        there = PackProcesses(packer(), 2, torch.device("cpu"))
+        there(work())
+        print(*(each.process.pid for each in there._all), flush=True)
+        time.sleep(60)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as training:
+        assert training.stdout is not None
+        pids = [int(word) for word in training.stdout.readline().split()]
+        assert len(pids) == 2
+        training.kill()
+    until = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}/cmdline").exists() and _runs(pid) for pid in pids):
+        assert time.monotonic() < until, "a process that packs is left"
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    """Whether it does anything still; one that nobody waited for keeps its number."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_where_there_can_be_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = orthogonal_parts()
+    store = ListStore([toy_answer(target, number) for number in range(20)])
+    store.manifest = store.manifest.model_copy(update={"online": True})
+    with pytest.raises(UserError, match="asks for 2 processes, and the process that trains makes"):
+        trained(tmp_path, store, target, packers=2, config=config())
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(UserError, match="no memory to share"):
+        trained(tmp_path, ListStore(store.records), target, packers=2)
+
+
+def test_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, gpus, expected in ((16, 1, 4), (64, 4, 4), (12, 4, 1), (2, 1, 1), (1, 1, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: set(range(n)))
+        assert pack_processes.usual_number(gpus) == expected
