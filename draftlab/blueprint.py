@@ -93,7 +93,8 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
 
     Raises:
         UserError: boundaries or a mask token outside the target, position encodings that cannot be
-            lent, a program that cannot hold such a head, a dtype that the store has no use for.
+            lent, a program that cannot hold such a head, a dtype that the store has no use for,
+            processes that pack states which only the one that trains has.
     """
     layers, read_last = config.num_hidden_layers, recipe.head.family in FROM_LAST_STATE
     if recipe.record.boundaries is not None:
@@ -123,6 +124,13 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
             f"fp8 is for features at boundaries, of which {recipe.head.family} heads need none",
             where="record.dtype",
             do="leave it at bfloat16: the last state is all there is, and is never quantised",
+        )
+    if recipe.record.online and recipe.train.packers:
+        raise UserError(
+            "with record.online the process that trains makes the states, and no other can pack "
+            f"them, found {recipe.train.packers}",
+            where="train.packers",
+            do="set it to 0, or leave it out",
         )
 
 

@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from draftlab.data.manifest import Manifest
 from draftlab.data.packing import Batch, pinned
 from draftlab.data.store import Record
 from draftlab.heads.config import HeadConfig, TargetIdentity
@@ -115,7 +114,7 @@ class Held:
     """Records in memory, with what packing asks a store for."""
 
     records: Sequence[Record]
-    manifest = Manifest.model_construct(online=False)
+    on_disk = True  # or could be pickled, which is as good
 
     def views(self, indices: Sequence[int]) -> list[Record]:
         return [self.records[index] for index in indices]

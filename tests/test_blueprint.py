@@ -122,6 +122,10 @@ def test_other_families_have_no_such_knobs() -> None:
             "found id 6144, which lies outside the 6144 rows of embeddings (ids 0 to 6143)\nat: "
             "head.mask_token",
         ),
+        (
+            {"record": {"online": True}, "train": {"packers": 2}},
+            "no other can pack them, found 2\nat: train.packers",
+        ),
     ],
 )
 def test_a_recipe_that_does_not_fit_is_refused_by_the_plan_and_by_the_run(

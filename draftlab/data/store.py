@@ -118,7 +118,13 @@ def check_store(folder: Path) -> None:
 
 
 class Store:
-    """Random access to a complete store. Build it with `Store.open`."""
+    """Random access to a complete store. Build it with `Store.open`.
+
+    Attributes:
+        on_disk: whether other processes can read it too.
+    """
+
+    on_disk = True
 
     def __init__(
         self, folder: Path, manifest: Manifest, opened: dict[int, dict[str, Tensor]] | None = None

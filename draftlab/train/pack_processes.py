@@ -6,35 +6,31 @@ this. Processes cost it a message and a copy for each batch:
 
     work ─► pipe ─► Packer, in a Region ─► pipe: where each tensor lies ─► copied to pinned memory
 
-A `Region` is memory of both processes: a file without a name, which grows as batches need it (no
-/dev/shm, which containers keep small). Processes are begun by a command and not by
-`multiprocessing`, which would run the user's script again in each of them.
+Processes are begun by a command and not by `multiprocessing`, which would run the user's script
+again in each of them.
 """
 
 from __future__ import annotations
 
-import io
-import math
-import mmap
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from draftlab.base import UserError
 from draftlab.data.packing import Batch, Room, anywhere, pinned
 from draftlab.train.packer import Packer, StepWork
+from draftlab.train.region import Region, packed, unpacked
 
 if TYPE_CHECKING:  # what processes that pack have no use for takes seconds to import
     from draftlab.train.ranks import Ranks
@@ -42,8 +38,7 @@ if TYPE_CHECKING:  # what processes that pack have no use for takes seconds to i
 MOST = 4
 """Processes that pack for a GPU, unless train.packers says otherwise: one alone keeps up with small
 heads, and the copies of large ones are bound by memory."""
-_ALIGNED = 64
-_SERVE = "from draftlab.train.pack_processes import serve; serve({pipe}, {memory})"
+_SERVE = "from draftlab.train.pack_processes import serve; serve({}, {})"
 _WITHOUT = "train.packers=0 packs on threads of the process that trains"
 
 
@@ -56,140 +51,43 @@ def _hear(pipe: Connection) -> Any:
     return pickle.loads(pipe.recv_bytes())
 
 
-class Packed(NamedTuple):
-    """A batch in a region: its bytes, from and to, and a pickle that says what lies where."""
-
-    start: int
-    stop: int
-    tree: bytes
-
-
-class Region:
-    """Memory that two processes see, taken piece by piece and given back at once.
-
-    Args:
-        memory: descriptor of an anonymous file.
-    """
-
-    def __init__(self, memory: int) -> None:
-        self.memory, self.used = memory, 0
-        self._maps = [torch.empty(0, dtype=torch.uint8)]
-
-    def clear(self) -> None:
-        """Gives all memory back; what was taken is overwritten from now on."""
-        self.used, self._maps = 0, self._maps[-1:]
-
-    def bytes(self, size: int) -> Tensor:
-        """The first bytes and perhaps more, uint8; the file grows where it is smaller."""
-        if size > len(self._maps[-1]):
-            size = -(-max(size, 2 * len(self._maps[-1])) // mmap.PAGESIZE) * mmap.PAGESIZE
-            size = max(size, os.fstat(self.memory).st_size)
-            os.ftruncate(self.memory, size)
-            # Tensors of an earlier mapping stay what they were: it is the same memory.
-            self._maps.append(torch.frombuffer(mmap.mmap(self.memory, size), dtype=torch.uint8))
-        return self._maps[-1]
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor that holds anything: a `Room`."""
-        start = -(-self.used // _ALIGNED) * _ALIGNED
-        self.used = start + math.prod(shape) * dtype.itemsize
-        return self.bytes(self.used)[start : self.used].view(dtype).view(tuple(shape))
-
-    def offset(self, tensor: Tensor) -> int | None:
-        """Where a tensor begins; None: it lies elsewhere, or is no plain run of numbers."""
-        if not tensor.is_contiguous():
-            return None
-        at = (tensor.data_ptr() - each.data_ptr() for each in self._maps)
-        return next((n for n, m in zip(at, self._maps, strict=True) if 0 <= n < len(m)), None)
-
-
-class _Pickler(pickle.Pickler):
-    """Writes tensors as where they lie in a region, from `start` on; others are laid there."""
-
-    def __init__(self, file: io.BytesIO, region: Region, start: int) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.region, self.start = region, start
-
-    def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return None
-        at = self.region.offset(value) if value.numel() else self.start
-        if at is None:
-            at = self.region.offset(self.region.take(value.shape, value.dtype).copy_(value))
-        return value.dtype, tuple(value.shape), at - self.start
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads them as views of some bytes."""
-
-    def __init__(self, file: io.BytesIO, found: Tensor) -> None:
-        super().__init__(file)
-        self.found = found
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        dtype, shape, first = pid
-        stop = first + math.prod(shape) * dtype.itemsize
-        return self.found[first:stop].view(dtype).view(shape)
-
-
-def packed(packer: Packer, work: StepWork, region: Region) -> list[Packed]:
-    """The micro-batches of a step, packed in a region."""
-    region.clear()
-    found, start = [], 0
-    for batch in packer.batches(work, region.take):
-        _Pickler(tree := io.BytesIO(), region, start).dump(batch)
-        stop = -(-region.used // _ALIGNED) * _ALIGNED
-        region.bytes(stop)
-        found.append(Packed(start, stop, tree.getvalue()))
-        region.used = start = stop
-    return found
-
-
-def unpacked(found: Sequence[Packed], region: Region, room: Room) -> list[Batch]:
-    """What `packed` made, copied out of the region."""
-    batches = []
-    for start, stop, tree in found:
-        copy = room((stop - start,), torch.uint8)
-        # numpy copies on the thread that asks, without the interpreter.
-        np.copyto(copy.numpy(), region.bytes(stop)[start:stop].numpy())
-        batches.append(_Unpickler(io.BytesIO(tree), copy).load())
-    return batches
-
-
 def serve(pipe: int, memory: int) -> None:
     """What a process does that packs: answers work until the other end of the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
     torch.set_num_threads(1)
     region = Region(memory)
-    with Connection(pipe) as asked:
-        try:
-            packer: Packer = _hear(asked)
-            while True:
-                work = _hear(asked)
-                try:
-                    answer: Any = packed(packer, work, region)
-                except Exception as error:
-                    error.add_note(f"in a process that packs:\n{traceback.format_exc()}")
-                    answer = error
-                _say(asked, answer)
-        except (EOFError, OSError):
-            return
+    with Connection(pipe) as asked, suppress(EOFError, OSError):
+        packer = _tried(pickle.loads, asked.recv_bytes())
+        while True:
+            work = _hear(asked)
+            failed = isinstance(packer, Exception)
+            _say(asked, packer if failed else _tried(packed, packer, work, region))
+
+
+def _tried(make: Callable[..., Any], *given: Any) -> Any:
+    """What is made, or the exception that was raised, to be raised where training goes on."""
+    try:
+        return make(*given)
+    except Exception as error:
+        error.add_note(f"in a process that packs:\n{traceback.format_exc()}")
+        return error
 
 
 class _Process:
     """One of them, seen from the process that trains."""
 
     def __init__(self, packer: Packer) -> None:
-        self.memory = os.memfd_create("draftlab-batches")
-        self.region = Region(self.memory)
+        self.file = open(os.memfd_create("draftlab-batches"), "r+b", buffering=0)  # noqa: SIM115
+        self.region = Region(self.file.fileno())
         self.pipe, there = Pipe()
-        words = _SERVE.format(pipe=there.fileno(), memory=self.memory)
+        both = there.fileno(), self.file.fileno()
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with there:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", words],
+                # -P: the user's folder is no place to look for modules.
+                [sys.executable, "-P", "-c", _SERVE.format(*both)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(there.fileno(), self.memory),
+                pass_fds=both,
                 # No GPU is theirs; what they would take of one is lost to training.
                 env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
             )
@@ -207,7 +105,7 @@ class _Process:
 
     def close(self) -> None:
         self.pipe.close()
-        os.close(self.memory)
+        self.file.close()
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -309,7 +207,7 @@ def usual_number(gpus: int) -> int:
 
 def _fault(packer: Packer) -> str | None:
     """Why no other process can pack; None: it can."""
-    if packer.store.manifest.online:
+    if not packer.store.on_disk:
         return "the process that trains makes the states (record.online)"
     try:
         os.close(os.memfd_create("draftlab-batches"))

@@ -43,6 +43,8 @@ class Heard(Monitor):
 class ListStore:
     """Records in memory, with what the trainer asks a store for."""
 
+    on_disk = True  # or could be pickled, which is as good
+
     def __init__(self, records: list[Record]) -> None:
         self.records = records
         self.lengths = [len(r.tokens) for r in records]

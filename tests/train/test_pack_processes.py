@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ from draftlab.target.model import Target, TargetKnobs, load_target
 from draftlab.train import pack_processes
 from draftlab.train.feed import feed
 from draftlab.train.knobs import TrainKnobs
-from draftlab.train.pack_processes import PackHere, PackProcesses, Region, packed, unpacked
+from draftlab.train.pack_processes import PackHere, PackProcesses, packing
 from draftlab.train.packer import Packer, StepWork
-from tests.data.recordings import make
+from draftlab.train.ranks import Ranks
+from draftlab.train.region import Region, packed, unpacked
+from tests.data.recordings import make, make_samples
+from tests.data.test_online import online
 from tests.toys import toy_target_folder
-from tests.train.synthetic import config
 from tests.train.test_learning import ListStore, orthogonal_parts, toy_answer, trained
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory without a name")
@@ -91,7 +94,7 @@ def test_batches_of_every_kind_survive_the_way(kind: str, region: Region) -> Non
         "parallel": packer(drops=True),
         "eagle": packer(imitates=True, ttt_steps=1),
         "parts": packer(anchor_parts=2),
-        "rows": Packer(**(vars(packer()) | {"one_row": False})),
+        "rows": replace(packer(), one_row=False),
     }[kind]
     expected = PackHere(made, CPU)(work())
     same([b.decoded() for b in unpacked(packed(made, work(), region), region, anywhere)], expected)
@@ -241,15 +244,28 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_where_there_can_be_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = orthogonal_parts()
-    store = ListStore([toy_answer(target, number) for number in range(20)])
-    store.manifest = store.manifest.model_copy(update={"online": True})
+def test_where_there_can_be_none(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, nobody = torch.device("cuda"), Ranks(0, 1, CPU)
+    made_here = packer(online(target, make_samples()), packers=2)
     with pytest.raises(UserError, match="asks for 2 processes, and the process that trains makes"):
-        trained(tmp_path, store, target, packers=2, config=config())
+        packing(made_here, nobody)
+    usual = replace(made_here, knobs=TrainKnobs())
+    assert isinstance(packing(usual, Ranks(0, 1, gpu)), PackHere)
+    assert isinstance(packing(packer(), nobody), PackHere)
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(UserError, match="no memory to share"):
-        trained(tmp_path, ListStore(store.records), target, packers=2)
+        packing(packer(packers=1), nobody)
+    assert isinstance(packing(packer(), Ranks(0, 1, gpu)), PackHere)
+
+
+def test_a_store_that_is_gone_is_named(target: Target, tmp_path: Path) -> None:
+    """A process says at its first work why it cannot begin."""
+    made = packer(make(target, tmp_path))
+    (tmp_path / "manifest.json").unlink()
+    with closing(PackProcesses(made, 1, CPU)) as there:
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"expected a store's manifest.json"):
+                there(work())
 
 
 def test_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,125 @@
+"""Batches in memory that two processes see: laid there by the one that packs, copied out of it.
+
+A `Region` is a file without a name, which grows as batches need it (no /dev/shm, which containers
+keep small). What lies where is told by pickles, in which a tensor is its dtype, shape and place.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import os
+import pickle
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftlab.data.packing import Batch, Room
+from draftlab.train.packer import Packer, StepWork
+
+_ALIGNED = 64
+"""Bytes: of any dtype a multiple."""
+
+
+class Packed(NamedTuple):
+    """A batch in a region: its bytes, from and to, and a pickle that says what lies where."""
+
+    start: int
+    stop: int
+    tree: bytes
+
+
+class Region:
+    """Memory that two processes see, taken piece by piece and given back at once.
+
+    Args:
+        memory: descriptor of an anonymous file.
+    """
+
+    def __init__(self, memory: int) -> None:
+        self.memory, self.used = memory, 0
+        self._maps = [torch.empty(0, dtype=torch.uint8)]
+
+    def clear(self) -> None:
+        """Gives all memory back; what was taken is overwritten from now on."""
+        self.used, self._maps = 0, self._maps[-1:]
+
+    def bytes(self, size: int) -> Tensor:
+        """The first bytes and perhaps more, uint8; the file grows where it is smaller."""
+        if size > len(self._maps[-1]):
+            size = -(-max(size, 2 * len(self._maps[-1])) // mmap.PAGESIZE) * mmap.PAGESIZE
+            size = max(size, os.fstat(self.memory).st_size)
+            os.ftruncate(self.memory, size)
+            # Tensors of an earlier mapping stay what they were: it is the same memory.
+            self._maps.append(torch.frombuffer(mmap.mmap(self.memory, size), dtype=torch.uint8))
+        return self._maps[-1]
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor that holds anything: a `Room`."""
+        start = -(-self.used // _ALIGNED) * _ALIGNED
+        self.used = start + math.prod(shape) * dtype.itemsize
+        return self.bytes(self.used)[start : self.used].view(dtype).view(tuple(shape))
+
+    def offset(self, tensor: Tensor) -> int | None:
+        """Where a tensor begins; None: it lies elsewhere, or is no plain run of numbers."""
+        if not tensor.is_contiguous():
+            return None
+        at = (tensor.data_ptr() - each.data_ptr() for each in self._maps)
+        return next((n for n, m in zip(at, self._maps, strict=True) if 0 <= n < len(m)), None)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as where they lie in a region, from `start` on; others are laid there."""
+
+    def __init__(self, file: io.BytesIO, region: Region, start: int) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.region, self.start = region, start
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        at = self.region.offset(value) if value.numel() else self.start
+        if at is None:
+            at = self.region.offset(self.region.take(value.shape, value.dtype).copy_(value))
+        return value.dtype, tuple(value.shape), at - self.start
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads them as views of some bytes."""
+
+    def __init__(self, file: io.BytesIO, found: Tensor) -> None:
+        super().__init__(file)
+        self.found = found
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        dtype, shape, first = pid
+        stop = first + math.prod(shape) * dtype.itemsize
+        return self.found[first:stop].view(dtype).view(shape)
+
+
+def packed(packer: Packer, work: StepWork, region: Region) -> list[Packed]:
+    """The micro-batches of a step, packed in a region."""
+    region.clear()
+    found, start = [], 0
+    for batch in packer.batches(work, region.take):
+        _Pickler(tree := io.BytesIO(), region, start).dump(batch)
+        stop = -(-region.used // _ALIGNED) * _ALIGNED
+        region.bytes(stop)
+        found.append(Packed(start, stop, tree.getvalue()))
+        region.used = start = stop
+    return found
+
+
+def unpacked(found: Sequence[Packed], region: Region, room: Room) -> list[Batch]:
+    """What `packed` made, copied out of the region."""
+    batches = []
+    for start, stop, tree in found:
+        copy = room((stop - start,), torch.uint8)
+        # numpy copies on the thread that asks, without the interpreter.
+        np.copyto(copy.numpy(), region.bytes(stop)[start:stop].numpy())
+        batches.append(_Unpickler(io.BytesIO(tree), copy).load())
+    return batches
