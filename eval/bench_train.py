@@ -59,7 +59,7 @@ from draftlab.train.feed import feed
 from draftlab.train.knobs import TrainKnobs
 from draftlab.train.lesson import Lesson
 from draftlab.train.metrics import peak_memory
-from draftlab.train.pack_processes import packing
+from draftlab.train.pack_processes import choose_packing
 from draftlab.train.ranks import Ranks
 from draftlab.train.wrap import Whole
 
@@ -99,17 +99,19 @@ def step(whole: Whole, batch: Batch, clock: Clock) -> Tensor:
     return loss.detach() / batch.num_anchors
 
 
-def batches(work: Work, device: torch.device, options: argparse.Namespace) -> Iterator[Batch]:
+@contextmanager
+def batches(
+    work: Work, device: torch.device, options: argparse.Namespace
+) -> Iterator[Iterator[Batch]]:
     """The same batch again and again: packed and copied each time, or made once."""
     if not options.host:
-        yield from repeat(work.packed(device).to(device))
+        yield repeat(work.packed(device).to(device))
+        return
     packer = work.packer(device, packers=options.packers)
-    with closing(packing(packer, Ranks(0, 1, device))) as pack:
+    with closing(choose_packing(packer, Ranks(0, 1, device))) as pack:
         print(f"batches are packed by {pack.how}", file=sys.stderr)
-        steps = repeat(work.step_work)
-        with closing(feed(steps, pack, device, pack.threads)) as pieces:
-            for piece in pieces:
-                yield piece.batch
+        with closing(feed(repeat(work.step_work), pack, device, pack.threads)) as pieces:
+            yield (piece.batch for piece in pieces)
 
 
 def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
@@ -118,22 +120,21 @@ def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict
     whole, clock = trainer(work, device, options), Clock(device)
     found: list[dict[str, float]] = []
     clock.start()
-    fed = batches(work, device, options)
-    for number, batch in enumerate(fed):
-        clock.mark("data")
-        step(whole, batch, clock)
-        if number == 0:
-            clock.read()
-            first = time.perf_counter() - started
-        elif number < options.warmup:
-            clock.start()
-        elif (number - options.warmup + 1) % TOGETHER == 0:
-            # As in training, the device is waited for once in some steps (train.log_every).
-            phases = clock.read()
-            found.append({name: part / TOGETHER for name, part in phases.items()})
-        if len(found) == options.repeats:
-            break
-    fed.close()
+    with batches(work, device, options) as fed:
+        for number, batch in enumerate(fed):
+            clock.mark("data")
+            step(whole, batch, clock)
+            if number == 0:
+                clock.read()
+                first = time.perf_counter() - started
+            elif number < options.warmup:
+                clock.start()
+            elif (number - options.warmup + 1) % TOGETHER == 0:
+                # As in training, the device is waited for once in some steps (train.log_every).
+                phases = clock.read()
+                found.append({name: part / TOGETHER for name, part in phases.items()})
+            if len(found) == options.repeats:
+                break
     seconds = {name: median(each.get(name, 0) for each in found) for name in found[0]}
     whole_step = median(sum(each.values()) for each in found)
     shape, ceiling = work.shape, matrix_rate(device, DTYPES[options.precision])
@@ -255,6 +256,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> dict[str, Any]:
     options = arguments(words)
+    if options.packers is not None and not options.host:
+        raise SystemExit("--packers goes with --host")
     device = torch.device(options.device)
     shape = in_family(SHAPES[options.shape], options.family)
     given = {name: getattr(options, name) for name in vars(shape)}

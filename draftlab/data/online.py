@@ -32,8 +32,6 @@ class OnlineStore(Store):
         plan: its manifest (`data.record.planned`).
     """
 
-    on_disk = False
-
     def __init__(self, target: Target, samples: Sequence[Sample], plan: Manifest) -> None:
         super().__init__(Path(), plan)
         self.samples, self.device = samples, target.device

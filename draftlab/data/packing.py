@@ -93,6 +93,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device, features decoded; tensors of one memory are copied as one."""
+        # By address, since views of one memory may each have another object for it; the memory is
+        # kept with its copy, so that no other has its address meanwhile.
         moved: dict[int, tuple[Any, Tensor]] = {}
 
         def move(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from draftlab.base import UserError, sha256_file
+from draftlab.base import UserError, canonical_json, sha256_file, sha256_text
 from draftlab.data.fp8 import E4M3, dequantise
 from draftlab.data.manifest import MANIFEST, Manifest, StoreIdentity
 
@@ -117,14 +117,20 @@ def check_store(folder: Path) -> None:
         Store.open(folder)
 
 
+def _reopened(folder: Path, digest: str) -> Store:
+    """A store that another process has open."""
+    store = Store.open(folder)
+    if store.digest != digest:
+        raise UserError(
+            "expected the store that was opened, found one that was recorded since",
+            where=folder,
+            do="run the command again",
+        )
+    return store
+
+
 class Store:
-    """Random access to a complete store. Build it with `Store.open`.
-
-    Attributes:
-        on_disk: whether other processes can read it too.
-    """
-
-    on_disk = True
+    """Random access to a complete store. Build it with `Store.open`."""
 
     def __init__(
         self, folder: Path, manifest: Manifest, opened: dict[int, dict[str, Tensor]] | None = None
@@ -172,9 +178,19 @@ class Store:
                 raise UserError(problem, where=folder / shard.file, do=RERECORD)
         return cls(folder, manifest)
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether a folder is all there is to it, so that other processes can open it too."""
+        return type(self) is Store
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 of what the manifest says, the shards' own hashes included."""
+        return sha256_text(canonical_json(self.manifest.model_dump(mode="json")))
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """A store goes to another process as its folder; the states stay where they lie."""
-        return type(self).open, (self.folder.resolve(),)
+        """It goes to another process as its folder; the states stay where they lie."""
+        return _reopened, (self.folder.resolve(), self.digest)
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -9,8 +9,9 @@ threads there are or on who was first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -63,17 +64,32 @@ def feed(
         threads: how many; None: as many as pack well on them.
     """
     packed = in_threads(pack, iter(steps), threads or THREADS.get(device.type, 1))
-    pieces = (piece for micro in packed for piece in _pieces(micro))
+    pieces = _pieces(packed)
     if device.type != "cuda":
         return ahead(pieces, 1)
     return _arrived(ahead(_copied(pieces, device), 1), device)
 
 
-def _pieces(micro: list[Batch]) -> Iterator[Piece]:
-    counts = tuple(sum(each) for each in zip(*(batch.counts for batch in micro), strict=True))
-    tokens = sum(batch.num_tokens for batch in micro)
-    for number, batch in enumerate(micro, 1):
-        yield Piece(batch, counts, tokens, first=number == 1, last=number == len(micro))
+@contextmanager
+def _ended(items: Iterator[Any]) -> Iterator[None]:
+    """Ends a generator behind the block, and with it the threads that it waits for.
+
+    Left to itself it ends with the last reference, and the traceback of an exception keeps those.
+    """
+    try:
+        yield
+    finally:
+        if isinstance(items, Generator):
+            items.close()
+
+
+def _pieces(packed: Iterator[list[Batch]]) -> Iterator[Piece]:
+    with _ended(packed):
+        for micro in packed:
+            counts = tuple(map(sum, zip(*(batch.counts for batch in micro), strict=True)))
+            tokens = sum(batch.num_tokens for batch in micro)
+            for number, batch in enumerate(micro, 1):
+                yield Piece(batch, counts, tokens, first=number == 1, last=number == len(micro))
 
 
 def in_threads(make: Callable[[Item], Any], items: Iterator[Item], threads: int) -> Iterator[Any]:
@@ -93,7 +109,7 @@ def in_threads(make: Callable[[Item], Any], items: Iterator[Item], threads: int)
 
 def ahead(items: Iterator[Item], number: int) -> Iterator[Item]:
     """The items, so many of them made ahead by a thread of its own."""
-    with ThreadPoolExecutor(1, "ahead") as thread:
+    with _ended(items), ThreadPoolExecutor(1, "ahead") as thread:
         begun = deque(thread.submit(next, items, _END) for _ in range(number))
         while (item := begun.popleft().result()) is not _END:
             begun.append(thread.submit(next, items, _END))
@@ -105,10 +121,11 @@ def _copied(
 ) -> Iterator[tuple[Piece, torch.cuda.Event]]:
     """Each piece on its way to the GPU, and the event at which it is there."""
     stream = torch.cuda.Stream(device)
-    for piece in pieces:
-        with torch.cuda.stream(stream):
-            batch = piece.batch.to(device)
-        yield replace(piece, batch=batch), stream.record_event()
+    with _ended(pieces):
+        for piece in pieces:
+            with torch.cuda.stream(stream):
+                batch = piece.batch.to(device)
+            yield replace(piece, batch=batch), stream.record_event()
 
 
 def _arrived(
@@ -116,13 +133,14 @@ def _arrived(
 ) -> Iterator[Piece]:
     """The pieces; what is queued after taking one runs once it has arrived."""
     queued: deque[torch.cuda.Event] = deque()
-    for piece, copied in pieces:
-        stream = torch.cuda.current_stream(device)
-        stream.wait_event(copied)
-        # The memory belongs to the copying stream, which must not have it back too early.
-        map_tensors(piece.batch, lambda t, stream=stream: t.record_stream(stream))
-        yield piece
-        # A host that ran far ahead would fill the GPU's memory with batches.
-        queued.append(stream.record_event())
-        if len(queued) == QUEUED:
-            queued.popleft().synchronize()
+    with _ended(pieces):
+        for piece, copied in pieces:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(copied)
+            # The memory belongs to the copying stream, which must not have it back too early.
+            map_tensors(piece.batch, lambda t, stream=stream: t.record_stream(stream))
+            yield piece
+            # A host that ran far ahead would fill the GPU's memory with batches.
+            queued.append(stream.record_event())
+            if len(queued) == QUEUED:
+                queued.popleft().synchronize()

@@ -30,7 +30,7 @@ from draftlab.train.lesson import Lesson
 from draftlab.train.metrics import MetricsLog, Window, speed_line
 from draftlab.train.objective import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
-from draftlab.train.pack_processes import packing
+from draftlab.train.pack_processes import choose_packing
 from draftlab.train.packer import Packer, StepWork
 from draftlab.train.ranks import Ranks, share
 from draftlab.train.validate import Validation, validate
@@ -76,10 +76,10 @@ class Trainer:
         self.training, self.held_out = hold_out(store.ids, knobs.validation_share, seed)
         if knobs.validation_share and not self.held_out:
             monitor.say("validation: none, since all records answer one prompt")
-        # Before all that takes long: processes that pack import torch meanwhile.
         drops, imitates = self.objective.drops, self.objective.imitates
         one_row = in_one_row(self.device)
-        self.pack = packing(Packer(store, knobs, seed, drops, imitates, one_row), self.ranks)
+        packer = Packer(store, knobs, seed, drops, imitates, one_row)
+        self.pack = choose_packing(packer, self.ranks)
         head = new_head(config)
         initialise_head(
             head,

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
+from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,7 @@ import torch
 from draftlab.base import UserError
 from draftlab.data.packing import Batch, Room, anywhere, pinned
 from draftlab.train.packer import Packer, StepWork
-from draftlab.train.region import Region, packed, unpacked
+from draftlab.train.region import Region, lay, pick_up
 
 if TYPE_CHECKING:  # what processes that pack have no use for takes seconds to import
     from draftlab.train.ranks import Ranks
@@ -42,26 +42,17 @@ _SERVE = "from draftlab.train.pack_processes import serve; serve({}, {})"
 _WITHOUT = "train.packers=0 packs on threads of the process that trains"
 
 
-def _say(pipe: Connection, value: Any) -> None:
-    """Sends by plain pickle; `Connection.send` has ways of its own for tensors."""
-    pipe.send_bytes(pickle.dumps(value))
-
-
-def _hear(pipe: Connection) -> Any:
-    return pickle.loads(pipe.recv_bytes())
-
-
 def serve(pipe: int, memory: int) -> None:
     """What a process does that packs: answers work until the other end of the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains
     torch.set_num_threads(1)
     region = Region(memory)
     with Connection(pipe) as asked, suppress(EOFError, OSError):
         packer = _tried(pickle.loads, asked.recv_bytes())
         while True:
-            work = _hear(asked)
+            work = pickle.loads(asked.recv_bytes())
             failed = isinstance(packer, Exception)
-            _say(asked, packer if failed else _tried(packed, packer, work, region))
+            answer = packer if failed else _tried(lay, packer, work, region)
+            asked.send_bytes(pickle.dumps(answer))
 
 
 def _tried(make: Callable[..., Any], *given: Any) -> Any:
@@ -69,66 +60,78 @@ def _tried(make: Callable[..., Any], *given: Any) -> Any:
     try:
         return make(*given)
     except Exception as error:
-        error.add_note(f"in a process that packs:\n{traceback.format_exc()}")
-        return error
+        found: Exception = error
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            found = RuntimeError(repr(error))  # what cannot travel is told
+        found.add_note(f"in a process that packs:\n{traceback.format_exc()}")
+        return found
 
 
 class _Process:
     """One of them, seen from the process that trains."""
 
-    def __init__(self, packer: Packer) -> None:
+    def __init__(self, packer: bytes) -> None:
         self.file = open(os.memfd_create("draftlab-batches"), "r+b", buffering=0)  # noqa: SIM115
         self.region = Region(self.file.fileno())
         self.pipe, there = Pipe()
         both = there.fileno(), self.file.fileno()
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        paths = [path or os.getcwd() for path in sys.path if isinstance(path, str)]
         with there:
             self.process = subprocess.Popen(
-                # -P: the user's folder is no place to look for modules.
+                # -P: modules are looked for where this process does, and nowhere else.
                 [sys.executable, "-P", "-c", _SERVE.format(*both)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=both,
+                process_group=0,  # Ctrl-C is for the process that trains
                 # No GPU is theirs; what they would take of one is lost to training.
-                env=os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""},
             )
         self._ask(packer)
 
     def pack(self, work: StepWork, room: Room) -> list[Batch]:
-        self._ask(work)
+        self._ask(pickle.dumps(work))
         try:
-            answer = _hear(self.pipe)
+            answer = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             raise self._lost() from None
         if isinstance(answer, Exception):
             raise answer
-        return unpacked(answer, self.region, room)
+        return pick_up(answer, self.region, room)
 
-    def close(self) -> None:
+    def dismiss(self) -> None:
+        """Lets it end, without waiting for that."""
         self.pipe.close()
+        self.region.close()
         self.file.close()
+
+    def wait(self) -> None:
+        """Waits for its end, behind `dismiss`."""
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
 
-    def _ask(self, value: Any) -> None:
+    def _ask(self, pickled: bytes) -> None:
+        # By plain pickle: `Connection.send` has ways of its own for tensors.
         try:
-            _say(self.pipe, value)
+            self.pipe.send_bytes(pickled)
         except OSError:
             raise self._lost() from None
 
     def _lost(self) -> UserError:
         code = self.process.wait()
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        how = f"exit code {code}" if code >= 0 else signal.strsignal(-code) or f"signal {-code}"
         return UserError(
-            f"a process that packs batches ended ({how}); its own words, if it had any, are above",
+            f"a process that packs batches ended ({how}); what it said is on stderr",
             do=f"look whether memory ran out, and run the same command again; {_WITHOUT}",
         )
 
 
 class PackProcesses:
-    """Processes that pack, called from as many threads.
+    """Processes that pack, called from threads; they begin when they are first needed.
 
     Args:
         packer: what they all do.
@@ -139,11 +142,9 @@ class PackProcesses:
     def __init__(self, packer: Packer, number: int, device: torch.device) -> None:
         self.threads: int | None = number
         self.how = f"{number} process" + "es" * (number > 1)
-        self._on_gpu = device.type == "cuda"
-        self._all = [_Process(packer) for _ in range(number)]
-        self._idle: SimpleQueue[_Process] = SimpleQueue()
-        for process in self._all:
-            self._idle.put(process)
+        self._packer, self._on_gpu = pickle.dumps(packer), device.type == "cuda"
+        self._turns = BoundedSemaphore(number)
+        self._idle: list[_Process] = []
 
     def __call__(self, work: StepWork) -> list[Batch]:
         """The micro-batches of an optimizer step, in pinned memory for a GPU.
@@ -151,17 +152,31 @@ class PackProcesses:
         Raises:
             UserError: a process ended. Besides, whatever packing raises.
         """
-        process = self._idle.get()
-        try:
-            batches = process.pack(work, pinned if self._on_gpu else anywhere)
-        finally:
-            self._idle.put(process)
+        with self._turns:
+            process = self._free()
+            try:
+                batches = process.pack(work, pinned if self._on_gpu else anywhere)
+            except BaseException:
+                # It may still be at work, and the next to ask would be given this work's batches.
+                process.dismiss()
+                process.wait()
+                raise
+            self._idle.append(process)
         return batches if self._on_gpu else [batch.decoded() for batch in batches]
 
+    def _free(self) -> _Process:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return _Process(self._packer)
+
     def close(self) -> None:
-        """Ends the processes, once no thread waits for one."""
-        for process in self._all:
-            process.close()
+        """Ends the processes, once no thread calls."""
+        processes, self._idle = self._idle, []
+        for process in processes:
+            process.dismiss()
+        for process in processes:
+            process.wait()
 
 
 class PackHere:
@@ -181,8 +196,8 @@ class PackHere:
         """Nothing is left."""
 
 
-def packing(packer: Packer, ranks: Ranks) -> PackProcesses | PackHere:
-    """Packing as train.packers asks for it, begun.
+def choose_packing(packer: Packer, ranks: Ranks) -> PackProcesses | PackHere:
+    """Packing as train.packers asks for it.
 
     Raises:
         UserError: processes are asked for where there can be none.
@@ -208,7 +223,7 @@ def usual_number(gpus: int) -> int:
 def _fault(packer: Packer) -> str | None:
     """Why no other process can pack; None: it can."""
     if not packer.store.on_disk:
-        return "the process that trains makes the states (record.online)"
+        return "this store is no folder that they could open (record.online has none)"
     try:
         os.close(os.memfd_create("draftlab-batches"))
     except (AttributeError, OSError) as error:

@@ -12,6 +12,7 @@ import mmap
 import os
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ _ALIGNED = 64
 """Bytes: of any dtype a multiple."""
 
 
-class Packed(NamedTuple):
+class Laid(NamedTuple):
     """A batch in a region: its bytes, from and to, and a pickle that says what lies where."""
 
     start: int
@@ -48,21 +49,32 @@ class Region:
         """Gives all memory back; what was taken is overwritten from now on."""
         self.used, self._maps = 0, self._maps[-1:]
 
-    def bytes(self, size: int) -> Tensor:
-        """The first bytes and perhaps more, uint8; the file grows where it is smaller."""
+    def close(self) -> None:
+        """Lets go of the memory; the descriptor may be another file's from now on."""
+        self.memory, self._maps = -1, [torch.empty(0, dtype=torch.uint8)]
+
+    def reached(self, size: int) -> Tensor:
+        """The memory, uint8, so many bytes of it at least; the file grows where it is smaller."""
         if size > len(self._maps[-1]):
-            size = -(-max(size, 2 * len(self._maps[-1])) // mmap.PAGESIZE) * mmap.PAGESIZE
-            size = max(size, os.fstat(self.memory).st_size)
-            os.ftruncate(self.memory, size)
+            there = os.fstat(self.memory).st_size
+            if there < size:
+                there = -(-max(size, 2 * there) // mmap.PAGESIZE) * mmap.PAGESIZE
+                os.ftruncate(self.memory, there)
             # Tensors of an earlier mapping stay what they were: it is the same memory.
-            self._maps.append(torch.frombuffer(mmap.mmap(self.memory, size), dtype=torch.uint8))
+            self._maps.append(torch.frombuffer(mmap.mmap(self.memory, there), dtype=torch.uint8))
         return self._maps[-1]
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor that holds anything: a `Room`."""
-        start = -(-self.used // _ALIGNED) * _ALIGNED
+        start = self.aligned()
         self.used = start + math.prod(shape) * dtype.itemsize
-        return self.bytes(self.used)[start : self.used].view(dtype).view(tuple(shape))
+        return self.reached(self.used)[start : self.used].view(dtype).view(tuple(shape))
+
+    def aligned(self) -> int:
+        """Where the next tensor begins."""
+        self.used = -(-self.used // _ALIGNED) * _ALIGNED
+        self.reached(self.used)
+        return self.used
 
     def offset(self, tensor: Tensor) -> int | None:
         """Where a tensor begins; None: it lies elsewhere, or is no plain run of numbers."""
@@ -101,25 +113,30 @@ class _Unpickler(pickle.Unpickler):
         return self.found[first:stop].view(dtype).view(shape)
 
 
-def packed(packer: Packer, work: StepWork, region: Region) -> list[Packed]:
-    """The micro-batches of a step, packed in a region."""
+def lay(packer: Packer, work: StepWork, region: Region) -> list[Laid]:
+    """Packs the micro-batches of a step in a region."""
     region.clear()
     found, start = [], 0
     for batch in packer.batches(work, region.take):
-        _Pickler(tree := io.BytesIO(), region, start).dump(batch)
-        stop = -(-region.used // _ALIGNED) * _ALIGNED
-        region.bytes(stop)
-        found.append(Packed(start, stop, tree.getvalue()))
-        region.used = start = stop
+        # What the host reads of a plan is `place` again, and need not travel twice.
+        plans = tuple(replace(plan, host=plan.place) for plan in batch.plans)
+        _Pickler(tree := io.BytesIO(), region, start).dump(replace(batch, plans=plans))
+        stop = region.aligned()
+        found.append(Laid(start, stop, tree.getvalue()))
+        start = stop
     return found
 
 
-def unpacked(found: Sequence[Packed], region: Region, room: Room) -> list[Batch]:
-    """What `packed` made, copied out of the region."""
+def pick_up(found: Sequence[Laid], region: Region, room: Room) -> list[Batch]:
+    """The batches that `lay` made, each copied out of the region in one piece."""
     batches = []
     for start, stop, tree in found:
         copy = room((stop - start,), torch.uint8)
         # numpy copies on the thread that asks, without the interpreter.
-        np.copyto(copy.numpy(), region.bytes(stop)[start:stop].numpy())
-        batches.append(_Unpickler(io.BytesIO(tree), copy).load())
+        np.copyto(copy.numpy(), region.reached(stop)[start:stop].numpy())
+        batch: Batch = _Unpickler(io.BytesIO(tree), copy).load()
+        # Memory of its own: it stays with the batch, whose copy goes to the GPU and is given back.
+        plans = tuple(replace(plan, host=plan.place.clone()) for plan in batch.plans)
+        batches.append(replace(batch, plans=plans))
+    region.clear()
     return batches

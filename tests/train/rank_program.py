@@ -14,7 +14,8 @@ import torch
 from draftlab.base import Monitor
 from draftlab.train.loop import Trainer
 from tests.train import synthetic
-from tests.train.test_learning import ListStore, orthogonal_parts, toy_answer, trained
+from tests.train.list_store import ListStore
+from tests.train.test_learning import orthogonal_parts, toy_answer, trained
 
 STEPS, CUT = 8, 4
 """Optimizer steps; the checkpoint that another number of processes goes on from."""

@@ -18,8 +18,9 @@ from draftlab.train.feed import ahead, feed, in_threads
 from draftlab.train.objective import DraftTeacher
 from draftlab.train.scores import score
 from draftlab.train.validate import validate
+from tests.train.list_store import ListStore
 from tests.train.synthetic import family_loss, head, parts, record
-from tests.train.test_learning import ListStore, orthogonal_parts, toy_answer, trained
+from tests.train.test_learning import orthogonal_parts, toy_answer, trained
 from tests.train.test_ttt import spans_of
 
 CPU = torch.device("cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from draftlab.base import Monitor, UserError
 from draftlab.data.conversations import further_id
 from draftlab.data.draft_vocab import DraftVocabulary
-from draftlab.data.manifest import Manifest
 from draftlab.data.packing import pack
 from draftlab.data.store import Record
 from draftlab.heads.config import HeadConfig
@@ -25,6 +23,7 @@ from draftlab.train.objective import DraftTeacher
 from draftlab.train.scores import score
 from draftlab.train.validate import walk
 from tests.train import synthetic
+from tests.train.list_store import ListStore
 from tests.train.test_ttt import reach_mask_t, reach_mask_t_k, spans_of
 
 PROMPT, ANSWER = 3, 9
@@ -38,27 +37,6 @@ class Heard(Monitor):
 
     def say(self, line: str) -> None:
         self.lines.append(line)
-
-
-class ListStore:
-    """Records in memory, with what the trainer asks a store for."""
-
-    on_disk = True  # or could be pickled, which is as good
-
-    def __init__(self, records: list[Record]) -> None:
-        self.records = records
-        self.lengths = [len(r.tokens) for r in records]
-        self.ids = [r.id for r in records]
-        self.manifest = Manifest.model_construct(samples_sha256=str(len(records)))
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, index: int) -> Record:
-        return self.records[index]
-
-    def views(self, indices: Sequence[int]) -> list[Record]:
-        return [self.records[i] for i in indices]
 
 
 def toy_answer(target: TargetParts, seed: int) -> Record:

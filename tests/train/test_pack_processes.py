@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,17 +27,19 @@ from draftlab.base import UserError
 from draftlab.data.packing import Batch, anywhere, map_tensors
 from draftlab.data.store import Store
 from draftlab.target.model import Target, TargetKnobs, load_target
-from draftlab.train import pack_processes
-from draftlab.train.feed import feed
+from draftlab.train import loop, pack_processes
+from draftlab.train.feed import Piece, feed
 from draftlab.train.knobs import TrainKnobs
-from draftlab.train.pack_processes import PackHere, PackProcesses, packing
+from draftlab.train.loop import Trainer
+from draftlab.train.pack_processes import PackHere, PackProcesses, choose_packing
 from draftlab.train.packer import Packer, StepWork
 from draftlab.train.ranks import Ranks
-from draftlab.train.region import Region, packed, unpacked
+from draftlab.train.region import Region, lay, pick_up
 from tests.data.recordings import make, make_samples
 from tests.data.test_online import online
 from tests.toys import toy_target_folder
-from tests.train.test_learning import ListStore, orthogonal_parts, toy_answer, trained
+from tests.train.list_store import ListStore
+from tests.train.test_learning import orthogonal_parts, toy_answer, trained
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory without a name")
 CPU = torch.device("cpu")
@@ -45,7 +50,8 @@ def packer(
 ) -> Packer:
     """Of toy answers: four rows of 64 positions, three steps."""
     target = orthogonal_parts()
-    store = store or ListStore([toy_answer(target, number) for number in range(12)])
+    if store is None:
+        store = ListStore([toy_answer(target, number) for number in range(12)])
     fields = {"row_tokens": 64, "batch_rows": 4, "ttt_steps": 3}
     knobs = TrainKnobs.model_validate(fields | knobs)
     return Packer(store, knobs, 7, drops, imitates, one_row=True)
@@ -97,7 +103,7 @@ def test_batches_of_every_kind_survive_the_way(kind: str, region: Region) -> Non
         "rows": replace(packer(), one_row=False),
     }[kind]
     expected = PackHere(made, CPU)(work())
-    same([b.decoded() for b in unpacked(packed(made, work(), region), region, anywhere)], expected)
+    same([b.decoded() for b in pick_up(lay(made, work(), region), region, anywhere)], expected)
     assert expected[-1].idle
     assert (expected[0].noise is not None) == (kind == "eagle")
 
@@ -148,12 +154,16 @@ def test_any_batches_lie_in_one_memory(sizes: list[int], drops: bool) -> None:
             rooms.append(torch.full(shape, 255, dtype=dtype))
             return rooms[-1]
 
-        found = unpacked(packed(made, asked, region), seen, room)
+        laid = lay(made, asked, region)
+        assert all(each.start % 64 == 0 for each in laid)  # of any dtype a multiple
+        found = pick_up(laid, seen, room)
         same([batch.decoded() for batch in found], PackHere(made, CPU)(asked))
         assert len(rooms) == len(found)  # one copy each, to the device too
         for batch, whole in zip(found, rooms, strict=True):
             home = whole.untyped_storage().data_ptr()
             map_tensors(batch, lambda t, h=home: t.untyped_storage().data_ptr() == h or 1 / 0)
+            for plan in batch.plans:  # which stays with the batch when its copy is given back
+                assert plan.host.untyped_storage().data_ptr() != home
     os.close(memory)
 
 
@@ -172,6 +182,19 @@ def test_memory_grows_and_keeps_what_was_taken(region: Region) -> None:
     assert os.fstat(region.memory).st_size == grown
 
 
+def test_memory_is_used_again(region: Region) -> None:
+    made, asked = packer(), work()
+    lay(made, asked, region)
+    size = os.fstat(region.memory).st_size
+    for _ in range(20):
+        lay(made, asked, region)
+    assert os.fstat(region.memory).st_size == size
+    assert len(region._maps) == 1
+    region.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        region.take((3,), torch.int64)
+
+
 def test_training_is_the_same(tmp_path: Path) -> None:
     """Weights, to the bit, from two processes and from threads."""
     target = orthogonal_parts()
@@ -182,9 +205,84 @@ def test_training_is_the_same(tmp_path: Path) -> None:
     ]
     first, other = (trainer.head.state_dict() for trainer in made)
     assert all(torch.equal(first[name], other[name]) for name in first)
-    pack = made[1].pack
-    assert isinstance(pack, PackProcesses)
-    assert all(each.process.poll() is not None for each in pack._all)
+    assert nobody_packs()
+
+
+def nobody_packs() -> bool:
+    """Whether no thread, process or memory is left of packing."""
+    mine = [t.name for t in threading.enumerate() if t.name.startswith(("pack", "ahead"))]
+    maps = Path("/proc/self/maps").read_text()
+    return not mine and "draftlab-batches" not in maps and not children()
+
+
+def children() -> list[int]:
+    """Processes that this one began, and that pack."""
+    folders = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
+    found = []
+    for folder in folders:
+        with suppress(OSError):
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid() and "pack_processes" in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+    return found
+
+
+def test_more_threads_than_processes() -> None:
+    """A process that is given back has been read."""
+    made = packer()
+    with closing(PackProcesses(made, 2, CPU)) as there, ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(there, map(work, range(40))))
+        assert len(children()) == 2
+        assert all(os.getpgid(each) == each for each in children())  # Ctrl-C reaches none
+    for step, batches in enumerate(found):
+        same(batches, PackHere(made, CPU)(work(step)))
+    assert nobody_packs()
+
+
+@pytest.mark.parametrize("packers", [0, 2])
+def test_a_fault_of_training_leaves_nothing(
+    packers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do threads outlive what they use: the same trainer can go on."""
+    seen: list[Any] = []
+    fed, accumulate = loop.feed, Trainer._accumulate
+    monkeypatch.setattr(loop, "feed", lambda *given: seen.append(given[3]) or fed(*given))
+
+    def broken(trainer: Trainer, piece: Piece) -> None:
+        seen.append(trainer)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Trainer, "_accumulate", broken)
+    store = ListStore([toy_answer(orthogonal_parts(), number) for number in range(20)])
+    with pytest.raises(ZeroDivisionError) as caught:
+        trained(tmp_path, store, orthogonal_parts(), steps=3, packers=packers)
+    assert caught.value.__traceback__ is not None  # which keeps what its frames hold
+    assert nobody_packs()
+    threads, trainer = seen
+    assert threads == (packers or None)
+    monkeypatch.setattr(Trainer, "_accumulate", accumulate)
+    trainer.run()
+    assert trainer.step == 3
+    assert nobody_packs()
+
+
+def test_ctrl_c_while_waiting_for_data() -> None:
+    def slow(_: Any) -> list[Batch]:
+        time.sleep(0.6)
+        return list(packer().batches(work()))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught, closing(feed(range(9), slow, CPU)) as fed:
+            next(fed)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert caught.value.__traceback__ is not None
+    assert nobody_packs()
 
 
 def test_faults_arrive_as_they_are(tmp_path: Path, target: Target) -> None:
@@ -203,25 +301,53 @@ def test_faults_arrive_as_they_are(tmp_path: Path, target: Target) -> None:
         assert "in a process that packs" in caught.value.__notes__[0]
 
 
+class Odd(ListStore):
+    """Raises what cannot travel."""
+
+    class Fault(Exception):
+        def __init__(self, one: str, two: str) -> None:
+            super().__init__(f"{one} and {two}")
+
+    def views(self, indices: Any) -> Any:
+        raise Odd.Fault("this", "that")
+
+
+def test_a_fault_that_cannot_travel_is_told() -> None:
+    with closing(PackProcesses(packer(Odd([])), 1, CPU)) as there:
+        with pytest.raises(RuntimeError, match=r"Fault\('this and that'\)") as caught:
+            there(work())
+        assert "in a process that packs" in caught.value.__notes__[0]
+
+
+def test_another_store_in_its_place_is_none(target: Target, tmp_path: Path) -> None:
+    made = packer(make(target, tmp_path, make_samples(4)))
+    there = PackProcesses(made, 1, CPU)
+    shutil.rmtree(tmp_path)
+    make(target, tmp_path, make_samples(4, seed=1))
+    with closing(there), pytest.raises(UserError, match="one that was recorded since"):
+        there(work())
+
+
 def test_a_process_that_ends_is_named() -> None:
     with closing(PackProcesses(packer(), 1, CPU)) as there:
         there(work())
-        os.kill(there._all[0].process.pid, signal.SIGKILL)
-        for _ in range(2):
-            with pytest.raises(UserError, match=r"that packs batches ended \(SIGKILL\)") as caught:
-                there(work())
+        os.kill(*children(), signal.SIGKILL)
+        with pytest.raises(UserError, match=r"that packs batches ended \(Killed\)") as caught:
+            there(work())
         assert "train.packers=0" in caught.value.do
+        same(there(work()), PackHere(packer(), CPU)(work()))
 
 
 def test_processes_end_with_the_one_that_trains() -> None:
     """However that ends: nobody tells them."""
     program = """
         import time, torch
-        from tests.train.test_pack_processes import packer, work
+        from tests.train.test_pack_processes import children, packer, work
         from draftlab.train.pack_processes import PackProcesses
-        there = PackProcesses(packer(), 2, torch.device("cpu"))
-        there(work())
-        print(*(each.process.pid for each in there._all), flush=True)
+        here = PackProcesses(packer(), 1, torch.device("cpu"))
+        there = PackProcesses(packer(), 1, torch.device("cpu"))
+        here(work()), there(work())
+        print(*children(), flush=True)
         time.sleep(60)
     """
     words = [sys.executable, "-c", textwrap.dedent(program)]
@@ -244,18 +370,28 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_where_there_can_be_none(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_can_be_none(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu, nobody = torch.device("cuda"), Ranks(0, 1, CPU)
     made_here = packer(online(target, make_samples()), packers=2)
-    with pytest.raises(UserError, match="asks for 2 processes, and the process that trains makes"):
-        packing(made_here, nobody)
+    with pytest.raises(UserError, match="asks for 2 processes, and this store is no folder"):
+        choose_packing(made_here, nobody)
     usual = replace(made_here, knobs=TrainKnobs())
-    assert isinstance(packing(usual, Ranks(0, 1, gpu)), PackHere)
-    assert isinstance(packing(packer(), nobody), PackHere)
+    assert isinstance(choose_packing(usual, Ranks(0, 1, gpu)), PackHere)
+    assert isinstance(choose_packing(packer(), nobody), PackHere)
+
+    class Own(Store):
+        """What it adds is not in its folder."""
+
+    stored = make(target, tmp_path)
+    assert isinstance(choose_packing(packer(stored, packers=1), nobody), PackProcesses)
+    own = packer(Own(stored.folder, stored.manifest))
+    assert isinstance(choose_packing(own, Ranks(0, 1, gpu)), PackHere)
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(UserError, match="no memory to share"):
-        packing(packer(packers=1), nobody)
-    assert isinstance(packing(packer(), Ranks(0, 1, gpu)), PackHere)
+        choose_packing(packer(packers=1), nobody)
+    assert isinstance(choose_packing(packer(), Ranks(0, 1, gpu)), PackHere)
 
 
 def test_a_store_that_is_gone_is_named(target: Target, tmp_path: Path) -> None:

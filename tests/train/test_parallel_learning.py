@@ -19,10 +19,10 @@ from draftlab.train.ranks import share
 from draftlab.train.scores import score
 from draftlab.train.validate import validate
 from tests.train import synthetic
+from tests.train.list_store import ListStore
 from tests.train.test_learning import (
     ANSWER,
     PROMPT,
-    ListStore,
     orthogonal_parts,
     toy_answer,
     trained,
