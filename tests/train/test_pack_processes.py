@@ -108,11 +108,16 @@ def test_batches_of_every_kind_survive_the_way(kind: str, region: Region) -> Non
     assert (expected[0].noise is not None) == (kind == "eagle")
 
 
-def test_batches_are_those_of_this_process() -> None:
+def test_batches_are_those_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the user works is no place to look for modules."""
+    (tmp_path / "signal.py").write_text("raise SystemExit('not the signal that was meant')")
+    monkeypatch.chdir(tmp_path)
     made = packer(drops=True)
     with closing(PackProcesses(made, 2, CPU)) as there:
         for step in range(3):
             same(there(work(step)), PackHere(made, CPU)(work(step)))
+        (process,) = there._idle
+    assert process.region.memory == -1  # or it might reach another file of that number
 
 
 def test_a_store_is_read_where_it_lies(target: Target, tmp_path: Path) -> None:
@@ -158,6 +163,7 @@ def test_any_batches_lie_in_one_memory(sizes: list[int], drops: bool) -> None:
         assert all(each.start % 64 == 0 for each in laid)  # of any dtype a multiple
         found = pick_up(laid, seen, room)
         same([batch.decoded() for batch in found], PackHere(made, CPU)(asked))
+        assert len(seen._maps) == 1
         assert len(rooms) == len(found)  # one copy each, to the device too
         for batch, whole in zip(found, rooms, strict=True):
             home = whole.untyped_storage().data_ptr()
