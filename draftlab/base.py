@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import threading
 import typing
 from collections.abc import Iterator
@@ -163,8 +164,16 @@ def canonical_json(value: Any) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things: "1 shard", "2,000 shards"."""
-    return f"{number:,} {noun}" + "s" * (number != 1)
+    """A number of things: "1 shard", "2,000 shards", "2 processes"."""
+    return f"{number:,} {noun}" + ("es" if noun.endswith("s") else "s") * (number != 1)
+
+
+def ended_text(code: int) -> str:
+    """How a process ended, by `returncode`: "exit code 3", "killed by SIGKILL"."""
+    if code >= 0:
+        return f"exit code {code}"
+    known = {number.value: number.name for number in signal.Signals}
+    return f"killed by {known.get(-code, f'signal {-code}')}"
 
 
 def size_text(number_of_bytes: float) -> str:

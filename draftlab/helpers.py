@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from draftlab.base import Monitor, UserError
+from draftlab.base import Monitor, UserError, ended_text
 from draftlab.target.model import resolve_device
 
 
@@ -73,7 +73,7 @@ def helpers(run: Path, devices: list[str], monitor: Monitor) -> Iterator[None]:
         for log, process in started:
             if process.wait():
                 monitor.say(
-                    f"a helper ended with exit code {process.returncode}; its shards were recorded "
+                    f"a helper ended ({ended_text(process.returncode)}); its shards were recorded "
                     f"by the others; its log: {log}"
                 )
             else:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import Field, ValidationError
 
-from draftlab.base import Knobs, UserError, complaints, save_tensors, size_text
+from draftlab.base import Knobs, UserError, complaints, counted, ended_text, save_tensors, size_text
 
 
 def test_tensors_that_cannot_be_written_are_the_disks_fault(tmp_path: Path) -> None:
@@ -54,3 +54,15 @@ def test_complaints_are_one_line_a_fault(given: dict, said: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Outer.model_validate(given)
     assert complaints(caught.value) == said
+
+
+def test_how_a_process_ended() -> None:
+    found = {code: ended_text(code) for code in (0, 3, -9, -37)}
+    assert found == {
+        0: "exit code 0",
+        3: "exit code 3",
+        -9: "killed by SIGKILL",
+        -37: "killed by signal 37",
+    }
+    assert [counted(n, "process") for n in (1, 2)] == ["1 process", "2 processes"]
+    assert [counted(n, "shard") for n in (1, 0)] == ["1 shard", "0 shards"]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from draftlab.base import Monitor
+from draftlab.base import Monitor, ended_text
 
 DRAFTLAB = (sys.executable, "-m", "draftlab.cli")
 POLL_S = 0.2
@@ -108,7 +108,7 @@ def _await(processes: list[subprocess.Popen[bytes]], logs: Path, monitor: Monito
     _settle(processes)
     for rank in failed:
         code = codes[rank]
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = ended_text(code)
         said = _last_line(_log(logs, rank)) if rank else ""
         if said:
             monitor.say(f"rank {rank} failed: {how}; its log: {_log(logs, rank)}; it ends: {said}")

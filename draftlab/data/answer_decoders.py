@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from draftlab.base import UserError
+from draftlab.base import UserError, ended_text
 from draftlab.decode.engine import Engine
 from draftlab.decode.sampling import Generation, Request
 from draftlab.target.knobs import TargetKnobs
@@ -57,7 +57,7 @@ class _Elsewhere:
                 yield found
         except (EOFError, OSError):
             self._process.join()
-            raise self._failed(f"it ended with exit code {self._process.exitcode}") from None
+            raise self._failed(f"it ended ({ended_text(self._process.exitcode)})") from None
 
     def _failed(self, why: str) -> UserError:
         return UserError(

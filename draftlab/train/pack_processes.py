@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import traceback
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from draftlab.base import UserError
+from draftlab.base import UserError, counted, ended_text
 from draftlab.data.packing import Batch, Room, anywhere, pinned
 from draftlab.train.packer import Packer, StepWork
 from draftlab.train.region import Region, lay, pick_up
@@ -122,8 +121,7 @@ class _Process:
             raise self._lost() from None
 
     def _lost(self) -> UserError:
-        code = self.process.wait()
-        how = f"exit code {code}" if code >= 0 else signal.strsignal(-code) or f"signal {-code}"
+        how = ended_text(self.process.wait())
         return UserError(
             f"a process that packs batches ended ({how}); what it said is on stderr",
             do=f"look whether memory ran out, and run the same command again; {_WITHOUT}",
@@ -141,7 +139,7 @@ class PackProcesses:
 
     def __init__(self, packer: Packer, number: int, device: torch.device) -> None:
         self.threads: int | None = number
-        self.how = f"{number} process" + "es" * (number > 1)
+        self.how = counted(number, "process")
         self._packer, self._on_gpu = pickle.dumps(packer), device.type == "cuda"
         self._turns = BoundedSemaphore(number)
         self._idle: list[_Process] = []
@@ -205,7 +203,7 @@ def choose_packing(packer: Packer, ranks: Ranks) -> PackProcesses | PackHere:
     asked, fault = packer.knobs.packers, _fault(packer)
     if asked and fault:
         raise UserError(
-            f"train.packers asks for {asked} processes, and {fault}",
+            f"train.packers asks for {counted(asked, 'process')}, and {fault}",
             where="train.packers",
             do="set it to 0, or leave it out",
         )

@@ -338,7 +338,9 @@ def test_a_process_that_ends_is_named() -> None:
     with closing(PackProcesses(packer(), 1, CPU)) as there:
         there(work())
         os.kill(*children(), signal.SIGKILL)
-        with pytest.raises(UserError, match=r"that packs batches ended \(Killed\)") as caught:
+        with pytest.raises(
+            UserError, match=r"that packs batches ended \(killed by SIGKILL\)"
+        ) as caught:
             there(work())
         assert "train.packers=0" in caught.value.do
         same(there(work()), PackHere(packer(), CPU)(work()))
