@@ -169,7 +169,7 @@ class TrainKnobs(Knobs):
     moments (fsdp2, zero3), of gradients and moments (zero2), or of moments (zero1). zero: by
     DeepSpeed."""
     packers: int | None = Field(default=None, ge=0)
-    """Processes that pack batches, each with Python and torch in memory; 0: threads of the one that
-    trains. None: some on a GPU, where threads would slow down what starts its work; else 0."""
+    """Processes that pack batches, of half a gigabyte each; 0: threads of the one that trains.
+    None: up to 4 for a GPU, whose work starts more slowly beside threads; on a CPU 0."""
     wandb: str | None = None
     """Project on Weights & Biases; None: off."""

@@ -108,6 +108,14 @@ def test_batches_of_every_kind_survive_the_way(kind: str, region: Region) -> Non
     assert (expected[0].noise is not None) == (kind == "eagle")
 
 
+def test_knobs_and_step_say_what_is_packed() -> None:
+    eagle, dealt = packer(imitates=True, ttt_steps=1), packer(anchor_parts=2)
+    noise = [next(eagle.batches(work(step))).noise for step in (3, 3, 4)]
+    keys = [int(each.key) for each in noise if each is not None]
+    assert keys[0] == keys[1] != keys[2]
+    assert [len(batch.passes) for batch in dealt.batches(work())] == [2, 2, 2]
+
+
 def test_batches_are_those_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the user works is no place to look for modules."""
     (tmp_path / "signal.py").write_text("raise SystemExit('not the signal that was meant')")
