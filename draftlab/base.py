@@ -168,6 +168,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("es" if noun.endswith("s") else "s") * (number != 1)
 
 
+def rounded_text(value: float, digits: int = 3) -> str:
+    """A number to so many digits, however large: "0.0764", "1,530" (`.3g` writes 1.53e+03)."""
+    return f"{float(f'{value:.{digits}g}'):,.15g}"
+
+
 def ended_text(code: int) -> str:
     """How a process ended, by `returncode`: "exit code 3", "killed by SIGKILL"."""
     if code >= 0:
@@ -180,7 +185,7 @@ def size_text(number_of_bytes: float) -> str:
     """A size for people, three digits of it: "816 kB", "33.1 GB"."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if number_of_bytes >= unit:
-            return f"{number_of_bytes / unit:.3g} {name}"
+            return f"{rounded_text(number_of_bytes / unit)} {name}"
     return f"{number_of_bytes:.0f} B"
 
 

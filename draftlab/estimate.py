@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftlab.base import size_text
+from draftlab.base import rounded_text, size_text
 from draftlab.blueprint import check_shapes, target_config
 from draftlab.data.manifest import StoreIdentity
 from draftlab.hardware import GPUS, Gpu
@@ -233,13 +233,13 @@ def _time(best: float | None) -> str:
         return "about 1 minute"
     if high < 2 * 3600:
         return f"{max(low / 60, 1):.0f} to {high / 60:.0f} minutes"
-    return f"{low / 3600:.2g} to {high / 3600:.2g} hours"
+    return f"{rounded_text(low / 3600, 2)} to {rounded_text(high / 3600, 2)} hours"
 
 
 def _count(number: float) -> str:
     for unit, name in ((1e12, " T"), (1e9, " B"), (1e6, " M")):
         if number >= unit:
-            return f"{number / unit:.3g}{name}"
+            return f"{rounded_text(number / unit)}{name}"
     return f"{number:,.0f}"
 
 

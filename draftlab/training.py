@@ -13,7 +13,7 @@ from draftlab.data.draft_vocab import DraftVocabulary
 from draftlab.data.store import Store
 from draftlab.heads.folder import load_head
 from draftlab.heads.head import DraftHead
-from draftlab.kernels.current import made_current
+from draftlab.kernels.current import give_back_memory, made_current
 from draftlab.recipe import Recipe
 from draftlab.run import git_commit
 from draftlab.target.model import resolve_target
@@ -62,9 +62,12 @@ def train_head(
         )
         validation = trainer.run()
         head = trainer.wrapped.plain()
+        trainer.wrapped.close()
     head.config = head.config.model_copy(
         update={"provenance": _provenance(trainer, validation, vocabulary)}
     )
+    del trainer
+    give_back_memory()  # what comes next, maybe in another process, has a target to load
     return head
 
 

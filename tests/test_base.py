@@ -9,7 +9,16 @@ import pytest
 import torch
 from pydantic import Field, ValidationError
 
-from draftlab.base import Knobs, UserError, complaints, counted, ended_text, save_tensors, size_text
+from draftlab.base import (
+    Knobs,
+    UserError,
+    complaints,
+    counted,
+    ended_text,
+    rounded_text,
+    save_tensors,
+    size_text,
+)
 
 
 def test_tensors_that_cannot_be_written_are_the_disks_fault(tmp_path: Path) -> None:
@@ -22,10 +31,28 @@ def test_tensors_that_cannot_be_written_are_the_disks_fault(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1020, "1.02 kB"), (3_295_000, "3.29 MB"), (33.1e9, "33.1 GB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1020, "1.02 kB"),
+        (3_295_000, "3.29 MB"),
+        (33.1e9, "33.1 GB"),
+        (999.9e9, "1,000 GB"),
+        (4.1234e15, "4,120 TB"),
+    ],
 )
 def test_sizes_keep_three_digits(size: int, text: str) -> None:
     assert size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [(0.07644, 3, "0.0764"), (1526.2, 3, "1,530"), (187.3, 2, "190"), (0, 3, "0"), (1, 3, "1")],
+)
+def test_numbers_keep_their_digits_and_show_no_exponent(
+    value: float, digits: int, text: str
+) -> None:
+    assert rounded_text(value, digits) == text
 
 
 class Inner(Knobs):

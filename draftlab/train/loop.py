@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from draftlab.base import Monitor, UserError, canonical_json, sha256_text
+from draftlab.base import Monitor, UserError, canonical_json, rounded_text, sha256_text
 from draftlab.data.draft_vocab import DraftVocabulary
 from draftlab.data.order import batches
 from draftlab.data.split import hold_out
@@ -123,9 +123,10 @@ class Trainer:
         self.ceiling = matrix_rate(self.device, self.dtype) * self.ranks.size
         self.monitor.say(
             f"training on {self.wrapped.describe()}, products in {str(self.dtype)[6:]}: "
-            f"{self.dense_flops / 1e9:,.3g} GFLOP a token if every position ran every step; large "
-            f"products reach {self.ceiling / 1e12:,.3g} TFLOP/s here (dense MFU: the share of "
-            "that; rows without loss are left out, which lifts it, above 100% even)"
+            f"{rounded_text(self.dense_flops / 1e9)} GFLOP a token if every position ran every "
+            f"step; large products reach {rounded_text(self.ceiling / 1e12)} TFLOP/s here (dense "
+            "MFU: the share of that; rows without loss are left out, which lifts it, above 100% "
+            "even)"
         )
         self.monitor.say(f"how steps are run: {lesson.how}; batches are packed by {self.pack.how}")
 

@@ -102,6 +102,9 @@ class Whole:
         """The head as it is now, with all its tensors and no wrapper; every rank calls it."""
         return self.head
 
+    def close(self) -> None:
+        """Ends what would keep a wrapper, its gradients and moments when nobody wants them."""
+
     def weights(self) -> Tensors:
         """Trained parameters, whole, on the CPU of rank 0 (elsewhere none); every rank calls it."""
         return self._kept(self._weights())

@@ -54,7 +54,7 @@ class Zero(Sharded):
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": 1,
                 "gradient_clipping": self.knobs.clip,
-                "zero_optimization": {"stage": self.stage},
+                "zero_optimization": {"stage": self.stage} | self._communication(),
                 "zero_allow_untested_optimizer": True,
                 "steps_per_print": 2**60,
             },
@@ -69,6 +69,26 @@ class Zero(Sharded):
             # states of later groups are not there yet, and then never finds those.
             optimizer._lazy_init_hp_params_optimizer_state()
         return module, optimizer
+
+    def _communication(self) -> dict[str, Any]:
+        """How gradients and weights travel: the fastest that is right (docs/results/training.md).
+
+        DeepSpeed's default bucket is larger than a head: all gradients are copied to one buffer of
+        2 GB and reduced there. Those larger than a bucket are reduced where they are.
+        """
+        elements = sum(p.numel() for p in trainable(self.head).values())
+        buckets = {"reduce_bucket_size": max(1, elements // 10)}
+        if self.stage == 3:
+            # Each weight is gathered where it stays, not with all others and then copied there.
+            return buckets | {"stage3_allgather_sequential": True}
+        # Reduced on all ranks either way, without copies. Not overlapped with the backward pass:
+        # it would drop gradients larger than a bucket while another stream still reduces them.
+        return buckets | {"reduce_scatter": False, "overlap_comm": False}
+
+    def close(self) -> None:
+        # Cycles through autograd's hooks, which Python does not see. Stage 3 keeps what it has all
+        # the same (a cache of one of its methods) until the process ends.
+        self.module.destroy()
 
     def _set_reducing(self, reduce: bool) -> None:
         self.module.set_gradient_accumulation_boundary(reduce)

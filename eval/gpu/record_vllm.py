@@ -14,7 +14,6 @@ size, and the spread of transformers' own states over other batches is printed b
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from draftlab.base import Monitor
 from draftlab.data.record import RecordKnobs, planned, record
 from draftlab.data.store import Sample, Store
 from draftlab.data.vllm_states import VllmStates
+from draftlab.kernels.current import give_back_memory
 from draftlab.target.model import TargetKnobs, load_target
 from draftlab.target.outline import Outline
 from eval.gpu.record import SHAPES, TINY, Said, conversations, identity
@@ -135,9 +135,7 @@ def main() -> int:
         outline = Outline(knobs)
         samples = conversations(options.tokens, outline, 512 if options.tiny else 4096)
         expected, alone, theirs = by_transformers(knobs, samples, folder)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # vLLM takes what is free
+        give_back_memory()  # vLLM takes what is free
         found, ours = by_vllm(knobs, samples, folder, options.python)
         errors = compare(found, expected)
         rounding = compare(alone, expected)

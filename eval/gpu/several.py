@@ -6,8 +6,9 @@
 
 For each wrapper and number of processes there are two takes:
 
-- curve: float32, so many micro-batches a step on all of them together; every step's loss and
-  gradient norm must be those of one process that accumulates (within 1e-4), every weight after it.
+- curve: float32, so many micro-batches a step on all of them together, two at least on each; every
+  step's loss and gradient norm must be those of one process that accumulates (within 1e-4), every
+  weight after it.
 - speed: the work of `bench_train.py` on every GPU, hosts agreeing on counts as in training; steps
   are timed between barriers. Scaling is tokens/s over that of one process times their number.
 
@@ -18,13 +19,11 @@ off (NCCL_NVLS_ENABLE=0, set here), which some hosts lack.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from train_work import GAMMA, SHAPES, Shape, Work, new_work
 
 from draftlab.base import Monitor
 from draftlab.cli.launch import launch
+from draftlab.kernels.current import give_back_memory
 from draftlab.train.knobs import TrainKnobs
 from draftlab.train.lesson import Lesson
 from draftlab.train.ranks import Ranks
@@ -89,6 +89,7 @@ def curve(ranks: Ranks, parallel: str, shape: Shape, micro: int) -> dict[str, An
         losses.append(float(ranks.total(total)))
         norms.append(float(wrapped.step(RATE)))
     sums = {name: float(p.double().abs().sum()) for name, p in wrapped.weights().items()}
+    wrapped.close()
     return {"losses": losses, "norms": norms, "weights": sums}
 
 
@@ -121,32 +122,23 @@ def speed(ranks: Ranks, parallel: str, shape: Shape, steps: int) -> dict[str, An
 
 
 def rank_main(options: argparse.Namespace) -> None:
-    """One process: makes all takes, and the first writes what it found, by wrapper."""
+    """One process: makes both takes of a wrapper, and the first writes what it found."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    ranks, found = Ranks.join(options.device), {}
-    for parallel in options.parallel:
-        each = curve(ranks, parallel, CURVES[options.curve_shape], max(options.counts))
-        _forget()
-        found[parallel] = each | speed(ranks, parallel, SHAPES[options.shape], options.steps)
-        _forget()
+    ranks, (parallel,) = Ranks.join(options.device), options.parallel
+    found = curve(ranks, parallel, CURVES[options.curve_shape], 2 * max(options.counts))
+    give_back_memory()
+    found |= speed(ranks, parallel, SHAPES[options.shape], options.steps)
     if ranks.is_main:
         Path(options.out).write_text(json.dumps(found))
     ranks.gathered(None)
     ranks.leave()
 
 
-def _forget() -> None:
-    """Gives a take's memory back; wrappers are full of cycles."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def takes(count: int, parallel: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    """What `count` processes find, by wrapper."""
+def takes(count: int, parallel: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What `count` processes of their own find: none holds what another wrapper left."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        words = ["--out", str(out), "--parallel", *parallel]
+        words = ["--out", str(out), "--parallel", parallel]
         for name in ("device", "shape", "curve_shape", "steps"):
             words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         words += ["--counts", *map(str, options.counts)]
@@ -181,13 +173,14 @@ def main() -> int:
     if options.out:
         rank_main(options)
         return 0
-    alone = takes(1, ["ddp"], options)["ddp"]
+    alone = takes(1, "ddp", options)
     kept = ("step_ms", "tokens_per_s", "peak_gib")
     row = {"parallel": "one process", "processes": 1, **{name: alone[name] for name in kept}}
     print(json.dumps(row), flush=True)
     failed = False
     for count in (n for n in options.counts if n > 1):
-        for parallel, found in takes(count, options.parallel, options).items():
+        for parallel in options.parallel:
+            found = takes(count, parallel, options)
             row = {
                 "parallel": parallel,
                 "processes": count,

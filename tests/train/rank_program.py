@@ -6,12 +6,14 @@ torchrun --nproc-per-node 2 -m tests.train.rank_program FOLDER CASE …
 from __future__ import annotations
 
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftlab.base import Monitor
+from draftlab.kernels.current import give_back_memory
 from draftlab.train.loop import Trainer
 from tests.train import synthetic
 from tests.train.list_store import ListStore
@@ -56,11 +58,16 @@ def main() -> None:
     for name in sys.argv[2:]:
         parallel, family = name.split("-")[:2]
         trainer, heard = train(folder / name, family, parallel=parallel)
-        head = trainer.wrapped.plain()
-        if trainer.ranks.is_main:
+        head, ranks = trainer.wrapped.plain(), trainer.ranks
+        if ranks.is_main:
             torch.save((head.state_dict(), heard.lines), folder / name / "result.pt")
+        trainer.wrapped.close()
+        left = weakref.ref(trainer.wrapped.optimizer)
+        del trainer
+        give_back_memory()
+        assert parallel == "zero3" or left() is None, f"{name}: it outlives its training"
     # gloo's threads, left to the end of the process, now and then abort it: 1 of 25 on a busy CPU.
-    trainer.ranks.leave()
+    ranks.leave()
 
 
 if __name__ == "__main__":
