@@ -4,7 +4,7 @@
     python eval/bench_train.py --dense                  # no position left out
     python eval/bench_train.py --host                   # batches packed and copied on the way
     python eval/bench_train.py --same-loss 20 --precision float32
-    python eval/bench_train.py --peer speculators       # or specforge:PATH; prints the ratio
+    python eval/bench_train.py --peer speculators       # or specforge; prints the ratio
     python eval/bench_train.py --family ptd --layers 2  # a parallel head, 8 depths; with peers too
     python eval/bench_train.py --shape tiny --device cpu
 
@@ -250,7 +250,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--packers", type=int, help="--host: train.packers")
     parser.add_argument("--same-loss", type=int, default=0, metavar="STEPS")
     parser.add_argument("--rate", type=float, default=1.0, help="--same-loss: times 1e-4")
-    parser.add_argument("--peer", default="", help="speculators[:fused,frozen] or specforge:PATH")
+    parser.add_argument(
+        "--peer", default="", help="speculators[:fused,frozen] or specforge[:compact]"
+    )
     return parser.parse_args(words)
 
 

@@ -5,9 +5,10 @@
   eager loss; `speculators:fused` takes its fused one, which did not compile on torch 2.11. Beside a
   parallel head its P-EAGLE: it samples (anchor, depth) pairs anew each step, and `predictions` are
   those that its loss counts, on average. It trains all embeddings; `speculators:frozen` none.
-- `specforge:PATH`: a checkout. Its OnlineEagle3Model with flex attention, its loss, the target's
-  logits over the whole vocabulary from the last states; lm_head trained. Written for the API of
-  late 2025 and NOT RUN here: a checkout with another one is refused.
+- `specforge`: the library from PyPI (0.2). Its OnlineEagle3Model with flex attention on a GPU, its
+  loss and optimizer, weights in 16 bit beside float32 masters; lm_head trained. By default it makes
+  the target's logits over the whole vocabulary from normed states; `specforge:compact` takes its
+  teacher in pieces of the vocabulary.
 
 An EAGLE3 of theirs leaves no position out, so its time does not depend on where loss is; P-EAGLE
 samples depths of answers alone, and computes depth 0 and its logits everywhere.
@@ -17,9 +18,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -39,32 +39,37 @@ COUNTED = "full_acc_total"  # of speculators' metrics: predictions that its P-EA
 Step = Callable[[], tuple[Tensor, Mapping[str, Tensor]]]  # the loss; metrics, perhaps none
 
 
+@dataclass(frozen=True)
+class Peer:
+    """A model, its forward pass to the loss, and what it does with gradients: clip, step, clear."""
+
+    model: nn.Module
+    forward: Step
+    update: Callable[[], object]
+
+
 def peer_seconds(
     name: str, work: Work, device: torch.device, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Milliseconds of a peer's step and its phases, speed and memory."""
-    kind, _, path = name.partition(":")
+    kind, _, choices = name.partition(":")
     if kind not in PEERS:
         raise UserError(f"expected a peer among {', '.join(PEERS)}, found {kind!r}")
     before = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)  # what it is timed beside keeps
-    model, run = PEERS[kind](path, work, device)
-    weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=RATE, fused=device.type == "cuda")
-    clock, found, dtype = Clock(device), [], DTYPES[options.precision]
+    asked = frozenset(filter(None, choices.split(",")))
+    peer = PEERS[kind](asked, work, device, DTYPES[options.precision])
+    clock, found = Clock(device), []
     counted: list[float] = []
     for number in range(options.warmup + options.repeats):
         clock.start()
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            value, metrics = run()
+        value, metrics = peer.forward()
         clock.mark("forward")
-        optimizer.zero_grad()
         value.backward()
         clock.mark("backward")
-        nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
+        peer.update()
         clock.mark("optimizer")
         phases = clock.read()
         if number >= options.warmup:
@@ -77,7 +82,7 @@ def peer_seconds(
         "step_ms": 1e3 * seconds,
         "phases_ms": {key: 1e3 * median(each[key] for each in found) for key in found[0]},
         "tokens_per_s": work.shape.tokens / seconds,
-        "trained_parameters": sum(p.numel() for p in weights),
+        "trained_parameters": sum(p.numel() for p in peer.model.parameters() if p.requires_grad),
         "peak_gib": (peak_memory(device) - before) / 2**30,
         "loss": float(value.detach()),
     }
@@ -124,23 +129,31 @@ def _flat(work: Work, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Ten
     return tokens, spans > 0, features, last
 
 
-def _speculators(path: str, work: Work, device: torch.device) -> tuple[nn.Module, Step]:
-    asked, parallel = set(filter(None, path.split(","))), work.shape.family == "ptd"
+def _imported(library: str, *modules: str) -> list[Any]:
+    try:
+        return [importlib.import_module(module) for module in modules]
+    except ImportError as error:
+        raise UserError(
+            f"{library} cannot be imported: {error}",
+            do=f"pip install --no-deps {library.lower()}, and what it then asks for",
+        ) from None
+
+
+def _speculators(asked: Set[str], work: Work, device: torch.device, precision: torch.dtype) -> Peer:
+    parallel = work.shape.family == "ptd"
     if asked - {"fused", "frozen"} or ("frozen" in asked and not parallel):
         raise UserError(
             f"expected speculators[:fused] or, for --family ptd, speculators[:fused,frozen]; found "
-            f"speculators:{path}"
+            f"speculators:{','.join(sorted(asked))}"
         )
     algorithm, name = ("peagle", "PEagle") if parallel else ("eagle3", "Eagle3")
-    try:
-        models = importlib.import_module(f"speculators.models.{algorithm}")
-        config = importlib.import_module("speculators.config")
-        greedy = importlib.import_module("speculators.proposals.greedy")
-    except ImportError as error:
-        raise UserError(
-            f"speculators cannot be imported: {error}",
-            do="pip install --no-deps speculators, and what it then asks for",
-        ) from None
+    models, config, greedy, losses = _imported(
+        "speculators",
+        f"speculators.models.{algorithm}",
+        "speculators.config",
+        "speculators.proposals.greedy",
+        "speculators.losses",
+    )
     llama = _llama(work.shape)
     # On a CPU flex attention has no backward pass.
     llama._attn_implementation = "simple_flex_attention" if device.type == "cuda" else "eager"
@@ -168,7 +181,6 @@ def _speculators(path: str, work: Work, device: torch.device) -> tuple[nn.Module
     model.load_vocab_mappings(work.head.t2d.cpu(), work.head.d2t.cpu())
     model = model.to(device)
     _filled(model, work)
-    losses = importlib.import_module("speculators.losses")
     tokens, mask, features, last = _flat(work, device)
     documents = torch.arange(len(tokens), device=device)[:, None].expand_as(tokens)
     one_row = lambda x: x.flatten(0, 1)[None].contiguous()  # noqa: E731
@@ -191,51 +203,73 @@ def _speculators(path: str, work: Work, device: torch.device) -> tuple[nn.Module
         }
     else:
         given |= {"ttt_steps": work.shape.steps, "ttt_step_loss_decay": GAMMA}
-    return model, lambda: model(**given)[1:]
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=RATE, fused=device.type == "cuda")
+
+    def forward() -> tuple[Tensor, Mapping[str, Tensor]]:
+        with torch.autocast(device.type, precision, enabled=precision != torch.float32):
+            return model(**given)[1:]
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Peer(model, forward, update)
 
 
-def _specforge(path: str, work: Work, device: torch.device) -> tuple[nn.Module, Step]:
-    if work.shape.family != "eagle3":
+def _specforge(asked: Set[str], work: Work, device: torch.device, precision: torch.dtype) -> Peer:
+    shape = work.shape
+    if shape.family != "eagle3":
         raise UserError(
-            f"SpecForge trains chains alone, found --family {work.shape.family}",
+            f"SpecForge trains chains alone, found --family {shape.family}",
             do="take --peer speculators",
         )
-    sys.path.insert(0, path)
-    try:
-        core = importlib.import_module("specforge.core.eagle3")
-        draft = importlib.import_module("specforge.modeling.draft.llama3_eagle")
-    except ImportError as error:
-        raise UserError(
-            f"SpecForge cannot be imported: {error}", where=path, do="give its checkout's folder"
-        ) from None
-    expected = ["input_ids", "attention_mask", "target", "loss_mask", "hidden_states"]
-    found = list(inspect.signature(core.OnlineEagle3Model.forward).parameters)[1:]
-    if found[: len(expected)] != expected:
-        raise UserError(
-            f"expected OnlineEagle3Model.forward({', '.join(expected)}, …), found {found}",
-            where=path,
-            do="take a checkout of late 2025, or mend eval/train_peers.py",
-        )
-    config = _llama(work.shape)
-    config.draft_vocab_size = work.shape.draft_vocab
-    model = draft.LlamaForCausalLMEagle3(config, attention_backend="flex_attention").to(device)
+    if asked - {"compact"}:
+        raise UserError(f"expected specforge[:compact], found specforge:{','.join(sorted(asked))}")
+    eagle3, draft, optimizers = _imported(
+        "SpecForge",
+        "specforge.algorithms.eagle3.model",
+        "specforge.modeling.draft.llama3_eagle",
+        "specforge.optimizer",
+    )
+    attention = "flex_attention" if device.type == "cuda" else "sdpa"
+    config = _llama(shape)
+    config.draft_vocab_size, config.pretraining_tp = shape.draft_vocab, 1
+    model = draft.LlamaForCausalLMEagle3(config, attention_backend=attention).to(device)
     model.t2d.copy_(work.head.t2d)
     model.d2t.copy_(work.head.d2t)
     _filled(model, work)
     model.freeze_embedding()
-    online = core.OnlineEagle3Model(model, work.shape.steps, attention_backend="flex_attention")
+    model.to(precision)
+    online = eagle3.OnlineEagle3Model(model, shape.steps, attention_backend=attention)
+    optimizer = optimizers.BF16Optimizer(model, RATE, max_grad_norm=1.0, lr_scheduler="constant")
     tokens, mask, features, last = _flat(work, device)
-    lm_head = torch.zeros(work.shape.vocab, work.shape.hidden, device=device, dtype=last.dtype)
-    lm_head[: work.shape.draft_vocab] = work.target.weight
-    ones = torch.ones_like(tokens)
+    lm_head = torch.zeros(shape.vocab, shape.hidden, device=device, dtype=precision)
+    lm_head[work.head.t2d.to(device)] = work.target.weight.to(precision)
+    shifted = lambda x: F.pad(x[:, 1:], (0, 0) * (x.dim() - 2) + (0, 1))  # noqa: E731
+    with torch.no_grad():
+        normed = shifted(work.target.norm(last)).to(precision)
+    given = {
+        "input_ids": shifted(tokens),
+        "attention_mask": torch.ones_like(tokens),
+        "loss_mask": mask[..., None].long(),
+        "hidden_states": features.to(precision),
+    }
+    if "compact" in asked:
+        given |= {
+            "target": None,
+            "target_hidden_for_compact": normed,
+            "target_head_weight": lm_head,
+        }
 
-    def run() -> tuple[Tensor, Mapping[str, Tensor]]:
+    def forward() -> tuple[Tensor, Mapping[str, Tensor]]:
         with torch.no_grad():
-            target = F.linear(work.target.norm(last).to(last.dtype), lm_head)
-        losses, *_ = online(tokens, ones, target, mask[..., None].long(), features)
+            logits = {} if "compact" in asked else {"target": F.linear(normed, lm_head)}
+        losses, *_ = online(**given, **logits)
         return sum(GAMMA**k * each for k, each in enumerate(losses)), {}
 
-    return model, run
+    return Peer(model, forward, optimizer.step)
 
 
 PEERS = {"speculators": _speculators, "specforge": _specforge}
