@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -34,7 +34,7 @@ from draftlab.train.pack_processes import choose_packing
 from draftlab.train.packer import Packer, StepWork
 from draftlab.train.ranks import Ranks, share
 from draftlab.train.validate import Validation, validate
-from draftlab.train.wrap import wrap
+from draftlab.train.wrap import IF_NOT_FINITE, wrap
 
 
 class Trainer:
@@ -218,12 +218,7 @@ class Trainer:
         self.window.sums = Sums(*self.ranks.total(mine))
         found = self.window.row(self.clock, dense_flops=self.dense_flops, ceiling=self.ceiling)
         self.window = Window.empty(self.knobs.ttt_steps, self.device)
-        if not all(math.isfinite(x) for x in found["loss"]):
-            raise UserError(
-                f"the loss is not finite at step {self.step}: {found['loss']}",
-                where=self.folder / "metrics.jsonl",
-                do="lower train.learning_rate, or look for broken records with `draftlab inspect`",
-            )
+        self._expect_finite(found["grad_norm"], found["loss"])
         seen = {"step": self.step, "tokens_seen": self.tokens_seen}
         rate = learning_rate(self.step - 1, self.knobs)
         self.log.write({**seen, **found, "lr": rate})
@@ -245,8 +240,23 @@ class Trainer:
         self.clock.mark(OUTSIDE)
         return found
 
+    def _expect_finite(self, grad_norm: float, losses: Sequence[float] = ()) -> None:
+        if not all(math.isfinite(x) for x in (grad_norm, *losses)):
+            raise UserError(
+                f"expected finite numbers at step {self.step}, found a gradient of norm {grad_norm}"
+                + (f" and losses {losses}" if losses else ""),
+                where=self.folder / "metrics.jsonl",
+                do=IF_NOT_FINITE,
+            )
+
     def save(self) -> None:
-        """Writes a checkpoint of the current step, whole, whatever lies in shards."""
+        """Writes a checkpoint of the current step, whole, whatever lies in shards.
+
+        Raises:
+            UserError: the last gradient was not finite, so neither are the weights: a run would
+                never get over such a checkpoint.
+        """
+        self._expect_finite(float(self.window.grad_norm))
         weights, moments = self.wrapped.weights(), self.wrapped.moments()
         if self.ranks.is_main:
             kept = Checkpoint(self.step, self.tokens_seen, self.key, weights, moments)

@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 -m tests.train.rank_program FOLDER CASE …
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from draftlab.base import Monitor
+from draftlab.base import Monitor, UserError
 from draftlab.kernels.current import give_back_memory
 from draftlab.train.loop import Trainer
 from tests.train import synthetic
@@ -21,6 +22,10 @@ from tests.train.test_learning import orthogonal_parts, toy_answer, trained
 
 STEPS, CUT = 8, 4
 """Optimizer steps; the checkpoint that another number of processes goes on from."""
+
+
+DIVERGING = tuple(f"{parallel}-eagle3-diverging" for parallel in ("ddp", "zero1", "zero3"))
+KNOBS = {name: {"learning_rate": 1e30, "warmup": 0.0} for name in DIVERGING}
 
 
 class Heard(Monitor):
@@ -52,12 +57,19 @@ def train(folder: Path, family: str = "eagle3", **knobs: Any) -> tuple[Trainer, 
 
 
 def main() -> None:
-    """Runs the cases (`parallel-family…`), each in its folder, or on from what lies there."""
+    """Runs the cases (`parallel-family…`), each in its folder, or on from what lies there.
+
+    What ends with a UserError leaves a file of its text for each rank.
+    """
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
         parallel, family = name.split("-")[:2]
-        trainer, heard = train(folder / name, family, parallel=parallel)
+        try:
+            trainer, heard = train(folder / name, family, parallel=parallel, **KNOBS.get(name, {}))
+        except UserError as error:
+            (folder / f"{name}-{os.environ['RANK']}.txt").write_text(str(error))
+            continue
         head, ranks = trainer.wrapped.plain(), trainer.ranks
         if ranks.is_main:
             torch.save((head.state_dict(), heard.lines), folder / name / "result.pt")

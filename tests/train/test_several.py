@@ -23,7 +23,7 @@ from draftlab.train.lesson import Lesson
 from draftlab.train.objective import DraftTeacher
 from draftlab.train.ranks import Ranks, check_gpus, share
 from tests.train import synthetic
-from tests.train.rank_program import CUT, STEPS, train
+from tests.train.rank_program import CUT, DIVERGING, STEPS, train
 from tests.train.test_learning import orthogonal_parts
 
 PRINTED = {
@@ -70,7 +70,7 @@ def together(alone: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     for name in RESUMED:
         shutil.copytree(alone["eagle3"], folder / name)
         shutil.rmtree(folder / name / "checkpoints" / f"step-{STEPS:07d}")
-    torchrun(folder, *BEGUN, *RESUMED)
+    torchrun(folder, *DIVERGING, *BEGUN, *RESUMED)
     return folder
 
 
@@ -87,6 +87,16 @@ def test_two_processes_train_as_one(name: str, alone: dict[str, Path], together:
         torch.testing.assert_close(head[key], weight, rtol=1e-4, atol=1e-5, msg=key)
     assert any(f"2 × cpu, {PRINTED[parallel]}" in line for line in lines)
     assert ("resuming training after step 4" in lines) == name.endswith("resumed")
+
+
+@pytest.mark.parametrize("name", DIVERGING)
+def test_gradients_that_are_not_finite_end_the_training(name: str, together: Path) -> None:
+    """DeepSpeed by itself leaves such a step out, and says nothing."""
+    for rank in range(2):
+        said = (together / f"{name}-{rank}.txt").read_text()
+        assert "expected finite" in said
+        assert ("leaves such a step out" in said) == name.startswith("zero")  # at once
+    assert len(curve(together / name)) < STEPS
 
 
 @pytest.mark.parametrize("parallel", PRINTED)
