@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftlab.kernels.dependent_launch import FUSED
+
 _COLUMNS = 4096
 """Of one program, at most."""
 
@@ -55,4 +57,5 @@ def launch_(whole: Tensor, index: Tensor, rows: Tensor) -> None:
             columns,
             BLOCK=block,
             num_warps=8 if block > 2048 else 4,
+            **FUSED,
         )

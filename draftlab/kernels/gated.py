@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftlab.kernels.dependent_launch import FUSED
+
 _COLUMNS = 2048
 """Of one program, at most."""
 
@@ -96,4 +98,5 @@ def _grid(rows: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """Programs for each row of rows [n, I], and how they are compiled."""
     n, columns = rows.shape
     block = min(_COLUMNS, 1 << (columns - 1).bit_length())
-    return (n, -(-columns // block)), {"BLOCK": block, "num_warps": 8 if block > 1024 else 4}
+    options = {"BLOCK": block, "num_warps": 8 if block > 1024 else 4} | FUSED
+    return (n, -(-columns // block)), options

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftlab.kernels.dependent_launch import FUSED
 from draftlab.kernels.parallel_layout import ParallelLayout, RaggedLayout, layout_size
 
 _TILE = 256
@@ -227,4 +228,5 @@ def _launch(
         RAGGED=ragged,
         TILE=tile,
         num_warps=1 if tile <= 64 else 4,
+        **FUSED,
     )
