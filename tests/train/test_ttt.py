@@ -188,7 +188,7 @@ def test_loss_and_gradients_equal_a_position_by_position_server() -> None:
     double = model.double()
     expected = reference_loss(double, target, records, steps, gamma)
     expected.backward()
-    assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-5)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     for name, parameter in double.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(
