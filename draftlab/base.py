@@ -169,7 +169,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def rounded_text(value: float, digits: int = 3) -> str:
-    """A number to so many digits, however large: "0.0764", "1,530" (`.3g` writes 1.53e+03)."""
+    """A number to so many digits, up to 1e15: "0.0764", "1,530" (`.3g` writes 1.53e+03)."""
     return f"{float(f'{value:.{digits}g}'):,.15g}"
 
 
@@ -186,7 +186,7 @@ def size_text(number_of_bytes: float) -> str:
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if number_of_bytes >= unit:
             return f"{rounded_text(number_of_bytes / unit)} {name}"
-    return f"{number_of_bytes:.0f} B"
+    return f"{number_of_bytes:,.0f} B"
 
 
 def sha256_text(text: str) -> str:

@@ -34,6 +34,7 @@ def test_tensors_that_cannot_be_written_are_the_disks_fault(tmp_path: Path) -> N
     [
         (0, "0 B"),
         (999, "999 B"),
+        (999.7, "1,000 B"),
         (1020, "1.02 kB"),
         (3_295_000, "3.29 MB"),
         (33.1e9, "33.1 GB"),
@@ -47,7 +48,14 @@ def test_sizes_keep_three_digits(size: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "digits", "text"),
-    [(0.07644, 3, "0.0764"), (1526.2, 3, "1,530"), (187.3, 2, "190"), (0, 3, "0"), (1, 3, "1")],
+    [
+        (0.07644, 3, "0.0764"),
+        (1526.2, 3, "1,530"),
+        (187.3, 2, "190"),
+        (123_456_789, 3, "123,000,000"),
+        (0, 3, "0"),
+        (1, 3, "1"),
+    ],
 )
 def test_numbers_keep_their_digits_and_show_no_exponent(
     value: float, digits: int, text: str

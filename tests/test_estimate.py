@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,13 @@ def test_the_table(eight: Path, tmp_path: Path) -> None:
     assert not any("minutes" in line for line in estimate(recipe(eight), tmp_path, STAGES))
     compared = recipe(eight, eval={"k": [3, 5], "temperatures": [0, 1], "compare": ["reference"]})
     assert needs(compared)[-1].about.startswith("14 rows ")  # 1 + 2 · 2, and 1 + 2 · 2 · 2
+
+
+def test_days_are_hours_without_exponents(eight: Path, tmp_path: Path) -> None:
+    asked = recipe(eight, hardware={"gpu": "H200"}, train={"steps": 10**7})
+    lines = list(estimate(asked, tmp_path / "runs", STAGES))
+    assert any(re.search(r"\d,\d+ hours", line) for line in lines)
+    assert not any("e+" in line for line in lines)
 
 
 def test_conversations_are_cut_when_they_are_stored_not_when_they_are_answered(

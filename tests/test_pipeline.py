@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftlab import Monitor, Pipeline, Report, evaluate, export_head, find_run, load_recipe
+from draftlab import (
+    Monitor,
+    Pipeline,
+    Report,
+    evaluate,
+    export_head,
+    find_run,
+    load_recipe,
+    training,
+)
 from draftlab.base import UserError
 from draftlab.data.store import Store
 from draftlab.run import lock
+from draftlab.train.wrap import Whole
 from tests.small_run import (
     Heard,
     contents,
@@ -103,6 +114,21 @@ def test_interrupted_and_gone_on_with_ends_the_same(
             assert ours.read_bytes() == theirs.read_bytes()
     rows = [json.loads(x) for x in Path("runs/other/train/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 7))
+
+
+def test_training_gives_its_memory_back(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes behind it, in this process or another one, has a target to load."""
+    closed, left, give_back = [], [], training.give_back_memory
+    monkeypatch.setattr(Whole, "close", lambda self: closed.append(self.optimizer))
+
+    def asked() -> None:
+        closed[:] = map(weakref.ref, closed)
+        give_back()
+        left.extend(optimizer() for optimizer in closed)
+
+    monkeypatch.setattr(training, "give_back_memory", asked)
+    pipeline("name=again").make("head")
+    assert left == [None]
 
 
 def test_an_interrupted_run_does_not_take_other_knobs(workshop: Path) -> None:

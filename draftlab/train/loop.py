@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -34,7 +35,7 @@ from draftlab.train.pack_processes import choose_packing
 from draftlab.train.packer import Packer, StepWork
 from draftlab.train.ranks import Ranks, share
 from draftlab.train.validate import Validation, validate
-from draftlab.train.wrap import IF_NOT_FINITE, wrap
+from draftlab.train.wrap import wrap
 
 
 class Trainer:
@@ -210,15 +211,17 @@ class Trainer:
 
     def _update(self) -> None:
         """Moves the weights along the gradients."""
-        self.window.grad_norm = self.wrapped.step(learning_rate(self.step, self.knobs))
+        self.window.stepped(self.wrapped.step(learning_rate(self.step, self.knobs)))
         self.clock.mark("optimizer")
 
     def _log(self) -> None:
         mine = torch.stack(self.window.sums.tensors()).cpu()
         self.window.sums = Sums(*self.ranks.total(mine))
         found = self.window.row(self.clock, dense_flops=self.dense_flops, ceiling=self.ceiling)
+        largest = float(self.window.largest_norm)
         self.window = Window.empty(self.knobs.ttt_steps, self.device)
-        self._expect_finite(found["grad_norm"], found["loss"])
+        if not all(map(math.isfinite, (largest, *found["loss"]))):
+            self._not_finite(f"losses {found['loss']} and a gradient of norm {largest}")
         seen = {"step": self.step, "tokens_seen": self.tokens_seen}
         rate = learning_rate(self.step - 1, self.knobs)
         self.log.write({**seen, **found, "lr": rate})
@@ -240,24 +243,23 @@ class Trainer:
         self.clock.mark(OUTSIDE)
         return found
 
-    def _expect_finite(self, grad_norm: float, losses: Sequence[float] = ()) -> None:
-        if not all(math.isfinite(x) for x in (grad_norm, *losses)):
-            raise UserError(
-                f"expected finite numbers at step {self.step}, found a gradient of norm {grad_norm}"
-                + (f" and losses {losses}" if losses else ""),
-                where=self.folder / "metrics.jsonl",
-                do=IF_NOT_FINITE,
-            )
+    def _not_finite(self, found: str) -> NoReturn:
+        raise UserError(
+            f"expected finite numbers up to step {self.step}, found {found}",
+            where=self.folder / "metrics.jsonl",
+            do="lower train.learning_rate, or look for broken records with `draftlab inspect`",
+        )
 
     def save(self) -> None:
         """Writes a checkpoint of the current step, whole, whatever lies in shards.
 
         Raises:
-            UserError: the last gradient was not finite, so neither are the weights: a run would
-                never get over such a checkpoint.
+            UserError: weights are not finite: a run would never get over such a checkpoint.
         """
-        self._expect_finite(float(self.window.grad_norm))
         weights, moments = self.wrapped.weights(), self.wrapped.moments()
+        broken = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
+        if broken := self.ranks.told(broken):
+            self._not_finite(f"others in {', '.join(broken)}")
         if self.ranks.is_main:
             kept = Checkpoint(self.step, self.tokens_seen, self.key, weights, moments)
             save_checkpoint(self.folder / "checkpoints", kept)

@@ -27,19 +27,25 @@ class Window:
 
     sums: Sums
     grad_norm: Tensor
+    largest_norm: Tensor
     tokens: int = 0
     counts: list[int] = field(default_factory=list)
 
     @classmethod
     def empty(cls, num_steps: int, device: torch.device) -> Window:
         """Nothing seen yet."""
-        zeros = Sums.zeros(num_steps, device)
-        return cls(zeros, torch.zeros((), device=device), counts=[0] * num_steps)
+        zeros, none = Sums.zeros(num_steps, device), torch.zeros((), device=device)
+        return cls(zeros, none, none, counts=[0] * num_steps)
 
     def seen(self, counts: Sequence[int], tokens: int) -> None:
         """Counts an optimizer step, of all processes."""
         self.tokens += tokens
         self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
+
+    def stepped(self, grad_norm: Tensor) -> None:
+        """Keeps the last gradient's norm, and the largest; one that is not finite stays."""
+        self.grad_norm = grad_norm
+        self.largest_norm = torch.maximum(self.largest_norm, grad_norm)
 
     def row(self, clock: Clock, *, dense_flops: float, ceiling: float) -> dict[str, Any]:
         """The numbers of a line; the device is waited for, once.

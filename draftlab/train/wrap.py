@@ -35,7 +35,6 @@ from draftlab.train.optimizer import new_optimizer
 from draftlab.train.ranks import HOW, Ranks
 
 Tensors = dict[str, Tensor]
-IF_NOT_FINITE = "lower train.learning_rate, or look for broken records with `draftlab inspect`"
 
 
 class Whole:

@@ -7,8 +7,8 @@
 For each wrapper and number of processes there are two takes:
 
 - curve: float32, so many micro-batches a step on all of them together, two at least on each; every
-  step's loss and gradient norm must be those of one process that accumulates (within 1e-4), every
-  weight after it.
+  step's loss and gradient norm must be those of one process that accumulates (within 1e-4), and
+  after it every weight's sum of absolute values.
 - speed: the work of `bench_train.py` on every GPU, hosts agreeing on counts as in training; steps
   are timed between barriers. Scaling is tokens/s over that of one process times their number.
 
@@ -161,7 +161,7 @@ def main() -> int:
     )
     parser.add_argument("--parallel", nargs="+", choices=PARALLEL, default=PARALLEL)
     parser.add_argument(
-        "--counts", nargs="+", type=int, default=[n for n in (1, 2, 4) if n <= there]
+        "--counts", nargs="+", type=int, default=[n for n in (1, 2, 4) if n <= max(1, there)]
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="of the speed")

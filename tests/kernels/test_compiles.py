@@ -32,6 +32,12 @@ def kernels() -> Iterator[dict[str, list[Any]]]:
         assert most_shared(variants) <= SHARED, name
 
 
+def test_gpus_before_hopper_are_asked_for_the_same_sums() -> None:
+    from draftlab.kernels.dependent_launch import launch_options
+
+    assert launch_options(torch.device("cpu")) == {"GDC": False, "enable_fp_fusion": True}
+
+
 @pytest.mark.parametrize("num_rows", [1, 9, 32])
 def test_products(kernels: dict[str, list[Any]], num_rows: int) -> None:
     from draftlab.kernels.linear import gated_linear, linear, linear_then_norm

@@ -1,0 +1,60 @@
+"""Numbers that are not finite end a training, and reach no checkpoint."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from draftlab.base import UserError
+from draftlab.train.metrics import Window
+from draftlab.train.wrap import Whole
+from tests.train.list_store import ListStore
+from tests.train.test_learning import orthogonal_parts, toy_answer, trained
+
+
+def train(folder: Path, **knobs: Any) -> None:
+    """Trains on 12 answers."""
+    target = orthogonal_parts()
+    trained(folder, ListStore([toy_answer(target, i) for i in range(12)]), target, **knobs)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_weights_that_are_not_finite_reach_no_checkpoint(steps: int, tmp_path: Path) -> None:
+    """A run that is resumed from them would not get over it, whatever the next line would say."""
+    wild = {"learning_rate": 1e20, "weight_decay": 1e19, "warmup": 0.0}  # of finite gradients
+    with pytest.raises(UserError, match=r"up to step 1, found others in .*fc\.weight"):
+        train(tmp_path, steps=steps, checkpoint_every=1, log_every=8, **wild)
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(("factor", "norm"), [(1e25, "inf"), (math.nan, "nan")])
+def test_one_gradient_that_is_not_finite_is_noticed(
+    factor: float, norm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where only its norm overflows: clipped by that, its step would change nothing."""
+    usual, calls = Whole.backward, []
+
+    def backward(self: Whole, loss: Tensor, anchors: int) -> None:
+        calls.append(None)
+        usual(self, loss * (factor if len(calls) == 2 else 1.0), anchors)
+
+    monkeypatch.setattr(Whole, "backward", backward)
+    with pytest.raises(UserError, match=f"up to step 4, found losses .* gradient of norm {norm}"):
+        train(tmp_path, steps=8, log_every=4)
+
+
+def test_losses_that_are_not_finite_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = Window.row
+
+    def row(self: Window, *arguments: Any, **options: Any) -> dict[str, Any]:
+        return usual(self, *arguments, **options) | {"loss": [1.0, math.inf, 1.0]}
+
+    monkeypatch.setattr(Window, "row", row)
+    with pytest.raises(UserError, match=r"losses \[1\.0, inf, 1\.0\]"):
+        train(tmp_path, steps=2, log_every=1)
