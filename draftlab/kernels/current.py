@@ -1,4 +1,5 @@
-"""Which GPU is the current one: Triton launches there, graphs and events are of its streams."""
+"""GPUs of this process: the current one, on which Triton launches and whose streams graphs and
+events are of; and memory, given back."""
 
 from __future__ import annotations
 
