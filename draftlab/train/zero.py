@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftlab.base import UserError
 from draftlab.heads.head import DraftHead
@@ -53,7 +53,7 @@ class Zero(Sharded):
             config={
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": 1,
-                "gradient_clipping": self.knobs.clip,
+                "gradient_clipping": self.knobs.clip if self.stage == 3 else 0.0,
                 "zero_optimization": {"stage": self.stage} | self._communication(),
                 "zero_allow_untested_optimizer": True,
                 "steps_per_print": 2**60,
@@ -85,7 +85,12 @@ class Zero(Sharded):
             return buckets | {"stage3_allgather_sequential": True}
         # Reduced on all ranks either way, without copies. Not overlapped with the backward pass:
         # it would drop gradients larger than a bucket while another stream still reduces them.
-        return buckets | {"reduce_scatter": False, "overlap_comm": False}
+        # Its norm would have the host wait for the GPU, and the GPU then for the host (`_clip`).
+        return buckets | {
+            "reduce_scatter": False,
+            "overlap_comm": False,
+            "compute_grad_norm": False,
+        }
 
     def close(self) -> None:
         # Cycles through autograd's hooks, which Python does not see. Stage 3 keeps what it has all
@@ -101,9 +106,25 @@ class Zero(Sharded):
     def step(self, rate: float) -> Tensor:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        norm = self._clip() if self.stage < 3 else None
         self.module.step()
-        # It leaves a step out where gradients are not finite, and says so by this norm alone.
-        return torch.as_tensor(self.module.get_global_grad_norm(), device=self.ranks.device)
+        if norm is None:
+            # It leaves a step out where gradients are not finite, and says so by this norm alone.
+            norm = torch.as_tensor(self.module.get_global_grad_norm(), device=self.ranks.device)
+        return norm
+
+    @torch.no_grad()
+    def _clip(self) -> Tensor:
+        """Clips this rank's part of the gradients; returns the norm of all, unread by the host."""
+        groups = self.optimizer.averaged_gradients.values()
+        parts = [part for group in groups for part in group]
+        squared = nn.utils.get_total_norm(parts).square()
+        dist.all_reduce(squared)
+        norm = squared.sqrt()
+        scale = (self.knobs.clip / (norm + 1e-6)).clamp(max=1.0)
+        for part in parts:
+            part.mul_(scale)
+        return norm
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in trainable(self.head).items():

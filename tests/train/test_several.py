@@ -92,7 +92,7 @@ def test_two_processes_train_as_one(name: str, alone: dict[str, Path], together:
 
 @pytest.mark.parametrize("name", DIVERGING)
 def test_gradients_that_are_not_finite_end_the_training(name: str, together: Path) -> None:
-    """DeepSpeed by itself leaves such a step out, and says nothing."""
+    """ZeRO-3 by itself leaves such a step out, and says nothing."""
     for rank in range(2):
         assert "expected finite numbers" in (together / f"{name}-{rank}.txt").read_text()
     assert len(curve(together / name)) < STEPS
