@@ -167,7 +167,7 @@ class TrainKnobs(Knobs):
     parallel: Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"] = "ddp"
     """What several processes keep: the whole head each (ddp), shards of weights, gradients and
     moments (fsdp2, zero3), of gradients and moments (zero2), or of moments (zero1). zero: by
-    DeepSpeed, on two GPUs 3% slower than the others."""
+    DeepSpeed, on two GPUs 1% to 3% slower than the others."""
     packers: int | None = Field(default=None, ge=0)
     """Processes that pack batches, of half a gigabyte each; 0: threads of the one that trains.
     None: up to 4 for a GPU, whose work starts more slowly beside threads; on a CPU 0."""

@@ -53,7 +53,7 @@ class Zero(Sharded):
             config={
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": 1,
-                "gradient_clipping": self.knobs.clip if self.stage == 3 else 0.0,
+                "gradient_clipping": self.knobs.clip if self.stage == 3 else 0.0,  # else `_clip`
                 "zero_optimization": {"stage": self.stage} | self._communication(),
                 "zero_allow_untested_optimizer": True,
                 "steps_per_print": 2**60,

@@ -71,6 +71,9 @@ def main() -> None:
             (folder / f"{name}-{os.environ['RANK']}.txt").write_text(str(error))
             continue
         head, ranks = trainer.wrapped.plain(), trainer.ranks
+        if parallel in ("zero1", "zero2"):
+            made = trainer.wrapped.module.get_global_grad_norm()
+            assert made is None, f"{name}: DeepSpeed made a norm, for which hosts wait for GPUs"
         if ranks.is_main:
             torch.save((head.state_dict(), heard.lines), folder / name / "result.pt")
         trainer.wrapped.close()
