@@ -59,7 +59,7 @@ class Dropped(Exception):
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages and tools in the schema of `draftlab/data/line_schema.py`."""
+    """Messages and tools in the schema of `draftlab/text/conversation_schema.py`."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)

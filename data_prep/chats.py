@@ -26,7 +26,8 @@ from chat_rows import Chat, Dropped, read_row
 from huggingface_hub.errors import HTTPError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from draftlab.base import UserError, atomic_path, write_json
+from draftlab.errors import UserError
+from draftlab.files import atomic_path, write_json
 
 KNOWN = {
     "sharegpt": ("Aeala/ShareGPT_Vicuna_unfiltered", "train"),

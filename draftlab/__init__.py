@@ -15,16 +15,16 @@ from typing import Any
 
 # Name → module, and its name there where that differs: `draftlab.export` is a room.
 _WHERE = {
-    "Monitor": ("draftlab.base", "Monitor"),
-    "Pipeline": ("draftlab.pipeline", "Pipeline"),
-    "Recipe": ("draftlab.recipe", "Recipe"),
-    "Report": ("draftlab.results", "Report"),
-    "UserError": ("draftlab.base", "UserError"),
-    "evaluate": ("draftlab.verbs", "evaluate"),
-    "export_head": ("draftlab.verbs", "export"),
+    "Monitor": ("draftlab.progress", "Monitor"),
+    "Pipeline": ("draftlab.pipeline.pipeline", "Pipeline"),
+    "Recipe": ("draftlab.pipeline.recipe", "Recipe"),
+    "Report": ("draftlab.evaluate.results", "Report"),
+    "UserError": ("draftlab.errors", "UserError"),
+    "evaluate": ("draftlab.pipeline.api", "evaluate"),
+    "export_head": ("draftlab.pipeline.api", "export"),
     "import_head": ("draftlab.export.importing", "import_head"),
-    "find_run": ("draftlab.run", "find_run"),
-    "load_recipe": ("draftlab.recipe", "load_recipe"),
+    "find_run": ("draftlab.pipeline.run_folder", "find_run"),
+    "load_recipe": ("draftlab.pipeline.recipe", "load_recipe"),
 }
 __all__ = sorted(_WHERE)
 

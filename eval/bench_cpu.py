@@ -26,16 +26,16 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from draftlab.base import Monitor
-from draftlab.data.suites import load_suite
-from draftlab.decode.bandwidth import target_bytes
-from draftlab.decode.drafter import ChainDrafter
-from draftlab.decode.engine import Engine
-from draftlab.decode.sampling import Request
+from draftlab.engine.drafter import ChainDrafter
+from draftlab.engine.engine import Engine
+from draftlab.engine.sampling import Request
+from draftlab.evaluate.bandwidth import target_bytes
+from draftlab.evaluate.statistics import bootstrap_interval
 from draftlab.heads.folder import load_head
-from draftlab.statistics import bootstrap_interval
-from draftlab.target.model import Target, TargetKnobs, load_target, load_tokenizer
-from draftlab.target.packed import products
+from draftlab.progress import Monitor
+from draftlab.target_model.model import Target, TargetKnobs, load_target, load_tokenizer
+from draftlab.target_model.prepacked_decoder import products
+from draftlab.text.suites import load_suite
 
 LOOP = "HF loop"
 Timed = tuple[float, tuple[int, ...], int]  # seconds a token, tokens, steps

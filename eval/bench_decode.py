@@ -29,17 +29,17 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftlab.base import UserError
-from draftlab.decode.drafter import ChainDrafter, HeadDrafter
-from draftlab.decode.engine import Engine
-from draftlab.decode.sampling import Request, Sampling
+from draftlab.engine.drafter import ChainDrafter, HeadDrafter
+from draftlab.engine.engine import Engine
+from draftlab.engine.sampling import Request, Sampling
+from draftlab.errors import UserError
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
 from draftlab.kernels.noise import Purpose, keyed_uniform
 from draftlab.kernels.verify import Verdict, verify
-from draftlab.target.attention import ATTENTION
-from draftlab.target.model import Target
+from draftlab.target_model.attention import ATTENTION
+from draftlab.target_model.model import Target
 
 PROMPT, NEW = 512, 256
 FIRSTS = 7  # times that the time to first token is taken

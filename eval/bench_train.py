@@ -8,8 +8,10 @@
     python eval/bench_train.py --family ptd --layers 2  # a parallel head, 8 depths; with peers too
     python eval/bench_train.py --shape tiny --device cpu
 
-Features are random but fixed; what is timed is what `draftlab train` runs: `train/lesson.py`,
-`train/wrap.py`, and with --host `train/feed.py` and `train/pack_processes.py`. Times are the GPU's
+Features are random but fixed; what is timed is what `draftlab train` runs:
+`train/distillation_module.py`,
+`train/distributed/backends.py`, and with --host `train/batch/loader.py` and
+`train/batch/pack_processes.py`. Times are the GPU's
 own, by events between the phases (on a CPU the host's). Without --host the batch lies on the device
 beforehand, as in the figures of ANCHORS.
 
@@ -51,17 +53,17 @@ from train_work import (
     step_weights,
 )
 
-from draftlab.data.packing import Batch
+from draftlab.train.batch.loader import feed
+from draftlab.train.batch.pack_processes import choose_packing
+from draftlab.train.batch.packing import Batch
 from draftlab.train.checkpoint import trainable
-from draftlab.train.clock import Clock
-from draftlab.train.cost import dense_flops, matrix_rate, mean_context
-from draftlab.train.feed import feed
-from draftlab.train.knobs import TrainKnobs
-from draftlab.train.lesson import Lesson
+from draftlab.train.distillation_module import Lesson
+from draftlab.train.distributed.backends import Whole
+from draftlab.train.distributed.ranks import Ranks
+from draftlab.train.flops import dense_flops, matrix_rate, mean_context
 from draftlab.train.metrics import peak_memory
-from draftlab.train.pack_processes import choose_packing
-from draftlab.train.ranks import Ranks
-from draftlab.train.wrap import Whole
+from draftlab.train.profiler import Clock
+from draftlab.train.settings import TrainKnobs
 
 RATE = 1e-4
 TOGETHER = 4

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from draftlab.base import Monitor
-from draftlab.data.fp8 import dequantise
-from draftlab.data.store import Record, Store
 from draftlab.heads.folder import save_head
-from draftlab.recipe import load_recipe
-from draftlab.recording import Recording
-from draftlab.target.model import States, Target
-from draftlab.training import train_head
-from draftlab.verbs import evaluate
+from draftlab.pipeline.api import evaluate
+from draftlab.pipeline.recipe import load_recipe
+from draftlab.pipeline.recording import Recording
+from draftlab.pipeline.training import train_head
+from draftlab.progress import Monitor
+from draftlab.store.fp8 import dequantise
+from draftlab.store.store import Record, Store
+from draftlab.target_model.model import States, Target
 
 ARMS = ("bfloat16", "fp8", "bfloat16-massive", "fp8-massive")
 MASSIVE, FACTOR = (7, 100), 1000.0  # channels of the target's hidden size

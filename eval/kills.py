@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from draftlab.base import Monitor
-from draftlab.pipeline import Pipeline
-from draftlab.recipe import load_recipe
+from draftlab.pipeline.pipeline import Pipeline
+from draftlab.pipeline.recipe import load_recipe
+from draftlab.progress import Monitor
 
 
 def fork(recipe: Path, name: str) -> int:

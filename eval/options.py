@@ -22,19 +22,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftlab.base import Monitor, write_json, write_text
-from draftlab.chat.render import stop_ids
-from draftlab.data.suites import load_suite
-from draftlab.decode.drafter import new_drafter
-from draftlab.decode.engine import Engine
-from draftlab.decode.sampling import Request, Sampling
+from draftlab.engine.counters import Counters
+from draftlab.engine.drafter import new_drafter
+from draftlab.engine.engine import Engine
+from draftlab.engine.sampling import Request, Sampling
+from draftlab.evaluate.statistics import acceptance_interval, bootstrap_interval
+from draftlab.files import write_json, write_text
 from draftlab.heads.folder import load_head
-from draftlab.pipeline import Pipeline
-from draftlab.recipe import load_recipe
-from draftlab.results import Counters
-from draftlab.stages import STAGES
-from draftlab.statistics import acceptance_interval, bootstrap_interval
-from draftlab.target.model import Target, load_target, load_tokenizer
+from draftlab.pipeline.pipeline import Pipeline
+from draftlab.pipeline.recipe import load_recipe
+from draftlab.pipeline.stages import STAGES
+from draftlab.progress import Monitor
+from draftlab.target_model.model import Target, load_target, load_tokenizer
+from draftlab.text.render import stop_ids
+from draftlab.text.suites import load_suite
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 FULL_VOCABULARY = ("draft_vocab.size=null",)

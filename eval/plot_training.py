@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from draftlab.base import UserError, atomic_path
+from draftlab.errors import UserError
+from draftlab.files import atomic_path
 from draftlab.report.canvas import COLOURS, MARKERS, legend, new_figure, plain, png
 
 

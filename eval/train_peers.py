@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from train_work import GAMMA, Shape, Work
 from transformers import LlamaConfig
 
-from draftlab.base import UserError
-from draftlab.train.clock import Clock
+from draftlab.errors import UserError
 from draftlab.train.metrics import peak_memory
+from draftlab.train.profiler import Clock
 
 RATE = 1e-4
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -10,25 +10,28 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from draftlab.data.packing import Batch, pinned
-from draftlab.data.store import Record
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
 from draftlab.heads.layers import RMSNorm
-from draftlab.heads.ptd import PtdHead
+from draftlab.heads.peagle import PtdHead
 from draftlab.kernels.distill import distill
 from draftlab.kernels.ttt_attention import ttt_attention_reference
-from draftlab.target.parts import TargetParts
+from draftlab.store.store import Record
+from draftlab.target_model.parts import TargetParts
+from draftlab.train.batch.loader import in_one_row
+from draftlab.train.batch.packer import Packer, StepWork
+from draftlab.train.batch.packing import Batch, pinned
 from draftlab.train.families import OBJECTIVES
-from draftlab.train.feed import in_one_row
-from draftlab.train.knobs import TrainKnobs
-from draftlab.train.objective import DraftTeacher
-from draftlab.train.packer import Packer, StepWork
+from draftlab.train.objectives.loss import DraftTeacher
+from draftlab.train.settings import TrainKnobs
 
 GAMMA = 0.8
 FAMILIES = ("eagle3", "ptd")
-ATTENTION = ("draftlab.train.chunked.ttt_attention", "draftlab.train.parallel.ttt_attention")
+ATTENTION = (
+    "draftlab.train.objectives.chunked_attention.ttt_attention",
+    "draftlab.train.objectives.parallel.ttt_attention",
+)
 
 
 @dataclass(frozen=True)

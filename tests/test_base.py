@@ -9,16 +9,10 @@ import pytest
 import torch
 from pydantic import Field, ValidationError
 
-from draftlab.base import (
-    Knobs,
-    UserError,
-    complaints,
-    counted,
-    ended_text,
-    rounded_text,
-    save_tensors,
-    size_text,
-)
+from draftlab.errors import UserError
+from draftlab.files import save_tensors
+from draftlab.formatting import counted, ended_text, rounded_text, size_text
+from draftlab.settings import Knobs, complaints
 
 
 def test_tensors_that_cannot_be_written_are_the_disks_fault(tmp_path: Path) -> None:

@@ -12,18 +12,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftlab.base import Monitor, UserError
-from draftlab.blueprint import target_config
-from draftlab.doctor.examine import examine
-from draftlab.doctor.knobs import DoctorKnobs
-from draftlab.doctor.witness import Witness
+from draftlab.doctor.diagnose import examine
+from draftlab.doctor.settings import DoctorKnobs
+from draftlab.doctor.target_session import Witness
+from draftlab.errors import UserError
 from draftlab.export import export_head
 from draftlab.export.importing import import_head
 from draftlab.heads.folder import CONFIG, WEIGHTS, load_head
-from draftlab.target.model import TargetKnobs, load_target, load_tokenizer, resolve_target
-from draftlab.target.parts import load_parts, read_tensor
-from draftlab.verbs import reference_head
-from tests.toys import toy_target_folder
+from draftlab.pipeline.api import reference_head
+from draftlab.pipeline.head_spec import target_config
+from draftlab.progress import Monitor
+from draftlab.target_model.model import TargetKnobs, load_target, load_tokenizer, resolve_target
+from draftlab.target_model.parts import load_parts, read_tensor
+from tests.helpers.toys import toy_target_folder
 
 EMBEDDED = resolve_target(TargetKnobs())
 

@@ -76,8 +76,8 @@ def test_it_works_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; import draftlab; from draftlab import *\n"
         f"assert draftlab.__file__.startswith({str(site)!r}), draftlab.__file__\n"
-        "from draftlab.subject import eval_subject\n"
-        "from draftlab.decode.evaluate import EvalKnobs\n"
+        "from draftlab.pipeline.resolve import eval_subject\n"
+        "from draftlab.evaluate.evaluator import EvalKnobs\n"
         "head = eval_subject(None, 'reference', None)\n"
         "knobs = EvalKnobs(max_prompts=1, max_new_tokens=8, timing_prompts=0, temperatures=(0,))\n"
         "evaluate(head.target, head.head, knobs, Path('out'), monitor=Monitor())"

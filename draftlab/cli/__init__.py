@@ -20,7 +20,7 @@ from draftlab.cli.hub import push
 from draftlab.cli.store import store_app
 
 if TYPE_CHECKING:
-    from draftlab.pipeline import Pipeline
+    from draftlab.pipeline.pipeline import Pipeline
 
 # Read when torch is loaded. Threads that wait by spinning cost a busy machine most of its speed;
 # whoever sets these keeps them.
@@ -58,10 +58,10 @@ Plan = Annotated[
 
 
 def _pipeline(recipe: Path, overrides: list[str] | None) -> Pipeline:
-    from draftlab.recipe import load_recipe
+    from draftlab.pipeline.recipe import load_recipe
 
     asked = load_recipe(recipe, overrides or [])  # a slip is answered before torch is imported
-    from draftlab.pipeline import Pipeline
+    from draftlab.pipeline.pipeline import Pipeline
 
     return Pipeline(asked, monitor)
 
@@ -102,8 +102,8 @@ def _launched(
 ) -> int:
     """Runs a verb in as many processes as GPUs were asked for; returns the exit code."""
     from draftlab.cli.launch import launch
-    from draftlab.recipe import load_recipe
-    from draftlab.train.ranks import check_gpus
+    from draftlab.pipeline.recipe import load_recipe
+    from draftlab.train.distributed.ranks import check_gpus
 
     check_gpus(gpus, load_recipe(recipe, overrides or []).train.device)
     options = ["--force"] * force + ["--json"] * as_json + ["--debug"] * debug
@@ -131,7 +131,7 @@ def run(
             )
         pipeline = _make(("head", "eval", "export"), recipe, overrides, force, plan)
         if pipeline and pipeline.leads:
-            from draftlab.results import Report
+            from draftlab.evaluate.results import Report
 
             path = pipeline.run.folder / "eval" / "report.json"
             show(Report.read(path), as_json, path)
@@ -170,7 +170,7 @@ def record(
     from every machine that sees the run folder.
     """
     with guard(debug):
-        from draftlab.helpers import launched_helper
+        from draftlab.pipeline.gpu_workers import launched_helper
 
         launched = launched_helper()
         if (join or launched is not None) and not plan:
@@ -228,7 +228,7 @@ def inspect(
 ) -> None:
     """Look into a run, a store, a head or a report: counts, hashes, a conversation's mask."""
     with guard(debug):
-        from draftlab.inspect import inspect_path, inspect_reports
+        from draftlab.pipeline.inspect import inspect_path, inspect_reports
 
         if what and len(what) > 1:
             inspect_reports(what, output)
@@ -239,7 +239,7 @@ def inspect(
 @recipe_app.command("schema")
 def recipe_schema(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """Print every knob with meaning, unit, type and default."""
-    from draftlab.recipe import Recipe, schema_lines
+    from draftlab.pipeline.recipe import Recipe, schema_lines
 
     if as_json:
         typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
@@ -252,7 +252,7 @@ def recipe_schema(as_json: Annotated[bool, typer.Option("--json")] = False) -> N
 def recipe_show(recipe: RecipeArg, overrides: Overrides = None, debug: Debug = False) -> None:
     """Print a recipe with every default filled in."""
     with guard(debug):
-        from draftlab.recipe import load_recipe, to_yaml
+        from draftlab.pipeline.recipe import load_recipe, to_yaml
 
         typer.echo(to_yaml(load_recipe(recipe, overrides or [])), nl=False)
 

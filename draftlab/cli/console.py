@@ -21,11 +21,12 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from draftlab.base import Monitor, UserError
+from draftlab.errors import UserError
+from draftlab.progress import Monitor
 
 if TYPE_CHECKING:
-    from draftlab.results import Report
-    from draftlab.run import Status
+    from draftlab.evaluate.results import Report
+    from draftlab.pipeline.run_folder import Status
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print report.json on stdout, and nothing else there.")

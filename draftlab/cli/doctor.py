@@ -46,8 +46,8 @@ def doctor(
     The exit code is 0 for a healthy head and 1 where faults were found.
     """
     with guard(debug, NOTHING_WRITTEN):
-        from draftlab.doctor.knobs import DoctorKnobs
-        from draftlab.recipe import changed
+        from draftlab.doctor.settings import DoctorKnobs
+        from draftlab.pipeline.recipe import changed
 
         asked = {
             "prompts": prompts,
@@ -58,10 +58,10 @@ def doctor(
         names = {key: f"--{key.replace('_', '-')}" for key in asked}
         # A slip is answered before torch is imported.
         knobs = changed(DoctorKnobs(), asked, where="command line", options=names, do=_HELP)
-        from draftlab.doctor.examine import examine
-        from draftlab.doctor.where import find_head, find_target
-        from draftlab.doctor.witness import Witness
-        from draftlab.doctor.wording import print_diagnosis
+        from draftlab.doctor.diagnose import examine
+        from draftlab.doctor.locate import find_head, find_target
+        from draftlab.doctor.print_diagnosis import print_diagnosis
+        from draftlab.doctor.target_session import Witness
 
         folder = find_head(head)
         chosen = find_target(folder, target, device, trust_remote_code=trust_remote_code)

@@ -93,9 +93,9 @@ def eval_(
     Without arguments it takes the head of the latest run and that run's eval knobs.
     """
     with guard(debug, STARTS_ANEW):
-        from draftlab.decode.knobs import EvalKnobs
-        from draftlab.recipe import changed
-        from draftlab.target.knobs import TargetKnobs
+        from draftlab.evaluate.settings import EvalKnobs
+        from draftlab.pipeline.recipe import changed
+        from draftlab.target_model.settings import TargetKnobs
 
         asked: dict[str, Any] = {
             "engine": engine,
@@ -124,7 +124,7 @@ def eval_(
         of_target = {"dtype": dtype}
         check(EvalKnobs(), asked)  # a slip is answered before torch is imported
         check(TargetKnobs(), of_target)
-        from draftlab.subject import eval_subject
+        from draftlab.pipeline.resolve import eval_subject
 
         subject = eval_subject(run_name, head, target)
         knobs, target_knobs = check(subject.knobs, asked), check(subject.target, of_target)

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from draftlab.base import UserError
 from draftlab.cli.console import Debug, guard, monitor
+from draftlab.errors import UserError
 
 NOTHING_LEFT = "the folder appears only when it is whole, and the same command starts anew"
 
@@ -44,8 +44,8 @@ def export(
 ) -> None:
     """Write a head for other programs; it is read back and compared before success is said."""
     with guard(debug):
-        from draftlab.export.knobs import ExportKnobs
-        from draftlab.recipe import changed
+        from draftlab.export.settings import ExportKnobs
+        from draftlab.pipeline.recipe import changed
 
         asked = {
             "formats": to,
@@ -60,7 +60,7 @@ def export(
         )
         # A slip is answered before torch is imported; whether gguf can be made may hang on the run.
         check(ExportKnobs(), asked if to else asked | {"gguf": None})
-        from draftlab.subject import eval_subject
+        from draftlab.pipeline.resolve import eval_subject
 
         subject = eval_subject(run_name, head, target)
         subject.export(check(subject.exports, asked), out, monitor=monitor)

@@ -46,9 +46,9 @@ def push(
     The repository is private unless --public. The login is that of `hf auth login` or HF_TOKEN.
     """
     with guard(debug, UNSENT):
-        from draftlab.export.knobs import ExportKnobs
+        from draftlab.export.settings import ExportKnobs
         from draftlab.hub.names import check_repo
-        from draftlab.recipe import changed
+        from draftlab.pipeline.recipe import changed
 
         check_repo(repo)  # slips are answered before torch is imported
         asked = {"formats": (to,), "k": k, "dtype": dtype}
@@ -56,7 +56,7 @@ def push(
         exports = changed(ExportKnobs(), asked, where="command line", options=options, do=_HELP)
         from draftlab.hub.folder import Push, write_folder
         from draftlab.hub.upload import upload
-        from draftlab.subject import eval_subject
+        from draftlab.pipeline.resolve import eval_subject
 
         subject = eval_subject(run_name, None, None)
         place = out or subject.folder / "hub" / repo.replace("/", "--")

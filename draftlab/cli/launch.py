@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from draftlab.base import Monitor, ended_text
+from draftlab.formatting import ended_text
+from draftlab.progress import Monitor
 
 DRAFTLAB = (sys.executable, "-m", "draftlab.cli")
 POLL_S = 0.2

@@ -10,7 +10,7 @@ import typer
 from draftlab.cli.console import Debug, guard, monitor
 
 if TYPE_CHECKING:
-    from draftlab.data.store import Store
+    from draftlab.store.store import Store
 
 store_app = typer.Typer(help="Merge, split and sample stores.", no_args_is_help=True)
 
@@ -27,8 +27,8 @@ def merge(
 ) -> None:
     """All records of several stores; their shards are linked, which takes no space."""
     with guard(debug, STARTS_ANEW):
-        from draftlab.data import rewrite
-        from draftlab.data.store import Store
+        from draftlab.store import merge_split_sample as rewrite
+        from draftlab.store.store import Store
 
         _told(rewrite.merge([Store.open(path) for path in stores], out, monitor))
 
@@ -45,9 +45,9 @@ def split(
 ) -> None:
     """Parts of a store, every prompt with all its answers in just one of them, dealt at random."""
     with guard(debug, STARTS_ANEW):
-        from draftlab.data import rewrite
-        from draftlab.data.split import by_prompt, deal
-        from draftlab.data.store import Store
+        from draftlab.store import merge_split_sample as rewrite
+        from draftlab.store.prompt_split import by_prompt, deal
+        from draftlab.store.store import Store
 
         opened, weights = Store.open(store), _shares(shares, len(out))
         for folder in out:
@@ -70,10 +70,10 @@ def sample(
 ) -> None:
     """Some of a store's records, chosen at random, in stored order."""
     with guard(debug, STARTS_ANEW):
-        from draftlab.base import UserError
-        from draftlab.data import rewrite
-        from draftlab.data.split import deal
-        from draftlab.data.store import Store
+        from draftlab.errors import UserError
+        from draftlab.store import merge_split_sample as rewrite
+        from draftlab.store.prompt_split import deal
+        from draftlab.store.store import Store
 
         opened = Store.open(store)
         if records > len(opened):
@@ -88,7 +88,7 @@ def sample(
 
 
 def _shares(text: str | None, parts: int) -> list[float]:
-    from draftlab.base import UserError
+    from draftlab.errors import UserError
 
     if parts < 2:
         raise UserError(
@@ -111,7 +111,7 @@ def _shares(text: str | None, parts: int) -> list[float]:
 
 def _check_parts(out: list[Path], parts: list[list[int]], records: int, prompts: int) -> None:
     """Refuses what would fail when some parts are written already."""
-    from draftlab.base import UserError
+    from draftlab.errors import UserError
 
     if len({folder.resolve() for folder in out}) < len(out):
         raise UserError("expected a folder for each part, found one twice", where="--out")
@@ -129,7 +129,7 @@ def _check_parts(out: list[Path], parts: list[list[int]], records: int, prompts:
 
 
 def _told(store: Store) -> None:
-    from draftlab.base import counted
+    from draftlab.formatting import counted
 
     counts = store.manifest.counts
     monitor.say(

@@ -7,9 +7,10 @@ from the best reading of the first.
 
 from __future__ import annotations
 
-from draftlab.doctor import feeding, weights
+from draftlab.doctor import input_hypotheses as feeding
+from draftlab.doctor import weight_hypotheses as weights
+from draftlab.doctor.head_variant import Reading
 from draftlab.doctor.hypothesis import About, Hypothesis, Propose
-from draftlab.doctor.reading import Reading
 
 PROPOSALS: tuple[Propose, ...] = (
     feeding.boundaries,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftlab.doctor.reading import Reading
+from draftlab.doctor.head_variant import Reading
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.base import UserError
-from draftlab.chat.render import template_sha256, tokenizer_sha256
-from draftlab.doctor.files import membership
 from draftlab.doctor.findings import Finding
+from draftlab.doctor.head_files import membership
+from draftlab.errors import UserError
 from draftlab.heads.config import FROM_LAST_STATE, HeadConfig
 from draftlab.heads.eagle import LM_HEAD
 from draftlab.heads.head import EMBEDDINGS
+from draftlab.text.render import template_sha256, tokenizer_sha256
 
 ALIKE = 0.1  # cosine of weights that have something to do with each other; strangers have 0
 

@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.data.packing import Batch
-from draftlab.data.rows import loss_reach
-from draftlab.doctor.evidence import Evidence
-from draftlab.doctor.reading import Reading
+from draftlab.doctor.head_variant import Reading
+from draftlab.doctor.scoring_set import Evidence
+from draftlab.engine.counters import Counters
+from draftlab.evaluate.statistics import acceptance_interval, percentile_interval, resampled
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
-from draftlab.results import Counters
-from draftlab.statistics import acceptance_interval, percentile_interval, resampled
-from draftlab.target.model import Target
+from draftlab.target_model.model import Target
+from draftlab.train.batch.loss_rows import loss_reach
+from draftlab.train.batch.packing import Batch
 from draftlab.train.families import OBJECTIVES
-from draftlab.train.validate import walk
+from draftlab.train.validation import walk
 
 LEVEL = 0.999  # of an interval that tells readings apart: some thirty are tried
 RESAMPLES = 4000

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftlab.doctor.findings import Diagnosis, Finding
-from draftlab.doctor.trial import Trial, Trials
-from draftlab.statistics import share_interval
+from draftlab.doctor.search import Trial, Trials
+from draftlab.evaluate.statistics import share_interval
 
 RARE = 0.2  # first drafts accepted less often than this are no head's at work
 HALF = 0.5  # of what training measured

@@ -10,7 +10,7 @@ from typing import Any
 
 _WHERE = {
     "LAYOUTS": "layouts",
-    "ExportKnobs": "knobs",
+    "ExportKnobs": "settings",
     "export_head": "write",
     "find_layout": "layouts",
     "verify_export": "write",

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from draftlab.base import UserError
-from draftlab.export.foreign import Foreign
-from draftlab.target.boundaries import check_boundaries
+from draftlab.errors import UserError
+from draftlab.export.foreign_config import Foreign
+from draftlab.target_model.boundaries import check_boundaries
 
 
 def read_boundaries(

@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from draftlab.base import UserError
-from draftlab.export.weights import SAFETENSORS_METADATA, read_weights, weight_files
+from draftlab.errors import UserError
+from draftlab.export.weight_files import SAFETENSORS_METADATA, read_weights, weight_files
 
 
 def compare_tensors(wanted: dict[str, Tensor], folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftlab.export.launch import sglang_text, vllm_text
+from draftlab.export.launch_text import sglang_text, vllm_text
 from draftlab.export.layout import Export, Layout, check_width
 from draftlab.export.native import refuse_own_embeddings
 from draftlab.heads.native import native_config

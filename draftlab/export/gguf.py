@@ -9,7 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftlab.base import Monitor, UserError, atomic_path, read_json
+from draftlab.errors import UserError
+from draftlab.files import atomic_path, read_json
+from draftlab.progress import Monitor
 
 SCRIPT, FILE = "convert_hf_to_gguf.py", "head.gguf"
 FOLDER, PYTHON = "LLAMA_CPP", "LLAMA_CPP_PYTHON"

@@ -16,20 +16,22 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoConfig
 
-from draftlab.base import Monitor, UserError, sha256_file
-from draftlab.chat.render import template_sha256, tokenizer_sha256
+from draftlab.errors import UserError
 from draftlab.export.boundaries import read_boundaries
 from draftlab.export.compare import compare_tensors
-from draftlab.export.foreign import ROPE_THETA, Foreign, read_foreign, rope_of
-from draftlab.export.place import whole_folder
+from draftlab.export.destination import whole_folder
+from draftlab.export.foreign_config import ROPE_THETA, Foreign, read_foreign, rope_of
 from draftlab.export.renaming import fill, read_maps, rename
-from draftlab.export.weights import read_weights, weight_files
+from draftlab.export.weight_files import read_weights, weight_files
 from draftlab.export.write import FLOATING, check_maps, floating_dtype
+from draftlab.files import sha256_file
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.folder import check_tensors, new_head, save_head
-from draftlab.target.fingerprint import fingerprint
-from draftlab.target.model import TargetKnobs, load_tokenizer, resolve_target
-from draftlab.target.parts import load_parts
+from draftlab.progress import Monitor
+from draftlab.target_model.fingerprint import fingerprint
+from draftlab.target_model.model import TargetKnobs, load_tokenizer, resolve_target
+from draftlab.target_model.parts import load_parts
+from draftlab.text.render import template_sha256, tokenizer_sha256
 
 DEFAULT_K = 7
 """Unrolled steps of the usual EAGLE3 training, of heads whose files do not say."""

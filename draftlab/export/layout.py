@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftlab.base import UserError
+from draftlab.errors import UserError
 from draftlab.heads.config import HeadConfig
 
 CONFIG, LAUNCH, README = "config.json", "launch.md", "README.md"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from draftlab.base import UserError
+from draftlab.errors import UserError
 from draftlab.export.eagle import SglangEagle, VllmEagle
-from draftlab.export.knobs import check_program
 from draftlab.export.layout import Layout
 from draftlab.export.llama4 import VllmLlama4
 from draftlab.export.llamacpp import LlamaCpp
 from draftlab.export.native import Sglang, Vllm
+from draftlab.export.settings import check_program
 from draftlab.export.speculators import Speculators
 
 NAMES = {

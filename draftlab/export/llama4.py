@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from draftlab.export.launch import vllm_text
+from draftlab.export.launch_text import vllm_text
 from draftlab.export.layout import Export, Layout
 from draftlab.heads.native import native_config
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draftlab.base import UserError
-from draftlab.export.launch import llamacpp_text
+from draftlab.errors import UserError
+from draftlab.export.launch_text import llamacpp_text
 from draftlab.export.layout import Export
 from draftlab.export.native import Native, refuse_flags
 

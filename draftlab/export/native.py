@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from draftlab.base import UserError
-from draftlab.export.launch import sglang_text, vllm_text
+from draftlab.errors import UserError
+from draftlab.export.launch_text import sglang_text, vllm_text
 from draftlab.export.layout import Export, Layout, check_width
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.native import native_config

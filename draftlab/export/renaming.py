@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftlab.base import UserError
+from draftlab.errors import UserError
 from draftlab.heads.config import HeadConfig
 
 Say = Callable[[str], None]

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from draftlab.base import UserError
-from draftlab.export.launch import is_hub_id, vllm_text
+from draftlab.errors import UserError
+from draftlab.export.launch_text import is_hub_id, vllm_text
 from draftlab.export.layout import Export, Layout, check_width
 from draftlab.heads.config import HeadConfig
 

@@ -8,18 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftlab.base import Monitor, UserError, read_json, write_json, write_text
+from draftlab.errors import UserError
 from draftlab.export.compare import compare_tensors, first_difference
-from draftlab.export.knobs import MAX_SHARD
-from draftlab.export.launch import is_hub_id, readme_text
+from draftlab.export.destination import check_place, whole_folder
+from draftlab.export.launch_text import is_hub_id, readme_text
 from draftlab.export.layout import CONFIG, LAUNCH, README, Export
 from draftlab.export.layouts import find_layout, layout_for
-from draftlab.export.place import check_place, whole_folder
-from draftlab.export.weights import read_file, write_weights
+from draftlab.export.settings import MAX_SHARD
+from draftlab.export.weight_files import read_file, write_weights
+from draftlab.files import read_json, write_json, write_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, WEIGHTS, check_tensors, load_config, new_head
-from draftlab.target.fingerprint import fingerprint
-from draftlab.target.parts import load_parts
+from draftlab.progress import Monitor
+from draftlab.target_model.fingerprint import fingerprint
+from draftlab.target_model.parts import load_parts
 
 
 def export_head(

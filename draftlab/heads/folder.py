@@ -18,14 +18,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftlab.base import UserError, atomic_path, complaints, read_json, save_tensors, write_json
+from draftlab.errors import UserError
+from draftlab.files import atomic_path, read_json, save_tensors, write_json
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.eagle import LM_HEAD, TARGET_NORM, EagleHead
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.head import EMBEDDINGS, DraftHead
 from draftlab.heads.llama4 import EagleLlama4Head
 from draftlab.heads.native import native_config
-from draftlab.heads.ptd import PtdHead
+from draftlab.heads.peagle import PtdHead
+from draftlab.settings import complaints
 
 CONFIG, WEIGHTS, NATIVE = "draftlab.json", "model.safetensors", "config.json"
 _BORROWED = {EMBEDDINGS: "embeddings", LM_HEAD: "lm_head", TARGET_NORM: "final norm"}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from draftlab.base import UserError, counted
+from draftlab.errors import UserError
+from draftlab.formatting import counted
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.head import DraftHead
 

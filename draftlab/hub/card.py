@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from draftlab.evaluate.results import Report, Row
 from draftlab.heads.config import HeadConfig
-from draftlab.report import wording
-from draftlab.results import Report, Row
+from draftlab.report import formatting as wording
 
 TAG = "draftlab"
 """Tag of every repository that draftlab pushes; it tells them from others'."""
@@ -222,13 +221,3 @@ def _trained(facts: CardFacts) -> str:
 def own_rows(report: Report, name: str) -> list[Row]:
     """Rows of one head, with the plain ones they were compared with."""
     return [row for row in report.rows if row.head in (name, None)]
-
-
-def plain_values(fields: dict[str, Any]) -> list[tuple[str, str]]:
-    """Facts of provenance that read on a line."""
-    form = {int: "{:,}", float: "{:.4g}", str: "{}"}
-    return [
-        (name.replace("_", " "), form[type(value)].format(value))
-        for name, value in fields.items()
-        if type(value) in form
-    ]

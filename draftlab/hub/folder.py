@@ -8,17 +8,20 @@ from typing import Any
 
 import yaml
 
-from draftlab.base import Monitor, UserError, read_json, write_json, write_text
+from draftlab.errors import UserError
+from draftlab.evaluate.results import Report, Row
 from draftlab.export import ExportKnobs, export_head
-from draftlab.export.launch import is_hub_id
+from draftlab.export.destination import whole_folder
+from draftlab.export.launch_text import is_hub_id
 from draftlab.export.layouts import layout_for
-from draftlab.export.place import whole_folder
+from draftlab.files import read_json, write_json, write_text
+from draftlab.formatting import plain_values
 from draftlab.heads.folder import CONFIG, NATIVE, load_config
-from draftlab.hub.card import CardFacts, model_card, own_rows, plain_values
+from draftlab.hub.card import CardFacts, model_card, own_rows
 from draftlab.hub.names import check_repo
-from draftlab.results import Report, Row
-from draftlab.subject import Subject
-from draftlab.target.model import resolve_target
+from draftlab.pipeline.resolve import Subject
+from draftlab.progress import Monitor
+from draftlab.target_model.model import resolve_target
 
 README, LAUNCH, RECIPE, REPORT = "README.md", "launch.md", "recipe.yaml", "report.json"
 HEAD = "head.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from draftlab.base import UserError
+from draftlab.errors import UserError
 
 
 def check_repo(name: str, where: str = "command line") -> None:

@@ -13,9 +13,10 @@ from huggingface_hub.errors import (
     LocalTokenNotFoundError,
 )
 
-from draftlab.base import Monitor, UserError
+from draftlab.errors import UserError
 from draftlab.hub.card import TAG
 from draftlab.hub.names import check_repo
+from draftlab.progress import Monitor
 
 STALE = ["*.safetensors", "*.safetensors.index.json", "*.png"]
 """Of an earlier push: what this one may no longer have, and what would be read as if it did."""

@@ -1,11 +1,11 @@
-"""α by position in the conversation, as training validated each head (`train/validate.py`)."""
+"""α by position in the conversation, as training validated each head (`train/validation.py`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from draftlab.report import wording
-from draftlab.results import Report
+from draftlab.evaluate.results import Report
+from draftlab.report import formatting as wording
 
 KEY = "alpha_by_position"
 """Of `Report.environment`: for each head by name its validation's stretches of positions."""

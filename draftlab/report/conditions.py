@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from draftlab.report import wording
-from draftlab.report.wording import NONE
-from draftlab.results import Report, Row
+from draftlab.evaluate.results import Report, Row
+from draftlab.report import formatting as wording
+from draftlab.report.formatting import NONE
 
 
 def _off(value: Any) -> str:

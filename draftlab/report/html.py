@@ -8,11 +8,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from draftlab.base import atomic_path, write_text
-from draftlab.report import by_position, same_k, wording
+from draftlab.evaluate.results import Report, Row
+from draftlab.files import atomic_path, write_text
+from draftlab.report import by_position, same_k
+from draftlab.report import formatting as wording
 from draftlab.report.conditions import report_conditions, row_labels
-from draftlab.report.wording import NONE
-from draftlab.results import Report, Row
+from draftlab.report.formatting import NONE
 
 PLOT_TEXTS = {
     "acceptance_length": "Acceptance length by temperature with 95 % intervals over prompts. At "

@@ -8,10 +8,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from draftlab.report import wording
+from draftlab.evaluate.results import Report, Row
+from draftlab.report import formatting as wording
 from draftlab.report.canvas import COLOURS, GREY, MARKERS, errors, legend, new_figure, plain, spread
 from draftlab.report.conditions import row_labels
-from draftlab.results import Report, Row
 
 MOST_BARS = 24
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from draftlab.report import wording
+from draftlab.evaluate.results import Report, Row
+from draftlab.report import formatting as wording
 from draftlab.report.canvas import (
     COLOURS,
     GREY,
@@ -20,7 +21,6 @@ from draftlab.report.canvas import (
 )
 from draftlab.report.conditions import report_conditions, row_labels, row_traits
 from draftlab.report.plot_times import speedup_by_batch, tpot, tpot_by_k
-from draftlab.results import Report, Row
 
 MOST_CROSSED = 5  # lines that crosses do not hide
 

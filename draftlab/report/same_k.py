@@ -1,4 +1,4 @@
-"""Chain and parallel heads at the same K, in words and tables (`decode/break_even.py`).
+"""Chain and parallel heads at the same K, in words and tables (`evaluate/break_even.py`).
 
 Without times there is no break-even; acceptance lengths are compared all the same.
 """
@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from draftlab.report import wording
-from draftlab.results import Report, Row
+from draftlab.evaluate.results import Report, Row
+from draftlab.report import formatting as wording
 
 _KINDS = ("chain", "parallel")
 _PAIR = ("engine", "chain", "parallel", "temperature", "draft_probs")

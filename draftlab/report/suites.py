@@ -8,12 +8,12 @@ from pathlib import PurePath
 from rich.console import Console
 from rich.text import Text
 
-from draftlab.base import UserError
-from draftlab.report import wording
+from draftlab.errors import UserError
+from draftlab.evaluate.results import Report, Row
+from draftlab.report import formatting as wording
 from draftlab.report.conditions import split_conditions
+from draftlab.report.formatting import NONE
 from draftlab.report.table import frame, grid
-from draftlab.report.wording import NONE
-from draftlab.results import Report, Row
 
 _Columns = dict[str, Callable[[Row], str]]
 

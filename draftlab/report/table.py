@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftlab.report import same_k, wording
+from draftlab.evaluate.results import Report, Row
+from draftlab.report import formatting as wording
+from draftlab.report import same_k
 from draftlab.report.conditions import report_conditions
-from draftlab.report.wording import NONE
-from draftlab.results import Report, Row
+from draftlab.report.formatting import NONE
 
 Column = tuple[str, Callable[[Row], str]]
 _EXPECTED = "ex-\npected\nAL"

@@ -15,7 +15,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from draftlab.base import UserError, read_json, save_tensors, write_json
+from draftlab.errors import UserError
+from draftlab.files import read_json, save_tensors, write_json
 
 _NAME = re.compile(r"step-(\d{7})")
 STATE, WEIGHTS, MOMENTS = "state.json", "weights.safetensors", "optimizer.safetensors"

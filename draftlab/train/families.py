@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftlab.data.packing import Batch
-from draftlab.train.knobs import TrainKnobs
-from draftlab.train.objective import StepOutput, Terms
-from draftlab.train.parallel import parallel_outputs, parallel_weights
-from draftlab.train.ttt import ttt_weights, unroll
+from draftlab.train.batch.packing import Batch
+from draftlab.train.objectives.loss import StepOutput, Terms
+from draftlab.train.objectives.parallel import parallel_outputs, parallel_weights
+from draftlab.train.objectives.ttt import ttt_weights, unroll
+from draftlab.train.settings import TrainKnobs
 
 
 @dataclass(frozen=True)

@@ -11,31 +11,34 @@ from typing import NoReturn
 
 import torch
 
-from draftlab.base import Monitor, UserError, canonical_json, rounded_text, sha256_text
-from draftlab.data.draft_vocab import DraftVocabulary
-from draftlab.data.order import batches
-from draftlab.data.split import hold_out
-from draftlab.data.store import Store
+from draftlab.errors import UserError
+from draftlab.files import canonical_json, sha256_text
+from draftlab.formatting import rounded_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead, initialise_head
 from draftlab.heads.initial import fingerprint, start_from
-from draftlab.target.parts import TargetParts
+from draftlab.progress import Monitor
+from draftlab.store.prompt_split import hold_out
+from draftlab.store.store import Store
+from draftlab.target_model.parts import TargetParts
+from draftlab.text.draft_vocabulary import DraftVocabulary
+from draftlab.train.batch.loader import Piece, feed, in_one_row
+from draftlab.train.batch.order import batches
+from draftlab.train.batch.pack_processes import choose_packing
+from draftlab.train.batch.packer import Packer, StepWork
 from draftlab.train.checkpoint import Checkpoint, checkpoints, read_checkpoint, save_checkpoint
-from draftlab.train.clock import OUTSIDE, Clock
-from draftlab.train.cost import dense_flops, matrix_rate, mean_context
+from draftlab.train.distillation_module import Lesson
+from draftlab.train.distributed.backends import wrap
+from draftlab.train.distributed.ranks import Ranks, share
 from draftlab.train.families import OBJECTIVES
-from draftlab.train.feed import Piece, feed, in_one_row
-from draftlab.train.knobs import FREE_KNOBS, TrainKnobs
-from draftlab.train.lesson import Lesson
+from draftlab.train.flops import dense_flops, matrix_rate, mean_context
 from draftlab.train.metrics import MetricsLog, Window, speed_line
-from draftlab.train.objective import DraftTeacher, Sums
+from draftlab.train.objectives.loss import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
-from draftlab.train.pack_processes import choose_packing
-from draftlab.train.packer import Packer, StepWork
-from draftlab.train.ranks import Ranks, share
-from draftlab.train.validate import Validation, validate
-from draftlab.train.wrap import wrap
+from draftlab.train.profiler import OUTSIDE, Clock
+from draftlab.train.settings import FREE_KNOBS, TrainKnobs
+from draftlab.train.validation import Validation, validate
 
 
 class Trainer:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftlab.base import UserError
-from draftlab.train.clock import OUTSIDE, Clock
-from draftlab.train.knobs import TrainKnobs
-from draftlab.train.objective import Sums
+from draftlab.errors import UserError
+from draftlab.train.objectives.loss import Sums
+from draftlab.train.profiler import OUTSIDE, Clock
+from draftlab.train.settings import TrainKnobs
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from draftlab.train.checkpoint import trainable
-from draftlab.train.knobs import TrainKnobs
+from draftlab.train.settings import TrainKnobs
 
 
 def learning_rate(step: int, knobs: TrainKnobs) -> float:

@@ -33,17 +33,17 @@ from torch import Tensor
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from draftlab.decode.drafter import ChainDrafter
-from draftlab.decode.engine import Engine
-from draftlab.decode.reference import ReferenceEngine
-from draftlab.decode.sampling import Generation, Request, Sampling
+from draftlab.engine.drafter import ChainDrafter
+from draftlab.engine.engine import Engine
+from draftlab.engine.reference import ReferenceEngine
+from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.target.compiled import compile_layers
-from draftlab.target.fused import knows
-from draftlab.target.model import Target, TargetKnobs, load_target
-from draftlab.target.probe import can_capture
-from tests.heads.head_toys import make_config
-from tests.target.zoo import ZOO, wide, zoo_folder
+from draftlab.target_model.compiled import compile_layers
+from draftlab.target_model.fused_decoder import knows
+from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.probe import can_capture
+from tests.helpers.head_toys import make_config
+from tests.helpers.zoo import ZOO, wide, zoo_folder
 
 KINDS = (*ZOO, "qwen2", "olmo2")
 K, LENGTHS, NEW_TOKENS, MAX_LENGTH = 4, (41, 3, 17, 30, 8, 25), 20, 80

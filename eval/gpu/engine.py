@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from draftlab.chat.render import stop_ids
-from draftlab.decode.drafter import ChainDrafter
-from draftlab.decode.engine import Engine
-from draftlab.decode.reference import ReferenceEngine
-from draftlab.decode.sampling import Request, Sampling
+from draftlab.engine.drafter import ChainDrafter
+from draftlab.engine.engine import Engine
+from draftlab.engine.reference import ReferenceEngine
+from draftlab.engine.sampling import Request, Sampling
 from draftlab.heads.folder import load_head
-from draftlab.target.model import TargetKnobs, load_target, load_tokenizer
+from draftlab.target_model.model import TargetKnobs, load_target, load_tokenizer
+from draftlab.text.render import stop_ids
 
 torch.backends.cuda.matmul.allow_tf32 = False
 

@@ -20,7 +20,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from draftlab.target.experts import EXPERTS
+from draftlab.target_model.experts import EXPERTS
 from eval.gpu.parallel_layout import BANDWIDTH, microseconds
 
 SHAPES = {  # experts, chosen, hidden, intermediate: those of public checkpoints

@@ -2,7 +2,8 @@
 
     python eval/gpu/fused_layers.py [--layers 8] [--context 512]
 
-Random layers chained in one CUDA graph as `target/fused.py` chains them. Prints microseconds a
+Random layers chained in one CUDA graph as `target_model/fused_decoder.py` chains them. Prints
+microseconds a
 layer, with and without programmatic dependent launch, beside the time of reading the weights once
 at 4.15 TB/s, and what single kernels take on their own.
 """
@@ -72,7 +73,7 @@ class Layers:
         )
 
     def run(self, configs: dict[str, skinny.Config] | None = None) -> Tensor:
-        """All layers on the kernels, chained as `target/fused.py` chains them.
+        """All layers on the kernels, chained as `target_model/fused_decoder.py` chains them.
 
         Args:
             configs: of the products named; the others get what is chosen by shape.

@@ -24,17 +24,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_decode import STREAM, VLLM_COPY, copy_rate, measure, random_head, random_target
 
-from draftlab.base import Monitor
-from draftlab.data.suites import load_suite
-from draftlab.decode.bandwidth import head_bytes, target_bytes
-from draftlab.decode.drafter import HeadDrafter, new_drafter
-from draftlab.decode.engine import Engine
-from draftlab.decode.reference import ReferenceEngine
-from draftlab.decode.sampling import Generation, Request, Sampling
+from draftlab.engine.drafter import HeadDrafter, new_drafter
+from draftlab.engine.engine import Engine
+from draftlab.engine.reference import ReferenceEngine
+from draftlab.engine.sampling import Generation, Request, Sampling
+from draftlab.evaluate.bandwidth import head_bytes, target_bytes
 from draftlab.heads.folder import load_config, load_head, new_head
-from draftlab.heads.ptd import PtdHead
-from draftlab.target.model import Target, TargetKnobs, load_target, load_tokenizer
-from draftlab.verbs import REFERENCE, head_path
+from draftlab.heads.peagle import PtdHead
+from draftlab.pipeline.api import REFERENCE, head_path
+from draftlab.progress import Monitor
+from draftlab.target_model.model import Target, TargetKnobs, load_target, load_tokenizer
+from draftlab.text.suites import load_suite
 
 MASK = 128_255  # of the random target; any will do
 PROBS = {"off": [False], "on": [True], "both": [False, True]}

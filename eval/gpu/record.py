@@ -33,17 +33,17 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from draftlab.base import Monitor
-from draftlab.data.fp8 import dequantise, quantise
-from draftlab.data.manifest import Manifest, Shard, StoreIdentity
-from draftlab.data.record import RecordKnobs, record
-from draftlab.data.shard_writer import SHARDS_AT_ONCE
-from draftlab.data.states import Capture, Pending, summarise
-from draftlab.data.store import Sample, Store, teachers
-from draftlab.target.attention import ATTENTION
-from draftlab.target.boundaries import default_boundaries
-from draftlab.target.documents import Documents
-from draftlab.target.model import Target
+from draftlab.progress import Monitor
+from draftlab.store.extraction import Capture, Pending, summarise
+from draftlab.store.fp8 import dequantise, quantise
+from draftlab.store.manifest import Manifest, Shard, StoreIdentity
+from draftlab.store.record import RecordKnobs, record
+from draftlab.store.shard_writer import SHARDS_AT_ONCE
+from draftlab.store.store import Sample, Store, teachers
+from draftlab.target_model.attention import ATTENTION
+from draftlab.target_model.boundaries import default_boundaries
+from draftlab.target_model.model import Target
+from draftlab.target_model.packed_rows import Documents
 
 BAR = 0.85
 RUNS = 2

@@ -26,13 +26,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from draftlab.base import Monitor
-from draftlab.data.record import RecordKnobs, planned, record
-from draftlab.data.store import Sample, Store
-from draftlab.data.vllm_states import VllmStates
 from draftlab.kernels.current import give_back_memory
-from draftlab.target.model import TargetKnobs, load_target
-from draftlab.target.outline import Outline
+from draftlab.progress import Monitor
+from draftlab.store.record import RecordKnobs, planned, record
+from draftlab.store.store import Sample, Store
+from draftlab.target_model.metadata import Outline
+from draftlab.target_model.model import TargetKnobs, load_target
+from draftlab.vllm.hidden_states import VllmStates
 from eval.gpu.record import SHAPES, TINY, Said, conversations, identity
 
 BAR = 0.02

@@ -33,14 +33,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from train_work import GAMMA, SHAPES, Shape, Work, new_work
 
-from draftlab.base import Monitor
 from draftlab.cli.launch import launch
 from draftlab.kernels.current import give_back_memory
-from draftlab.train.knobs import TrainKnobs
-from draftlab.train.lesson import Lesson
-from draftlab.train.ranks import Ranks
-from draftlab.train.ttt import ttt_weights
-from draftlab.train.wrap import Whole, wrap
+from draftlab.progress import Monitor
+from draftlab.train.distillation_module import Lesson
+from draftlab.train.distributed.backends import Whole, wrap
+from draftlab.train.distributed.ranks import Ranks
+from draftlab.train.objectives.ttt import ttt_weights
+from draftlab.train.settings import TrainKnobs
 
 PARALLEL = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 CURVES = SHAPES | {"1b": Shape(1024, 3, 3584, 8, 2, 128, 32000, 8192, 7, 2, 512)}

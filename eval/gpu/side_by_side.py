@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from draftlab.target import attention, documents
-from draftlab.target.documents import Documents
-from draftlab.target.model import Target, TargetKnobs, load_target
-from tests.target.zoo import ZOO, wide, zoo_folder
+from draftlab.target_model import attention
+from draftlab.target_model import packed_rows as documents
+from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.packed_rows import Documents
+from tests.helpers.zoo import ZOO, wide, zoo_folder
 
 LENGTHS = (170, 3, 33, 1, 290)
 

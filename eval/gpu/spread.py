@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 from architectures import make_head
 
-from draftlab.decode.drafter import new_drafter
-from draftlab.decode.engine import Engine
-from draftlab.decode.sampling import Generation, Request, Sampling
-from draftlab.target.model import Target, TargetKnobs, load_target
-from tests.target.zoo import wide, zoo_folder
+from draftlab.engine.drafter import new_drafter
+from draftlab.engine.engine import Engine
+from draftlab.engine.sampling import Generation, Request, Sampling
+from draftlab.target_model.model import Target, TargetKnobs, load_target
+from tests.helpers.zoo import wide, zoo_folder
 
 BOUNDARIES = (1, 2, 4)
 

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_decode import random_head, random_target
 
-from draftlab.decode.drafter import ChainDrafter
-from draftlab.decode.engine import Engine
-from draftlab.decode.sampling import Request, Sampling
+from draftlab.engine.drafter import ChainDrafter
+from draftlab.engine.engine import Engine
+from draftlab.engine.sampling import Request, Sampling
 
 HINTS = "CatArray copy index gather scatter where compare add mul educe clamp fill"
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_train import step, trainer
 from train_work import SHAPES, in_family, new_work
 
-from draftlab.train.clock import Clock
+from draftlab.train.profiler import Clock
 
 STEPS = 3
 LAST_OF_A_STEP = "FusedOptimizer"

@@ -14,17 +14,20 @@ from typing import Any
 
 import torch
 
-from draftlab import subject, verbs
-from draftlab.base import Monitor, UserError, write_json, write_text
-from draftlab.chat.render import stop_ids
-from draftlab.decode.drafter import Drafter
-from draftlab.decode.engine import Engine
-from draftlab.decode.sampling import Generation, Request
+from draftlab.engine.counters import Counters
+from draftlab.engine.drafter import Drafter
+from draftlab.engine.engine import Engine
+from draftlab.engine.sampling import Generation, Request
+from draftlab.errors import UserError
 from draftlab.export import ExportKnobs
+from draftlab.files import write_json, write_text
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import load_head
-from draftlab.results import Counters
-from draftlab.target.model import Target, TargetKnobs, load_target, load_tokenizer
+from draftlab.pipeline import api as verbs
+from draftlab.pipeline import resolve as subject
+from draftlab.progress import Monitor
+from draftlab.target_model.model import Target, TargetKnobs, load_target, load_tokenizer
+from draftlab.text.render import stop_ids
 
 HERE = Path(__file__).resolve().parent
 EQUAL, DIFFERENT, UNUSABLE, SKIPPED = 0, 1, 2, 77

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftlab.base import Monitor, UserError
+from draftlab.errors import UserError
 from draftlab.export import gguf
+from draftlab.progress import Monitor
 
 START_S = 60.0
 """Seconds a server may take until it answers."""

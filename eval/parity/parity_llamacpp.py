@@ -42,11 +42,11 @@ from common import (
 from llamacpp_server import Answer, LlamaCpp, Server, serving
 from random_heads import chosen_subjects
 
-from draftlab.base import UserError
-from draftlab.decode.drafter import new_drafter
-from draftlab.decode.sampling import Generation, Request
-from draftlab.decode.vllm import positions
-from draftlab.results import Counters
+from draftlab.engine.counters import Counters
+from draftlab.engine.drafter import new_drafter
+from draftlab.engine.sampling import Generation, Request
+from draftlab.errors import UserError
+from draftlab.vllm.engine import positions
 
 PAGE = ("llama.cpp, T = 0: equal tokens and counters", (
     "date", "head", "weights", "versions", "K", "prompts", "tokens",

@@ -43,14 +43,14 @@ from random_heads import chosen_subjects
 from speculators_library import answer, library_rows, loading_fault, request
 from torch import Tensor
 
-from draftlab.base import UserError
-from draftlab.data.packing import Batch, pack
-from draftlab.data.store import Record
-from draftlab.decode.engine import Engine
-from draftlab.decode.sampling import Request
+from draftlab.engine.engine import Engine
+from draftlab.engine.sampling import Request
+from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
-from draftlab.heads.ptd import PtdHead
-from draftlab.target.model import Target
+from draftlab.heads.peagle import PtdHead
+from draftlab.store.store import Record
+from draftlab.target_model.model import Target
+from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.families import OBJECTIVES
 
 TOLERANCE = 1e-5

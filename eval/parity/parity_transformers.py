@@ -34,11 +34,11 @@ from common import (
 from parity_vllm import total
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from draftlab.base import UserError
-from draftlab.decode.drafter import new_drafter
-from draftlab.decode.sampling import Generation, Request
-from draftlab.decode.vllm import positions
-from tests.target.zoo import eager_model
+from draftlab.engine.drafter import new_drafter
+from draftlab.engine.sampling import Generation, Request
+from draftlab.errors import UserError
+from draftlab.vllm.engine import positions
+from tests.helpers.zoo import eager_model
 
 BATCH = 8
 TABLE = ("transformers' generate, T = 0: equal tokens", (

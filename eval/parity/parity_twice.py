@@ -32,9 +32,10 @@ from common import (
 )
 from parity_vllm import EXACT, Bench, total
 
-from draftlab.base import UserError, read_json
-from draftlab.decode.vllm import drafting_method
-from draftlab.decode.vllm_client.own_config import engine_options
+from draftlab.errors import UserError
+from draftlab.files import read_json
+from draftlab.vllm.engine import drafting_method
+from draftlab.vllm.vllm_client.own_config import engine_options
 
 
 def run(options: argparse.Namespace) -> int:

@@ -46,14 +46,15 @@ from common import (
 )
 from random_heads import chosen_subjects
 
-from draftlab.base import Monitor, UserError
-from draftlab.decode.drafter import new_drafter
-from draftlab.decode.sampling import Generation, Request, Sampling
-from draftlab.decode.vllm import COUNTERS, VllmEngine, VllmKnobs, positions
+from draftlab.engine.counters import Counters
+from draftlab.engine.drafter import new_drafter
+from draftlab.engine.sampling import Generation, Request, Sampling
+from draftlab.errors import UserError
+from draftlab.evaluate.statistics import acceptance_interval, bootstrap_interval
 from draftlab.export.layout import Layout
 from draftlab.export.layouts import LAYOUTS
-from draftlab.results import Counters
-from draftlab.statistics import acceptance_interval, bootstrap_interval
+from draftlab.progress import Monitor
+from draftlab.vllm.engine import COUNTERS, VllmEngine, VllmKnobs, positions
 
 BATCHES = (1, 8)
 Table = tuple[str, tuple[str, ...]]

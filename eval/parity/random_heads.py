@@ -16,13 +16,13 @@ import torch
 from common import Subject, load_subject
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from draftlab.base import UserError
-from draftlab.data.mask_token import choose_mask_token
+from draftlab.errors import UserError
 from draftlab.heads.config import FROM_LAST_STATE, HeadConfig
 from draftlab.heads.folder import load_head, new_head, save_head
 from draftlab.heads.head import DraftHead
-from draftlab.target.fingerprint import fingerprint
-from draftlab.target.model import load_target, load_tokenizer
+from draftlab.target_model.fingerprint import fingerprint
+from draftlab.target_model.model import load_target, load_tokenizer
+from draftlab.text.mask_token import choose_mask_token
 
 WHOLE, FOUR = {"draft_vocab_size": None}, {"boundaries": 4}
 AFTER, QK = {"norm_before_residual": True}, {"qk_norm": True}

@@ -11,7 +11,7 @@ from common import Subject
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftlab.data.packing import Batch
+from draftlab.train.batch.packing import Batch
 
 
 def library_rows(flat: Tensor, documents: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from huggingface_hub import get_session
 
-from draftlab.base import UserError
-from draftlab.data.conversations import read_conversations
+from draftlab.errors import UserError
+from draftlab.text.conversations import read_conversations
 
 FOLDER = Path(__file__).resolve().parents[2] / "data_prep"
 if str(FOLDER) not in sys.path:

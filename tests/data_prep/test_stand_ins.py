@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from draftlab.chat.render import template_sha256, tokenizer_sha256
-from draftlab.data.conversations import conversation_file, read_conversations
-from draftlab.decode.engine import Engine
-from draftlab.decode.sampling import Request
-from draftlab.target.model import TargetKnobs, load_target, load_tokenizer
-from tests.decode.answers import run
-from tests.target.zoo import eager_model
+from draftlab.engine.engine import Engine
+from draftlab.engine.sampling import Request
+from draftlab.target_model.model import TargetKnobs, load_target, load_tokenizer
+from draftlab.text.conversations import conversation_file, read_conversations
+from draftlab.text.render import template_sha256, tokenizer_sha256
+from tests.helpers.greedy_answers import run
+from tests.helpers.zoo import eager_model
 
 FOLDER = str(Path(__file__).resolve().parents[2] / "data_prep")
 SMALL = {

@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftlab.base import Monitor
-from draftlab.doctor.examine import examine
+from draftlab.doctor.diagnose import examine
 from draftlab.doctor.findings import Diagnosis
-from draftlab.doctor.knobs import DoctorKnobs
-from draftlab.doctor.witness import Witness
+from draftlab.doctor.settings import DoctorKnobs
+from draftlab.doctor.target_session import Witness
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.eagle import EagleHead
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config
 from draftlab.heads.head import initialise_head
 from draftlab.heads.native import native_config
-from draftlab.target.model import TargetKnobs
-from draftlab.verbs import reference_head
+from draftlab.pipeline.api import reference_head
+from draftlab.progress import Monitor
+from draftlab.target_model.model import TargetKnobs
 
 
 @pytest.fixture(scope="session")

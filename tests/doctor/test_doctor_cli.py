@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.small_run import copy_of_finished, draftlab, snapshot
+from tests.helpers.small_run import copy_of_finished, draftlab, snapshot
 
 OPTIONS = ("--target", "toy", "--prompts", "prompts.jsonl", "--k", "2", "--device", "cpu")
 

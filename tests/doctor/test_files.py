@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftlab.base import UserError
-from draftlab.doctor.examine import examine
-from draftlab.doctor.files import HeadFiles, read_own, vocabulary_findings, whole_tensors
+from draftlab.doctor.diagnose import examine
 from draftlab.doctor.findings import Finding
+from draftlab.doctor.head_files import HeadFiles, read_own, vocabulary_findings, whole_tensors
 from draftlab.doctor.identity import (
     config_findings,
     identity_findings,
     kinship_findings,
     shape_findings,
 )
-from draftlab.doctor.witness import Witness
+from draftlab.doctor.target_session import Witness
+from draftlab.errors import UserError
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config
-from draftlab.verbs import reference_head
+from draftlab.pipeline.api import reference_head
 from tests.doctor.conftest import Broken, Tensors
 
 Check = Callable[..., tuple[list[Finding], bool]]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from draftlab.doctor.examine import examine
-from draftlab.doctor.foreign import read_other
-from draftlab.doctor.witness import Witness
+from draftlab.doctor.diagnose import examine
+from draftlab.doctor.foreign_head import read_other
+from draftlab.doctor.target_session import Witness
 from draftlab.export import export_head
-from draftlab.verbs import reference_head
+from draftlab.pipeline.api import reference_head
 from tests.doctor.conftest import kinds
 
 

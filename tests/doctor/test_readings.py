@@ -12,24 +12,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftlab.doctor.examine import examine
-from draftlab.doctor.feeding import features
+from draftlab.doctor.diagnose import examine
 from draftlab.doctor.findings import Diagnosis
+from draftlab.doctor.head_variant import Reading
 from draftlab.doctor.hypothesis import About
-from draftlab.doctor.reading import Reading
+from draftlab.doctor.input_hypotheses import features
 from draftlab.doctor.score import Score, Scorer
-from draftlab.doctor.trial import Trial
-from draftlab.doctor.weights import layouts, lifted_mask, masks, sorted_blocks
-from draftlab.doctor.witness import Witness
+from draftlab.doctor.search import Trial
+from draftlab.doctor.target_session import Witness
+from draftlab.doctor.weight_hypotheses import layouts, lifted_mask, masks, sorted_blocks
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import WEIGHTS, load_config
 from draftlab.heads.head import initialise_head
-from draftlab.heads.ptd import PtdHead
-from draftlab.verbs import reference_head
+from draftlab.heads.peagle import PtdHead
+from draftlab.pipeline.api import reference_head
 from tests.doctor.conftest import Broken, Tensors, kinds
-from tests.heads.head_toys import make_head
-from tests.heads.llama4_reader import half_split, pairs
 from tests.heads.test_llama4_head import SHAPE as LLAMA4
+from tests.helpers.head_toys import make_head
+from tests.helpers.llama4_reader import half_split, pairs
 
 Examined = Callable[..., Diagnosis]
 

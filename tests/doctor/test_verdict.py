@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from draftlab.doctor.score import Score
-from draftlab.doctor.trial import Trial
+from draftlab.doctor.search import Trial
 from draftlab.doctor.verdict import poor_finding
-from draftlab.results import Counters
-from draftlab.statistics import share_interval
+from draftlab.engine.counters import Counters
+from draftlab.evaluate.statistics import share_interval
 
 
 def trial(first: int, drafts: int) -> Trial:

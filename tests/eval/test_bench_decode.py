@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from draftlab.base import UserError
-from draftlab.decode.drafter import new_drafter
-from draftlab.target.model import Target, TargetKnobs, load_target
-from tests.decode.conftest import PARALLEL, untrained_head
-from tests.toys import toy_target_folder
+from draftlab.engine.drafter import new_drafter
+from draftlab.errors import UserError
+from draftlab.target_model.model import Target, TargetKnobs, load_target
+from tests.helpers.decoding import PARALLEL, untrained_head
+from tests.helpers.toys import toy_target_folder
 
 FOLDER = str(Path(__file__).resolve().parents[2] / "eval")
 if FOLDER not in sys.path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftlab.base import UserError
+from draftlab.errors import UserError
 
 FOLDER = str(Path(__file__).resolve().parents[2] / "eval")
 if FOLDER not in sys.path:

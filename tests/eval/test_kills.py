@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.small_run import copy_of_finished
+from tests.helpers.small_run import copy_of_finished
 
 SCRIPT = Path(__file__).parents[2] / "eval" / "kills.py"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.small_run import copy_of_finished
+from tests.helpers.small_run import copy_of_finished
 
 FOLDER = str(Path(__file__).resolve().parents[2] / "eval")
 if FOLDER not in sys.path:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from draftlab.decode.sampling import Generation
-from draftlab.results import Counters
-from tests.eval.drivers import llamacpp
+from draftlab.engine.counters import Counters
+from draftlab.engine.sampling import Generation
+from tests.helpers.drivers import llamacpp
 
 
 def decoded(name: str, steps: tuple[int, ...], k: int = 3, finish: str = "length") -> Generation:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from draftlab.decode.sampling import Generation
-from draftlab.results import Counters
-from tests.eval.drivers import common, transformers
-from tests.target.zoo import zoo_config
+from draftlab.engine.counters import Counters
+from draftlab.engine.sampling import Generation
+from tests.helpers.drivers import common, transformers
+from tests.helpers.zoo import zoo_config
 
 FOUND = [
     Generation(name, tokens, "length", Counters(3), (), (), 0.1, 0.2)

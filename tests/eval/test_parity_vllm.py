@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from draftlab.base import UserError
-from draftlab.decode.sampling import Generation
-from draftlab.results import Counters
-from tests.eval.drivers import common, random_heads, vllm
+from draftlab.engine.counters import Counters
+from draftlab.engine.sampling import Generation
+from draftlab.errors import UserError
+from tests.helpers.drivers import common, random_heads, vllm
 
 
 def decoded(name: str, steps: tuple[int, ...], k: int = 3) -> Generation:

@@ -10,8 +10,8 @@ import torch
 
 from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.folder import new_head, save_head
-from draftlab.target.fingerprint import fingerprint
-from tests.export.export_toys import BOUNDARIES, HIDDEN, LAYERS, VOCAB, make_target
+from draftlab.target_model.fingerprint import fingerprint
+from tests.helpers.export_toys import BOUNDARIES, HIDDEN, LAYERS, VOCAB, make_target
 
 
 @pytest.fixture(scope="session")

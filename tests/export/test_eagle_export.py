@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftlab.base import UserError
+from draftlab.errors import UserError
 from draftlab.heads.folder import load_head
-from draftlab.target.parts import load_parts
-from tests.export.export_toys import HIDDEN, LAYERS, MAX_LENGTH, VOCAB, export, verify
-from tests.heads.plain_chain import PlainChain
+from draftlab.target_model.parts import load_parts
 from tests.heads.test_options import logits_of
+from tests.helpers.export_toys import HIDDEN, LAYERS, MAX_LENGTH, VOCAB, export, verify
+from tests.helpers.plain_chain import PlainChain
 
 MakeHead = Callable[..., Path]
 EAGLE = {"family": "eagle", "boundaries": (LAYERS,), "draft_vocab_size": VOCAB, "num_layers": 2}

@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 from draftlab.cli import app
 from draftlab.export import gguf
 from draftlab.heads.folder import load_config
-from tests.export.foreign_toys import BOUNDARIES, change, make_head
-from tests.toys import toy_target_folder
+from tests.helpers.foreign_toys import BOUNDARIES, change, make_head
+from tests.helpers.toys import toy_target_folder
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from draftlab.base import UserError
-from draftlab.export import weights, write
-from draftlab.export.place import whole_folder
-from tests.export.export_toys import LAYERS, export, make_target, verify
+from draftlab.errors import UserError
+from draftlab.export import weight_files as weights
+from draftlab.export import write
+from draftlab.export.destination import whole_folder
+from tests.helpers.export_toys import LAYERS, export, make_target, verify
 
 MakeHead = Callable[..., Path]
 

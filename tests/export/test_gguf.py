@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from draftlab.base import UserError
+from draftlab.errors import UserError
 from draftlab.export import ExportKnobs, gguf
-from draftlab.target.model import TargetKnobs, resolve_target
+from draftlab.target_model.model import TargetKnobs, resolve_target
 
 SCRIPT = """
 import argparse, json, sys

@@ -15,7 +15,7 @@ from draftlab import UserError
 from draftlab.export import export_head
 from draftlab.export.importing import import_head
 from draftlab.heads.folder import load_config
-from tests.export.foreign_toys import (
+from tests.helpers.foreign_toys import (
     BOUNDARIES,
     HIDDEN,
     LAYERS,
@@ -26,7 +26,7 @@ from tests.export.foreign_toys import (
     change_tensors,
     make_head,
 )
-from tests.toys import toy_target_folder
+from tests.helpers.toys import toy_target_folder
 
 
 @pytest.fixture(scope="module")

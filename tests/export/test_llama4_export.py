@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from draftlab.base import UserError
-from draftlab.export.launch import vllm_text
+from draftlab.errors import UserError
+from draftlab.export.launch_text import vllm_text
 from draftlab.export.layout import Export
 from draftlab.heads.folder import load_config, load_head
 from draftlab.heads.native import native_config
-from draftlab.target.parts import load_parts
-from tests.export.export_toys import HIDDEN, LAYERS, MAX_LENGTH, VOCAB, export, verify
-from tests.heads.llama4_reader import Reader
+from draftlab.target_model.parts import load_parts
 from tests.heads.test_llama4_head import run
+from tests.helpers.export_toys import HIDDEN, LAYERS, MAX_LENGTH, VOCAB, export, verify
+from tests.helpers.llama4_reader import Reader
 
 MakeHead = Callable[..., Path]
 LLAMA4 = {

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from draftlab.base import UserError
+from draftlab.errors import UserError
 from draftlab.export import LAYOUTS
-from draftlab.target.parts import load_parts
-from tests.export.export_toys import HIDDEN, LAYERS, MASK, MAX_LENGTH, PTD, VOCAB, export, verify
-from tests.export.plain_reader import read_and_run
+from draftlab.target_model.parts import load_parts
+from tests.helpers.export_toys import HIDDEN, LAYERS, MASK, MAX_LENGTH, PTD, VOCAB, export, verify
+from tests.helpers.plain_reader import read_and_run
 
 MakeHead = Callable[..., Path]
 NATIVE = ("vllm", "sglang", "llamacpp")

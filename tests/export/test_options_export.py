@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from draftlab.heads.folder import load_head
-from draftlab.target.parts import load_parts
-from tests.export.export_toys import HIDDEN, VOCAB, export
-from tests.heads.plain_chain import PlainChain
+from draftlab.target_model.parts import load_parts
 from tests.heads.test_options import logits_of
+from tests.helpers.export_toys import HIDDEN, VOCAB, export
+from tests.helpers.plain_chain import PlainChain
 
 MakeHead = Callable[..., Path]
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

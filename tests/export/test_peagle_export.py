@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from draftlab.base import Monitor, UserError
+from draftlab.errors import UserError
 from draftlab.heads.folder import load_head
-from tests.export.export_toys import (
+from draftlab.progress import Monitor
+from tests.helpers.export_toys import (
     BOUNDARIES,
     HIDDEN,
     MASK,
@@ -26,7 +27,7 @@ from tests.export.export_toys import (
     export,
     verify,
 )
-from tests.export.plain_reader import read_and_run
+from tests.helpers.plain_reader import read_and_run
 
 MakeHead = Callable[..., Path]
 WEIGHTS = "model.safetensors"

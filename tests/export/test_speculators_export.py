@@ -14,13 +14,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
-from draftlab.base import Monitor, UserError
+from draftlab.errors import UserError
 from draftlab.export import LAYOUTS, ExportKnobs, find_layout
-from draftlab.export.knobs import PROGRAMS
+from draftlab.export.settings import PROGRAMS
 from draftlab.heads.folder import load_head
-from draftlab.target.parts import load_parts
-from tests.export.export_toys import BOUNDARIES, HIDDEN, MAX_LENGTH, VOCAB, export
-from tests.export.plain_reader import read_and_run
+from draftlab.progress import Monitor
+from draftlab.target_model.parts import load_parts
+from tests.helpers.export_toys import BOUNDARIES, HIDDEN, MAX_LENGTH, VOCAB, export
+from tests.helpers.plain_reader import read_and_run
 
 MakeHead = Callable[..., Path]
 LLAMA3 = {

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftlab.base import UserError
-from tests.export.export_toys import HIDDEN, export, verify
+from draftlab.errors import UserError
+from tests.helpers.export_toys import HIDDEN, export, verify
 
 MakeHead = Callable[..., Path]
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
-from draftlab.base import UserError
+from draftlab.errors import UserError
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import head_tensors, load_config, load_head, native_config, save_head
-from tests.heads.head_toys import LLAMA3, make_config, make_head
+from tests.helpers.head_toys import LLAMA3, make_config, make_head
 
 DRAFT, VOCAB, HIDDEN = 21, 50, 24
 FILE = "model.safetensors"

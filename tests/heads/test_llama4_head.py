@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import AutoConfig, Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextModel
 
-from draftlab.base import UserError
+from draftlab.errors import UserError
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config, load_head, save_head
 from draftlab.heads.initial import start_from
 from draftlab.heads.llama4 import EagleLlama4Head
 from draftlab.heads.native import native_config
-from tests.heads.head_toys import LLAMA3, make_config, make_head
-from tests.heads.llama4_reader import Reader, half_split, pairs
+from tests.helpers.head_toys import LLAMA3, make_config, make_head
+from tests.helpers.llama4_reader import Reader, half_split, pairs
 
 KIND = {
     "no_rope_layers": (1, 0),

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftlab.base import UserError
+from draftlab.errors import UserError
 from draftlab.heads.folder import load_config, load_head, new_head, save_head
 from draftlab.heads.head import DraftHead
 from draftlab.heads.initial import start_from
-from tests.heads.head_toys import make_config, make_head
-from tests.heads.plain_chain import PlainChain
+from tests.helpers.head_toys import make_config, make_head
+from tests.helpers.plain_chain import PlainChain
 
 EAGLE = {"family": "eagle", "boundaries": (5,), "target_hidden_size": 24, "draft_vocab_size": 50}
 KINDS: dict[str, dict] = {

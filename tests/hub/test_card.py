@@ -7,8 +7,8 @@ from huggingface_hub import ModelCard
 
 from draftlab.heads.folder import load_config
 from draftlab.hub.card import CardFacts, model_card, own_rows
-from draftlab.verbs import reference_head
-from tests.report.sample import report
+from draftlab.pipeline.api import reference_head
+from tests.helpers.sample_report import report
 
 LAUNCH = "# Serving this head with vLLM\n\n```\nvllm serve org/base\n```\n"
 CERTIFICATE = {

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard, constants
 
+from draftlab.evaluate.results import Report
 from draftlab.heads.folder import CONFIG, WEIGHTS
-from draftlab.results import Report
-from tests.hub.stub import TOKEN, stub_hub
-from tests.small_run import contents, copy_of_finished, draftlab
+from tests.helpers.hub_stub import TOKEN, stub_hub
+from tests.helpers.small_run import contents, copy_of_finished, draftlab
 
 PUSH = ("push", "small", "org/tiny-head")
 

@@ -10,10 +10,10 @@ import torch
 from huggingface_hub import HfApi, constants
 from safetensors.torch import save_file
 
-from draftlab.base import UserError
+from draftlab.errors import UserError
 from draftlab.hub.upload import upload
-from tests.hub.stub import TOKEN, Repo, StubHub, stub_hub
-from tests.small_run import Heard, contents
+from tests.helpers.hub_stub import TOKEN, Repo, StubHub, stub_hub
+from tests.helpers.small_run import Heard, contents
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draftlab.kernels.add_rows import add_rows_, add_rows_reference_
-from tests.kernels.interpreter import (
+from tests.helpers.interpreter import (
     DEVICE,
     INTERPRETED,
     on_kernels,

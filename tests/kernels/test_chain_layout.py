@@ -13,7 +13,7 @@ from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Layer
 from draftlab.kernels import chain_layout as module
 from draftlab.kernels.head_inputs import Masks, head_inputs_reference, launch
-from tests.kernels.interpreter import INTERPRETED, inside, run_in_the_interpreter, runs_the_others
+from tests.helpers.interpreter import INTERPRETED, inside, run_in_the_interpreter, runs_the_others
 
 LAY_OUT: list[Callable] = [module.chain_layout_reference]
 LAST: list[Callable] = [module.last_rows_reference]

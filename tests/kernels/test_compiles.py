@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 from draftlab.kernels.verify import DraftDistribution, RowKeys
-from draftlab.target.model import TargetKnobs, load_target
-from tests.decode.conftest import PARALLEL, untrained_head
-from tests.kernels.hopper import compiled, most_shared, on_gpu, pretend
-from tests.kernels.interpreter import compiles
-from tests.toys import toy_target_folder
+from draftlab.target_model.model import TargetKnobs, load_target
+from tests.helpers.decoding import PARALLEL, untrained_head
+from tests.helpers.hopper import compiled, most_shared, on_gpu, pretend
+from tests.helpers.interpreter import compiles
+from tests.helpers.toys import toy_target_folder
 
 pytestmark = compiles
 SHARED = 227 * 1024  # bytes that a program may have on Hopper
@@ -168,11 +168,11 @@ def test_a_whole_step(
 
     Nothing but these kernels and the few torch operations between them may be in a step.
     """
-    from draftlab.decode.drafter import new_drafter
-    from draftlab.decode.fused_head import FusedHead
-    from draftlab.decode.slots import Slots
-    from draftlab.decode.step import Step
-    from draftlab.target.fused import FusedDecoder
+    from draftlab.engine.drafter import new_drafter
+    from draftlab.engine.fused_head import FusedHead
+    from draftlab.engine.slots import Slots
+    from draftlab.engine.step import Step
+    from draftlab.target_model.fused_decoder import FusedDecoder
 
     folder = toy_target_folder(tmp_path, layers=4)
     target = load_target(TargetKnobs(path=str(folder), device="cpu", dtype="bfloat16"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftlab.kernels import distill_linear
 from draftlab.kernels.distill import Distilled, Loss, Teacher, distill_rows_reference
 from draftlab.kernels.distill_plan import plan_rows
-from tests.kernels.interpreter import compiles, inside, run_in_the_interpreter, runs_the_others
+from tests.helpers.interpreter import compiles, inside, run_in_the_interpreter, runs_the_others
 from tests.kernels.test_distill import LOSSES, in_chunks, make_case
 
 
@@ -162,7 +162,7 @@ def test_compiles(loss: Loss, dtype: torch.dtype) -> None:
     """One variant for every chunk, wherever it starts; wide loads; no registers spilled."""
     pytest.importorskip("triton")
     from draftlab.kernels.distill_triton import distill_rows
-    from tests.kernels.hopper import compiled, on_gpu
+    from tests.helpers.hopper import compiled, on_gpu
 
     rows, vocab, pitch = 3000, 32_003, 32_016
     reals = {"dtype": torch.float32}

@@ -13,12 +13,7 @@ from draftlab.kernels.gated import (
     gated_backward_reference_,
     gated_reference,
 )
-from tests.kernels.interpreter import (
-    DEVICE,
-    on_kernels,
-    run_in_the_interpreter,
-    runs_the_others,
-)
+from tests.helpers.interpreter import DEVICE, on_kernels, run_in_the_interpreter, runs_the_others
 
 SHAPES = [(6, 40), (3, 1), (1, 2048), (2, 2100), (0, 8)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.interpreter import inside, run_in_the_interpreter, runs_the_others
+from tests.helpers.interpreter import inside, run_in_the_interpreter, runs_the_others
 
 
 @runs_the_others

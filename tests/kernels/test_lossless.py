@@ -19,9 +19,9 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from draftlab.decode import drafter as drafter_module
-from draftlab.decode.drafter import ChainDrafter, Observed, Proposal
-from draftlab.decode.plain_head import Pass
+from draftlab.engine import drafter as drafter_module
+from draftlab.engine.drafter import ChainDrafter, Observed, Proposal
+from draftlab.engine.eager_head import Pass
 from draftlab.kernels import verify as verify_module
 from draftlab.kernels.rows import RowKeys
 from draftlab.kernels.verify import Verdict, sample_first

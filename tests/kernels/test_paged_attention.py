@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftlab.kernels.paged_attention import attend_paged, write_paged
-from tests.kernels.interpreter import INTERPRETED, inside, outside, run_in_the_interpreter
+from tests.helpers.interpreter import INTERPRETED, inside, outside, run_in_the_interpreter
 
 
 @outside

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftlab.kernels import parallel_layout as eager
 from draftlab.kernels.parallel_layout import layout_size, parallel_layout, ragged_layout
-from tests.kernels.interpreter import INTERPRETED, run_in_the_interpreter, runs_the_others
+from tests.helpers.interpreter import INTERPRETED, run_in_the_interpreter, runs_the_others
 
 MASK = 777
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from draftlab.kernels.rope_write import rope_angles, rope_write_reference
-from tests.kernels.interpreter import inside, run_in_the_interpreter, runs_the_others
+from tests.helpers.interpreter import inside, run_in_the_interpreter, runs_the_others
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, BLOCK = 10, 3, 12, 5, 4
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftlab.kernels import verify
-from tests.kernels.interpreter import INTERPRETED, inside, run_in_the_interpreter, runs_the_others
+from tests.helpers.interpreter import INTERPRETED, inside, run_in_the_interpreter, runs_the_others
 from tests.kernels.test_verify_triton import TEMPERATURES, make_keys
 
 if INTERPRETED:

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.decode.step import StepResult
+from draftlab.engine.step import StepResult
 from draftlab.kernels import step_layout
 from draftlab.kernels.rows import RowKeys
 from draftlab.kernels.step_layout import SlotBuffers, StepLayout
 from draftlab.kernels.verify import Verdict
-from tests.kernels.interpreter import INTERPRETED, run_in_the_interpreter, runs_the_others
+from tests.helpers.interpreter import INTERPRETED, run_in_the_interpreter, runs_the_others
 
 LAY_OUT: list[Callable] = [step_layout.lay_out_reference]
 ADVANCE: list[Callable] = [step_layout.advance_reference]

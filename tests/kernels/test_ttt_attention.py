@@ -16,8 +16,8 @@ from draftlab.kernels.ttt_attention import (
     ttt_attention,
     ttt_attention_reference,
 )
-from tests.kernels.interpreter import inside, outside, run_in_the_interpreter
-from tests.kernels.ttt_attention_cases import Case
+from tests.helpers.interpreter import inside, outside, run_in_the_interpreter
+from tests.helpers.ttt_attention_cases import Case
 
 
 @outside

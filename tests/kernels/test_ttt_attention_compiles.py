@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 from draftlab.kernels.ttt_attention import OwnKeys, ttt_attention
-from tests.kernels.hopper import compiled, most_shared, on_gpu
-from tests.kernels.interpreter import compiles
+from tests.helpers.hopper import compiled, most_shared, on_gpu
+from tests.helpers.interpreter import compiles
 
 pytestmark = compiles
 SHARED = 227 * 1024  # bytes that a program may have on Hopper

@@ -16,7 +16,7 @@ from draftlab.kernels import noise, verify
 from draftlab.kernels.noise import Purpose
 from draftlab.kernels.rows import DraftDistribution, RowKeys, draft_index
 from draftlab.kernels.verify import Verdict
-from tests.kernels.interpreter import INTERPRETED, inside, run_in_the_interpreter, runs_the_others
+from tests.helpers.interpreter import INTERPRETED, inside, run_in_the_interpreter, runs_the_others
 
 if INTERPRETED:
     import triton

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from draftlab.evaluate.results import Lossless, Report, SelfCheck
 from draftlab.report import write_html
 from draftlab.report.html import flatten, render_html
-from draftlab.results import Lossless, Report, SelfCheck
-from tests.report import sample
+from tests.helpers import sample_report as sample
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from draftlab.report import plots
-from tests.report import sample
+from tests.helpers import sample_report as sample
 
 
 def legend(figure: Figure) -> list[str]:

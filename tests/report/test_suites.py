@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from draftlab.base import UserError
+from draftlab.errors import UserError
+from draftlab.evaluate.results import Report
 from draftlab.report import print_suites
-from draftlab.results import Report
-from tests.report import sample
+from tests.helpers import sample_report as sample
 
 
 def of_suite(name: str, **changes: Any) -> Report:

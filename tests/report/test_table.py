@@ -9,9 +9,10 @@ import sys
 import pytest
 from rich.console import Console
 
-from draftlab.report import print_report, wording
-from draftlab.results import Report
-from tests.report import sample
+from draftlab.evaluate.results import Report
+from draftlab.report import formatting as wording
+from draftlab.report import print_report
+from tests.helpers import sample_report as sample
 
 
 def printed(report: Report, width: int = 100) -> str:

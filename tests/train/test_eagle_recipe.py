@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from draftlab.base import UserError
-from draftlab.data.store import Store
+from draftlab.errors import UserError
 from draftlab.heads.folder import load_config
-from draftlab.target.parts import check_llama_style
-from tests.small_run import copy_of_finished, draftlab, new_workshop
-from tests.target.zoo import zoo_folder
-from tests.test_recipes_run import tiny_target
+from draftlab.store.store import Store
+from draftlab.target_model.parts import check_llama_style
+from tests.helpers.small_run import copy_of_finished, draftlab, new_workshop
+from tests.helpers.zoo import zoo_folder
+from tests.pipeline.test_recipes_run import tiny_target
 
 EAGLE = ("head.family=eagle", "export.formats=[vllm]")
 

@@ -8,23 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftlab.base import Monitor, UserError
-from draftlab.data.conversations import further_id
-from draftlab.data.draft_vocab import DraftVocabulary
-from draftlab.data.packing import pack
-from draftlab.data.store import Record
+from draftlab.errors import UserError
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.target.parts import TargetParts
-from draftlab.train.knobs import TrainKnobs
+from draftlab.progress import Monitor
+from draftlab.store.store import Record
+from draftlab.target_model.parts import TargetParts
+from draftlab.text.conversations import further_id
+from draftlab.text.draft_vocabulary import DraftVocabulary
+from draftlab.train.batch.packing import pack
 from draftlab.train.loop import Trainer
 from draftlab.train.metrics import MetricsLog
-from draftlab.train.objective import DraftTeacher
-from draftlab.train.scores import score
-from draftlab.train.validate import walk
-from tests.train import synthetic
-from tests.train.list_store import ListStore
-from tests.train.test_ttt import reach_mask_t, reach_mask_t_k, spans_of
+from draftlab.train.objectives.loss import DraftTeacher
+from draftlab.train.settings import TrainKnobs
+from draftlab.train.token_scores import score
+from draftlab.train.validation import walk
+from tests.helpers import synthetic
+from tests.helpers.list_store import ListStore
+from tests.train.objectives.test_ttt import reach_mask_t, reach_mask_t_k, spans_of
 
 PROMPT, ANSWER = 3, 9
 
@@ -139,7 +140,7 @@ def test_first_draft_and_the_rest_are_learnt(tmp_path: Path) -> None:
 def test_masks_that_skip_the_first_draft_fail_to_learn_it(
     bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftlab.data.rows.loss_reach", bug)
+    monkeypatch.setattr("draftlab.train.batch.loss_rows.loss_reach", bug)
     target = orthogonal_parts()
     store = ListStore([toy_answer(target, i) for i in range(300)])
     trainer = trained(tmp_path, store, target)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from draftlab.base import UserError
+from draftlab.errors import UserError
+from draftlab.train.distributed.backends import Whole
 from draftlab.train.metrics import Window
-from draftlab.train.wrap import Whole
-from tests.train.list_store import ListStore
+from tests.helpers.list_store import ListStore
 from tests.train.test_learning import orthogonal_parts, toy_answer, trained
 
 

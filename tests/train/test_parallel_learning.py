@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftlab.base import Monitor
-from draftlab.data.packing import Batch, pack
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, load_head, save_head
-from draftlab.heads.ptd import PtdHead
+from draftlab.heads.peagle import PtdHead
+from draftlab.progress import Monitor
+from draftlab.train.batch.packer import StepWork
+from draftlab.train.batch.packing import Batch, pack
+from draftlab.train.distributed.ranks import share
 from draftlab.train.loop import Trainer
-from draftlab.train.objective import DraftTeacher
-from draftlab.train.packer import StepWork
-from draftlab.train.ranks import share
-from draftlab.train.scores import score
-from draftlab.train.validate import validate
-from tests.train import synthetic
-from tests.train.list_store import ListStore
+from draftlab.train.objectives.loss import DraftTeacher
+from draftlab.train.token_scores import score
+from draftlab.train.validation import validate
+from tests.helpers import synthetic
+from tests.helpers.list_store import ListStore
 from tests.train.test_learning import (
     ANSWER,
     PROMPT,

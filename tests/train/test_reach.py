@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftlab.data.packing import pack
+from draftlab.train.batch.packing import pack
 from draftlab.train.families import OBJECTIVES
-from draftlab.train.knobs import TrainKnobs
-from draftlab.train.objective import DraftTeacher, Terms, reached, weighted_loss
-from tests.train.synthetic import head, parts, record
-from tests.train.test_ttt import spans_of
+from draftlab.train.objectives.loss import DraftTeacher, Terms, reached, weighted_loss
+from draftlab.train.settings import TrainKnobs
+from tests.helpers.synthetic import head, parts, record
+from tests.train.objectives.test_ttt import spans_of
 
 
 @pytest.mark.parametrize("family", OBJECTIVES)

@@ -1,1 +1,0 @@
-"""From conversations to the token ids a target sees, and which of them it wrote itself."""

@@ -1,1 +1,0 @@
-"""From prompts to a store of hidden states: conversations, answers, records, draft vocabulary."""

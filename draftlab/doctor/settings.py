@@ -1,0 +1,20 @@
+"""What a head is tried on."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from draftlab.settings import Knobs
+
+
+class DoctorKnobs(Knobs):
+    """What a head is tried on."""
+
+    prompts: str = "embedded:heldout"
+    """A suite, as `eval.suite` names them."""
+    max_prompts: int = Field(default=16, ge=2)
+    """Prompts taken from its start; intervals are over these."""
+    max_new_tokens: int = Field(default=64, ge=8)
+    """Of each answer."""
+    k: int | None = Field(default=None, ge=1)
+    """Drafts a step; None: what the head was trained for, at most 4."""

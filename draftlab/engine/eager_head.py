@@ -1,0 +1,141 @@
+"""A head's decode pass over paged caches, in the head's own modules: any device, any dtype.
+
+`FusedHead` (CUDA, 16-bit) and `PackedHead` (CPU) have its interface, and it is their reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftlab.heads.head import DraftHead
+from draftlab.heads.layers import Angles
+from draftlab.heads.peagle import PtdHead
+from draftlab.kernels.chain_layout import last_rows
+from draftlab.kernels.head_inputs import Masks
+from draftlab.kernels.paged_attention import attend_paged, write_paged
+
+Pools = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values of each layer, [P, S, kv heads, head_dim], written in place."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Where the slots of one pass are, M a row, and which outputs are asked for.
+
+    Attributes:
+        slots: int64 [B, M], where their keys go; −1 nowhere.
+        angles: cosines and sines [B, M, …], as the head's path rotates by, and what else it needs
+            of positions.
+        positions: int64 [B, M], consecutive; −1 is padding, at the end.
+        asked: int64 [B, A], positions of those whose outputs are asked for.
+        counts: int64 [B]; they are A columns from counts − 1 on. None: all, A = M.
+        masks: slots without a hidden state of their own; None: there are none.
+    """
+
+    slots: Tensor
+    angles: Angles
+    positions: Tensor
+    asked: Tensor
+    counts: Tensor | None = None
+    masks: Masks | None = None
+
+    def parts(self, num_layers: int) -> Iterator[tuple[Tensor | None, Tensor]]:
+        """`counts` and the queries' positions of each layer.
+
+        Only the last one's queries end at what is asked for: the others' make keys.
+        """
+        for _ in range(num_layers - 1):
+            yield None, self.positions
+        yield self.counts, self.asked
+
+
+class HeadPasses(Protocol):
+    """How a head's passes run."""
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """`DraftHead.fuse`."""
+
+    def angles(self, positions: Tensor) -> Angles:
+        """Of positions [T], what `forward` takes of them, each [T, …]; −1 is padding."""
+
+    def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """`DraftHead.logits`, [N, W] of outputs [N, H]; `out`: where they go."""
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor, pools: Pools
+    ) -> Tensor:
+        """The head's outputs [B, A, H] of what is asked for; the keys of all enter the pools.
+
+        Args:
+            tokens: int64 [B, M].
+            hidden: [B, M, H]; with masks those of a row's first columns are enough.
+            place: where the slots are.
+            block_table: int32 [B, N].
+            pools: of each layer.
+        """
+
+
+class PlainHead:
+    """The passes of a head, in its own modules."""
+
+    def __init__(self, head: DraftHead) -> None:
+        self.head = head
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """See `HeadPasses`."""
+        return self.head.fuse(features)
+
+    def angles(self, positions: Tensor) -> Angles:
+        """See `HeadPasses`."""
+        return self.head.rope.angles(positions.clamp(min=0))
+
+    def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """See `HeadPasses`."""
+        found = self.head.logits(output)
+        return found if out is None else out.copy_(found)
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor, pools: Pools
+    ) -> Tensor:
+        """See `HeadPasses`."""
+        if place.masks is not None:
+            hidden = place.masks.fill(hidden)
+        layers, asked = self.head.layers, place.asked.shape[1]
+        parts = place.parts(len(layers))
+        for layer, pool, (counts, positions) in zip(layers, pools, parts, strict=True):
+            if layer is layers[0]:
+                x, residual = self.head.inputs(self.head.embed(tokens), hidden)
+            else:
+                x, residual = layer.input_layernorm(hidden), hidden
+            angles = place.angles
+            write_paged(*layer.self_attn.key_value(x, angles), *pool, place.slots)
+            if counts is not None:
+                x, residual, *angles = (
+                    last_rows(t, counts, asked) for t in (x, residual, *place.angles)
+                )
+            query = layer.self_attn.query(x, angles)
+            scale = query.shape[-1] ** -0.5
+            attended = attend_paged(
+                query, *pool, block_table, positions, chunk=layer.chunk, scale=scale
+            )
+            hidden = layer.output(attended, residual)
+        return self.head.finish(hidden)
+
+
+def embedding_table(head: DraftHead) -> Tensor:
+    """Embeddings [V, H] as `head.embed` looks them up: the mask token's row is the trained one.
+
+    A copy only where the table has another row there, which that of a loaded head has not.
+    """
+    table = head.embed_tokens.weight.detach()
+    if isinstance(head, PtdHead):
+        row = head.mask_embedding.detach().to(table.dtype)
+        if not torch.equal(table[head.mask_token_id], row):
+            table = table.clone()
+            table[head.mask_token_id] = row
+    return table

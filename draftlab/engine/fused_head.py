@@ -1,0 +1,162 @@
+"""A head's decode pass on few kernels (CUDA, 16-bit); `PlainHead` is the reference.
+
+One pass is: inputs (embedding and hidden state, normed, side by side), then for each layer qkv,
+rotation and cache write, attention, output product plus residual, gated product, down product plus
+residual; a product begins the norm of what follows it. In the last layer only what is asked for
+goes on behind the cache write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftlab.engine.eager_head import Pass, Pools, embedding_table
+from draftlab.heads.eagle import EagleHead
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DecoderLayer, DraftHead
+from draftlab.kernels.chain_layout import last_rows
+from draftlab.kernels.head_inputs import head_inputs
+from draftlab.kernels.linear import gated_linear, linear, linear_then_norm
+from draftlab.kernels.paged_attention import attend_paged
+from draftlab.kernels.rope_write import rope_angles, rope_write
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer's parameters: its own storage, but for qkv, which is a stacked copy."""
+
+    qkv: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    mlp_norm: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+def _read_layer(layer: DecoderLayer) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    return _Layer(
+        qkv=torch.cat([p.weight for p in projections]),
+        q_norm=None if attention.q_norm is None else attention.q_norm.weight,
+        k_norm=None if attention.k_norm is None else attention.k_norm.weight,
+        out=attention.o_proj.weight,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        gate=mlp.gate_proj.weight,
+        up=mlp.up_proj.weight,
+        down=mlp.down_proj.weight,
+    )
+
+
+class FusedHead:
+    """The passes of a head, with the interface of `HeadPasses`.
+
+    Args:
+        head: on CUDA, bfloat16 or float16.
+    """
+
+    @torch.no_grad()
+    def __init__(self, head: DraftHead) -> None:
+        self.head, self.eps = head, head.config.rms_norm_eps
+        self.layers = [_read_layer(layer) for layer in head.layers]
+        # The norm before each later layer's qkv.
+        self.norms = [layer.input_layernorm.weight for layer in head.layers[1:]]
+        self.embeddings = embedding_table(head)
+        self.norms_logits = isinstance(head, Eagle3Head) and not head.config.norm_output
+
+    @staticmethod
+    def suits(head: DraftHead) -> bool:
+        """Whether a head's passes can run so."""
+        weight = head.fc.weight
+        return (
+            isinstance(head, Eagle3Head | EagleHead)
+            and weight.is_cuda
+            and weight.dtype in (torch.bfloat16, torch.float16)
+            and {p.dtype for p in head.parameters()} == {weight.dtype}
+            and head.config.llama4 is None
+        )
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """See `HeadPasses`."""
+        if isinstance(self.head, Eagle3Head):
+            return self._fc(self.head.normed_features(features))
+        return self.head.fuse(features)
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """See `HeadPasses`."""
+        return rope_angles(positions, self.head.rope.frequencies, 1.0, self.head.fc.weight.dtype)
+
+    def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """See `HeadPasses`."""
+        head = self.head
+        norm = head.norm.weight if self.norms_logits else None
+        return linear(output, head.lm_head.weight, norm_weight=norm, eps=self.eps, out=out)
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor, pools: Pools
+    ) -> Tensor:
+        """See `HeadPasses`."""
+        eps, shape, asked = self.eps, tokens.shape, place.asked.shape[1]
+        angles = tuple(half.flatten(0, 1) for half in place.angles)
+        slots = place.slots.flatten()
+        x, y = self._inputs(tokens, hidden, place)
+        parts = place.parts(len(self.layers))
+        for number, (layer, pool, (counts, positions)) in enumerate(
+            zip(self.layers, pools, parts, strict=True)
+        ):
+            qkv = linear(x, layer.qkv)
+            query = rope_write(
+                qkv, angles, *pool, slots, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps
+            )
+            query = query.view(*shape, *query.shape[1:])
+            if counts is not None:
+                query = last_rows(query, counts, asked)
+                if len(y) != len(tokens) * asked:
+                    y = last_rows(y.view(*shape, -1), counts, asked).flatten(0, 1)
+            attended = attend_paged(
+                query,
+                *pool,
+                block_table,
+                positions,
+                scale=query.shape[-1] ** -0.5,
+                ahead=layer.out,
+            )
+            attended = attended.flatten(2).flatten(0, 1)
+            y, normed = linear_then_norm(attended, layer.out, layer.mlp_norm, eps, residual=y)
+            inner = gated_linear(normed, layer.gate, layer.up)
+            if number == len(self.layers) - 1:
+                y = linear(inner, layer.down, residual=y)
+            else:
+                y, x = linear_then_norm(inner, layer.down, self.norms[number], eps, residual=y)
+        return self.head.finish(y.view(len(tokens), asked, -1))
+
+    def _fc(self, x: Tensor) -> Tensor:
+        """fc, [B, M, H]."""
+        return linear(x.flatten(0, -2), self.head.fc.weight).view(*x.shape[:-1], -1)
+
+    def _inputs(self, tokens: Tensor, hidden: Tensor, place: Pass) -> tuple[Tensor, Tensor]:
+        """What the first layer reads [B·M, 2H or H], and its residual [B·M or B·A, H]."""
+        first = self.head.layer
+        if isinstance(self.head, EagleHead):
+            pairs = torch.cat([F.embedding(tokens, self.embeddings), hidden], -1)
+            x = self._fc(pairs).flatten(0, 1)
+            return x, x
+        x, residual = head_inputs(
+            tokens,
+            hidden,
+            self.embeddings,
+            first.input_layernorm.weight,
+            first.hidden_norm.weight,
+            self.eps,
+            norm_before_residual=first.norm_before_residual,
+            counts=place.counts if len(self.layers) == 1 else None,
+            ahead=place.asked.shape[1],
+            masks=place.masks,
+        )
+        return x.flatten(0, 1), residual.flatten(0, 1)

@@ -1,0 +1,85 @@
+"""How far a request has come: the books that every engine keeps alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from draftlab.engine.counters import Counters
+from draftlab.engine.sampling import Generation, Request
+from draftlab.errors import UserError
+
+
+def check_prompts(requests: Sequence[Request], max_length: int) -> None:
+    """Raises a `UserError` for an empty prompt, or one that leaves no room for an answer."""
+    for request in requests:
+        if not 0 < len(request.prompt_ids) < max_length:
+            raise UserError(
+                f"expected a prompt of 1 to {max_length - 1} tokens, found "
+                f"{len(request.prompt_ids)}",
+                where=f"prompt {request.id}",
+                do="raise the length limit or shorten the prompt",
+            )
+
+
+class Progress:
+    """A request, its tokens so far, and its counters.
+
+    Attributes:
+        tokens: prompt and answer; the last has no key cached yet.
+        counters, expected, steps: as `Generation` has them.
+        started: when its prefill began; None before.
+        finish: "stop" or "length" once it has ended.
+    """
+
+    def __init__(self, request: Request, k: int) -> None:
+        self.request = request
+        self.tokens = list(request.prompt_ids)
+        self.counters = Counters(k)
+        self.expected = [0.0] * k
+        self.steps: list[tuple[int, int]] = []
+        self.started: float | None = None
+        self.first_token_s = 0.0
+        self.finish: str | None = None
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since its prefill began."""
+        return time.perf_counter() - (self.started or 0.0)
+
+    def count(self, num_drafts: int, accepted: int, chance: Sequence[float]) -> None:
+        """Books a verify step, before a stop token or a limit cuts tokens off (METHODS §6).
+
+        Args:
+            chance: of each draft, given that it was reached.
+        """
+        self.counters.add_step(num_drafts, accepted)
+        self.steps.append((num_drafts, accepted))
+        for i in range(min(accepted + 1, num_drafts)):
+            self.expected[i] += chance[i]
+
+    def emit(self, tokens: Sequence[int], max_length: int) -> None:
+        """Appends tokens until a stop token or a limit; what is cut off is counted."""
+        for i, token in enumerate(tokens):
+            self.tokens.append(token)
+            produced = len(self.tokens) - len(self.request.prompt_ids)
+            if token in self.request.stop_ids:
+                self.finish = "stop"
+            elif produced >= self.request.max_new_tokens or len(self.tokens) >= max_length:
+                self.finish = "length"
+            if self.finish:
+                self.counters.truncated_tokens += len(tokens) - i - 1
+                return
+
+    def result(self) -> Generation:
+        """The finished request."""
+        return Generation(
+            self.request.id,
+            tuple(self.tokens[len(self.request.prompt_ids) :]),
+            self.finish or "length",
+            self.counters,
+            tuple(self.expected),
+            tuple(self.steps),
+            self.first_token_s,
+            self.elapsed,
+        )

@@ -1,0 +1,103 @@
+"""The drafter of parallel heads: K drafts from one pass (METHODS §4, CONTRACTS §1.5)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from draftlab.engine.drafter import HeadDrafter, Observed, Proposal
+from draftlab.engine.eager_head import Pass
+from draftlab.heads.peagle import PtdHead
+from draftlab.kernels.chain_layout import last_rows
+from draftlab.kernels.head_inputs import Masks
+from draftlab.kernels.parallel_layout import parallel_layout
+from draftlab.kernels.rows import RowKeys
+from draftlab.kernels.verify import argmax_draft, sample_draft
+
+
+class ParallelDrafter(HeadDrafter):
+    """A PTD head: the last true pair drafts the first token, masked slots behind it the others.
+
+    Keys of masked slots lie where true pairs will come. They are never seen later: the next pass
+    writes every position that its queries see beyond the pairs that were there before.
+
+    Args: those of `HeadDrafter`; the head is a `PtdHead`.
+    """
+
+    kind: Literal["parallel"] = "parallel"
+
+    def __init__(self, head: PtdHead, k: int, **options: Any) -> None:
+        super().__init__(head, k, **options)
+        self.mask_token_id = head.mask_token_id
+
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_length: int | None = None,
+        packed: bool = False,
+    ) -> None:
+        super().start(num_blocks, block_size, max_length=max_length, packed=packed)
+        with torch.inference_mode():  # the same in every pass
+            self.mask_state = self.passes.fuse(self.head.mask_hidden)[0]
+
+    @torch.inference_mode()
+    def propose(self, observed: Observed) -> Proposal:
+        if not observed.tokens.is_cuda:  # shapes need not be static: no columns of padding alone
+            observed = observed.first_columns(int(observed.counts.max()))
+        counts, table = observed.counts, observed.block_table
+        layout = parallel_layout(
+            observed.tokens,
+            counts - 1,
+            observed.positions[:, 0],
+            table,
+            block_size=self.block_size,
+            max_length=self.max_length,
+            mask_token_id=self.mask_token_id,
+            k=self.k,
+        )
+        place = Pass(
+            layout.slots,
+            self._angles(layout.positions),
+            layout.positions,
+            last_rows(layout.positions, counts, self.k),
+            counts,
+            Masks(layout.is_mask, self.mask_state),
+        )
+        hidden = self.passes.fuse(observed.features.to(self.dtype))
+        outputs = self._forward(layout.tokens, hidden, place, table)
+        sampling = observed.sampling or self.sampling(observed.keys)
+        return self._draw(outputs, place.asked[:, 0].contiguous(), observed.keys, sampling)
+
+    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [B, M, …] of positions [B, M]."""
+        cos, sin = self.passes.angles(positions.flatten())
+        return cos.unflatten(0, positions.shape), sin.unflatten(0, positions.shape)
+
+    def _draw(
+        self, outputs: Tensor, last: Tensor, keys: RowKeys, sampling: tuple[Tensor, Tensor]
+    ) -> Proposal:
+        """A draft from each of the outputs [B, K, H]; `last` [B]: positions of the first."""
+        shape = self.k, len(outputs)
+        tokens = keys.seed.new_empty(shape)
+        # Depth by depth, so that each is one piece of memory: [K, B, …].
+        logits = outputs.new_empty(*shape, len(self.draft_ids))
+        self.passes.logits(outputs.transpose(0, 1).flatten(0, 1), out=logits.flatten(0, 1))
+        if not self.draft_probs:
+            argmax_draft(logits.flatten(0, 1), ids=self.draft_ids, out=tokens.flatten())
+            return self._proposal(tokens, None, None, sampling)
+        log_sum = keys.temperature.new_empty(shape)
+        for depth in range(self.k):
+            sample_draft(
+                logits[depth],
+                last,
+                keys,
+                *sampling,
+                ids=self.draft_ids,
+                ahead=2 + depth,  # slot p predicts position p + 2
+                out=(tokens[depth], log_sum[depth]),
+            )
+        return self._proposal(tokens, logits, log_sum, sampling)

@@ -1,0 +1,86 @@
+"""What a request asks for, and its parameters as batch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from draftlab.engine.counters import Counters
+from draftlab.kernels.noise import prompt_key
+from draftlab.kernels.rows import RowKeys
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen; temperature 0 is greedy, None turns a limit off."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or (self.top_k or 1) < 1 or not 0 < (self.top_p or 1.0) <= 1:
+            raise ValueError(f"expected temperature >= 0, top_k >= 1, 0 < top_p <= 1; found {self}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to be continued. `id` names its noise: equal ids sample equally for equal seeds."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    stop_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished request.
+
+    Attributes:
+        token_ids: what was generated, a final stop token included.
+        finish: "stop" or "length".
+        counters: its verify steps.
+        expected: per draft position, the summed probability of acceptance where it was reached.
+        steps: (drafted, accepted) of each verify step, in order.
+        first_token_s, total_s: seconds from the start of its prefill.
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    finish: str
+    counters: Counters
+    expected: tuple[float, ...]
+    steps: tuple[tuple[int, int], ...] = field(repr=False)
+    first_token_s: float
+    total_s: float
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per output token after the first; None for a single token."""
+        if len(self.token_ids) < 2:
+            return None
+        return (self.total_s - self.first_token_s) / (len(self.token_ids) - 1)
+
+
+def row_keys(requests: Sequence[Request], device: torch.device) -> RowKeys:
+    """Parameters and noise keys of a batch of requests."""
+    sampling = [r.sampling for r in requests]
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    def floats(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    return RowKeys(
+        floats([s.temperature for s in sampling]),
+        ints([s.top_k or 0 for s in sampling]),
+        floats([s.top_p or 1.0 for s in sampling]),
+        ints([s.seed for s in sampling]),
+        ints([prompt_key(r.id) for r in requests]),
+    )

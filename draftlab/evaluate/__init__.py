@@ -1,0 +1,1 @@
+"""Evaluation of heads: real speculative decoding of a suite, counted and timed."""

@@ -1,0 +1,1 @@
+"""The losslessness certificate: a statistical test that drafting keeps the distribution."""

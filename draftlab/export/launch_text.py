@@ -1,0 +1,132 @@
+"""The texts beside an export: how a server is started with it, and what it is."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from importlib import metadata
+from pathlib import Path
+
+from draftlab.export.gguf import OUT_TYPES
+from draftlab.export.layout import Export
+from draftlab.heads.config import HeadConfig
+from draftlab.vllm.vllm_client.own_config import generation_override
+
+_FAMILIES = {
+    "eagle3": "EAGLE3",
+    "ptd": "Parallel draft (P-EAGLE)",
+    "eagle": "EAGLE",
+    "eagle_llama4": "Dense Llama 4 EAGLE",
+}
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a target's name is a Hub id ("org/name") rather than a folder."""
+    return (
+        name.count("/") == 1
+        and not name.startswith((".", "/", "~"))
+        and not Path(name).expanduser().exists()
+    )
+
+
+def block(*lines: str) -> str:
+    """Command lines as Markdown."""
+    return "```\n" + "\n".join(lines) + "\n```\n"
+
+
+def vllm_text(export: Export, place: Path, *, alone: bool = False, method: str = "eagle3") -> str:
+    """launch.md: how vLLM serves an export.
+
+    Args:
+        alone: vLLM takes target, method and K from config.json.
+        method: of drafting, as vLLM calls it.
+    """
+    chosen = {"model": str(place), "method": method, "num_speculative_tokens": export.k}
+    parallel = export.head.family == "ptd"
+    # Only of an export served alone does vLLM read it from config.json.
+    chosen |= {"parallel_drafting": True} if parallel else {}
+    options = json.dumps(chosen, ensure_ascii=False)
+    override = generation_override(export.target)
+    told = shlex.quote(json.dumps(override, ensure_ascii=False))
+    more = f" --override-generation-config {told}" if override else ""
+    explicit = block(
+        f"vllm serve {shlex.quote(export.target_name)} --speculative-config "
+        f"{shlex.quote(options)}{more}"
+    )
+    if alone:
+        text = (
+            "The target is on the Hub, and the export names it:\n\n"
+            + block(f"vllm serve {shlex.quote(str(place))}{more}")
+            + f"\nSpelled out, for another K or a local copy of the target:\n\n{explicit}"
+        )
+    elif is_hub_id(export.target_name):
+        text = explicit
+    else:
+        text = (
+            "The target is a local folder, which vLLM wants named (it serves an export alone only "
+            f"where the target is on the Hub):\n\n{explicit}"
+        )
+    drafts = f"{export.k} tokens a step, greedy, "
+    drafts += "all in one pass" if parallel else "one a pass"
+    if override:
+        drafts += (
+            ".\nWhether Llama 4's attention is tempered vLLM does not ask the target's config, by "
+            "which this head was trained: hence the last option"
+        )
+    return f"# Serving this head with vLLM\n\n{text}\nDrafts: {drafts}.\n"
+
+
+def sglang_text(export: Export, place: Path, *, algorithm: str = "EAGLE3") -> str:
+    """launch.md: how SGLang serves an export, as a chain (CONTRACTS §6).
+
+    Args:
+        algorithm: as SGLang calls it.
+    """
+    command = block(
+        f"python -m sglang.launch_server --model-path {shlex.quote(export.target_name)} \\",
+        f"  --speculative-algorithm {algorithm} \\",
+        f"  --speculative-draft-model-path {shlex.quote(str(place))} \\",
+        f"  --speculative-num-steps {export.k} --speculative-eagle-topk 1 \\",
+        f"  --speculative-num-draft-tokens {export.k + 1}",
+    )
+    return (
+        f"# Serving this head with SGLang\n\n{command}\nDrafts: {export.k} tokens a step, one a "
+        "pass. SGLang counts the token it drafts from, hence one more in the last option.\n"
+    )
+
+
+def llamacpp_text(export: Export, place: Path) -> str:
+    """launch.md: how llama.cpp's converter and server take an export (CONTRACTS §5, §10)."""
+    hub = is_hub_id(export.target_name)
+    target = "target" if hub else shlex.quote(export.target_name)
+    fetch = [f"hf download {shlex.quote(export.target_name)} --local-dir target"] if hub else []
+    head, convert = shlex.quote(str(place)), "python convert_hf_to_gguf.py"
+    outtype = OUT_TYPES[export.dtype_name]
+    commands = block(
+        *fetch,
+        f"{convert} {target} --outtype {outtype} --outfile target.gguf",
+        f"{convert} {head} --target-model-dir {target} --outtype {outtype} \\",
+        "  --outfile head.gguf",
+        "llama-server -m target.gguf -md head.gguf --spec-type draft-eagle3 \\",
+        f"  --spec-draft-n-max {export.k} --spec-draft-p-min 0 --jinja",
+    )
+    return (
+        "# Serving this head with llama.cpp\n\nIn a folder of llama.cpp (the converter reads "
+        f"tokenizer and sizes from the target):\n\n{commands}\n"
+        f"Drafts: at most {export.k} tokens a step, one a pass. The converter refuses tokenizers "
+        "that it does not know by their hash; `draftlab export --to llamacpp --gguf` tells it of "
+        "those that split text as Llama 3's or Qwen 2's do.\n"
+    )
+
+
+def readme_text(head: HeadConfig, target_name: str, layout: str) -> str:
+    """README.md: the layout, its version, who wrote it, for which target."""
+    try:
+        version = metadata.version("draftlab")
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        version = "(not installed)"
+    return (
+        f"{_FAMILIES[head.family]} head for {target_name}: {layout}, written by draftlab "
+        f"{version}. launch.md says how to serve it. Fingerprint of the target: "
+        f"{head.target.fingerprint}\n"
+    )

@@ -1,0 +1,62 @@
+"""Which programs heads are written for, and how; free of torch, like every room's knobs."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from draftlab.errors import UserError
+from draftlab.settings import Knobs, Listed
+
+PROGRAMS = ("speculators", "vllm", "sglang", "llamacpp")
+"""Those that `layouts.LAYOUTS` knows."""
+MAX_SHARD = "5GB"
+"""Largest safetensors file by default, as transformers writes them."""
+
+
+def check_program(name: str) -> None:
+    """Raises a `UserError` for an unknown program, with the nearest known name."""
+    if name in PROGRAMS:
+        return
+    wanted = {"gguf": "llamacpp"}.get(name.lower(), name.lower())
+    near = difflib.get_close_matches(wanted, PROGRAMS, n=1, cutoff=0.5)
+    raise UserError(
+        f"expected a layout out of {', '.join(sorted(PROGRAMS))}; found {name!r}",
+        do=f"did you mean {near[0]!r}?" if near else "",
+    )
+
+
+class ExportKnobs(Knobs):
+    """Which layouts a head is exported to, and how."""
+
+    formats: Annotated[tuple[str, ...], Listed, Field(min_length=1)] = ("speculators",)
+    """Layouts to write, each into a folder of its own name: speculators, vllm, sglang, llamacpp."""
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Of floating tensors; None: the dtype the head is stored in."""
+    k: int | None = Field(default=None, ge=1)
+    """Speculative tokens a server drafts by default; None: as many as the head was trained for."""
+    max_shard: str = MAX_SHARD
+    """Size above which weights go into several files, such as 5GB or 500MB."""
+    gguf: bool = False
+    """Whether llama.cpp's converter makes head.gguf of the llamacpp layout; the environment
+    variable LLAMA_CPP names its folder."""
+
+    @field_validator("formats")
+    @classmethod
+    def _known(cls, formats: tuple[str, ...]) -> tuple[str, ...]:
+        for name in formats:
+            try:
+                check_program(name)
+            except UserError as error:
+                raise ValueError("; ".join(filter(None, (error.what, error.do)))) from None
+        return formats
+
+    @field_validator("gguf")
+    @classmethod
+    def _converted(cls, gguf: bool, info: ValidationInfo) -> bool:
+        formats = info.data.get("formats")
+        if gguf and formats is not None and "llamacpp" not in formats:
+            raise ValueError(f"expected llamacpp among the layouts, found {', '.join(formats)}")
+        return gguf

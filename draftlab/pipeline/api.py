@@ -1,0 +1,216 @@
+"""The verbs that need no recipe: evaluating and exporting a head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from draftlab.errors import UserError
+from draftlab.evaluate.evaluator import EvalKnobs, Evaluator, NamedHead
+from draftlab.evaluate.results import Report
+from draftlab.evaluate.vllm_compare import check_knobs
+from draftlab.export import ExportKnobs, export_head
+from draftlab.export.gguf import convert, find_converter
+from draftlab.files import check_folder, read_json
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.folder import load_config, load_head
+from draftlab.progress import Monitor
+from draftlab.report import write_html
+from draftlab.target_model.model import (
+    Target,
+    TargetKnobs,
+    load_target,
+    load_tokenizer,
+    resolve_target,
+)
+from draftlab.text.render import stop_ids, template_sha256, tokenizer_sha256
+from draftlab.text.suites import load_suite
+
+REFERENCE = "reference"
+
+
+def reference_head() -> Path:
+    """The head for the embedded target that ships in the package."""
+    return Path(str(resources.files("draftlab") / "embedded" / "heads" / REFERENCE))
+
+
+def head_path(source: str) -> Path:
+    """A head folder by path, or "reference".
+
+    Raises:
+        UserError: when no head lies there.
+    """
+    path = reference_head() if source == REFERENCE else Path(source)
+    load_config(path)
+    return path
+
+
+def head_name_of(folder: Path) -> str:
+    """What reports call a head: its folder's name, or its run's where it lies in one."""
+    folder = folder.resolve()
+    return folder.parent.name if folder.name == "head" else folder.name
+
+
+def check_fits(
+    head: HeadConfig, target: Target, tokenizer: Any, folder: Path, *, raw: bool = False
+) -> None:
+    """Refuses a head that was trained for another target, tokenizer or template.
+
+    Args:
+        raw: prompts are plain text, so that the template plays no part.
+    """
+    pairs = {
+        "target": (head.target.fingerprint, target.fingerprint),
+        "tokenizer": (head.target.tokenizer_sha256, tokenizer_sha256(tokenizer)),
+    }
+    if not raw:
+        pairs["chat template"] = (head.target.template_sha256, template_sha256(tokenizer))
+    faults = [
+        f"{name}: the head was trained with {trained[:12]}, found {found[:12]}"
+        for name, (trained, found) in pairs.items()
+        if trained != found
+    ]
+    if faults:
+        raise UserError(
+            f"the head was trained for {head.target.name}, which is not the target given:\n  "
+            + "\n  ".join(faults),
+            where=folder,
+            do="give its own target with --target",
+        )
+
+
+def _load_named(folder: Path, name: str, target: Target) -> NamedHead:
+    """A head for a target's device and dtype."""
+    head = load_head(
+        folder,
+        lent=target.parts.lent,
+        dtype=target.dtype,
+        device=target.device,
+    )
+    return NamedHead(name, head, folder)
+
+
+def _compared(
+    knobs: EvalKnobs, taken: set[str], target: Target, tokenizer: Any, monitor: Monitor
+) -> Iterator[NamedHead]:
+    """The heads of `eval.compare`; one that was made for another target is left out, and named."""
+    for source in knobs.compare:
+        folder = head_path(source)
+        config = load_config(folder)
+        try:
+            check_fits(config, target, tokenizer, folder, raw=knobs.raw)
+        except UserError:
+            monitor.say(
+                f"warning: eval.compare: {source} is left out, it was trained for "
+                f"{config.target.name}"
+            )
+            continue
+        name = source if source == REFERENCE else head_name_of(folder)
+        if name in taken:
+            name = str(folder)
+        taken.add(name)
+        yield _load_named(folder, name, target)
+
+
+def new_evaluator(
+    target_knobs: TargetKnobs,
+    head_folder: Path | None,
+    knobs: EvalKnobs,
+    *,
+    monitor: Monitor,
+    target: Target | None = None,
+    head_name: str | None = None,
+) -> Evaluator:
+    """Loads what an evaluation needs; every mistake in what was asked shows here.
+
+    Args:
+        head_folder: None measures plain decoding only.
+        target: the loaded target, when there is one already.
+        head_name: as rows call it; None: the folder's name.
+    """
+    if knobs.engine == "vllm":
+        check_knobs(knobs)
+    if target is None:
+        target = load_target(target_knobs)
+        for note in target.notes:
+            monitor.say(note)
+    tokenizer = load_tokenizer(target_knobs)
+    heads = []
+    if head_folder is not None:
+        config = load_config(head_folder)
+        check_fits(config, target, tokenizer, head_folder, raw=knobs.raw)
+        name = head_name or head_name_of(head_folder)
+        heads.append(_load_named(head_folder, name, target))
+        heads += _compared(knobs, {name}, target, tokenizer, monitor)
+    longest = target.max_length - max(knobs.max_new_tokens, knobs.timing_tokens)
+    return Evaluator(
+        target,
+        heads,
+        load_suite(knobs.suite, tokenizer, monitor, raw=knobs.raw, longest=max(longest, 1)),
+        stop_ids(tokenizer, target.folder),
+        knobs,
+        monitor=monitor,
+    )
+
+
+def evaluate(
+    target_knobs: TargetKnobs,
+    head_folder: Path | None,
+    knobs: EvalKnobs,
+    out: Path,
+    *,
+    monitor: Monitor,
+    target: Target | None = None,
+    head_name: str | None = None,
+) -> Report:
+    """Evaluates a head and writes report.json, report.html and plots into `out`.
+
+    The other arguments are those of `new_evaluator`.
+    """
+    check_folder(out)
+    evaluator = new_evaluator(
+        target_knobs, head_folder, knobs, monitor=monitor, target=target, head_name=head_name
+    )
+    report = evaluator.run()
+    write_report(report, out)
+    return report
+
+
+def write_report(report: Report, out: Path) -> None:
+    """Writes report.json, report.html and plots into `out`."""
+    report.write(out / "report.json")
+    write_html(report, out)
+
+
+def export(
+    head_folder: Path,
+    target_knobs: TargetKnobs,
+    out: Path,
+    layout: str,
+    *,
+    knobs: ExportKnobs | None = None,
+    monitor: Monitor,
+) -> Path:
+    """Exports a head to a layout; it is loaded back and compared before this returns."""
+    knobs = knobs or ExportKnobs()
+    converter = find_converter() if knobs.gguf and layout == "llamacpp" else None
+    target_folder = resolve_target(target_knobs)
+    path = export_head(
+        head_folder,
+        target_folder,
+        out,
+        layout,
+        target_name=target_knobs.path,
+        k=knobs.k,
+        dtype=knobs.dtype,
+        max_shard=knobs.max_shard,
+        monitor=monitor,
+        trust_remote_code=target_knobs.trust_remote_code,
+    )
+    monitor.say(f"export: {path} holds the head in {layout} layout, read back and equal")
+    if converter is not None:
+        dtype = read_json(path / "config.json")["dtype"]
+        convert(converter, path, target_folder, dtype, monitor)
+    return path

@@ -1,0 +1,39 @@
+"""Machines that recipes are written for: what their makers promise, for estimates alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from draftlab.settings import Knobs
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: memory in GB, bandwidth in TB/s, dense 16-bit matrix products in TFLOP/s."""
+
+    memory: float
+    bandwidth: float
+    products: float
+
+
+GPUS = {
+    "A100": Gpu(80, 2.0, 312),
+    "B200": Gpu(180, 7.7, 2250),
+    "H100": Gpu(80, 3.35, 989),
+    "H200": Gpu(141, 4.8, 989),
+    "L40S": Gpu(48, 0.86, 362),
+    "RTX4090": Gpu(24, 1.0, 165),
+}
+
+
+class HardwareKnobs(Knobs):
+    """The machine a recipe is meant for. `--plan` estimates memory and time on it; nothing else
+    reads this."""
+
+    gpu: Literal["A100", "B200", "H100", "H200", "L40S", "RTX4090"] | None = None
+    """Which GPU; None: none is named, and `--plan` tells sizes alone."""
+    gpus: int = Field(default=1, ge=1)
+    """How many."""

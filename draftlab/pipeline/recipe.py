@@ -1,0 +1,260 @@
+"""The recipe: every room's knobs in one strict tree, read from YAML."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic_core import PydanticUndefined
+
+from draftlab.errors import UserError
+from draftlab.evaluate.settings import EvalKnobs
+from draftlab.export.settings import ExportKnobs
+from draftlab.pipeline.hardware import HardwareKnobs
+from draftlab.settings import Knobs, complaint, faults
+from draftlab.store.settings import RecordKnobs
+from draftlab.target_model.settings import TargetKnobs
+from draftlab.text.settings import DraftVocabKnobs, PromptKnobs, RegenerateKnobs
+from draftlab.train.settings import HeadKnobs, TrainKnobs
+
+K = TypeVar("K", bound=Knobs)
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""What a run may be called."""
+_BOOL = "tag:yaml.org,2002:bool"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose mappings name each key once; the plain loader keeps the last in silence.
+
+    As in YAML 1.2 only true and false are booleans: `draft_probs: off` is a word.
+    """
+
+    yaml_implicit_resolvers: typing.ClassVar = {
+        letter: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+        for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is there twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(_BOOL, re.compile("(?:[Tt]rue|TRUE|[Ff]alse|FALSE)$"), [*"tTfF"])
+
+
+class Recipe(Knobs):
+    """From a target and prompts to a measured, exported head."""
+
+    name: str = Field(pattern=NAME)
+    """Name of the run: everything it makes lies in runs/<name>/."""
+    seed: int = 0
+    """Of sampling answers, initial values, data order; not of evaluation."""
+    target: TargetKnobs = TargetKnobs()
+    """The frozen model. A plain string is its path."""
+    prompts: PromptKnobs = PromptKnobs()
+    """Conversations that the target answers, or that are used as they are."""
+    regenerate: RegenerateKnobs = RegenerateKnobs()
+    """How the target answers the prompts."""
+    record: RecordKnobs = RecordKnobs()
+    """What is recorded of the target's states."""
+    draft_vocab: DraftVocabKnobs = DraftVocabKnobs()
+    """Tokens a head can draft."""
+    head: HeadKnobs = HeadKnobs()
+    """Shape of the head."""
+    train: TrainKnobs = TrainKnobs()
+    """How the head is trained."""
+    eval: EvalKnobs = EvalKnobs()
+    """What is measured."""
+    export: ExportKnobs = ExportKnobs()
+    """What is written for other programs."""
+    hardware: HardwareKnobs = HardwareKnobs()
+    """The machine it is meant for, for `--plan`'s estimates."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _names_a_folder(cls, value: Any) -> Any:
+        if isinstance(value, str) and not re.match(NAME, value):
+            raise ValueError(
+                "expected a name of letters, digits, '.', '_' and '-' that begins with a letter or "
+                f"digit (without one it is the recipe's file name: name=other), found {value!r}"
+            )
+        return value
+
+    @field_validator("target", mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe and applies `key=value` overrides (dotted keys, YAML values).
+
+    Raises:
+        UserError: missing file, bad YAML, unknown keys (with the nearest known name), bad values.
+    """
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (FileNotFoundError, IsADirectoryError):
+        raise UserError("expected a recipe, found no such file", where=path) from None
+    except OSError as error:
+        raise UserError(
+            f"expected a readable recipe, found: {error.strerror}", where=path
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"expected YAML, found text that is not: {error}", where=path) from None
+    if not isinstance(tree, dict):
+        raise UserError(f"expected a mapping of knobs, found {type(tree).__name__}", where=path)
+    tree.setdefault("name", path.stem)
+    for override in overrides:
+        _override(tree, override)
+    return parse_recipe(tree, where=path)
+
+
+def parse_recipe(tree: dict[str, Any], *, where: Path | str = "recipe") -> Recipe:
+    """Validates a tree of knobs."""
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(fault) for fault in faults(error)]
+        raise UserError(
+            "the recipe does not fit:\n  " + "\n  ".join(lines),
+            where=where,
+            do="`draftlab recipe schema` prints every knob with its unit and default",
+        ) from None
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    """Sets one `a.b=value` in a tree."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UserError(
+            f"expected an override such as train.steps=200, found {text!r}", where="command line"
+        )
+    *parents, leaf = key.strip().split(".")
+    node = tree
+    for parent in parents:
+        child = node.get(parent)
+        if isinstance(child, str) and parent == "target":
+            child = {"path": child}
+        node[parent] = child if isinstance(child, dict) else {}
+        node = node[parent]
+    try:
+        parsed = yaml.load(value, _Loader)
+    except yaml.YAMLError:
+        raise UserError(
+            f"the value of {key} is not YAML: {value!r}", where="command line"
+        ) from None
+    if key == "name":  # a run may be called 7, or 2025-01-01
+        parsed = value
+    # target=PATH replaces the path and keeps the other knobs of the target.
+    if key == "target" and isinstance(node.get(leaf), dict) and isinstance(parsed, str):
+        node[leaf]["path"] = parsed
+    else:
+        node[leaf] = parsed
+
+
+def _explain(fault: Any) -> str:
+    """One readable line."""
+    loc = fault["loc"]
+    key = ".".join(str(part) for part in loc)
+    if fault["type"] != "extra_forbidden":
+        return f"{key}: {complaint(fault)}"
+    model: type[BaseModel] = Recipe
+    for part in loc[:-1]:
+        model = typing.cast(type[BaseModel], model.model_fields[str(part)].annotation)
+    near = difflib.get_close_matches(str(loc[-1]), model.model_fields, n=1, cutoff=0.5)
+    path = ".".join([*map(str, loc[:-1]), near[0]]) if near else ""
+    known = f"did you mean {path}?" if near else f"known: {', '.join(model.model_fields)}"
+    return f"{key}: unknown knob; {known}"
+
+
+def flat(model: BaseModel, prefix: str = "") -> dict[str, Any]:
+    """Every knob by its dotted name, as JSON values."""
+    result: dict[str, Any] = {}
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, BaseModel):
+            result |= flat(value, f"{prefix}{name}.")
+        else:
+            result[prefix + name] = list(value) if isinstance(value, tuple) else value
+    return result
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The resolved recipe, every knob written out."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def schema_lines(model: type[BaseModel] = Recipe, indent: int = 0) -> Iterator[str]:
+    """The schema as commented YAML: meaning, type and default of every knob."""
+    pad = "  " * indent
+    for name, field in model.model_fields.items():
+        for line in " ".join((field.description or "").split()).splitlines():
+            yield f"{pad}# {line}"
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield f"{pad}{name}:"
+            yield from schema_lines(kind, indent + 1)
+        elif field.default is PydanticUndefined:
+            yield f"{pad}{name}: # {_type_name(kind)}; default: the recipe's file name"
+        else:
+            default = field.default
+            shown = yaml.safe_dump(
+                list(default) if isinstance(default, tuple) else default, default_flow_style=True
+            ).removesuffix("...\n")
+            yield f"{pad}{name}: {shown.strip()} # {_type_name(kind)}"
+
+
+def _type_name(kind: Any) -> str:
+    """A type as a user would say it."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return " | ".join(str(a) for a in args)
+    if origin is typing.Annotated:
+        return _type_name(args[0])
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(_type_name(a) for a in args)
+    if origin is tuple:
+        return f"list of {_type_name(args[0])}"
+    if kind is type(None):
+        return "null"
+    return getattr(kind, "__name__", str(kind))
+
+
+def changed(
+    knobs: K,
+    asked: Mapping[str, Any],
+    *,
+    where: str,
+    options: Mapping[str, str] | None = None,
+    do: str = "",
+) -> K:
+    """A copy of knobs with what was asked for (None: not asked), validated.
+
+    Args:
+        options: what an error calls a knob, where that is not its own name.
+        where, do: of an error.
+    """
+    fields = {key: value for key, value in asked.items() if value is not None}
+    try:
+        return type(knobs).model_validate(knobs.model_dump() | fields)
+    except ValidationError as error:
+        lines = [
+            f"{(options or {}).get(name, name)}: {complaint(fault)}"
+            for fault in faults(error)
+            if (name := str(fault["loc"][0]))
+        ]
+        raise UserError("\n".join(lines), where=where, do=do) from None

@@ -1,0 +1,95 @@
+"""A recipe's head: its vocabulary and shapes decided, trained on a store, with its provenance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftlab.heads.folder import load_head
+from draftlab.heads.head import DraftHead
+from draftlab.kernels.current import give_back_memory, made_current
+from draftlab.pipeline.api import head_path
+from draftlab.pipeline.head_spec import draft_vocabulary, head_config, mask_token
+from draftlab.pipeline.recipe import Recipe
+from draftlab.pipeline.run_folder import git_commit
+from draftlab.progress import Monitor
+from draftlab.store.store import Store
+from draftlab.target_model.model import resolve_target
+from draftlab.target_model.parts import TargetParts, load_parts
+from draftlab.text.draft_vocabulary import DraftVocabulary
+from draftlab.train.distributed.ranks import Ranks
+from draftlab.train.loop import Trainer
+from draftlab.train.validation import Validation
+
+
+def train_head(
+    recipe: Recipe,
+    store: Store,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    monitor: Monitor,
+    ranks: Ranks | None,
+) -> DraftHead:
+    """The trained head of a recipe.
+
+    Args:
+        store: recorded of the recipe's target, or one that is made while training.
+        folder: for checkpoints and metrics.
+        ranks: the processes that train together; None: this one alone.
+    """
+    mask = mask_token(recipe, store, tokenizer, monitor)
+    vocabulary = draft_vocabulary(recipe, store, tokenizer, monitor, mask=mask)
+    parts = load_parts(
+        resolve_target(recipe.target), trust_remote_code=recipe.target.trust_remote_code
+    )
+    config = head_config(recipe, store.identity, len(vocabulary.target_ids), monitor, mask=mask)
+    ranks = ranks or Ranks.join(recipe.train.device)
+    with made_current(ranks.device):
+        trainer = Trainer(
+            store,
+            parts,
+            config,
+            vocabulary,
+            recipe.train,
+            seed=recipe.seed,
+            folder=folder,
+            monitor=monitor,
+            initial=_initial_head(recipe, parts),
+            ranks=ranks,
+        )
+        validation = trainer.run()
+        head = trainer.wrapped.plain()
+        trainer.wrapped.close()
+    head.config = head.config.model_copy(
+        update={"provenance": _provenance(trainer, validation, vocabulary)}
+    )
+    del trainer
+    give_back_memory()  # what comes next, maybe in another process, has a target to load
+    return head
+
+
+def _initial_head(recipe: Recipe, parts: TargetParts) -> DraftHead | None:
+    if recipe.head.init is None:
+        return None
+    return load_head(
+        head_path(recipe.head.init),
+        lent={name: tensor.float() for name, tensor in parts.lent.items()},
+        dtype=torch.float32,
+        device="cpu",
+    )
+
+
+def _provenance(
+    trainer: Trainer, validation: Validation | None, vocabulary: DraftVocabulary
+) -> dict[str, Any]:
+    return {
+        "draftlab_commit": git_commit(),
+        "steps": trainer.step,
+        "tokens_seen": trainer.tokens_seen,
+        "records": len(trainer.training),
+        "draft_vocabulary_coverage": vocabulary.coverage,
+        "validation": validation.metrics() if validation else None,
+    }

@@ -1,0 +1,1 @@
+"""The hidden-state store: write, read and combine recorded states."""

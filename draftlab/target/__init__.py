@@ -1,1 +1,0 @@
-"""The frozen model whose decoding a head speeds up."""

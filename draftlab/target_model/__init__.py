@@ -1,0 +1,1 @@
+"""The frozen target model: loading, KV caches, attention, fast decode paths."""

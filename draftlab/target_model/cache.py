@@ -1,0 +1,105 @@
+"""A key-value cache of rows: row r holds the key of position p at slot p."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from draftlab.target_model.attention import step_positions
+
+
+class _RowLayer(CacheLayerMixin):
+    """A layer's keys and values, [rows, kv heads, slots + 1, head_dim]; the last slot is spare."""
+
+    is_sliding = False
+
+    def __init__(self, owner: RowCache) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows, slots = self.owner.num_rows, self.owner.max_length + 1
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], slots, key_states.shape[-1])
+        self.values = value_states.new_zeros(
+            rows, value_states.shape[1], slots, value_states.shape[-1]
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        view = self.owner
+        # Indices around a slice put the indexed dimensions first: [B, M, kv heads, head_dim].
+        rows, slots = (x.to(key_states.device) for x in (view.rows, view.slots))
+        index = (rows[:, None], slice(None), slots)
+        self.keys[index] = key_states.transpose(1, 2)
+        self.values[index] = value_states.transpose(1, 2)
+        # A range of rows is a view; picking rows one by one would copy the whole cache each layer.
+        window = (slice(view.start, view.start + len(view.rows)), slice(None), slice(view.visible))
+        return self.keys[window], self.values[window]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.visible, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.visible
+
+    def get_max_length(self) -> int:
+        return self.owner.max_length
+
+
+class RowCache(Cache):
+    """Cache rows of fixed length, written at explicit positions.
+
+    Before each forward pass `at` says which row and position every token belongs to. Position −1
+    writes to a spare slot that no mask ever shows: padding and rejected tokens leave no trace.
+
+    Args:
+        num_layers: layers of the model.
+        num_rows: sequences held at once.
+        max_length: positions a row holds.
+    """
+
+    def __init__(self, num_layers: int, num_rows: int, max_length: int) -> None:
+        self.num_rows, self.max_length = num_rows, max_length
+        self.rows = self.slots = torch.empty(0, dtype=torch.long)
+        self.start = self.visible = 0
+        super().__init__(layers=[_RowLayer(self) for _ in range(num_layers)])
+
+    def at(self, start: int, positions: Tensor, visible: int) -> RowCache:
+        """Aims the next forward pass at rows start … start + B − 1.
+
+        Args:
+            start: first cache row.
+            positions: [B, M] positions of the new tokens, −1 for padding.
+            visible: one more than the highest position any query of this pass may see.
+
+        Raises:
+            ValueError: when the pass does not fit into the cache.
+        """
+        if visible > self.max_length or start + len(positions) > self.num_rows:
+            raise ValueError(
+                f"rows {start} to {start + len(positions) - 1} up to position {visible - 1} do not "
+                f"fit into {self.num_rows} rows of {self.max_length}"
+            )
+        self.rows = torch.arange(start, start + len(positions), device=positions.device)
+        self.start, self.slots, self.visible = start, positions, visible
+        return self
+
+    def step(self, positions: Tensor) -> AbstractContextManager[None]:
+        """States the tokens' positions to the model's masks inside the block."""
+        return step_positions(positions)
+
+    @torch.inference_mode()
+    def move(self, source: int, destination: int) -> None:
+        """Copies a row onto another, so that rows in use stay a range without gaps."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys[destination] = layer.keys[source]
+                layer.values[destination] = layer.values[source]

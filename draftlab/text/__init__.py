@@ -1,0 +1,1 @@
+"""From conversations to token ids: chat templates, answers, suites, the draft vocabulary."""

@@ -1,0 +1,1 @@
+"""Batches: loss rows, packing, loading."""

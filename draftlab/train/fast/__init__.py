@@ -1,0 +1,1 @@
+"""Faster forward passes of training with the same outputs and gradients."""

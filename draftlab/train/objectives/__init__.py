@@ -1,0 +1,1 @@
+"""The training objectives and the loss they share."""

@@ -1,0 +1,213 @@
+"""What the objectives share: outputs at rows, their teachers, the loss and the sums to report.
+
+An objective is a function that yields, for each step, a head's logits at the rows that carry loss
+(`StepOutput`), and a weight for each step. `train/objectives/ttt.py` and
+`train/objectives/parallel.py` have one each.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftlab.heads.head import DraftHead
+from draftlab.kernels.distill import Teacher, lk_share, weighted
+from draftlab.kernels.distill_linear import distill_linear
+from draftlab.target_model.parts import TargetParts
+from draftlab.train.batch.loss_rows import StepRows
+from draftlab.train.batch.packing import Batch
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Step k of the unroll, or depth k, at the n rows that carry loss there.
+
+    Attributes:
+        output: [n, H], the head's (`DraftHead.finish`).
+        teacher: int64 [n], flat positions b·S + t + 1 + k of their teachers.
+    """
+
+    output: Tensor
+    teacher: Tensor
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the loss of a row is: distillation · ℓ + regression · smooth L1 (METHODS §2, §3).
+
+    Smooth L1 is a mean over H, of the head's output and the normed state of its teacher: what the
+    next draft is fed, and what it would be fed if the target had written this one.
+
+    Attributes:
+        loss: ℓ of `kernels/distill.py`; "lk" takes its share from the α of the batch at hand.
+        reach: share of a row's weight that goes with the chance that its draft is reached.
+    """
+
+    loss: Literal["soft_ce", "lk"] = "soft_ce"
+    distillation: float = 1.0
+    regression: float = 0.0
+    reach: float = 0.0
+
+
+SOFT_CE = Terms()
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, S, …] at positions index [B, R]: [B, R, …]."""
+    index = index.view(*index.shape, *[1] * (x.ndim - 2))
+    return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
+
+
+def row_starts(starts: Tensor, rows: StepRows) -> Tensor:
+    """Where the document of each row begins, int64 [B, R]; S for padding rows, which see nothing.
+
+    Args:
+        starts: int64 [B, S], of each slot (`document_starts`).
+    """
+    found = torch.full_like(rows.index, starts.shape[1]).flatten()
+    found[rows.loss] = starts.gather(1, rows.index).flatten()[rows.loss]
+    return found.view_as(rows.index)
+
+
+@dataclass
+class Sums:
+    """Sums over rows, per step [L]: loss, α, top-1 hits of the target's argmax, and their count."""
+
+    loss: Tensor
+    alpha: Tensor
+    hits: Tensor
+    count: Tensor
+
+    @classmethod
+    def zeros(cls, num_steps: int, device: torch.device) -> Sums:
+        """Nothing summed yet."""
+        return cls(*(torch.zeros(num_steps, device=device) for _ in range(4)))
+
+    def add(self, other: Sums) -> None:
+        """Adds another batch's."""
+        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
+            mine += theirs
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The four of them."""
+        return self.loss, self.alpha, self.hits, self.count
+
+
+@dataclass(frozen=True)
+class DraftTeacher:
+    """The target, as far as it teaches a head: its final norm, and lm_head's draft vocabulary.
+
+    Attributes:
+        weight: [D, Ht]. target_ids: int64 [D]. norm, scale, softcap: as of `TargetParts`.
+    """
+
+    norm: Callable[[Tensor], Tensor]
+    weight: Tensor
+    target_ids: Tensor
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(
+        cls, parts: TargetParts, head: DraftHead, dtype: torch.dtype | None = None
+    ) -> DraftTeacher:
+        """The teacher of a head, on its device, in `dtype` (None: the parts')."""
+        device, dtype = head.d2t.device, dtype or parts.lm_head.dtype
+        ids = head.target_ids(torch.arange(len(head.d2t), device=device))
+        # Rows are picked before anything is moved: lm_head may be large, and elsewhere.
+        rows = parts.lm_head[ids.to(parts.lm_head.device)].to(device, dtype)
+        # A copy: a module moves in place, and this one may be the final norm of a model in use.
+        norm = copy.deepcopy(parts.norm).to(device, dtype)
+        return cls(norm, rows, ids, parts.scale, parts.softcap)
+
+    def at(self, batch: Batch) -> Teacher:
+        """What it says at the positions of a batch."""
+        last, logsumexp = batch.last.flatten(0, 1), batch.logsumexp.flatten()
+        return Teacher(last, self.norm, self.weight, logsumexp, self.scale, self.softcap)
+
+
+def weighted_loss(
+    outputs: Iterable[StepOutput],
+    head: DraftHead,
+    target: DraftTeacher,
+    batch: Batch,
+    weights: Sequence[float],
+    terms: Terms = SOFT_CE,
+) -> tuple[Tensor, Sums]:
+    """Σ_k weight_k Σ ℓ over the rows that carry loss, not yet divided by N_0; the sums to report.
+
+    A token outside the draft vocabulary stays in every denominator as a miss.
+    """
+    sums = Sums.zeros(len(batch.steps), batch.tokens.device)
+    steps = list(outputs)
+    if not steps:
+        return torch.zeros((), device=batch.tokens.device), sums
+    row, sizes = torch.cat([s.teacher for s in steps]), [len(s.teacher) for s in steps]
+    weight = torch.cat(
+        [torch.full((n,), w, device=row.device) for n, w in zip(sizes, weights, strict=False)]
+    )
+    teacher = target.at(batch)
+    output, plan = torch.cat([s.output for s in steps]), batch.plan
+    with torch.autocast(output.device.type, enabled=False):  # which would widen the norm on a GPU
+        hidden, share = head.normed(output), None
+    if terms.loss == "lk" or terms.reach:
+        step = step_of_row(sizes, row.device)
+        with torch.no_grad():
+            alpha = distill_linear(hidden, head.lm_head.weight, teacher, plan, weight).alpha
+        if terms.loss == "lk":
+            share = lk_share(alpha, step, len(sizes))
+        if terms.reach:
+            chance = reached(alpha, step, row - 1 - step, len(sizes), batch.tokens.numel())
+            lighter = weight * (1 - terms.reach + terms.reach * chance)
+            weight = torch.where(weight != 0, lighter, 0)  # not 0 · NaN
+    out = distill_linear(
+        hidden,
+        head.lm_head.weight,
+        teacher,
+        plan,
+        terms.distillation * weight,
+        loss=terms.loss,
+        share=share,
+    )
+    total, value = out.total, terms.distillation * out.loss
+    if terms.regression:
+        wanted = target.norm(teacher.last[row].to(target.weight.dtype))
+        missed = F.smooth_l1_loss(output.to(wanted.dtype), wanted, reduction="none").mean(-1)
+        total = total + terms.regression * weighted(weight, missed)
+        value = value + terms.regression * missed.detach()
+    hit = target.target_ids[out.best] == batch.argmax.flatten()[row]
+    by_step = zip(*(x.split(sizes) for x in (value, out.alpha, hit)), sizes, strict=True)
+    for k, (loss, alpha, hits, count) in enumerate(by_step):
+        sums.loss[k], sums.alpha[k], sums.hits[k] = loss.sum(), alpha.sum(), hits.sum()
+        sums.count[k].fill_(count)  # an assignment would copy the number, and wait for the device
+    return total, sums
+
+
+def reached(alpha: Tensor, step: Tensor, anchor: Tensor, num_steps: int, places: int) -> Tensor:
+    """The chance that a row's draft is reached: that all before it from its anchor are accepted.
+
+    The gradient of the expected number of accepted drafts, Σ_k Π_{j≤k} α_j, by α_k has it as a
+    factor (the other is what may follow). It is an estimate: the recorded tokens stand in for those
+    that would be accepted.
+
+    Args:
+        alpha: [R], of the rows. step: int64 [R], below num_steps. anchor: int64 [R], flat, below
+            `places`; a step has an anchor once.
+
+    Returns:
+        [R], Π_{j<k} α_j, 1 at step 0.
+    """
+    passed = alpha.new_ones(num_steps + 1, places)
+    passed[step + 1, anchor] = alpha
+    return passed.cumprod(0)[step, anchor]
+
+
+def step_of_row(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [R], the step of each of the rows that lie step behind step."""
+    return torch.cat([torch.full((n,), k, device=device) for k, n in enumerate(sizes)])

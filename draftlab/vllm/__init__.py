@@ -1,0 +1,1 @@
+"""An installed vLLM as engine, for answers and for hidden states."""

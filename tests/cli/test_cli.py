@@ -1,0 +1,542 @@
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from rich.console import Console
+
+from draftlab.cli.console import ConsoleMonitor, user_errors
+from draftlab.errors import UserError
+from draftlab.evaluate.results import SCHEMA_VERSION, Report
+from draftlab.pipeline import pipeline
+from tests.helpers.small_run import copy_of_finished, draftlab, finished, half_written, snapshot
+
+# fmt: off
+VERBS = (
+    "run", "prepare", "record", "train", "eval", "doctor", "export", "import", "push", "inspect",
+    "recipe", "store", "version",
+)
+# fmt: on
+THERE = [f"{s}: there" for s in ("answers", "store", "head", "eval", "export")]
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    """The one block on stderr of a user's mistake."""
+    result = draftlab(folder, *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("error: ") == 1
+    assert "Traceback" not in result.stderr
+    assert half_written(folder) == []
+    return result.stderr
+
+
+def test_a_whole_run_leaves_every_artefact() -> None:
+    run = finished() / "runs" / "small"
+    expected = (
+        "answers.jsonl recipe.yaml provenance.json store/manifest.json train/metrics.jsonl "
+        "head/draftlab.json head/model.safetensors head/config.json eval/report.json "
+        "eval/report.html export/speculators/config.json export/speculators/model.safetensors"
+    )
+    assert [name for name in expected.split() if not (run / name).is_file()] == []
+    assert (run.parent / "latest").resolve() == run.resolve()
+    assert half_written(run) == []
+    provenance = json.loads((run / "provenance.json").read_text())
+    assert provenance["target"] == "toy"
+    assert "prompts.sha256" in provenance["inputs"]["answers"]
+    rows = Report.read(run / "eval" / "report.json").rows
+    assert {(row.temperature, row.drafter) for row in rows} == {
+        (t, d) for t in (0.0, 0.8) for d in ("none", "chain")
+    }
+    assert {row.prompts for row in rows} == {3}
+
+
+def test_run_again_does_nothing_and_says_so() -> None:
+    before = snapshot(finished() / "runs")
+    result = draftlab(finished(), "run", "small.yaml")
+    assert result.exit_code == 0
+    said = [line for line in result.stderr.splitlines() if ": there" in line]
+    assert [line.partition(" (")[0] for line in said] == THERE
+    assert "acceptance" in result.stdout  # the table is shown again
+    assert snapshot(finished() / "runs") == before
+    for verb in ("train", "record", "prepare"):
+        assert draftlab(finished(), verb, "small.yaml").exit_code == 0
+    assert snapshot(finished() / "runs") == before
+
+
+def test_json_is_the_report_and_nothing_else() -> None:
+    result = draftlab(finished(), "run", "small.yaml", "--json")
+    report = finished() / "runs" / "small" / "eval" / "report.json"
+    assert result.stdout == report.read_text()
+    assert json.loads(result.stdout)["schema"] == SCHEMA_VERSION
+
+
+def test_plan_prints_stages_and_does_nothing() -> None:
+    before = snapshot(finished())
+    done = draftlab(finished(), "run", "small.yaml", "--plan")
+    assert done.stdout.startswith("run folder: ")
+    assert done.stdout.count("nothing to do") == 5
+    recipe = yaml.safe_load(draftlab(finished(), "recipe", "show", "small.yaml").stdout)
+    assert (recipe["train"]["steps"], recipe["train"]["clip"]) == (6, 0.5)  # defaults, too
+    change = ("run", "small.yaml", "train.steps=7", "eval.seed=1", "--plan")
+    changed = draftlab(finished(), *change)
+    assert changed.exit_code == 0
+    assert "head     knobs changed: train.steps 6 → 7\n" in changed.stdout
+    assert "eval     knobs changed: eval.seed 0 → 1\n" in changed.stdout
+    assert "refused: --force makes head and what follows again" in changed.stdout
+    forced = draftlab(finished(), *change, "--force").stdout
+    assert "head     would run again, knobs changed: train.steps 6 → 7\n" in forced
+    assert "export   would run again, what it is made from changed\n" in forced
+    assert "refused" not in forced
+    other = draftlab(finished(), "train", "small.yaml", "name=other", "--plan")
+    assert other.stdout.count("would run") == 3
+    assert "eval " not in other.stdout.partition("run folder")[2]
+    knobs = ("name=other", "prompts.source=no.jsonl", "--plan")
+    lacking = draftlab(finished(), "train", "small.yaml", *knobs)
+    assert "answers  would run; it needs no.jsonl, which is not there yet\n" in lacking.stdout
+    assert snapshot(finished()) == before
+    assert not (finished() / "runs" / "other").exists()
+
+
+def test_a_changed_knob_is_refused_by_name() -> None:
+    before = snapshot(finished() / "runs")
+    said = refused(finished(), "run", "small.yaml", "train.steps=7", "record.dtype=float32")
+    assert "stage 'store'" in said
+    assert "record.dtype: 'bfloat16' in the run, 'float32' now" in said
+    said = refused(finished(), "train", "small.yaml", "train.steps=7")
+    assert "train.steps: 6 in the run, 7 now" in said
+    assert "--force" in said
+    assert "name=other" in said
+    assert snapshot(finished() / "runs") == before
+
+
+def test_force_makes_only_what_is_old_again(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    run = folder / "runs" / "small"
+    before = snapshot(run)
+    result = draftlab(folder, "run", "small.yaml", "train.steps=7", "--force")
+    assert result.exit_code == 0, result.output
+    after = snapshot(run)
+    kept = [n for n in before if n.startswith(("answers", "store/", "stages/answers"))]
+    assert kept
+    assert {n: after[n] for n in kept} == {n: before[n] for n in kept}
+    for name in ("head/model.safetensors", "eval/report.json", "export/speculators/config.json"):
+        assert after[name] != before[name]
+    steps = [json.loads(x) for x in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in steps if "loss" in s] == list(range(1, 8))
+    assert yaml.safe_load((run / "recipe.yaml").read_text())["train"]["steps"] == 7
+    # And now that recipe is what is there.
+    assert draftlab(folder, "train", "small.yaml", "train.steps=7").exit_code == 0
+    refused(folder, "train", "small.yaml")
+
+
+def test_a_changed_prompt_file_is_noticed(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    prompts = folder / "prompts.jsonl"
+    text = prompts.read_text()
+    prompts.write_text(text.replace("def f3", "def g3"))
+    assert "prompts.sha256" in refused(folder, "train", "small.yaml")
+    prompts.write_text(text)
+    assert draftlab(folder, "train", "small.yaml").exit_code == 0
+
+
+def test_evaluation_knobs_change_without_asking(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    head = snapshot(folder / "runs" / "small" / "head")
+    changed = ("eval.k=1", "eval.temperatures=[0]", "--json")
+    result = draftlab(folder, "run", "small.yaml", *changed)
+    assert result.exit_code == 0, result.output
+    assert {row["k"] for row in json.loads(result.stdout)["rows"]} == {0, 1}
+    assert snapshot(folder / "runs" / "small" / "head") == head
+
+
+def test_eval_alone_takes_the_latest_run(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    result = draftlab(folder, "eval", "--temps", "0,0.7,1.5", "--draft-probs", "on", "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)["rows"]
+    assert sorted({row["temperature"] for row in rows}) == [0.0, 0.7, 1.5]
+    assert {row["head"] for row in rows} == {"small", None}
+    report = folder / "runs" / "small" / "eval" / "report.json"
+    assert result.stdout == report.read_text()
+    # What lies there now is not what the recipe asks for, and the run knows.
+    plan = draftlab(folder, "run", "small.yaml", "--plan").stdout
+    assert "eval     would run again, knobs changed" in plan
+    assert "refused" not in plan
+    assert "eval.temperatures [0.0, 0.7, 1.5] → [0.0, 0.8]" in plan
+    again = draftlab(folder, "run", "small.yaml", "--json")
+    assert {row["temperature"] for row in json.loads(again.stdout)["rows"]} == {0.0, 0.8}
+
+
+def test_eval_measures_a_grid_with_further_heads(tmp_path: Path) -> None:
+    other = copy_of_finished(tmp_path) / "other"
+    shutil.copytree(tmp_path / "runs" / "small" / "head", other)
+    grid = ("--temps", "0,1", "--k", "1,2", "--draft-probs", "both", "--compare", "other,reference")
+    times = ("--timing-prompts", "1", "--timing-batches", "1,2", "--max-new-tokens", "8")
+    result = draftlab(tmp_path, "eval", *grid, *times, "--json")
+    assert result.exit_code == 0, result.output
+    # "reference" was made for the embedded target, and is left out by name
+    assert "eval.compare: reference is left out, it was trained for embedded" in result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert {(row["head"], row["k"]) for row in rows} == {
+        (None, 0), *((head, k) for head in ("small", "other") for k in (1, 2)),
+    }  # fmt: skip
+    assert len(rows) == 2 + 4 + 8
+    assert all([t["batch"] for t in row["timings"]] == [1, 2] for row in rows)
+    folder = tmp_path / "runs" / "small" / "eval"
+    assert {path.stem for path in folder.glob("*.png")} >= {"tpot_by_k", "speedup_by_batch"}
+    plain = draftlab(tmp_path, "eval", *grid, *times)
+    assert "advice, small, T = 0" in plain.stdout
+
+
+def test_a_failed_certificate_is_exit_code_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from draftlab.evaluate.certificate import certify
+
+    def made(passed: bool) -> certify.Certificate:
+        return certify.Certificate(
+            level="L1" if passed else "L3", test="G-test", statistic=1.0, p_value=0.5, n=9,
+            n_for_99_power=8, prompts_equal=1.0, passed=passed, faults=[], arms=[], lines=["seen"],
+        )  # fmt: skip
+
+    options = ("eval", "--temps", "0", "--certify", "--out", str(tmp_path))
+    for passed in (True, False):
+        monkeypatch.setattr(certify, "certify", lambda *_, passed=passed, **__: made(passed))
+        result = draftlab(finished(), *options)
+        assert result.exit_code == (0 if passed else 1)
+        assert "certificate, small:" in result.stdout
+        assert ("FAILED" in result.stdout) is not passed
+
+
+def test_raw_prompts_know_no_template(tmp_path: Path) -> None:
+    options = ("--temps", "0", "--raw", "--out", str(tmp_path), "--json")
+    result = draftlab(finished(), "eval", *options)
+    assert result.exit_code == 0, result.output
+    assert {row["template"] for row in json.loads(result.stdout)["rows"]} == {"none (raw text)"}
+
+
+def test_raw_prompts_need_no_template(tmp_path: Path) -> None:
+    """Neither the target must have one, nor the one that the head was trained with."""
+    folder = copy_of_finished(tmp_path)
+    config = folder / "toy" / "tokenizer_config.json"
+    fields = json.loads(config.read_text())
+    fields.pop("chat_template", None)
+    config.write_text(json.dumps(fields))
+    (folder / "toy" / "chat_template.jinja").unlink(missing_ok=True)
+    options = ("eval", "--temps", "0", "--out", str(folder / "out"))
+    assert "template" in refused(folder, *options)
+    result = draftlab(folder, *options, "--raw", "--compare", "runs/small/head", "--json")
+    assert result.exit_code == 0, result.output
+    assert len({row["head"] for row in json.loads(result.stdout)["rows"]}) == 3
+
+
+def test_eval_elsewhere_leaves_the_run_alone(tmp_path: Path) -> None:
+    before = snapshot(finished() / "runs")
+    options = ("--run", "small", "--temps", "0", "--out", str(tmp_path / "out"))
+    assert draftlab(finished(), "eval", *options).exit_code == 0
+    assert Report.read(tmp_path / "out" / "report.json").rows
+    assert (tmp_path / "out" / "report.html").is_file()
+    assert snapshot(finished() / "runs") == before
+
+
+def test_a_head_folder_is_evaluated_with_its_target(tmp_path: Path) -> None:
+    head = str(finished() / "runs" / "small" / "head")
+    assert "--target beside --head" in refused(finished(), "eval", "--head", head)
+    assert "found both" in refused(finished(), "eval", "--head", head, "--run", "small")
+    options = ("--head", head, "--target", "toy", "--prompts", "prompts.jsonl", "--temps", "0")
+    short = ("--max-prompts", "1", "--max-new-tokens", "4", "--out", str(tmp_path))
+    result = draftlab(finished(), "eval", *options, *short, "--json")
+    assert result.exit_code == 0, result.output
+    # It is called after its run.
+    assert {row["head"] for row in json.loads(result.stdout)["rows"]} == {None, "small"}
+    assert result.stderr.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
+
+
+def test_export_alone_follows_the_run_and_its_options(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    config = folder / "runs" / "small" / "export" / "speculators" / "config.json"
+
+    def k() -> int:
+        (proposal,) = json.loads(config.read_text())["speculators_config"]["proposal_methods"]
+        return proposal["speculative_tokens"]
+
+    assert k() == 2
+    assert draftlab(folder, "export", "--to", "speculators", "--k", "1").exit_code == 0
+    assert k() == 1
+    assert "export.k 1 → None" in draftlab(folder, "run", "small.yaml", "--plan").stdout
+    assert draftlab(folder, "run", "small.yaml", "export.k=1").exit_code == 0
+    assert draftlab(folder, "export").exit_code == 0
+    assert k() == 1  # the run's own recipe
+    elsewhere = folder / "elsewhere"
+    assert draftlab(folder, "export", "--k", "2", "--out", str(elsewhere)).exit_code == 0
+    assert k() == 1
+    assert (elsewhere / "model.safetensors").is_file()
+    assert "did you mean 'speculators'?" in refused(folder, "export", "--to", "speculator")
+
+
+def test_inspect_shows_run_store_head_and_report() -> None:
+    run = finished() / "runs" / "small"
+    for arguments, said in (
+        ((), ("boundaries", "draft vocabulary", "12 in 3 shards", "conversation p0", "user")),
+        (("small", "--sample", "1"), ("conversation p1",)),
+        ((str(run / "store"),), ("12 in 3 shards", "conversation p0")),
+        ((str(run / "head"),), ("trained K", "LlamaForCausalLM", "tokens seen")),
+        ((str(run / "head" / "model.safetensors"),), ("trained K", "15 tensors, ")),
+        ((str(run / "eval" / "report.json"),), ("expected AL",)),
+        ((str(run / "eval"),), ("expected AL",)),
+        ((str(run / "eval" / "report.html"),), ("expected AL",)),
+        (("reference",), ("embedded",)),
+        ((str(run / "eval"), str(run / "eval" / "report.html")), ("suite", "prompts", "AL")),
+    ):
+        result = draftlab(finished(), "inspect", *arguments)
+        assert result.exit_code == 0, result.output
+        assert [text for text in said if text not in result.stdout] == []
+    assert "expected a sample in 0..11" in draftlab(finished(), "inspect", "--sample", "12").stderr
+    assert "expected a run, found none" in refused(finished(), "inspect", "nothing")
+    assert "expected a report" in refused(finished(), "inspect", str(run / "eval"), "nothing")
+    other = str(run / "provenance.json")
+    assert "report.json of draftlab, found other JSON" in refused(finished(), "inspect", other)
+    assert "found another file" in refused(finished(), "inspect", str(run / "answers.jsonl"))
+    layout = run / "export" / "speculators"
+    for export in (layout, layout.parent, layout / "config.json"):
+        said = refused(finished(), "inspect", str(export))
+        assert f"`draftlab doctor {layout}`" in said
+        assert f"`draftlab import {layout} --to" in said
+
+
+def test_inspect_does_not_believe_a_cut_head(tmp_path: Path) -> None:
+    shutil.copytree(finished() / "runs" / "small" / "head", tmp_path / "head")
+    weights = tmp_path / "head" / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 4)
+    assert "weights are unreadable" in refused(tmp_path, "inspect", "head")
+    weights.unlink()
+    assert "expected the head's weights, found nothing" in refused(tmp_path, "inspect", "head")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("train", "none.yaml"), ("expected a recipe", "where: none.yaml")),
+        (("train", "small.yaml", "train.stepz=3"), ("did you mean train.steps?", "recipe schema")),
+        (("train", "small.yaml", "target=./nowhere"), ("config.json", "where: nowhere")),
+        (("train", "small.yaml", "prompts.source=no.jsonl"), ("no.jsonl",)),
+        (("eval", "--run", "nothing"), ("expected a run, found none", "none named 'nothing'")),
+        (("eval", "--temps", "0,hot"), ("--temps: expected a number, found 'hot'", "eval --help")),
+        (
+            ("eval", "--temps", "-1"),
+            ("--temps: expected a number greater than or equal to 0, found '-1'",),
+        ),
+        (
+            ("eval", "--k", "0"),
+            ("--k: expected a number greater", "found '0'", "command line", "eval --help"),
+        ),
+        (("eval", "--batch", "0"), ("--batch: expected ", "found 0")),
+        (("eval", "--timing-batches", "8,0"), ("--timing-batches: expected ", "found '0'")),
+        (("eval", "--top-p", "0"), ("--top-p: expected a number greater than 0, found 0",)),
+        (("eval", "--out", "small.yaml"), ("expected a folder to write to, found a file",)),
+        (("eval", "--out", "small.yaml/x"), ("expected a folder to write to, found a file",)),
+        (("eval", "--k", "3,x"), ("--k: expected a whole number, found 'x'",)),
+        (("eval", "--engine", "fast"), ("engine", "'fast'")),
+        (("eval", "--temps", "0,,0.7"), ("--temps", "0,,0.7")),
+        (("eval", "--compare", "nothing"), ("draftlab.json", "nothing")),
+        (("eval", "--draft-probs", "maybe"), ("--draft-probs: expected 'on', ", "'maybe'")),
+        (("eval", "--prompts", "no.jsonl"), ("no.jsonl",)),
+        (("eval", "--head", "nothing"), ("draftlab.json", "nothing")),
+        (("recipe", "show", "none.yaml"), ("expected a recipe",)),
+    ],
+)
+def test_mistakes_are_one_block(arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
+    said = refused(finished(), *arguments)
+    assert [text for text in says if text not in said] == []
+
+
+def test_without_a_run_the_verbs_say_how_to_make_one(tmp_path: Path) -> None:
+    for verb in ("eval", "export", "inspect"):
+        assert "`draftlab train recipes/quickstart.yaml` makes one" in refused(tmp_path, verb)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback_of_a_mistake() -> None:
+    result = draftlab(finished(), "train", "none.yaml", "--debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert "error: expected a recipe" in result.stderr
+
+
+def test_faults_of_ours_exit_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("oh")
+
+    folder = finished()  # made, if this test is the first to ask, before anything is broken
+    monkeypatch.setattr(pipeline.Pipeline, "make", broken)
+    result = draftlab(folder, "train", "small.yaml")
+    assert result.exit_code == 1
+    assert "internal error: ZeroDivisionError: oh" in result.stderr
+    assert "Traceback" not in result.stderr
+    result = draftlab(folder, "train", "small.yaml", "--debug")
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr
+
+
+def test_interrupting_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = finished()
+    monkeypatch.setattr(pipeline.Pipeline, "make", interrupted)
+    result = draftlab(folder, "train", "small.yaml")
+    assert result.exit_code == 130
+    assert "goes on where it stopped" in result.stderr
+
+
+def test_an_interrupted_evaluation_starts_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from draftlab.evaluate.evaluator import Evaluator
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = finished()
+    before = snapshot(folder / "runs")
+    monkeypatch.setattr(Evaluator, "run", interrupted)
+    for where in ("--out", str(tmp_path / "out")), ():
+        result = draftlab(folder, "eval", "--temps", "1", *where)
+        assert result.exit_code == 130
+        assert "nothing was written" in result.stderr
+    assert not (tmp_path / "out").exists()
+    assert snapshot(folder / "runs") == before  # the report that was, and its books
+
+
+def test_a_broken_suite_leaves_the_runs_books_alone(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    (folder / "bad.jsonl").write_text('{"text": "no messages"}\n')
+    before = snapshot(folder / "runs")
+    said = refused(folder, "eval", "--suite", "bad.jsonl")
+    assert "expected messages, found text" in said
+    assert "bad.jsonl:1" in said
+    assert snapshot(folder / "runs") == before
+
+
+def test_broken_prompts_leave_no_run_folder(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    (folder / "bad.jsonl").write_text("not json\n")
+    before = snapshot(folder / "runs")
+    refused(folder, "run", "small.yaml", "name=other", "prompts.source=bad.jsonl")
+    assert snapshot(folder / "runs") == before
+    assert not (folder / "runs" / "other").exists()
+
+
+def test_an_error_takes_the_progress_bar_away() -> None:
+    # A live bar hides the terminal's cursor; who dies without stopping it leaves it hidden.
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    monitor = ConsoleMonitor(console)
+    monitor.progress("record", 1, 9, "7 tokens/s")
+    with pytest.raises(typer.Exit), user_errors(monitor, debug=False):
+        raise UserError("expected this", where="there", do="that")
+    shown = console.file.getvalue()
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+    assert shown.index("expected this") > shown.rindex("7 tokens/s")
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "where", "do"),
+    [
+        (errno.ENOSPC, "runs/a/report.json", "runs/a/report.json", "free some disk"),
+        (errno.ENOSPC, None, "a file under ", "free some disk"),
+        (errno.EACCES, "runs/a/x", "runs/a/x", "let this user write there"),
+    ],
+)
+def test_a_disk_that_is_full_or_locked_is_no_fault_of_ours(
+    number: int, path: str | None, where: str, do: str
+) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    with pytest.raises(typer.Exit) as ended, user_errors(ConsoleMonitor(console), debug=False):
+        raise OSError(number, os.strerror(number), path)
+    assert ended.value.exit_code == 2
+    first, second, third = console.file.getvalue().splitlines()
+    assert first == f"error: expected to write a file, found: {os.strerror(number)}"
+    assert second.startswith(f"where: {where}")
+    assert third == f"do: {do}; the same command goes on where it stopped"
+
+
+def test_long_lines_stay_whole_in_a_log() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    monitor = ConsoleMonitor(console)
+    path = "/a/folder/[with]/brackets/" + "long/" * 20
+    monitor.say(f"head: {path}")
+    with pytest.raises(typer.Exit) as ended, user_errors(monitor, debug=False):
+        raise UserError("no head", where=path)
+    assert ended.value.exit_code == 2
+    assert console.file.getvalue() == f"head: {path}\nerror: no head\nwhere: {path}\n"
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "recipe schema", "recipe show"])
+def test_help_of_every_verb(verb: str, tmp_path: Path) -> None:
+    result = draftlab(tmp_path, *verb.split(), "--help")
+    assert result.exit_code == 0
+    assert "Usage: draftlab" in result.stdout
+
+
+def test_no_verb_is_forgotten_here(tmp_path: Path) -> None:
+    from draftlab.cli import app
+
+    names = {c.name or c.callback.__name__ for c in app.registered_commands}
+    assert names | {g.name for g in app.registered_groups} == set(VERBS)
+    assert draftlab(tmp_path, "evla").exit_code == 2
+    assert draftlab(tmp_path, "recipe", "schema").stdout.count("\n") > 100
+    assert "properties" in json.loads(draftlab(tmp_path, "recipe", "schema", "--json").stdout)
+
+
+def test_slips_are_answered_before_torch_is_imported(tmp_path: Path) -> None:
+    """`--help` and what is mistyped: seconds of imports would come before every answer."""
+    (tmp_path / "small.yaml").write_text("train: {steps: 1}")
+    typed = [
+        "--help", "eval --help", "evla", "eval --foo", "eval --temps 0,hot", "eval --k 0",
+        "eval --engine fast", "eval --dtype float8", "export --to ggfu", "export --k 0",
+        "train none.yaml", "train small.yaml train.stepz=1", "run small.yaml eval.k=[0]",
+        "train small.yaml --gpu x", "doctor x --k 0", "push x noname", "push x a/b --to ggfu",
+        "recipe show small.yaml", "recipe schema", "version",
+    ]  # fmt: skip
+    code = (
+        "import shlex, sys; from draftlab.cli import app\n"
+        "for line in sys.stdin:\n"
+        "    try: app(shlex.split(line), prog_name='draftlab')\n"
+        "    except SystemExit as end: print('exit', end.code or 0)\n"
+        "heavy = {'torch', 'transformers', 'accelerate', 'matplotlib', 'numpy', 'tokenizers'}\n"
+        "print('heavy', sorted(heavy & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input="\n".join(typed), capture_output=True, text=True,
+        check=True, cwd=tmp_path,
+    )  # fmt: skip
+    ends = [line for line in done.stdout.splitlines() if line.startswith(("exit ", "heavy "))]
+    right = {"--help", "eval --help", "recipe show small.yaml", "recipe schema", "version"}
+    assert ends == [f"exit {0 if line in right else 2}" for line in typed] + ["heavy []"]
+    assert "Usage: draftlab" in done.stdout
+    for said in ("--to: expected a layout", "--k: expected a number", "--dtype: expected 'auto'"):
+        assert said in done.stderr
+
+
+def test_a_process_of_its_own_keeps_stdout_clean() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "draftlab.cli", "run", "small.yaml", "--json"],
+        cwd=finished(),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"]
+    assert "eval: there (runs/small/eval)" in done.stderr

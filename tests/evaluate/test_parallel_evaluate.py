@@ -1,0 +1,144 @@
+"""`draftlab eval` of a parallel head: rows, cautions, floors, certificate; faults of its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftlab.engine.engine import Engine
+from draftlab.errors import UserError
+from draftlab.evaluate.bandwidth import head_bytes
+from draftlab.evaluate.certificate.certify import CertifyKnobs, certify
+from draftlab.evaluate.evaluator import EvalKnobs
+from draftlab.heads.config import TargetIdentity
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.folder import save_head
+from draftlab.heads.peagle import PtdHead
+from draftlab.pipeline.api import new_evaluator
+from draftlab.progress import Monitor
+from draftlab.target_model.model import Target, TargetKnobs, load_tokenizer
+from tests.evaluate.test_evaluator import Heard, evaluate
+from tests.helpers.decoding import MASK
+from tests.helpers.greedy_answers import BOUNDARIES, requests
+
+
+def test_chain_and_parallel_in_one_report(
+    target: Target, head: Eagle3Head, parallel_head: PtdHead
+) -> None:
+    heard = Heard()
+    report = evaluate(target, head, parallel_head, monitor=heard, k=[1, 5], temperatures=0)
+    drafted = [row for row in report.rows if row.head]
+    assert [(row.head, row.drafter, row.k) for row in drafted] == [
+        ("a head", "chain", 1),
+        ("a head", "chain", 5),
+        ("another", "parallel", 1),
+        ("another", "parallel", 5),
+    ]
+    for row in drafted:
+        assert row.k_trained == 3
+        assert row.prompts_equal == 1.0
+        assert row.self_check is not None
+        assert row.self_check.passed
+    beyond = [row for row in drafted if row.k == 5]
+    for row, unit in zip(beyond, ("steps", "depths"), strict=True):
+        assert any(f"K = 5 exceeds the 3 {unit} of training" in text for text in row.warnings)
+    assert not any("exceeds" in text for row in drafted if row.k == 1 for text in row.warnings)
+    assert any("another: K = 5 exceeds the 3 depths" in line for line in heard.lines)
+    (one,) = report.adviser["break_even"]
+    assert (one["chain"], one["parallel"]) == ("a head", "another")
+    assert [point["k"] for point in one["points"]] == [1, 2, 3, 4, 5]
+
+
+def test_sampled_drafts_meet_their_chances(target: Target, parallel_head: PtdHead) -> None:
+    report = evaluate(target, parallel_head, k=3, temperatures=0.8, timing_prompts=0)
+    for row in report.rows[1:]:
+        assert row.drafter == "parallel"
+        assert row.self_check is not None
+        assert row.self_check.passed
+        assert sum(row.expected_acceptance or []) > 0
+
+
+def test_a_pass_reads_the_weights_once_whatever_k(head: Eagle3Head, parallel_head: PtdHead) -> None:
+    assert head_bytes(parallel_head, 8) == head_bytes(parallel_head, 1)
+    read = [p for n, p in parallel_head.named_parameters() if not n.startswith("embed_tokens")]
+    assert head_bytes(parallel_head, 1) == 4 * sum(p.numel() for p in read)
+    assert head_bytes(head, 8) > head_bytes(head, 1)
+
+
+@pytest.fixture
+def folder(target: Target, parallel_head: PtdHead, tmp_path: Path) -> Path:
+    """The head on disk, as one that was trained for this target."""
+    from draftlab.text.render import template_sha256, tokenizer_sha256
+
+    tokenizer = load_tokenizer(TargetKnobs(path=str(target.folder)))
+    identity = TargetIdentity(
+        name="toy",
+        fingerprint=target.fingerprint,
+        architecture="a",
+        tokenizer_sha256=tokenizer_sha256(tokenizer),
+        template_sha256=template_sha256(tokenizer),
+    )
+    copy = PtdHead(parallel_head.config.model_copy(update={"target": identity}))
+    copy.load_state_dict(parallel_head.state_dict())
+    save_head(tmp_path / "head", copy, torch.float32)
+    return tmp_path / "head"
+
+
+def evaluator(target: Target, folder: Path, suite: Path):
+    suite.write_text('{"id": "1", "messages": [{"role": "user", "content": "hi there"}]}\n')
+    knobs = EvalKnobs(
+        suite=str(suite), temperatures=(0.0,), max_new_tokens=8, timing_prompts=0, raw=True
+    )
+    at = TargetKnobs(path=str(target.folder), device="cpu")
+    return new_evaluator(at, folder, knobs, monitor=Monitor(), target=target)
+
+
+def test_a_folder_is_evaluated(target: Target, folder: Path, tmp_path: Path) -> None:
+    plain, drafted = evaluator(target, folder, tmp_path / "suite.jsonl").run().rows
+    assert (drafted.drafter, drafted.head, drafted.k, drafted.prompts_equal) == (
+        "parallel", folder.parent.name, 3, 1.0,
+    )  # fmt: skip
+    assert drafted.output_tokens == plain.output_tokens
+
+
+FEATURES = 32 * len(BOUNDARIES)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("no mask_hidden", "missing mask_hidden"),
+        ("mask beyond", "mask_token_id 289 lies outside the 289 rows"),
+        ("boundaries", rf"\[32, {FEATURES - 32}\], found \[32, {FEATURES}\] \(2 boundaries of 32"),
+    ],
+)
+def test_faults_of_a_folder_name_both_values(
+    fault: str, message: str, target: Target, folder: Path, tmp_path: Path
+) -> None:
+    path = folder / "draftlab.json"
+    config = json.loads(path.read_text())
+    assert config["mask_token_id"] == MASK
+    if fault == "no mask_hidden":
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["mask_hidden"]
+        save_file(tensors, folder / "model.safetensors")
+    elif fault == "mask beyond":
+        path.write_text(json.dumps(config | {"mask_token_id": config["vocab_size"]}))
+    else:
+        path.write_text(json.dumps(config | {"boundaries": list(BOUNDARIES[:2])}))
+    with pytest.raises(UserError, match=message):
+        evaluator(target, folder, tmp_path / "suite.jsonl")
+
+
+def test_a_parallel_head_is_certified(target: Target, parallel_head: PtdHead) -> None:
+    prompts = [(r.id, r.prompt_ids) for r in requests(4, seed=100, shortest=3)]
+    knobs = CertifyKnobs(samples=1000, contexts=8, finalists=2, max_samples=2000)
+    found = certify(
+        target, parallel_head, prompts, frozenset(), knobs, k=3, monitor=Monitor(), engine=Engine
+    )
+    assert (found.passed, found.prompts_equal) == (True, 1.0)
+    assert {arm.draft_probs for arm in found.arms} == {True, False}

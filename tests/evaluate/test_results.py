@@ -1,0 +1,324 @@
+"""Counters, intervals and the public report schema (METHODS §6)."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from scipy import stats
+
+from draftlab.engine.counters import Counters
+from draftlab.errors import UserError
+from draftlab.evaluate.results import SCHEMA_VERSION, Lossless, Report, Row
+from draftlab.evaluate.statistics import acceptance_interval, bootstrap_interval, repetition_rate
+from tests.helpers import sample_report as sample
+
+K = st.integers(1, 7)
+
+
+@st.composite
+def steps(draw: st.DrawFn, k: int) -> list[tuple[int, int]]:
+    """(drafted, accepted) of each verify step."""
+    drafted = draw(st.lists(st.integers(0, k), max_size=30))
+    return [(n, draw(st.integers(0, n))) for n in drafted]
+
+
+def counted(k: int, made: list[tuple[int, int]]) -> Counters:
+    counters = Counters(k)
+    for drafted, accepted in made:
+        counters.add_step(drafted, accepted)
+    return counters
+
+
+@given(st.data(), K)
+def test_counters_obey_the_identities(data: st.DataObject, k: int) -> None:
+    made = data.draw(steps(k))
+    counters = counted(k, made)
+    drafts = [(n, a) for n, a in made if n]
+    assert counters.drafts + counters.undrafted_steps == len(made)
+    assert counters.drafts == len(drafts)
+    assert counters.draft_tokens == sum(n for n, _ in drafts)
+    assert counters.accepted == sum(a for _, a in drafts) == sum(counters.accepted_at)
+    # position i was accepted by the steps that accepted more than i tokens, and by no others
+    assert counters.accepted_at == [sum(a > i for _, a in drafts) for i in range(k)]
+    if not drafts:
+        assert counters.acceptance_length is None
+        assert counters.acceptance_at is None
+        assert counters.conditional_acceptance_at == [None] * k
+        return
+    assert counters.acceptance_length == pytest.approx(1 + np.mean([a for _, a in drafts]))
+    assert sum(counters.acceptance_at) == pytest.approx(counters.acceptance_length - 1)
+    conditional = [c for c in counters.conditional_acceptance_at if c is not None]
+    assert np.cumprod(conditional) == pytest.approx(counters.acceptance_at[: len(conditional)])
+    assert not any(counters.accepted_at[len(conditional) :])
+
+
+@given(st.data(), K)
+def test_counters_add_like_their_steps(data: st.DataObject, k: int) -> None:
+    first, second = data.draw(steps(k)), data.draw(steps(k))
+    a, b = counted(k, first), counted(k, second)
+    a.truncated_tokens, b.truncated_tokens = 2, 3
+    total = a + b
+    assert total.truncated_tokens == 5
+    total.truncated_tokens = 0
+    assert total == counted(k, first + second)
+    assert a.accepted_at == counted(k, first).accepted_at  # the summands stay as they are
+
+
+def test_counters_of_different_k_do_not_add() -> None:
+    with pytest.raises(ValueError, match="3 and 4"):
+        Counters(3) + Counters(4)
+
+
+@pytest.mark.parametrize(("drafted", "accepted"), [(2, 3), (5, 0), (3, -1), (-1, -1)])
+def test_impossible_steps_are_refused_and_count_nothing(drafted: int, accepted: int) -> None:
+    counters = Counters(4)
+    with pytest.raises(ValueError, match="0 <= accepted <= drafted <= 4"):
+        counters.add_step(drafted, accepted)
+    assert counters == Counters(4)
+
+
+def test_counters_do_not_share_their_lists() -> None:
+    a, b = Counters(2), Counters(2)
+    a.add_step(2, 2)
+    assert b.accepted_at == [0, 0]
+
+
+@given(st.data(), K, st.integers(2, 40))
+def test_token_accounting_holds_for_a_decoder(data: st.DataObject, k: int, limit: int) -> None:
+    """A decoder that stops at `limit` tokens, and the same with a dropped bonus token."""
+    total, output, prompts = Counters(k), 0, data.draw(st.integers(1, 3))
+    for _ in range(prompts):
+        counters, tokens = Counters(k), 1  # the prompt's own pass gives the first token
+        while tokens < limit:
+            drafted = data.draw(st.integers(0, k))
+            accepted = data.draw(st.integers(0, drafted))
+            counters.add_step(drafted, accepted)
+            tokens += accepted + 1
+        counters.truncated_tokens = tokens - limit
+        output += limit
+        total += counters
+    total.check_tokens(output, prompts)
+    for wrong in (-1, 1):
+        with pytest.raises(AssertionError, match="token accounting"):
+            total.check_tokens(output + wrong, prompts)
+
+
+# -- intervals
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Counters]:
+    """96 prompts of different difficulty and length."""
+    generator = np.random.default_rng(7)
+    made = []
+    for _ in range(96):
+        keep, counters = generator.beta(6, 4), Counters(4)
+        for _ in range(generator.integers(10, 60)):
+            counters.add_step(4, int(np.cumprod(generator.random(4) < keep).sum()))
+        made.append(counters)
+    return made
+
+
+def close(ours: tuple[float, float], theirs: tuple[float, float]) -> None:
+    """Two bootstraps of other draws: their ends differ by far less than the interval's width."""
+    width = theirs[1] - theirs[0]
+    assert ours == pytest.approx(theirs, abs=0.08 * width)
+
+
+def test_acceptance_interval_agrees_with_scipy(prompts: list[Counters]) -> None:
+    drafts = np.array([c.drafts for c in prompts])
+    accepted = np.array([c.accepted for c in prompts])
+    theirs = stats.bootstrap(
+        (accepted, drafts),
+        lambda a, d, axis: 1 + a.sum(axis) / d.sum(axis),
+        paired=True,
+        vectorized=True,
+        n_resamples=8000,
+        method="percentile",
+        rng=np.random.default_rng(1),
+    ).confidence_interval
+    ours = acceptance_interval(prompts, samples=8000)
+    close(ours, theirs)
+    total = sum(prompts[1:], prompts[0])
+    assert ours[0] < total.acceptance_length < ours[1]
+    # a mean of the prompts' own ALs is another figure; the interval is not around that one
+    assert ours != acceptance_interval(prompts, samples=8000, level=0.8)
+
+
+@pytest.mark.parametrize("level", [0.8, 0.95])
+def test_bootstrap_of_a_mean_agrees_with_scipy(level: float) -> None:
+    values = np.random.default_rng(3).gamma(2.0, 5.0, 80)
+    theirs = stats.bootstrap(
+        (values,),
+        np.mean,
+        confidence_level=level,
+        n_resamples=8000,
+        method="percentile",
+        rng=np.random.default_rng(1),
+    ).confidence_interval
+    ours = bootstrap_interval(
+        lambda index: values[index].mean(), len(values), samples=8000, level=level
+    )
+    close(ours, theirs)
+
+
+def test_intervals_resample_prompts_not_steps() -> None:
+    """Steps of one prompt are alike: counting them as independent would be overconfident."""
+    easy, hard = counted(1, [(1, 1)] * 100), counted(1, [(1, 0)] * 100)
+    low, high = acceptance_interval([easy, hard] * 8)
+    assert high - low > 5 * 2 * 1.96 * math.sqrt(0.25 / 1600)
+
+
+def test_intervals_are_reproducible_and_touch_no_global_generator(prompts: list[Counters]) -> None:
+    np.random.seed(5)
+    before = np.random.get_state()[1].copy()
+    first = acceptance_interval(prompts, samples=200)
+    assert first == acceptance_interval(prompts, samples=200)
+    assert first != acceptance_interval(prompts, samples=200, seed=1)
+    assert (np.random.get_state()[1] == before).all()
+
+
+def test_acceptance_interval_of_nothing_and_of_one_drafted_prompt() -> None:
+    undrafted = counted(2, [(0, 0)] * 3)
+    assert acceptance_interval([undrafted] * 4) is None
+    # resamples without the one drafted prompt have no AL; they must not turn the interval to NaN
+    assert acceptance_interval([undrafted] * 3 + [counted(2, [(2, 1)])]) == (2.0, 2.0)
+
+
+# -- repetition
+
+
+def brute_force(answer: list[int], n: int) -> float | None:
+    grams = [answer[i : i + n] for i in range(len(answer) - n + 1)]
+    repeats = sum(gram in grams[:i] for i, gram in enumerate(grams))
+    return repeats / len(grams) if grams else None
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=20), max_size=5), st.integers(1, 5))
+def test_repetition_counts_what_was_there_before(answers: list[list[int]], n: int) -> None:
+    shares = [share for answer in answers if (share := brute_force(answer, n)) is not None]
+    expected = np.mean(shares) if shares else 0.0
+    assert repetition_rate(answers, n) == pytest.approx(expected)
+
+
+def test_repetition_by_hand() -> None:
+    assert repetition_rate([range(50)]) == 0
+    assert repetition_rate([[7] * 10]) == pytest.approx(6 / 7)
+    assert repetition_rate([[1, 2] * 5]) == pytest.approx(5 / 7)
+    # one answer repeating another is no loop, and a short answer does not dilute the mean
+    assert repetition_rate([range(9), range(9)]) == 0
+    assert repetition_rate([[7] * 10, [1, 2, 3], []]) == pytest.approx(6 / 7)
+    assert repetition_rate([]) == 0
+
+
+# -- the report
+
+
+def test_report_round_trip(tmp_path: Path) -> None:
+    report = sample.report()
+    report.rows[1].lossless = Lossless(level="L1", test="G-test", p_value=0.31, n=200_000)
+    report.write(tmp_path / "report.json")
+    fields = json.loads((tmp_path / "report.json").read_text())
+    assert next(iter(fields)) == "schema"
+    assert fields["schema"] == SCHEMA_VERSION
+    assert "schema_version" not in fields
+    assert Report.read(tmp_path / "report.json") == report
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+optional_time = st.none() | st.floats(0.001, 1e5)
+
+
+@settings(max_examples=25)
+@given(
+    name=st.text(max_size=12),
+    warnings=st.lists(st.text(max_size=12), max_size=3),
+    tpot=optional_time,
+    interval=st.none() | st.tuples(st.floats(0, 1e4), st.floats(0, 1e4)),
+    temperature=st.floats(0, 3),
+)
+def test_any_row_survives_the_file(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    warnings: list[str],
+    tpot: float | None,
+    interval: tuple[float, float] | None,
+    temperature: float,
+) -> None:
+    changes = {"head": name, "warnings": warnings, "tpot_ms": tpot, "tpot_ms_ci": interval}
+    row = sample.baseline(temperature, **changes)
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    sample.report([row]).write(path)
+    assert Report.read(path).rows == [row]
+
+
+def test_a_row_gives_its_counters_back() -> None:
+    row = sample.row()
+    assert row.counters.acceptance_length == row.acceptance_length
+    row.counters.check_tokens(row.output_tokens, row.prompts)
+    before = list(row.accepted_at)
+    row.counters.accepted_at[0] += 1
+    assert row.accepted_at == before  # a copy was changed, not the row
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"unknown": 1},
+        {"drafter": "tree"},
+        {"batch": None},
+        {"acceptance_length_ci": [1.0]},
+        {"accepted_at": ["many"]},
+        {"lossless": {"level": "L4", "test": "", "n": 1}},
+    ],
+)
+def test_rows_are_strict(change: dict[str, object]) -> None:
+    fields = sample.row().model_dump()
+    assert Row.model_validate(fields)
+    with pytest.raises(ValidationError):
+        Row.model_validate(fields | change)
+
+
+def test_a_row_without_its_conditions_is_no_result() -> None:
+    for name in ("engine", "device", "dtype", "batch", "suite_sha256", "template", "seed"):
+        fields = sample.row().model_dump()
+        del fields[name]
+        with pytest.raises(ValidationError, match=name):
+            Row.model_validate(fields)
+
+
+def test_unreadable_reports_are_the_users_to_mend(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    with pytest.raises(UserError, match="found nothing"):
+        Report.read(path)
+    path.write_text("{")
+    with pytest.raises(UserError, match="not JSON"):
+        Report.read(path)
+    sample.report().write(path)
+    fields = json.loads(path.read_text())
+    for version in (SCHEMA_VERSION + 1, None):
+        path.write_text(json.dumps(fields | {"schema": version}))
+        with pytest.raises(
+            UserError, match=f"expected report schema 1 or {SCHEMA_VERSION}"
+        ) as error:
+            Report.read(path)
+        assert str(path) in str(error.value)
+
+
+def test_reports_of_schema_1_are_still_read(tmp_path: Path) -> None:
+    sample.report().write(tmp_path / "report.json")
+    fields = json.loads((tmp_path / "report.json").read_text())
+    for row in fields["rows"]:
+        for added in ("timings", "self_check", "speedup_ci"):
+            del row[added]
+    (tmp_path / "old.json").write_text(json.dumps(fields | {"schema": 1}))
+    old = Report.read(tmp_path / "old.json")
+    assert old.schema_version == 1
+    assert old.rows == sample.report().rows

@@ -1,0 +1,82 @@
+"""vLLM's rows beside draftlab's: the same cells, its own counters, times and name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftlab.errors import UserError
+from draftlab.evaluate.evaluator import EvalKnobs, Evaluator, NamedHead
+from draftlab.evaluate.results import Report
+from draftlab.evaluate.vllm_compare import check_knobs
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.progress import Monitor
+from draftlab.report.conditions import row_labels
+from draftlab.target_model.model import Target
+from draftlab.text.suites import Suite
+from tests.helpers import fake_vllm
+
+# the stand-in starts its answer with a prompt's first token and accepts that many modulo K + 1
+SUITE = Suite("toy", "t", tuple((f"p{i}", (i, 7)) for i in (4, 5, 6)))
+ASKED = {
+    "engine": "vllm",
+    "vllm": {"python": sys.executable},
+    "max_new_tokens": 9,
+    "timing_prompts": 2,
+    "timing_tokens": 5,
+    "timing_batches": [1, 2],
+    "temperatures": 0,
+    "k": [2, 3],
+}
+
+
+@pytest.fixture
+def report(
+    target: Target, head: Eagle3Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Report:
+    monkeypatch.setenv("PYTHONPATH", str(fake_vllm.write(tmp_path / "site")))
+    named = NamedHead("a head", head, target.folder)
+    knobs = EvalKnobs.model_validate(ASKED)
+    return Evaluator(target, [named], SUITE, frozenset(), knobs, monitor=Monitor()).run()
+
+
+def test_the_same_cells_with_vllms_counters(report: Report) -> None:
+    ours, theirs = report.rows[:3], report.rows[3:]
+    assert [(r.head, r.k, r.temperature) for r in ours] == [
+        (r.head, r.k, r.temperature) for r in theirs
+    ]
+    assert {r.engine for r in ours} == {"draftlab"}
+    assert {(r.engine, r.engine_version) for r in theirs} == {("vllm (V1, cpu)", "9.9")}
+    assert {r.suite_sha256 for r in report.rows} == {SUITE.sha256}
+    for row in theirs:
+        row.counters.check_tokens(row.output_tokens, row.prompts)
+        assert [timing.batch for timing in row.timings] == [1, 2]
+        assert row.self_check is None  # vLLM tells no chances
+    drafted = theirs[2]
+    # p4 accepts 0 of 3 in each of 8 steps, p5 accepts 1 in 4, p6 accepts 2 in 3
+    assert (drafted.drafts, drafted.accepted_at) == (15, [7, 3, 0])
+    assert drafted.speedup == pytest.approx(theirs[0].tpot_ms / drafted.tpot_ms)
+
+
+def test_both_engines_are_told_apart(report: Report) -> None:
+    labels = row_labels(report.rows)
+    assert len(set(labels)) == 6
+    assert "engine vllm (V1, cpu) 9.9" in labels[5]
+    advised = {one["engine"] for one in report.adviser["advice"]}
+    assert advised == {"draftlab", "vllm (V1, cpu)"}
+
+
+@pytest.mark.parametrize("knob", ["draft_temperature", "greedy_below"])
+def test_knobs_that_vllm_has_not_are_refused(knob: str) -> None:
+    knobs = EvalKnobs.model_validate(ASKED | {knob: 0.5})
+    with pytest.raises(UserError, match=f"knobs that vLLM has too, found {knob} = 0.5") as error:
+        check_knobs(knobs)
+    assert "leave them out" in error.value.do
+
+
+def test_a_missing_vllm_shows_before_anything_is_decoded() -> None:
+    check_knobs(EvalKnobs.model_validate(ASKED))
+    with pytest.raises(UserError, match="found no program"):
+        check_knobs(EvalKnobs.model_validate(ASKED | {"vllm": {"python": "/no/python"}}))

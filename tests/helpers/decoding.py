@@ -1,0 +1,103 @@
+"""A tiny target and a head that has learnt some of it, shared by the tests of decoding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftlab.heads.config import FROM_LAST_STATE, HeadConfig, TargetIdentity
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.folder import new_head
+from draftlab.heads.head import initialise_head
+from draftlab.heads.peagle import PtdHead
+from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.train.batch.packing import pack
+from draftlab.train.objectives.loss import SOFT_CE, Terms
+from tests.helpers.greedy_answers import BOUNDARIES, answers, greedy_records
+from tests.helpers.synthetic import family_loss
+from tests.helpers.toys import toy_target_folder
+
+MAX_LENGTH = 128
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder: Path = toy_target_folder(
+        tmp_path_factory.mktemp("target"), layers=4, hidden=32, max_length=MAX_LENGTH
+    )
+    return load_target(TargetKnobs(path=str(folder), device="cpu"))
+
+
+MASK = 288  # what no prompt and no answer holds
+PARALLEL = {"family": "ptd", "embeddings": "own", "mask_token_id": MASK, "num_layers": 2}
+
+
+EAGLE = {"family": "eagle", "boundaries": (4,)}
+NORMED = {"fc_norm": True, "norm_output": True}
+
+
+def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> Any:
+    """A head with initial values; its draft vocabulary leaves the lowest ids out."""
+    size = target.hidden_size
+    if changed.get("family") in FROM_LAST_STATE:
+        draft_size = target.vocab_size
+    config = HeadConfig(
+        **({"boundaries": BOUNDARIES} | changed),
+        target_num_layers=target.num_layers,
+        target_hidden_size=size,
+        hidden_size=size,
+        intermediate_size=2 * size,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=size // 4,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        max_position_embeddings=target.max_length,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_size,
+        k_trained=k,
+        target=TargetIdentity(
+            name="toy", fingerprint="f", architecture="a", tokenizer_sha256="t", template_sha256="c"
+        ),
+    )
+    head = new_head(config)
+    initialise_head(
+        head,
+        embeddings=target.parts.embeddings,
+        final_norm=next(target.parts.norm.parameters()),
+        lm_head=target.parts.lm_head,
+        target_ids=torch.arange(target.vocab_size - draft_size, target.vocab_size),
+        seed=0,
+    )
+    return head
+
+
+@pytest.fixture(scope="session")
+def head(target: Target) -> Eagle3Head:
+    """Sixty steps on the target's greedy answers: right often, wrong often."""
+    return trained_head(target, untrained_head(target, 3, target.vocab_size - 20), 60)
+
+
+@pytest.fixture(scope="session")
+def parallel_head(target: Target) -> PtdHead:
+    """Of two layers, trained as `head` is, but longer: later drafts are harder for it."""
+    head = untrained_head(target, 3, target.vocab_size - 20, **PARALLEL, qk_norm=True)
+    return trained_head(target, head, 150)
+
+
+def trained_head(target: Target, head: Any, steps: int, terms: Terms = SOFT_CE) -> Any:
+    """A head after some steps on the target's greedy answers."""
+    records = greedy_records(target, answers(target, 32, seed=100))
+    weights = [p for p in head.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=1e-2)
+    for step in range(steps):
+        chosen = [records[(16 * step + i) % len(records)] for i in range(16)]
+        batch = pack([chosen[i : i + 2] for i in range(0, 16, 2)], 112, 3)
+        loss, _ = family_loss(head, target.parts, batch, gamma=0.8, terms=terms)
+        optimizer.zero_grad()
+        (loss / batch.num_anchors).backward()
+        optimizer.step()
+    return head.eval().requires_grad_(False)

@@ -1,0 +1,88 @@
+"""Prompts, the target's own answers, and records of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from draftlab.engine.counters import Counters
+from draftlab.engine.engine import Engine
+from draftlab.engine.sampling import Generation, Request, Sampling
+from draftlab.store.store import Record
+from draftlab.target_model.model import Target
+
+BOUNDARIES = (1, 2, 3)
+STOPS = frozenset({282, 285})
+GREEDY = Sampling()
+
+
+def requests(
+    count: int,
+    *,
+    seed: int = 0,
+    sampling: Sampling = GREEDY,
+    max_new_tokens: int = 24,
+    stop_ids: frozenset[int] = STOPS,
+    shortest: int = 1,
+    longest: int = 20,
+) -> list[Request]:
+    """Random prompts of many lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(count):
+        length = int(torch.randint(shortest, longest + 1, (1,), generator=generator))
+        ids = torch.randint(0, 281, (length,), generator=generator).tolist()
+        made.append(Request(f"{seed}-{i}", tuple(ids), max_new_tokens, sampling, stop_ids))
+    return made
+
+
+def run(engine: Engine, asked: Sequence[Request]) -> list[Generation]:
+    """Every generation, in the order of the requests, its accounting checked."""
+    done = {g.id: g for g in engine.generate(asked)}
+    assert len(done) == len(asked)
+    for generation in done.values():
+        check_accounting(generation, engine.k)
+    return [done[request.id] for request in asked]
+
+
+def check_accounting(generation: Generation, k: int) -> None:
+    """METHODS §6, 1, for one request, and its counters from its steps."""
+    counters = Counters(k)
+    for drafted, accepted in generation.steps:
+        counters.add_step(drafted, accepted)
+    counters.truncated_tokens = generation.counters.truncated_tokens
+    assert counters == generation.counters
+    generation.counters.check_tokens(len(generation.token_ids), 1)
+    assert sum(generation.counters.accepted_at) == generation.counters.accepted
+
+
+def answers(target: Target, count: int, *, seed: int) -> list[tuple[Request, Generation]]:
+    """Requests and the target's greedy answers to them."""
+    asked = requests(count, seed=seed, shortest=3)
+    engine = Engine(target, batch=16, max_length=target.max_length)
+    return list(zip(asked, run(engine, asked), strict=True))
+
+
+def greedy_records(target: Target, pairs: Sequence[tuple[Request, Generation]]) -> list[Record]:
+    """Records in float32, as data/record would write them."""
+    records = []
+    for request, generation in pairs:
+        tokens = torch.tensor([*request.prompt_ids, *generation.token_ids])
+        states = target.states(tokens[None], BOUNDARIES)
+        logits = target.logits(states.last[0])
+        spans = torch.ones_like(tokens)
+        spans[: len(request.prompt_ids)] = 0
+        records.append(
+            Record(
+                request.id,
+                tokens,
+                spans,
+                states.features[0].clone(),
+                states.last[0].clone(),
+                logits.logsumexp(-1).clone(),
+                logits.argmax(-1).clone(),
+                0.0,
+            )
+        )
+    return records

@@ -1,0 +1,90 @@
+"""What one of several processes does in `test_several.py`: trains a toy head in a few ways.
+
+torchrun --nproc-per-node 2 -m tests.helpers.rank_program FOLDER CASE …
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftlab.errors import UserError
+from draftlab.kernels.current import give_back_memory
+from draftlab.progress import Monitor
+from draftlab.train.loop import Trainer
+from tests.helpers import synthetic
+from tests.helpers.list_store import ListStore
+from tests.train.test_learning import orthogonal_parts, toy_answer, trained
+
+STEPS, CUT = 8, 4
+"""Optimizer steps; the checkpoint that another number of processes goes on from."""
+
+
+DIVERGING = tuple(f"{parallel}-eagle3-diverging" for parallel in ("ddp", "zero1", "zero3"))
+KNOBS = {name: {"learning_rate": 1e30, "warmup": 0.0} for name in DIVERGING}
+
+
+class Heard(Monitor):
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def train(folder: Path, family: str = "eagle3", **knobs: Any) -> tuple[Trainer, Heard]:
+    """Trains on 21 answers; steps have 3 micro-batches, the last of an epoch fewer."""
+    target, heard = orthogonal_parts(), Heard()
+    store = ListStore([toy_answer(target, i) for i in range(21)])
+    fields = {
+        "steps": STEPS,
+        "row_tokens": 16,  # a row a record
+        "batch_rows": 3,
+        "micro_rows": 1,
+        "checkpoint_every": CUT,
+        "log_every": 1,
+        "weight_decay": 0.01,
+    }
+    config = synthetic.config(family=family)
+    trainer = trained(folder, store, target, heard, config, **fields | knobs)
+    return trainer, heard
+
+
+def main() -> None:
+    """Runs the cases (`parallel-family…`), each in its folder, or on from what lies there.
+
+    What ends with a UserError leaves a file of its text for each rank.
+    """
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        parallel, family = name.split("-")[:2]
+        try:
+            trainer, heard = train(folder / name, family, parallel=parallel, **KNOBS.get(name, {}))
+        except UserError as error:
+            (folder / f"{name}-{os.environ['RANK']}.txt").write_text(str(error))
+            continue
+        head, ranks = trainer.wrapped.plain(), trainer.ranks
+        if parallel in ("zero1", "zero2"):
+            made = trainer.wrapped.module.get_global_grad_norm()
+            assert made is None, f"{name}: DeepSpeed made a norm, for which hosts wait for GPUs"
+        if ranks.is_main:
+            torch.save((head.state_dict(), heard.lines), folder / name / "result.pt")
+        trainer.wrapped.close()
+        left = weakref.ref(trainer.wrapped.optimizer)
+        del trainer
+        give_back_memory()
+        assert parallel == "zero3" or left() is None, f"{name}: it outlives its training"
+    # gloo's threads, left to the end of the process, now and then abort it: 1 of 25 on a busy CPU.
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    main()

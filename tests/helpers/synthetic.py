@@ -1,0 +1,96 @@
+"""Synthetic records and heads for tests of training: no target model is run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftlab.heads.config import HeadConfig, TargetIdentity
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.folder import new_head
+from draftlab.heads.head import DraftHead, initialise_head
+from draftlab.heads.layers import RMSNorm
+from draftlab.store.store import Record
+from draftlab.target_model.parts import TargetParts
+from draftlab.train.batch.packing import Batch
+from draftlab.train.families import OBJECTIVES
+from draftlab.train.objectives.loss import SOFT_CE, DraftTeacher, Sums, Terms, weighted_loss
+
+VOCAB, HIDDEN, BOUNDARIES = 40, 32, (1, 2)
+
+
+def config(**changes: object) -> HeadConfig:
+    """A tiny head's config; `family="ptd"` gives it a mask token, id 5."""
+    fields: dict = {
+        "boundaries": BOUNDARIES,
+        "target_num_layers": 4,
+        "target_hidden_size": HIDDEN,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 512,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": 30,
+        "k_trained": 3,
+        "target": TargetIdentity(
+            name="t", fingerprint="f", architecture="a", tokenizer_sha256="k", template_sha256="c"
+        ),
+    }
+    if changes.get("family") == "ptd":
+        fields |= {"mask_token_id": 5, "embeddings": "own"}
+    return HeadConfig.model_validate(fields | changes)
+
+
+def parts(seed: int = 0) -> TargetParts:
+    """Random embeddings and lm_head with an identity-weight norm."""
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = torch.randn(VOCAB, HIDDEN, generator=generator)
+    lm_head = torch.randn(VOCAB, HIDDEN, generator=generator)
+    return TargetParts(embeddings, RMSNorm(HIDDEN, 1e-6).requires_grad_(False), lm_head, 1.0, None)
+
+
+def head(target: TargetParts, seed: int = 0, **changes: object) -> Eagle3Head:
+    """A head with initial values; draft vocabulary: ids 3, 4, … (so offsets are not zero)."""
+    made = new_head(config(**changes))
+    size = made.config.draft_vocab_size
+    initialise_head(
+        made,
+        embeddings=target.embeddings,
+        final_norm=torch.ones(HIDDEN),
+        lm_head=target.lm_head,
+        target_ids=torch.arange(VOCAB - size, VOCAB),
+        seed=seed,
+    )
+    return made
+
+
+def family_loss(
+    head: DraftHead, target: TargetParts, batch: Batch, *, gamma: float, terms: Terms = SOFT_CE
+) -> tuple[Tensor, Sums]:
+    """The loss of a head's family as its objective is written, not yet divided by N_0, and sums."""
+    objective, teacher = OBJECTIVES[head.config.family], DraftTeacher.of(target, head)
+    weights = objective.weights(gamma, batch.counts)
+    return weighted_loss(objective.outputs(head, batch), head, teacher, batch, weights, terms)
+
+
+def record(spans: list[int] | Tensor, target: TargetParts, seed: int = 0) -> Record:
+    """A record with random tokens and states."""
+    generator = torch.Generator().manual_seed(seed)
+    spans = torch.as_tensor(spans)
+    length = len(spans)
+    last = torch.randn(length, HIDDEN, generator=generator)
+    logits = target.logits(last)
+    return Record(
+        f"r{seed}",
+        torch.randint(0, VOCAB, (length,), generator=generator),
+        spans.long(),
+        torch.randn(length, len(BOUNDARIES) * HIDDEN, generator=generator),
+        last,
+        logits.logsumexp(-1),
+        logits.argmax(-1),
+        0.0,
+    )

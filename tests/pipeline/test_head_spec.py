@@ -1,0 +1,147 @@
+"""What a recipe and a target say about the head to be made, where Llama 4 is particular."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import Llama4TextConfig, LlamaConfig
+
+from draftlab.errors import UserError
+from draftlab.pipeline.estimate import needs
+from draftlab.pipeline.head_spec import check_early, choose_boundaries, llama4_attention
+from draftlab.pipeline.recipe import parse_recipe
+from draftlab.progress import Monitor
+from draftlab.train.settings import HeadKnobs
+
+
+class Lines(Monitor):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen", "said"),
+    [
+        (None, (2, 24, 45), "boundaries [2, 24, 45] of 48 layers, by default"),
+        ([2, 24, 45], (2, 24, 45), None),
+        (
+            [1, 23, 44],
+            (1, 23, 44),
+            "boundaries [1, 23, 44] of 48 layers, as the recipe says (by default [2, 24, 45]); "
+            "each is the input of the layer of that number",
+        ),
+    ],
+)
+def test_a_choice_of_boundaries_is_said(
+    asked: list[int] | None, chosen: tuple[int, ...], said: str | None
+) -> None:
+    lines = Lines()
+    recipe = parse_recipe({"name": "r", "record": {"boundaries": asked}})
+    assert choose_boundaries(recipe, 48, lines) == chosen
+    assert lines.lines == ([said] if said else [])
+
+
+LLAMA4 = Llama4TextConfig(
+    num_hidden_layers=4, attention_chunk_size=64, use_qk_norm=False, floor_scale=100, attn_scale=0.3
+)
+
+
+def attention(target: Any, **knobs: Any) -> dict[str, Any]:
+    layers = knobs.pop("num_layers", 1)
+    head = HeadKnobs(family="eagle_llama4", num_layers=layers, llama4=knobs)
+    found = llama4_attention(head, target)
+    assert found is not None
+    return found.model_dump()
+
+
+def test_a_llama4_head_follows_its_target() -> None:
+    assert attention(LLAMA4) == {
+        "no_rope_layers": (1,),
+        "attention_chunk_size": 64,
+        "use_qk_norm": False,
+        "attn_temperature_tuning": True,
+        "floor_scale": 100,
+        "attn_scale": 0.3,
+    }
+    assert attention(LLAMA4, num_layers=4)["no_rope_layers"] == (1, 1, 1, 0)
+
+
+def test_or_the_recipe_or_llama4_itself() -> None:
+    asked = {"attention_chunk_size": 0, "use_qk_norm": True, "no_rope_layers": [0]}
+    found = attention(LLAMA4, **asked)
+    assert found["attention_chunk_size"] is None
+    assert (found["use_qk_norm"], found["no_rope_layers"]) == (True, (0,))
+    other = attention(LlamaConfig())
+    assert (other["attention_chunk_size"], other["floor_scale"]) == (8192, 8192)
+
+
+def test_other_families_have_no_such_knobs() -> None:
+    assert llama4_attention(HeadKnobs(), LLAMA4) is None
+    with pytest.raises(UserError, match="family eagle3 has no llama4"):
+        parse_recipe({"name": "r", "head": {"llama4": {"use_qk_norm": True}}})
+    with pytest.raises(UserError, match=r"one number for each of the 1 layers, found \[1, 0\]"):
+        parse_recipe(
+            {"name": "r", "head": {"family": "eagle_llama4", "llama4": {"no_rope_layers": [1, 0]}}}
+        )
+    # A run's own recipe.yaml writes every knob, those that say nothing included.
+    silent = {"llama4": dict.fromkeys(("no_rope_layers", "use_qk_norm"))}
+    assert parse_recipe({"name": "r", "head": silent}).head.llama4.use_qk_norm is None
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        (
+            {"record": {"boundaries": [1, 23, 44]}},
+            "found [1, 23, 44]\nat: record.boundaries\n"
+            "record.boundaries=null takes this target's default ones, [2, 6, 9]",
+        ),
+        (
+            {"head": {"family": "eagle"}, "record": {"boundaries": [13]}},
+            "record.boundaries=null records none, which is enough for eagle heads",
+        ),
+        (
+            {"head": {"family": "eagle"}, "export": {"formats": ["llamacpp"]}},
+            "at: export.formats",
+        ),
+        (
+            {
+                "head": {"family": "eagle"},
+                "record": {"dtype": "fp8"},
+                "export": {"formats": ["vllm"]},
+            },
+            "at: record.dtype",
+        ),
+        (
+            {"head": {"family": "ptd", "mask_token": 6144}, "export": {"formats": ["vllm"]}},
+            "found id 6144, which lies outside the 6144 rows of embeddings (ids 0 to 6143)\nat: "
+            "head.mask_token",
+        ),
+        (
+            {"record": {"online": True}, "train": {"packers": 2}},
+            "no other can pack them, found 2\nat: train.packers",
+        ),
+    ],
+)
+def test_a_recipe_that_does_not_fit_is_refused_by_the_plan_and_by_the_run(
+    knobs: dict[str, Any], said: str
+) -> None:
+    recipe = parse_recipe({"name": "r", **knobs})
+    for check in (check_early, needs):
+        with pytest.raises(UserError) as caught:
+            check(recipe)
+        assert said in str(caught.value)
+
+
+def test_more_positions_than_the_target_has_are_no_fault() -> None:
+    """They are an upper bound: recipes serve other targets of their architecture as they are."""
+    recipe = parse_recipe({"name": "r", "record": {"max_length": 4096}})
+    check_early(recipe)
+    (store,) = (need for need in needs(recipe) if need.name == "store")
+    assert store.about.endswith("conversations of at most the target's 2,048 positions")

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from draftlab.errors import UserError
+from draftlab.pipeline.recipe import (
+    Recipe,
+    changed,
+    flat,
+    load_recipe,
+    parse_recipe,
+    schema_lines,
+    to_yaml,
+)
+from draftlab.train.settings import TrainKnobs
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+def knobs(model: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, Any]:
+    """Every field of the tree by its dotted name, inner nodes included."""
+    found: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        found[prefix + name] = field
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= knobs(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+LEAVES = sorted(flat(Recipe(name="x")))
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "mine.yaml"
+    path.write_text(text)
+    return path
+
+
+def fault(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_the_shipped_recipes_parse(path: Path) -> None:
+    assert load_recipe(path).name == path.stem
+
+
+def test_there_are_shipped_recipes() -> None:
+    assert "quickstart" in {path.stem for path in RECIPES}
+
+
+def test_every_knob_is_documented() -> None:
+    undocumented = [
+        name for name, field in knobs().items() if not (field.description or "").strip()
+    ]
+    assert undocumented == []
+
+
+def test_the_schema_is_yaml_that_mentions_every_knob_with_its_default() -> None:
+    text = "\n".join(schema_lines())
+    tree = yaml.safe_load(text)
+    tree["name"] = "x"
+    assert parse_recipe(tree) == Recipe(name="x")
+    lines = text.splitlines()
+    for name, field in knobs().items():
+        own = name.rpartition(".")[2]
+        at = [i for i, line in enumerate(lines) if line.strip().startswith(f"{own}:")]
+        meaning = " ".join(field.description.split())
+        assert any(lines[i - 1].strip() == f"# {meaning}" for i in at), name
+
+
+@given(name=st.sampled_from(LEAVES), cut=st.integers(0, 5), letter=st.sampled_from("qxz_"))
+def test_a_typo_anywhere_gets_the_nearest_name(name: str, cut: int, letter: str) -> None:
+    parents, _, leaf = name.rpartition(".")
+    typo = leaf[: cut % len(leaf)] + letter + leaf[cut % len(leaf) :]
+    tree: dict[str, Any] = {"name": "x"}
+    node = tree
+    for parent in filter(None, parents.split(".")):
+        node = node.setdefault(parent, {})
+    node[typo] = 1
+    if len(leaf) < 3 or typo in {n.rpartition(".")[2] for n in LEAVES}:
+        return  # a letter more is most of such a name
+    with pytest.raises(UserError) as caught:
+        parse_recipe(tree)
+    where = f"{parents}.{typo}" if parents else typo
+    assert f"{where}: unknown knob; did you mean {name}?" in str(caught.value)
+
+
+def test_an_unknown_knob_unlike_any_lists_the_known(tmp_path: Path) -> None:
+    message = fault(written(tmp_path, "draft_vocab: {wxyzzy: 1}"))
+    assert "draft_vocab.wxyzzy: unknown knob; known: size" in message
+    assert "recipe schema" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("train: {steps: many}", "train.steps: expected a whole number, found 'many'"),
+        ("train: {steps: 0}", "train.steps: expected a number greater than or equal to 1, found 0"),
+        ("train: 7", "train: expected a mapping of knobs, found "),
+        ("train:", "train: expected a mapping of knobs, found "),
+        ("record: {overlong: cut}", "record.overlong: expected 'truncate' or 'skip', found 'cut'"),
+        ("eval: {temperatures: []}", "eval.temperatures: expected at least one value, found none"),
+        (
+            "eval: {k: [0]}",
+            "fit:\n  eval.k.0: expected a number greater than or equal to 1, found 0\n",
+        ),
+        (
+            "export: {formats: [gguf]}",
+            "export.formats: expected a layout out of llamacpp, sglang, speculators, vllm; found "
+            "'gguf'; did you mean 'llamacpp'?\n",
+        ),
+        ("name: ../elsewhere", "name: expected a name of letters, digits, "),
+        ("- a\n- b", "expected a mapping of knobs, found list"),
+        ("", "expected a mapping of knobs, found NoneType"),
+        ("train: {steps: 1", "expected YAML"),
+        ("seed: 1\nseed: 2", "the key 'seed' is there twice"),
+        ("train: {steps: 1, steps: 2}", "the key 'steps' is there twice"),
+    ],
+)
+def test_what_does_not_fit_is_said(tmp_path: Path, text: str, says: str) -> None:
+    path = written(tmp_path, text)
+    message = fault(path)
+    assert says in message
+    assert str(path) in message
+
+
+def test_several_faults_come_at_once(tmp_path: Path) -> None:
+    message = fault(written(tmp_path, "train: {stepz: 1, clip: -1}\nseed: x"))
+    for said in ("train.stepz", "train.clip", "seed"):
+        assert said in message
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "found no such file" in fault(tmp_path / "none.yaml")
+    assert "found no such file" in fault(tmp_path)
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"\xff\xfe\x00seed: 1")
+    assert "expected YAML" in fault(path)
+
+
+def test_a_run_is_named_after_its_recipe(tmp_path: Path) -> None:
+    assert load_recipe(written(tmp_path, "seed: 1")).name == "mine"
+    assert load_recipe(written(tmp_path, "name: own")).name == "own"
+    assert load_recipe(written(tmp_path, "seed: 1"), ["name=2025"]).name == "2025"
+
+
+def test_a_target_is_a_path_or_a_mapping(tmp_path: Path) -> None:
+    assert load_recipe(written(tmp_path, "target: org/name")).target.path == "org/name"
+    path = written(tmp_path, "target: {path: org/name, revision: abc}")
+    assert load_recipe(path).target.revision == "abc"
+    moved = load_recipe(path, ["target=here", "target.dtype=float32"]).target
+    assert (moved.path, moved.revision, moved.dtype) == ("here", "abc", "float32")
+    mixed = load_recipe(written(tmp_path, "target: there"), ["target.device=cpu"]).target
+    assert (mixed.path, mixed.device) == ("there", "cpu")
+
+
+def test_overrides_are_dotted_keys_with_yaml_values(tmp_path: Path) -> None:
+    path = written(tmp_path, "train: {steps: 7, clip: 0.25}")
+    recipe = load_recipe(
+        path,
+        [
+            "train.steps=200",
+            "eval.temperatures=[0, 0.7, 1.5]",
+            "regenerate.enabled=false",
+            "train.validate_every=null",
+            "train.learning_rate=2e-3",
+            "prompts.source=a=b.jsonl",
+        ],
+    )
+    assert recipe.train.steps == 200
+    assert recipe.train.clip == 0.25
+    assert recipe.eval.temperatures == (0.0, 0.7, 1.5)
+    assert recipe.regenerate.enabled is False
+    assert recipe.train.validate_every is None
+    assert recipe.train.learning_rate == 2e-3
+    assert recipe.prompts.source == "a=b.jsonl"
+
+
+def test_lists_may_be_written_with_commas(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        written(tmp_path, "regenerate: {temperatures: 0.7}"),
+        [
+            "eval.k=3,5",
+            "eval.temperatures=0,0.8, 1.5",
+            "eval.compare=reference, runs/other/head",
+            "record.boundaries=2,6,9",
+            "export.formats=vllm,sglang",
+        ],
+    )
+    assert recipe.eval.k == (3, 5)
+    assert recipe.eval.temperatures == (0.0, 0.8, 1.5)
+    assert recipe.eval.compare == ("reference", "runs/other/head")
+    assert recipe.record.boundaries == (2, 6, 9)
+    assert recipe.export.formats == ("vllm", "sglang")
+    assert recipe.regenerate.temperatures == (0.7,)
+    path = written(tmp_path, "seed: 1")
+    assert "eval.k.1: expected a whole number, found 'x'" in fault(path, "eval.k=3,x")
+    assert "a layout out of llamacpp, sglang, " in fault(path, "export.formats=foo")
+
+
+def test_off_is_a_word_where_words_are_asked_for(tmp_path: Path) -> None:
+    path = written(tmp_path, "eval: {draft_probs: off}\nregenerate: {enabled: off}")
+    recipe = load_recipe(path)
+    assert (recipe.eval.draft_probs, recipe.regenerate.enabled) == ("off", False)
+    recipe = load_recipe(
+        path, ["eval.draft_probs=on", "train.recompute=on", "regenerate.enabled=True"]
+    )
+    assert (recipe.eval.draft_probs, recipe.train.recompute) == ("on", True)
+    assert recipe.regenerate.enabled is True
+    assert load_recipe(path, ["prompts.source=no"]).prompts.source == "no"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.steps", "expected an override such as train.steps=200, found 'train.steps'"),
+        ("=3", "expected an override"),
+        ("train.stpes=3", "did you mean train.steps?"),
+        ("trian.steps=3", "did you mean train?"),
+        ("train.steps=[1", "the value of train.steps is not YAML"),
+        ("seed.deep=1", "seed: expected a whole number"),
+        ("train.steps=", "train.steps: expected a whole number, found null"),
+        ("train.steps=true", "train.steps: expected a whole number, found true"),
+        ("eval.k=[true, 3]", "eval.k: expected a whole number, found [true, 3]"),
+        ("eval.top_p=true", "eval.top_p: expected a number, found true"),
+        ("train.recompute=maybe", "train.recompute: expected 'auto' or true or false, found 'm"),
+        ("head.mask_token=[1]", "head.mask_token: expected a whole number or a text, found [1]"),
+        ("eval.raw=2", "eval.raw: expected true or false, found 2"),
+        ("eval.k='3,,5'", "eval.k: expected values between commas, found '3,,5'"),
+        ("eval.k=''", "eval.k: expected at least one value, found none"),
+        ("export.formats=''", "export.formats: expected at least one value, found none"),
+    ],
+)
+def test_overrides_that_do_not_fit(tmp_path: Path, override: str, says: str) -> None:
+    assert says in fault(written(tmp_path, "seed: 1"), override)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_the_resolved_recipe_reads_back(path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(path)
+    resolved = written(tmp_path, to_yaml(recipe))
+    assert load_recipe(resolved) == recipe
+    assert set(flat(recipe)) == set(LEAVES)
+
+
+def test_changed_validates_what_was_asked() -> None:
+    knobs = TrainKnobs()
+    assert changed(knobs, {"steps": 5, "clip": None}, where="here").steps == 5
+    assert changed(knobs, {"clip": None}, where="here") == knobs
+    with pytest.raises(UserError, match=r"steps: expected .*found -1"):
+        changed(knobs, {"steps": -1}, where="here")

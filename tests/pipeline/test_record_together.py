@@ -1,0 +1,113 @@
+"""Several processes record one run from the command line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from draftlab.errors import UserError
+from draftlab.pipeline import recording
+from draftlab.pipeline.gpu_workers import helper_devices, launched_helper
+from draftlab.store.store import Store
+from draftlab.target_model.model import TargetKnobs, load_target
+from draftlab.text.answer_workers import Decode, engine_decode
+from draftlab.vllm import hidden_states as vllm_states
+from tests.helpers.small_run import contents, copy_of_finished, draftlab
+from tests.helpers.vllm_stand_in import StandIn
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Path:
+    """A run with answers and without its store."""
+    copy_of_finished(tmp_path)
+    shutil.rmtree(tmp_path / "runs/small/store")
+    return tmp_path
+
+
+def test_a_helper_process_records_with_the_leading_one(workshop: Path) -> None:
+    expected = contents(copy_of_finished(workshop / "other") / "runs/small/store")
+    result = draftlab(workshop, "record", "small.yaml", "--gpus", "2")
+    assert result.exit_code == 0, result.output
+    assert contents(workshop / "runs/small/store") == expected
+    assert not list((workshop / "runs/small").glob("record-*.log")), result.output
+
+
+@pytest.mark.parametrize("verb", ["prepare", "record"])
+def test_answers_are_made_on_as_many_devices(
+    verb: str, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = workshop / "runs/small/answers.jsonl"
+    expected, asked = made.read_bytes(), []
+
+    @contextmanager
+    def answering(knobs: TargetKnobs, devices: list[str], batch: int) -> Iterator[list[Decode]]:
+        asked.append((devices, batch))
+        yield [engine_decode(load_target(knobs), batch) for _ in devices]
+
+    monkeypatch.setattr(recording, "answering", answering)
+    monkeypatch.setattr(recording.Recording, "lead", lambda *_: None)
+    shutil.rmtree(workshop / "runs")
+    result = draftlab(workshop, verb, "small.yaml", "--gpus", "3")
+    assert asked == [(["cpu", "cpu"], 8)], result.output
+    assert made.read_bytes() == expected
+
+
+def test_a_launchers_second_process_helps(
+    workshop: Path,
+) -> None:
+    """It waits for the plan, takes what is free, and leaves the manifest to the first."""
+    helper = os.fork()
+    if helper == 0:
+        os.environ["RANK"] = "1"
+        os._exit(draftlab(workshop, "record", "small.yaml").exit_code)
+    result = draftlab(workshop, "record", "small.yaml")
+    status = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
+    assert (result.exit_code, status) == (0, 0), result.output
+    Store.open(workshop / "runs/small/store").verify()
+
+
+def test_the_recipe_names_what_computes_the_states(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load_target(TargetKnobs(path=str(workshop / "toy"), device="cpu"))
+    monkeypatch.setattr(vllm_states, "VllmProcess", StandIn(target, []))
+    knobs = ("record.backend=vllm", f"record.vllm.python={sys.executable}")
+    refused = draftlab(workshop, "record", "small.yaml", *knobs)
+    assert "record.backend: 'transformers' in the run, 'vllm' now" in refused.output
+    result = draftlab(workshop, "record", "small.yaml", *knobs, "--force")
+    assert result.exit_code == 0, result.output
+    assert "stand-in" in result.output
+    assert "loading target" not in result.output
+    store = Store.open(workshop / "runs/small/store")
+    store.verify()
+    assert store.manifest.knobs["backend"] == "vllm"
+    both = ("record.online=true", *knobs)
+    assert "by transformers alone" in draftlab(workshop, "record", "small.yaml", *both).output
+
+
+def test_a_helper_of_another_recipe_is_refused(workshop: Path) -> None:
+    result = draftlab(workshop, "record", "small.yaml", "seed=7", "--join")
+    assert result.exit_code == 2
+    assert "seed: 0 in the run, 7 now" in result.output
+
+
+def test_who_helps_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert launched_helper() is None
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert launched_helper() == []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert launched_helper() == ["target.device=cuda:1"]
+    assert helper_devices(1, "auto") == []
+    assert helper_devices(3, "cuda:1") == ["cuda:2", "cuda:3"]
+    assert helper_devices(3, "cpu") == ["cpu", "cpu"]
+    with pytest.raises(UserError, match="expected 4 GPUs from cuda:1 on, found 4"):
+        helper_devices(4, "cuda:1")

@@ -1,0 +1,185 @@
+"""A target's pass never waits for the device, so that a CUDA graph can hold it.
+
+Passes run on torch's meta device, whose tensors have shapes and no values: whatever asks for one
+fails, as it would under capture. So does a copy from the host, by a dispatch mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from draftlab.kernels.paged_attention import slot_mapping
+from draftlab.target_model import attention, experts, probe
+from draftlab.target_model import paged_cache as paged
+from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.packed_rows import Documents
+from draftlab.target_model.paged_cache import PagedCache
+from tests.helpers.zoo import MIXTURES, ZOO, zoo_folder
+
+META = torch.device("meta")
+
+
+class _NoCopies(TorchDispatchMode):
+    """Refuses operations between the host's tensors and the device's, but for single numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, found)) if isinstance(t, Tensor)]
+        if len({t.device for t in tensors if t.ndim}) > 1:
+            raise RuntimeError(f"{func} moves a tensor between host and device")
+        return found
+
+
+@contextmanager
+def _no_tensors_from_lists() -> Iterator[None]:
+    """Refuses `torch.tensor(…, device=…)`: the copy is made where no mode sees it."""
+    original = torch.tensor
+
+    def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+        if device is not None and torch.device(device) == META:
+            raise RuntimeError("torch.tensor copies from the host and waits for it")
+        return original(*args, device=device, **kwargs)
+
+    torch.tensor = tensor
+    try:
+        yield
+    finally:
+        torch.tensor = original
+
+
+@torch.inference_mode()
+def pass_on_meta(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of three rows of four tokens, to features and logits.
+
+    Our own kernels, which never ask, are stood in for by their shapes.
+    """
+    monkeypatch.setattr(attention, "attend_paged", lambda query, *_, **__: torch.empty_like(query))
+    monkeypatch.setattr(paged, "write_paged", lambda *_: None)
+    target = Target(target.model.to(META), target.folder, target.name)
+    cache, (rows, width) = PagedCache(target.num_layers, 9, 4), (3, 4)
+    tokens, positions = torch.zeros(2, rows, width, dtype=torch.int64, device=META)
+    table = torch.zeros(rows, 5, dtype=torch.int32, device=META)
+
+    def run() -> tuple[Tensor, Tensor]:
+        cache.at(table, positions, slot_mapping(table, positions, 4))
+        states = target.states(tokens, (0, 2, 4), positions=positions, cache=cache)
+        return states.features, target.logits(states.last)
+
+    run()  # makes the pools, which a warm-up does too
+    with _no_tensors_from_lists(), _NoCopies():
+        features, logits = run()
+    assert features.shape == (rows, width, 3 * target.hidden_size)
+    assert logits.shape == (rows, width, target.vocab_size)
+    assert {features.device, logits.device} == {META}
+
+
+@pytest.mark.parametrize(
+    ("kind", "grouped"), [(kind, True) for kind in ZOO] + [(kind, False) for kind in MIXTURES]
+)
+def test_a_pass_asks_the_device_for_nothing(
+    kind: str, grouped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "grouped_products", lambda dtype, device: grouped)
+    dtype = "bfloat16" if grouped else "float32"  # what is grouped on a GPU
+    folder = str(zoo_folder(tmp_path, kind))
+    pass_on_meta(load_target(TargetKnobs(path=folder, device="cpu", dtype=dtype)), monkeypatch)
+
+
+@pytest.mark.parametrize("kind", list(ZOO))
+@torch.inference_mode()
+def test_a_row_of_conversations_asks_the_device_for_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a recording, whose passes are to be asked for ahead of the device."""
+    monkeypatch.setattr(experts, "grouped_products", lambda dtype, device: True)
+    folder = str(zoo_folder(tmp_path, kind))
+    loaded = load_target(TargetKnobs(path=folder, device="cpu", dtype="bfloat16"))
+    target = Target(loaded.model.to(META), loaded.folder, loaded.name)
+    lengths = (5, 30, 1)
+    documents = Documents.of(lengths, META)
+    tokens = torch.zeros(1, sum(lengths), dtype=torch.int64, device=META)
+    with _no_tensors_from_lists(), _NoCopies():
+        states = target.states(tokens, (0, 2, 4), documents=documents)
+        logits = target.logits(states.last)
+    assert states.features.shape == (1, 36, 3 * target.hidden_size)
+    assert {states.features.device, logits.device} == {META}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_the_loop_over_experts_asks(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' own experts, which a captured graph could not hold."""
+    target = load_target(TargetKnobs(path=str(zoo_folder(tmp_path, kind)), device="cpu"))
+    target.model.set_experts_implementation("eager")
+    with pytest.raises((RuntimeError, NotImplementedError), match="nonzero"):
+        pass_on_meta(target, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("number", "meta"), ("list", "copies from the host"), ("copy", "between host and device")],
+)
+def test_what_waits_is_caught(
+    fault: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load_target(TargetKnobs(path=str(zoo_folder(tmp_path, "llama")), device="cpu"))
+    mlp = target.layers[1].mlp
+    forward = mlp.forward
+    host = torch.ones(32)
+
+    def waiting(x: Tensor) -> Tensor:
+        if fault == "number" and float(x[0, 0, 0]) > 3:
+            return x
+        if fault == "list":
+            x = x * torch.tensor([2.0], device=x.device)
+        if fault == "copy":
+            x = x + host.to(x.device)
+        return forward(x)
+
+    mlp.forward = waiting
+    with pytest.raises(RuntimeError, match=message):
+        pass_on_meta(target, monkeypatch)
+
+
+def test_a_pass_that_waits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own mode finds it on a GPU (eval/gpu/architectures.py); here a stand-in for that."""
+    mode: list[Any] = [1]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
+    target = load_target(TargetKnobs(path=str(zoo_folder(tmp_path, "llama")), device="cpu"))
+    assert probe._waits(target) is None
+    assert mode == [1, "error", 1]
+    mlp = target.layers[1].mlp
+    forward = mlp.forward
+
+    def wait(x: Tensor) -> Tensor:
+        if mode[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation\nfrom somewhere")
+        return forward(x)
+
+    mlp.forward = wait
+    assert probe._waits(target) == "called a synchronizing CUDA operation"
+    assert mode[-1] == 1
+
+
+def test_a_target_that_waits_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load_target(TargetKnobs(path=str(zoo_folder(tmp_path, "llama")), device="cpu"))
+    assert not probe.can_capture(target)  # no GPU, no graphs, and nothing to tell
+    monkeypatch.setattr(Target, "device", torch.device("cuda"))
+    monkeypatch.setattr(Target, "spread", False)
+    monkeypatch.setattr(probe, "_waits", lambda _: None)
+    assert probe.can_capture(target)
+    monkeypatch.setattr(probe, "_waits", lambda _: "a number was asked for")
+    told = "LlamaModel decodes without CUDA graphs.*a number was asked for"
+    with pytest.warns(RuntimeWarning, match=told):
+        assert not probe.can_capture(target)

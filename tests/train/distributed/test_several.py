@@ -1,0 +1,202 @@
+"""Two processes train as one does: the same losses and weights, whatever wraps the head."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from draftlab.errors import UserError
+from draftlab.train.batch.packing import pack
+from draftlab.train.checkpoint import trainable
+from draftlab.train.distillation_module import Lesson
+from draftlab.train.distributed.ranks import Ranks, check_gpus, share
+from draftlab.train.distributed.zero import Zero
+from draftlab.train.objectives.loss import DraftTeacher
+from draftlab.train.settings import TrainKnobs
+from tests.helpers import synthetic
+from tests.helpers.rank_program import CUT, DIVERGING, STEPS, train
+from tests.train.test_learning import orthogonal_parts
+
+PRINTED = {
+    "ddp": "DistributedDataParallel",
+    "fsdp2": "fully_shard",
+    "zero1": "DeepSpeed ZeRO-1",
+    "zero2": "DeepSpeed ZeRO-2",
+    "zero3": "DeepSpeed ZeRO-3",
+}
+BEGUN = [*(f"{parallel}-eagle3" for parallel in PRINTED), "ddp-ptd", "fsdp2-ptd", "zero3-ptd"]
+RESUMED = [f"{parallel}-eagle3-resumed" for parallel in PRINTED]
+
+
+def torchrun(folder: Path, *names: str) -> None:
+    """Runs `rank_program` in two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--standalone", "-m", "tests.helpers.rank_program", str(folder), *names]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    errors = [line for line in done.stderr.splitlines() if "[rank" in line]
+    assert done.returncode == 0, "\n".join(errors) or done.stderr
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl but for the closing validation."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What one process makes, by family, with every checkpoint."""
+    folder = tmp_path_factory.mktemp("alone")
+    for family in ("eagle3", "ptd"):
+        trainer, _ = train(folder / family, family)
+        torch.save(trainer.head.state_dict(), folder / family / "result.pt")
+    return {family: folder / family for family in ("eagle3", "ptd")}
+
+
+@pytest.fixture(scope="module")
+def together(alone: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes make, from the start or from the checkpoint of one."""
+    folder = tmp_path_factory.mktemp("together")
+    for name in RESUMED:
+        shutil.copytree(alone["eagle3"], folder / name)
+        shutil.rmtree(folder / name / "checkpoints" / f"step-{STEPS:07d}")
+    torchrun(folder, *DIVERGING, *BEGUN, *RESUMED)
+    return folder
+
+
+@pytest.mark.parametrize("name", [*BEGUN, *RESUMED])
+def test_two_processes_train_as_one(name: str, alone: dict[str, Path], together: Path) -> None:
+    parallel, family = name.split("-")[:2]
+    expected, found = curve(alone[family]), curve(together / name)
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))  # each written once
+    same(found, expected)
+    weights = torch.load(alone[family] / "result.pt")
+    head, lines = torch.load(together / name / "result.pt")
+    assert head.keys() == weights.keys()
+    for key, weight in weights.items():
+        torch.testing.assert_close(head[key], weight, rtol=1e-4, atol=1e-5, msg=key)
+    assert any(f"2 × cpu, {PRINTED[parallel]}" in line for line in lines)
+    assert ("resuming training after step 4" in lines) == name.endswith("resumed")
+
+
+@pytest.mark.parametrize("name", DIVERGING)
+def test_gradients_that_are_not_finite_end_the_training(name: str, together: Path) -> None:
+    """ZeRO-3 by itself leaves such a step out, and says nothing."""
+    for rank in range(2):
+        assert "expected finite numbers" in (together / f"{name}-{rank}.txt").read_text()
+    assert len(curve(together / name)) < STEPS
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_gives_wrong_gradients_on_gpus_is_not_asked_for(stage: int) -> None:
+    """No CPU would show it: DeepSpeed drops gradients that it still reduces on another stream."""
+    zero = object.__new__(Zero)
+    zero.knobs = TrainKnobs(parallel=f"zero{stage}")
+    zero.head = synthetic.head(synthetic.parts())
+    asked = zero._communication()
+    assert asked["overlap_comm"] is False
+    assert asked["reduce_bucket_size"] < max(p.numel() for p in trainable(zero.head).values())
+
+
+@pytest.mark.parametrize("parallel", PRINTED)
+def test_one_process_goes_on_from_the_checkpoint_of_two(
+    parallel: str, alone: dict[str, Path], together: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(together / f"{parallel}-eagle3", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{STEPS:07d}")
+    trainer, heard = train(tmp_path / "run")
+    assert f"resuming training after step {CUT}" in heard.lines
+    same(curve(tmp_path / "run"), curve(alone["eagle3"]))
+    for key, weight in torch.load(alone["eagle3"] / "result.pt").items():
+        found = trainer.head.state_dict()[key]
+        torch.testing.assert_close(found, weight, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_frozen_parameters_lie_in_no_checkpoint_and_change_on_no_rank(together: Path) -> None:
+    expected = orthogonal_parts().embeddings
+    for parallel in PRINTED:
+        head, _ = torch.load(together / f"{parallel}-eagle3" / "result.pt")
+        assert torch.equal(head["embed_tokens.weight"], expected)
+        path = together / f"{parallel}-eagle3" / "checkpoints" / f"step-{STEPS:07d}"
+        kept = load_file(path / "weights.safetensors")
+        assert "lm_head.weight" in kept
+        assert "embed_tokens.weight" not in kept
+
+
+def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Whether two curves agree to what another order of sums may change."""
+    for one, two in zip(expected, found, strict=True):
+        assert two["tokens_seen"] == one["tokens_seen"]
+        for field in ("loss", "alpha", "accuracy", "grad_norm"):
+            assert two[field] == pytest.approx(one[field], rel=2e-5, abs=1e-6), (field, one["step"])
+
+
+def ranks(size: int) -> list[Ranks]:
+    return [Ranks(rank, size, torch.device("cpu")) for rank in range(size)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize("micro", [None, 1, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_rows_are_dealt_once_and_evenly(rows: int, micro: int | None, size: int) -> None:
+    dealt = [share(list(range(rows)), micro, each) for each in ranks(size)]
+    assert len({len(mine) for mine in dealt}) == 1
+    counting = [batch for mine in dealt for batch, idle in mine if not idle]
+    assert sorted(row for batch in counting for row in batch) == list(range(rows))
+    assert all(len(batch) <= (micro or -(-rows // size)) for batch in counting)
+    # The order of the micro-batches is that of one process: rank r has r, r + size, …
+    in_turn = [mine[at] for at in range(len(dealt[0])) for mine in dealt]
+    assert [row for batch, idle in in_turn if not idle for row in batch] == list(range(rows))
+
+
+def test_a_pass_without_loss_gives_every_parameter_a_gradient() -> None:
+    target = synthetic.parts()
+    head = synthetic.head(target)
+    lesson = Lesson(head, DraftTeacher.of(target, head), TrainKnobs(ttt_steps=3), torch.float32)
+    batch = pack([[synthetic.record([0, 0, 1, 0], target)]], 8, 3)
+    assert batch.counts == [0, 0, 0]
+    loss, sums = lesson(batch, [1.0, 1.0, 1.0])
+    loss.backward()
+    assert loss.item() == sums.count.sum().item() == 0
+    for name, parameter in trainable(head).items():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_more_gpus_than_there_are() -> None:
+    with pytest.raises(UserError, match=f"expected {torch.cuda.device_count() + 1} GPUs, found"):
+        check_gpus(torch.cuda.device_count() + 1, "auto")
+    check_gpus(64, "cpu")
+
+
+def test_processes_that_were_started_start_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="cannot start more"):
+        check_gpus(2, "cpu")
+
+
+def test_whoever_leaves_has_no_threads_left() -> None:
+    """One that still lets go of a tensor while Python exits aborts the process."""
+
+    def gloo() -> int:
+        tasks = Path("/proc/self/task").glob("*/comm")
+        return sum("gloo" in task.read_text() for task in tasks)
+
+    before = gloo()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    left = Ranks(0, 2, torch.device("cpu"), dist.new_group(backend="gloo"))
+    left.total(torch.ones(3))
+    assert gloo() > before
+    left.leave()
+    assert gloo() == before

@@ -1,0 +1,108 @@
+"""The fast way of a parallel head has the outputs and gradients of the plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftlab.heads.peagle import PtdHead
+from draftlab.train.batch.packing import Batch, pack
+from draftlab.train.distillation_module import Lesson
+from draftlab.train.fast import choose_forward as unrolling
+from draftlab.train.fast.choose_forward import compiled_pieces
+from draftlab.train.fast.layers import PIECES
+from draftlab.train.fast.parallel import FastParallel, fits
+from draftlab.train.objectives.loss import DraftTeacher
+from draftlab.train.objectives.parallel import parallel_outputs
+from draftlab.train.settings import TrainKnobs
+from tests.helpers.synthetic import head, parts, record
+from tests.train.fast.test_ttt import batch_of, compare, learnt, loud
+from tests.train.objectives.test_ttt import spans_of
+
+OPTIONS: list[dict[str, object]] = [
+    {},
+    {"num_layers": 2},
+    {"num_layers": 3, "qk_norm": True},
+    {"norm_before_residual": True, "num_layers": 2},
+    {"norm_before_fc": True},
+    {"fc_norm": True},
+]
+
+
+def loud_head(**changes: object) -> PtdHead:
+    """A parallel head whose norms are not one, with a mask token like no other."""
+    made = loud(family="ptd", **changes)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for mask in (made.mask_hidden, made.mask_embedding):
+            mask.copy_(torch.randn(mask.shape, generator=generator))
+    return made
+
+
+def masked_tokens(batch: Batch) -> Batch:
+    """The same with the mask's token among the conversations' own, as nothing forbids it."""
+    batch.tokens[:, ::5] = 5
+    return batch
+
+
+@pytest.mark.parametrize("changes", OPTIONS, ids=str)
+def test_equal_to_the_plain_way(changes: dict[str, object]) -> None:
+    model, batch = loud_head(**changes), masked_tokens(batch_of())
+    assert fits(model)
+    expected = learnt(model, list(parallel_outputs(model, batch)), batch)
+    found = learnt(model, FastParallel(torch.float32)(model, batch), batch)
+    compare(found, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("turns", [[(3, 6)], [(2, 3)], [(1, 2)]])
+@pytest.mark.parametrize("one_row", [False, True])
+def test_few_masked_slots_or_none(turns: list[tuple[int, int]], one_row: bool) -> None:
+    """One conversation of 4 predictions, of one, of none at depth 1: one slot is also a row."""
+    batch = pack([[record(spans_of(turns), parts())]], 16, 3, one_row=one_row)
+    for layers in (1, 2):
+        model = loud_head(num_layers=layers)
+        expected = learnt(model, list(parallel_outputs(model, batch)), batch)
+        found = learnt(model, FastParallel(torch.float32)(model, batch), batch)
+        compare(found, expected, rtol=2e-4, atol=2e-5)
+
+
+def test_compiled_pieces_are_equal_whatever_the_number_of_rows() -> None:
+    model = loud_head(qk_norm=True, num_layers=2)
+    fast = FastParallel(torch.float32, pieces=compiled_pieces("aot_eager"))
+    for num_steps in (4, 1):
+        batch = batch_of(num_steps)
+        expected = learnt(model, FastParallel(torch.float32)(model, batch), batch)
+        compare(learnt(model, fast(model, batch), batch), expected, rtol=2e-4, atol=2e-5)
+
+
+def test_in_16_bit_it_is_as_near() -> None:
+    model, batch = loud_head(num_layers=2), batch_of()
+    expected = learnt(model, list(parallel_outputs(model, batch)), batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = learnt(model, FastParallel(torch.bfloat16)(model, batch), batch)
+    for name, value in expected.items():
+        assert found[name].dtype == torch.bfloat16 if "step" in name else torch.float32
+        error = (found[name].float() - value).norm() / value.norm()
+        assert error < 0.05, name
+
+
+def test_training_runs_it_and_rehearses_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = loud_head(num_layers=2), batch_of()
+    teacher = DraftTeacher.of(parts(), model)
+    lesson = Lesson(model, teacher, TrainKnobs(ttt_steps=4, recompute=True), torch.float32)
+    assert isinstance(lesson.outputs, FastParallel)
+    assert lesson.how == "all depths side by side, train.recompute does nothing for such heads"
+    lesson(batch, [1.0] * 4)
+
+    wrong = PIECES._replace(joined=lambda *given: tuple(2 * x for x in PIECES.joined(*given)))
+    monkeypatch.setattr(unrolling, "compiled_pieces", lambda: wrong)
+    lesson = Lesson(model, teacher, TrainKnobs(ttt_steps=4, compile=True), torch.float32)
+    assert "compiled and plain steps differ" in lesson.how
+    assert lesson.outputs.pieces == PIECES
+    monkeypatch.setattr(unrolling, "compiled_pieces", lambda: compiled_pieces("aot_eager"))
+    lesson = Lesson(model, teacher, TrainKnobs(ttt_steps=4, compile=True), torch.float32)
+    assert lesson.how == "all depths side by side, small operations compiled"
+
+
+def test_other_heads_do_not_fit() -> None:
+    assert not fits(head(parts()))

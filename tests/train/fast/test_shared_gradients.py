@@ -1,0 +1,135 @@
+"""Shared gradients are autograd's, whatever is used, and however often."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from draftlab.train.fast.shared_gradients import Shared, branch
+
+ROWS, SIZE, WIDTH = 7, 5, 6
+USES = st.lists(
+    st.tuples(st.sampled_from(["product", "gated", "rows", "left", "right"]), st.integers(0, ROWS)),
+    min_size=1,
+    max_size=6,
+)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def loss_of(weight: Tensor, x: Tensor, uses: list[tuple[str, int]], shared: bool) -> Tensor:
+    """Something of a chain of products and picked rows; what is picked depends on the use."""
+    owner = Shared(weight) if shared else None
+    total = x.new_zeros(())
+    for seed, (kind, n) in enumerate(uses):
+        index = torch.randperm(WIDTH, generator=torch.Generator().manual_seed(seed))[:n]
+        columns = {"left": slice(2), "right": slice(2, None)}.get(kind, slice(None))
+        if kind in ("product", "gated"):
+            read = x[:n]
+            if kind == "gated":
+                gate_up = torch.cat([read, read.sin()], 1)
+                inner = F.silu(read) * read.sin()
+                made = owner.gated_product(gate_up) if shared else inner @ weight.T
+            else:
+                made = owner.product(read) if shared else read @ weight.T
+            x = torch.cat([(made @ drawn(99, WIDTH, SIZE)).tanh(), x[n:]])  # the next ones read it
+        else:
+            made = owner.rows(index, columns) if shared else weight[index][:, columns]
+        total = total + (made * drawn(seed, *made.shape)).sum() + made.square().sum()
+    return total
+
+
+@given(uses=USES, frozen=st.sampled_from([None, "weight", "x"]))
+def test_gradients_are_those_of_plain_uses(uses: list[tuple[str, int]], frozen: str | None) -> None:
+    found = []
+    for shared in (True, False):
+        weight = drawn(1, WIDTH, SIZE).requires_grad_(frozen != "weight")
+        x = drawn(2, ROWS, SIZE).requires_grad_(frozen != "x")
+        loss = loss_of(weight * 2, x, uses, shared)
+        if loss.requires_grad:
+            loss.backward()
+        none = torch.zeros(())
+        found.append([none if t.grad is None else t.grad for t in (weight, x)])
+    for ours, plain in zip(*found, strict=True):
+        assert torch.allclose(ours.expand_as(plain), plain.expand_as(ours), rtol=1e-10, atol=1e-12)
+
+
+def test_a_graph_may_go_backward_again_in_parts_and_recomputed() -> None:
+    weight, x = drawn(1, WIDTH, SIZE).requires_grad_(), drawn(2, ROWS, SIZE)
+    shared = Shared(weight)
+    first, second = shared.product(x).square().sum(), shared.rows(torch.tensor([4, 0])).sum()
+    (alone,) = torch.autograd.grad(first, weight, retain_graph=True)
+    torch.testing.assert_close(alone, 2 * (x @ weight.detach().T).T @ x)
+    (both,) = torch.autograd.grad(first + second, weight, retain_graph=True)
+    expected = alone.clone()
+    expected[[4, 0]] += 1
+    torch.testing.assert_close(both, expected)
+    # Somebody who reads the tensor itself takes part.
+    (all_three,) = torch.autograd.grad(first + second + shared.tensor.sum(), weight)
+    torch.testing.assert_close(all_three, expected + 1)
+
+    # A pass that asks for something else leaves nothing for the next one.
+    read = x.clone().requires_grad_()
+    shared = Shared(weight)
+    loss = shared.product(read).square().sum() + shared.rows(torch.tensor([4, 0])).sum()
+    torch.autograd.grad(loss, read, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(loss, weight), (expected,))
+
+    shared = Shared(weight)
+    again = sum(
+        checkpoint(lambda y: shared.product(y).square().sum(), x * k, use_reentrant=False)
+        for k in (1.0, 2.0)
+    )
+    (found,) = torch.autograd.grad(again, weight)
+    torch.testing.assert_close(found, alone * 5)
+
+
+def test_a_branch_adds_what_its_rows_owe_and_changes_no_gradient_of_others() -> None:
+    x, index = drawn(1, ROWS, SIZE).requires_grad_(), torch.tensor([5, 0, 3])
+    for whole_used, rows_used in ((True, True), (True, False), (False, True)):
+        y = x * 1
+        whole, rows = branch(y, index)
+        assert torch.equal(rows, x[index])
+        parts = []
+        parts += [whole.sum()] if whole_used else []  # its gradient is one number, expanded
+        parts += [(rows * drawn(2, 3, SIZE)).sum()] if rows_used else []
+        (found,) = torch.autograd.grad(sum(parts), x)
+        expected = torch.full_like(found, float(whole_used))
+        expected[index] += drawn(2, 3, SIZE) * rows_used
+        torch.testing.assert_close(found, expected)
+    # Two results of one sum are given the same gradient tensor.
+    whole, rows = branch(x * 1, index)
+    other = x * 1
+    (found, beside) = torch.autograd.grad(((whole + other) * 3).sum() + rows.sum(), (whole, other))
+    assert torch.equal(beside, torch.full_like(beside, 3))
+    assert torch.equal(found, beside)
+
+
+def test_a_step_leaves_nothing_behind_for_the_garbage_collector() -> None:
+    """With a cycle through the graph a GPU held the weights of several steps at once."""
+    weight = drawn(1, WIDTH, SIZE).requires_grad_()
+    gc.collect()
+    gc.disable()
+    try:
+        for backward in (True, False):
+            cast = weight * 2
+            shared = Shared(cast)
+            total = shared.product(drawn(2, ROWS, SIZE)).sum()
+            total = total + shared.gated_product(drawn(3, ROWS, 2 * SIZE)).sum()
+            total = total + shared.rows(torch.tensor([1])).sum()
+            if backward:
+                total.backward()
+            left = [weakref.ref(shared), weakref.ref(cast), weakref.ref(shared.tensor)]
+            del shared, cast, total
+            assert [each() for each in left] == [None] * 3
+    finally:
+        gc.enable()

@@ -1,0 +1,122 @@
+"""An unroll in layers of chunks equals a server run position by position (METHODS §2, §3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftlab.heads.head import DraftHead
+from draftlab.train.batch.packing import pack
+from draftlab.train.objectives.chunked_attention import chunked_attention
+from draftlab.train.objectives.ttt import unroll
+from tests.helpers.synthetic import HIDDEN, VOCAB, head, parts, record
+
+STEPS = 4
+KIND = {
+    "attention_chunk_size": 4,
+    "use_qk_norm": True,
+    "attn_temperature_tuning": True,
+    "floor_scale": 3,
+    "attn_scale": 0.5,
+}
+
+
+def llama4_head(*no_rope_layers: int, **kind: object) -> DraftHead:
+    return head(
+        parts(),
+        family="eagle_llama4",
+        boundaries=(4,),
+        draft_vocab_size=VOCAB,
+        num_layers=len(no_rope_layers),
+        llama4=KIND | {"no_rope_layers": no_rope_layers} | kind,
+    ).double()
+
+
+def server(model: DraftHead, answer: Any, t: int) -> list[Tensor]:
+    """Outputs of a chain that starts at t: true pairs up to it, then its own outputs."""
+    caches: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in model.layers]
+
+    def feed(token: Tensor, hidden: Tensor, position: int) -> Tensor:
+        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            caches[number][position] = key, value
+            chunk = model.layers[number].chunk or 1000
+            seen = range(position // chunk * chunk, position + 1)
+            keys, values = (
+                torch.cat([caches[number][p][which] for p in seen], 0) for which in (0, 1)
+            )
+            groups = query.shape[1] // keys.shape[1]
+            keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", query, keys) * query.shape[-1] ** -0.5
+            return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+
+        return model.run(token[None], hidden, torch.tensor([position]), attend)
+
+    for position in range(t + 1):
+        hidden = model.fuse(answer.last[position, None].to(model.fc.weight.dtype))
+        output = feed(answer.tokens[position + 1], hidden, position)
+    outputs = [output]
+    for k in range(1, STEPS):
+        if t + 1 + k < len(answer.tokens):
+            outputs.append(feed(answer.tokens[t + 1 + k], outputs[-1], t + k))
+    return [output[0] for output in outputs]
+
+
+@pytest.mark.parametrize("layers", [(1,), (0,), (1, 0), (0, 1)])
+def test_an_unroll_over_borders_is_a_server(layers: tuple[int, ...]) -> None:
+    """Outputs and gradients, of two conversations in a row; unrolls cross up to two borders."""
+    model = llama4_head(*layers)
+    spans = [0, 0, *[1] * 7, 0, *[2] * 4], [0, *[1] * 10]
+    answers = [record(torch.tensor(s), parts(), seed) for seed, s in enumerate(spans)]
+    batch = pack([answers], 40, STEPS)
+    offsets = [0, len(spans[0])]
+    compared, found, expected = 0, torch.zeros(()).double(), torch.zeros(()).double()
+    chains: dict[int, list[Tensor]] = {}
+    probe = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)).double()
+    for k, step in enumerate(unroll(model, batch)):
+        for row, teacher in zip(step.output, step.teacher.tolist(), strict=True):
+            at = teacher - 1 - k
+            which = at >= offsets[1]
+            if at not in chains:
+                chains[at] = server(model, answers[which], at - offsets[which])
+            torch.testing.assert_close(row, chains[at][k], rtol=0, atol=1e-5)
+            found, expected = found + probe @ row, expected + probe @ chains[at][k]
+            compared += 1
+    assert compared == sum(batch.counts) > 40
+    weights = [p for p in model.parameters() if p.requires_grad]
+    for one, other in zip(
+        torch.autograd.grad(found, weights), torch.autograd.grad(expected, weights), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_without_the_border_it_is_another_head() -> None:
+    """The test above would notice chunks left out, or counted from t in place of t + k."""
+    answer = record(torch.tensor([0, *[1] * 12]), parts())
+    batch = pack([[answer]], 40, STEPS)
+    chunked, whole = llama4_head(1), llama4_head(1, attention_chunk_size=None)
+    whole.load_state_dict(chunked.state_dict())
+    steps = [list(unroll(model, batch)) for model in (chunked, whole)]
+    for k, (one, other) in enumerate(zip(*steps, strict=True)):
+        differ = (one.output - other.output).abs().amax(-1) > 1e-6
+        into_first = one.teacher - 1 < 4  # t + k in the first chunk
+        assert not differ[into_first].any(), k
+        assert differ[~into_first].all(), k
+
+
+def test_conversations_within_a_chunk_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known from shapes: attention is asked as in layers that see everything."""
+    asked: list[tuple] = []
+    monkeypatch.setattr(
+        "draftlab.train.objectives.chunked_attention.ttt_attention",
+        lambda *args: asked.append(args) or args[0],
+    )
+    query, index = torch.zeros(1, 3, 2, 4), torch.tensor([[0, 1, 2]])
+    starts = torch.zeros_like(index)
+    options = {"positions": index, "chunk": 3}
+    chunked_attention(query, query, query, index, starts, None, **options)
+    assert asked[0][4] is starts
+    chunked_attention(query, query, query, index, starts, None, **(options | {"chunk": 2}))
+    assert asked[1][4].tolist() == [[0, 0, 2]]

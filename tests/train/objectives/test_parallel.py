@@ -1,0 +1,298 @@
+"""The packed, compacted objective of parallel drafting equals a server run anchor by anchor."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftlab.heads.peagle import PtdHead
+from draftlab.store.store import Record
+from draftlab.target_model.parts import TargetParts
+from draftlab.train.batch.loss_rows import deal, depths_kept, loss_reach
+from draftlab.train.batch.packing import pack
+from draftlab.train.objectives.loss import DraftTeacher, Terms, weighted_loss
+from draftlab.train.objectives.parallel import parallel_outputs, parallel_weights
+from tests.helpers.synthetic import family_loss, head, parts, record
+from tests.train.objectives.test_ttt import server_log, spans_of
+
+DEPTHS, GAMMA = 4, 0.8
+TURNS = [[(3, 6)], [(2, 4), (0, 3)], [(1, 1)], [(4, 9)], [(1, 2), (3, 7)]]
+
+
+def records_of(target: TargetParts) -> list[Record]:
+    """One turn, adjacent answers, an answer without a prediction, more turns."""
+    return [record(spans_of(turns), target, seed) for seed, turns in enumerate(TURNS)]
+
+
+def pass_of(model: PtdHead, record: Record, anchor: int, depths: int) -> Tensor:
+    """log q [depths, D] of a server's pass (CONTRACTS §1.5), from METHODS alone.
+
+    The sequence is the pairs (x_{p+1}, g_p), p ≤ anchor, then depths − 1 mask tokens with
+    fc(mask_hidden), at consecutive positions, under plain causal attention.
+    """
+    w, config = dict(model.named_parameters()), model.config
+    size, eps = config.head_dim, config.rms_norm_eps
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w[name]
+
+    def rotate(x: Tensor) -> Tensor:  # [M, heads, size]
+        half = size // 2
+        frequency = 10000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+        angle = (torch.arange(len(x), dtype=x.dtype)[:, None] * frequency)[:, None]
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    masked = depths - 1
+    features = torch.cat(
+        [record.features[: anchor + 1].to(w["fc.weight"].dtype), w["mask_hidden"].repeat(masked, 1)]
+    )
+    embedded = w["embed_tokens.weight"][record.tokens[1 : anchor + 2]]
+    embedded = torch.cat([embedded, w["mask_embedding"].repeat(masked, 1)])
+    hidden = features @ w["fc.weight"].T
+    for number in range(config.num_layers):
+        at = f"layers.{number}."
+        x, residual = norm(hidden, f"{at}input_layernorm.weight") if number else None, hidden
+        if number == 0:
+            normed = norm(hidden, f"{at}hidden_norm.weight")
+            x = torch.cat([norm(embedded, f"{at}input_layernorm.weight"), normed], -1)
+            residual = normed if config.norm_before_residual else hidden
+
+        def project(name: str, x: Tensor = x, at: str = at) -> Tensor:
+            found = (x @ w[f"{at}self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, size))
+            if config.qk_norm and name != "v":
+                found = norm(found, f"{at}self_attn.{name}_norm.weight")
+            return found if name == "v" else rotate(found)
+
+        groups = config.num_attention_heads // config.num_key_value_heads
+        key, value = (project(n).repeat_interleave(groups, 1) for n in ("k", "v"))
+        scores = torch.einsum("qhd,khd->hqk", project("q"), key) / math.sqrt(size)
+        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        attended = torch.einsum(
+            "hqk,khd->qhd", scores.masked_fill(later, -math.inf).softmax(-1), value
+        )
+        hidden = residual + attended.flatten(1) @ w[f"{at}self_attn.o_proj.weight"].T
+        x = norm(hidden, f"{at}post_attention_layernorm.weight")
+        gate, up = (x @ w[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        hidden = hidden + (F.silu(gate) * up) @ w[f"{at}mlp.down_proj.weight"].T
+    logits = norm(hidden[anchor:], "norm.weight") @ w["lm_head.weight"].T
+    return logits.log_softmax(-1)
+
+
+def reference(
+    model: PtdHead,
+    target: TargetParts,
+    records: list[Record],
+    kept: dict[str, Tensor],
+    reach: float = 0.0,
+) -> tuple[Tensor, list[int]]:
+    """Σ_d γ^d (Σ ℓ) / N_d over what a server may be asked for and `kept` leaves; and N_d.
+
+    With `reach`, ℓ is so far multiplied by the product of the α before it.
+    """
+    ids = torch.nonzero(model.t2d)[:, 0]
+    losses: list[list[Tensor]] = [[] for _ in range(DEPTHS)]
+    for r in records:
+        for anchor, asked in itertools.groupby(sorted(server_log(r.spans, DEPTHS)), lambda e: e[0]):
+            depths = [d for _, d in asked if d < kept[r.id][anchor]]
+            # What a server drafts beyond the answer's end changes nothing before it.
+            log_q, reached = pass_of(model, r, anchor, DEPTHS), 1.0
+            for d in depths:
+                logits = target.logits(r.last[anchor + 1 + d])
+                p = (logits[ids] - logits.logsumexp(-1)).exp().to(log_q.dtype)
+                losses[d].append(-(p * log_q[d]).sum() * (1 - reach + reach * reached))
+                reached *= float(p.minimum(log_q[d].detach().exp()).sum())
+    total = sum(GAMMA**d * torch.stack(rows).mean() for d, rows in enumerate(losses) if rows)
+    return total, [len(rows) for rows in losses]
+
+
+def loud(**changes: object) -> PtdHead:
+    """A float64 head whose norms are not all one, and whose masked slots are not zero."""
+    model = head(parts(), family="ptd", **changes).double()
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(parameter + 0.3 * noise)
+    return model
+
+
+def gradients(model: PtdHead) -> dict[str, Tensor]:
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+ALL = {f"r{seed}": torch.full((40,), DEPTHS) for seed in range(len(TURNS))}
+SOME = {f"r{seed}": torch.arange(40) * (seed + 4) % 5 % DEPTHS + 1 for seed in range(len(TURNS))}
+
+
+@pytest.mark.parametrize("kept", [ALL, SOME], ids=["all", "dropped"])
+@pytest.mark.parametrize(
+    ("changes", "reach"),
+    [
+        ({}, 0.0),
+        ({"num_layers": 3}, 0.0),
+        ({"num_layers": 2, "qk_norm": True}, 0.9),
+        ({"qk_norm": True, "norm_before_residual": True}, 1.0),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_equal_a_server_run_anchor_by_anchor(
+    changes: dict, reach: float, kept: dict[str, Tensor]
+) -> None:
+    target, model = parts(), loud(**changes)
+    records = records_of(target)
+    batch = pack(
+        [records[:3], records[3:]],
+        64,
+        DEPTHS,
+        keep=lambda r: kept[r.id][: len(r.tokens)],
+    )
+    loss, sums = family_loss(model, target, batch, gamma=GAMMA, terms=Terms(reach=reach))
+    (loss / batch.num_anchors).backward()
+    found = gradients(model)
+    expected, counts = reference(model, target, records, kept, reach)
+    expected.backward()
+    wanted = gradients(model)
+    assert sums.count.tolist() == batch.counts == counts
+    assert min(counts) > 2
+    assert float(loss.detach()) / batch.num_anchors == pytest.approx(
+        float(expected.detach()), rel=1e-5
+    )
+    assert found.keys() == wanted.keys() >= {"mask_hidden", "mask_embedding", "fc.weight"}
+    for name, gradient in wanted.items():
+        assert gradient.abs().max() > 1e-6, name
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_layers": 3, "qk_norm": True}], ids=str)
+def test_a_whole_pass_of_the_head_is_that_of_a_server(changes: dict) -> None:
+    """`PtdHead.run`, which decoding uses: true pairs, then masked slots, plainly causal."""
+    target, model = parts(), loud(**changes)
+    (r,) = records_of(target)[:1]
+    pairs = 5
+    tokens = torch.cat([r.tokens[1 : pairs + 1], torch.full((DEPTHS - 1,), model.mask_token_id)])
+    hidden = torch.cat(
+        [
+            model.fuse(r.features[:pairs].double()),
+            model.mask_state().expand(DEPTHS - 1, -1),
+        ]
+    )
+    seen: list[int] = []
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen.append(layer)
+        query, key, value = (t.transpose(-2, -3) for t in (query, key, value))
+        found = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return found.transpose(-2, -3)
+
+    both = torch.stack([tokens, tokens]), torch.stack([hidden, hidden])
+    output = model.run(*both, torch.arange(len(tokens)).expand(2, -1), attend)
+    assert seen == list(range(model.config.num_layers))
+    wanted = pass_of(model, r, pairs - 1, DEPTHS)
+    for row in output:
+        found = model.logits(row[pairs - 1 :]).log_softmax(-1)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_conversation_packed_behind_another_has_the_same_loss() -> None:
+    target, model = parts(), loud(num_layers=3)
+    teacher = DraftTeacher.of(target, model)
+    one, two = (record(spans_of([(3, 8)]), target, seed) for seed in (1, 2))
+
+    def loss(*rows: list[Record]) -> float:
+        batch = pack(list(rows), 64, DEPTHS)
+        total, _ = weighted_loss(
+            parallel_outputs(model, batch), model, teacher, batch, [1.0] * DEPTHS
+        )
+        return float(total.detach())
+
+    assert loss([one, two]) == pytest.approx(loss([one]) + loss([two]), rel=1e-6)
+    assert loss([one], [two]) == pytest.approx(loss([one]) + loss([two]), rel=1e-6)
+
+
+@pytest.mark.parametrize("passes", [2, 3, 7])
+def test_parts_of_the_anchors_add_up_to_the_whole(passes: int) -> None:
+    target, model, terms = parts(), loud(num_layers=2), Terms(reach=0.9)
+    records = records_of(target)
+    rows = [records[:3], records[3:]]
+    whole = pack(rows, 64, DEPTHS)
+    weights = parallel_weights(GAMMA, whole.counts)
+    teacher = DraftTeacher.of(target, model)
+    loss, _ = weighted_loss(parallel_outputs(model, whole), model, teacher, whole, weights, terms)
+    loss.backward()
+    wanted = gradients(model)
+    dealt = pack(rows, 64, DEPTHS, passes=passes)
+    assert dealt.counts == whole.counts
+    total = 0.0
+    for part in dealt.split():
+        outputs = parallel_outputs(model, part)
+        loss_of_part, _ = weighted_loss(outputs, model, teacher, part, weights, terms)
+        loss_of_part.backward()
+        total += float(loss_of_part.detach())
+    assert total == pytest.approx(float(loss.detach()), rel=1e-6)
+    for name, gradient in gradients(model).items():
+        # float32 angles and loss are the only rounding: all else is float64 here.
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3, 8])
+def test_every_anchor_is_dealt_once_and_parts_are_alike(passes: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    reach = torch.randint(-20, 12, (3, 400), generator=generator).clamp(min=0)
+    dealt = deal(reach, DEPTHS, passes)
+    assert torch.equal(sum(dealt), reach)
+    assert torch.equal(sum((part > 0).long() for part in dealt), (reach > 0).long())
+    for part in dealt:
+        share = part.clamp(max=DEPTHS).sum(1) / reach.clamp(max=DEPTHS).sum(1)
+        assert (share - 1 / passes).abs().max() < 0.02
+
+
+def kept(r: Record, *, step: int = 0, seed: int = 0) -> Tensor:
+    return depths_kept(r, 8, ratio=0.8, least=0.3, seed=seed, step=step)
+
+
+def test_dropped_depths_follow_the_law() -> None:
+    length = 20_000
+    r = record([0, *[1] * (length - 1)], parts())
+    found = kept(r)
+    assert int(found.min()) >= 1  # depth 0 is never dropped
+    for depth in range(8):
+        share = max(0.8**depth, 0.3)
+        slack = 5 * math.sqrt(share * (1 - share) / length)
+        assert float((found > depth).double().mean()) == pytest.approx(share, abs=slack + 1e-12)
+
+
+def test_dropping_depends_on_seed_step_record_and_position_alone() -> None:
+    target = parts()
+    one, two = (record(spans_of([(2, 60)]), target, seed) for seed in (1, 2))
+    state = torch.get_rng_state()
+    first = kept(one)
+    torch.manual_seed(4)
+    assert torch.equal(first, kept(one))
+    torch.set_rng_state(state)
+    for other in (kept(two), kept(one, step=1), kept(one, seed=1)):
+        assert not torch.equal(first, other)
+    shorter = Record(one.id, *(t[:30] for t in (one.tokens, one.spans)), *[one.last] * 4, None)
+    assert torch.equal(kept(shorter), first[:30])
+
+
+def test_a_kept_depth_is_one_that_carries_loss() -> None:
+    """Brute force: rows of a depth are what a server asks for, less what was dropped."""
+    target = parts()
+    r = record(spans_of([(3, 12), (0, 5)]), target, 3)
+    batch = pack([[r]], 64, DEPTHS, keep=kept)
+    rows = {
+        (int(t) - 1 - d, d) for d, depth in enumerate(batch.steps) for t in depth.teacher.tolist()
+    }
+    limit = kept(r)
+    wanted = {(t, d) for t, d in server_log(r.spans, DEPTHS) if d < limit[t]}
+    assert rows == wanted
+    assert 0 < len(rows) < int(loss_reach(r.spans).clamp(max=DEPTHS).sum())
