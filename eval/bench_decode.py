@@ -1,6 +1,6 @@
 """Decode steps at the shapes of Llama-3.1-8B, beside their bandwidth floor and vLLM's step.
 
-    python eval/bench_decode.py [--out docs/results/decode_steps.csv] [--batches 1,8,32] [--k 3,5,8]
+    python eval/bench_decode.py [--out docs/data/decode_steps.csv] [--batches 1,8,32] [--k 3,5,8]
 
 Random weights, an EAGLE3 head of one layer with a draft vocabulary of 32,000, prompts of 512 random
 tokens, 256 new tokens a request. Acceptance is synthetic (draft i passes with probability 0.6 given

@@ -1,6 +1,6 @@
 """What each option of a head does to AL: one option changed at a time, the seed kept.
 
-    python eval/options.py --out runs/options --write docs/results/options.md
+    python eval/options.py --out runs/options --write PAGE
     python eval/options.py --recipe recipes/quickstart_ptd.yaml --out runs/options_ptd --write PAGE
 
 Every variant is a run of the recipe with knobs changed, and takes over what the base run's stages

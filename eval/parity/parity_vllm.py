@@ -12,7 +12,7 @@ with argmax drafts and with sampled ones: the bootstrap interval of their differ
 must hold 0. All intervals of a run together are wrong in 5 % of runs (Bonferroni).
 
 Rows keep room for the last drafts: near its length limit vLLM V1 verifies zeros in place of drafts,
-and counts them (docs/results/parity.md).
+and counts them (docs/benchmarks.md).
 
 Exit status: 0 everything equal; 1 a difference (the first one is printed); 2 a request that cannot
 be run; 77 skipped, because the vLLM environment cannot be installed here (the reason is printed).
