@@ -1,0 +1,130 @@
+"""Citations of docs/methods.md and docs/servers.md name headings, and Markdown links name files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("methods", "servers")
+SUFFIXES = (".py", ".md", ".yaml", ".yml", ".toml")
+GENERATED = ("runs", "build", "dist")
+"""Folders that git ignores, beside hidden ones."""
+
+SECTION = r"§(\d+(?:\.\d+)*)"
+BETWEEN = r"(?:\s*,\s*|\s+and\s+)"
+# A line of a comment may end between the name of a document and the section.
+CITATION = re.compile(
+    rf"\b(methods|servers)[\s#]+({SECTION}(?:{BETWEEN}{SECTION})*)", re.IGNORECASE
+)
+# Names of notes that do not ship; brackets keep this line out of its own search.
+RETIRED = re.compile(
+    r"\b([M]ETHODS|[C]ONTRACTS|[D]ESIGN|[F]RONTIER|[A]NCHORS|[P]ITFALLS|[F]INDINGS)\b"
+)
+HEADING = re.compile(r"^#{2,4} (\d+(?:\.\d+)*)\.? \S", re.MULTILINE)
+CODE_BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def project_files() -> Iterator[Path]:
+    """Yield the project's text files, except this one, whose examples cite other sections."""
+    pending = [ROOT]
+    while pending:
+        for path in sorted(pending.pop().iterdir()):
+            if path.name.startswith(".") or path.is_symlink():
+                continue
+            if path.is_dir():
+                if path.name not in GENERATED and path.suffix != ".egg-info":
+                    pending.append(path)
+            elif path.suffix in SUFFIXES and path != Path(__file__):
+                yield path
+
+
+def place(path: Path, text: str, offset: int) -> str:
+    """Return "file:line" of an offset in the text of a file."""
+    line = text.count("\n", 0, offset) + 1
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def headings(document: str) -> list[str]:
+    """Return the numbers of a document's headings, in order."""
+    return HEADING.findall((ROOT / "docs" / f"{document}.md").read_text())
+
+
+def cited(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield (offset, document, section) for each section that a text cites."""
+    for citation in CITATION.finditer(text):
+        for section in re.findall(SECTION, citation[2]):
+            yield citation.start(), citation[1].lower(), section
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_headings_have_one_number_each_in_order(document: str) -> None:
+    numbers = headings(document)
+    assert len(set(numbers)) == len(numbers)
+    assert numbers == sorted(numbers, key=lambda number: [int(part) for part in number.split(".")])
+
+
+@pytest.mark.parametrize(
+    ("text", "sections"),
+    [
+        ("(methods §2, §4; servers §1.3)", ["methods 2", "methods 4", "servers 1.3"]),
+        ("servers §9.2 and §9.3, by hand", ["servers 9.2", "servers 9.3"]),
+        ("methods §6, check 2.", ["methods 6"]),
+        ("as servers\n# §1.2. Then", ["servers 1.2"]),
+        ("other methods", []),
+    ],
+)
+def test_citations_are_recognized(text: str, sections: list[str]) -> None:
+    assert [f"{document} {section}" for _, document, section in cited(text)] == sections
+
+
+def test_citations_name_headings() -> None:
+    known = {document: set(headings(document)) for document in DOCUMENTS}
+    unknown, count = [], 0
+    for path in project_files():
+        text = path.read_text()
+        for offset, document, section in cited(text):
+            count += 1
+            if section not in known[document]:
+                unknown.append(f"{place(path, text, offset)}: {document} §{section}")
+    assert not unknown, "no such section:\n" + "\n".join(unknown)
+    assert count > 50, f"expected the citations of the code, found {count}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_document_refers_to_its_own_sections(document: str) -> None:
+    path, known = ROOT / "docs" / f"{document}.md", set(headings(document))
+    text = path.read_text()
+    own = CITATION.sub(lambda citation: " " * len(citation[0]), text)
+    unknown = [
+        f"{place(path, text, found.start())}: §{found[1]}"
+        for found in re.finditer(SECTION, own)
+        if found[1] not in known
+    ]
+    assert not unknown, "no such section:\n" + "\n".join(unknown)
+
+
+def test_no_document_is_cited_that_does_not_ship() -> None:
+    found = []
+    for path in project_files():
+        text = path.read_text()
+        found += [f"{place(path, text, m.start())}: {m[0]}" for m in RETIRED.finditer(text)]
+    assert not found, "cite methods §N or servers §N instead:\n" + "\n".join(found)
+
+
+def test_relative_links_name_files() -> None:
+    missing = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = CODE_BLOCK.sub(lambda block: "\n" * block[0].count("\n"), path.read_text())
+        for link in LINK.finditer(text):
+            target = unquote(link[1].split("#")[0])
+            if re.match(r"[a-z][a-z0-9+.-]*:", target) or not target:
+                continue  # an address elsewhere, or a heading of the same page
+            if not (path.parent / target).exists():
+                missing.append(f"{place(path, text, link.start())}: {link[1]}")
+    assert not missing, "links to nothing:\n" + "\n".join(missing)
