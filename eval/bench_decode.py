@@ -4,13 +4,13 @@
 
 Random weights, an EAGLE3 head of one layer with a draft vocabulary of 32,000, prompts of 512 random
 tokens, 256 new tokens a request. Acceptance is synthetic (draft i passes with probability 0.6 given
-that those before it did), as in the vLLM measurement it is compared with (ANCHORS: vLLM 0.20.2 on
+that those before it did), as in the vLLM measurement it is compared with (vLLM 0.20.2 on
 the same GPU model); the verifier that decides so is passed in by this file and runs the real one
 first, so nothing is left out of the step. Times are the engine's own, host included; the time to
 first token is that of so many prompts handed in together, from then to the host's sight of each.
 
 Floor: bytes of the target's weights once and of the head's K times (fc in the first pass only),
-over the rate at which weights can be streamed: 4.15 TB/s where a copy moves 4.30 (ANCHORS), scaled
+over the rate at which weights can be streamed: 4.15 TB/s where a copy moves 4.30, scaled
 by the copy rate measured at the start. vLLM's times are scaled likewise.
 """
 

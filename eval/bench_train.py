@@ -13,7 +13,7 @@ Features are random but fixed; what is timed is what `draftlab train` runs:
 `train/distributed/backends.py`, and with --host `train/batch/loader.py` and
 `train/batch/pack_processes.py`. Times are the GPU's
 own, by events between the phases (on a CPU the host's). Without --host the batch lies on the device
-beforehand, as in the figures of ANCHORS.
+beforehand, as in docs/benchmarks.md.
 
 --same-loss runs a second trainer, eager and in float32 from whole logits, on the same batches from
 the same state. It compares each step's loss, and the gradients that both have at the reference's

@@ -36,7 +36,7 @@ ATTENTION = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the work; the defaults are Llama-3.1-8B's and those of ANCHORS.
+    """Sizes of the work; the defaults are Llama-3.1-8B's and those of docs/benchmarks.md.
 
     Attributes:
         rows, row_tokens: rows of a batch, each one conversation.

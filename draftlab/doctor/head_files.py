@@ -270,7 +270,7 @@ def _dtypes(tensors: Mapping[str, Tensor]) -> list[Finding]:
 
 
 def vocabulary_findings(tensors: Mapping[str, Tensor], config: HeadConfig) -> list[Finding]:
-    """d2t against t2d and the vocabulary (CONTRACTS §9.2)."""
+    """d2t against t2d and the vocabulary (servers §9.2)."""
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     size = config.vocab_size
     if d2t is None or d2t.shape != (config.draft_vocab_size,):

@@ -1,4 +1,4 @@
-"""How well a reading fits: the teacher-forced walk over the target's own answers (METHODS §6)."""
+"""How well a reading fits: the teacher-forced walk over the target's own answers (methods §6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters of speculative decoding, with vLLM's definitions (METHODS §6, CONTRACTS §3).
+"""Counters of speculative decoding, with vLLM's definitions (methods §6, servers §3).
 
 For every verify step with n > 0 drafts of which a are accepted: drafts += 1, draft_tokens += n,
 accepted += a, accepted_at[i] += 1 for i < a; a is counted before truncation by a stop token or the
@@ -70,7 +70,7 @@ class Counters:
         return [a / n if n else None for a, n in zip(self.accepted_at, reached, strict=True)]
 
     def check_tokens(self, output_tokens: int, prompts: int) -> None:
-        """The accounting identity of METHODS §6; a decoder that drops a bonus token fails it.
+        """The accounting identity of methods §6; a decoder that drops a bonus token fails it.
 
         Raises:
             AssertionError: with both sides, when the identity does not hold.

@@ -228,7 +228,7 @@ class ChainDrafter(HeadDrafter):
     """An EAGLE3 head that drafts one token a pass, each from its own last output.
 
     Accepted positions are run again with the target's true features before the next chain starts,
-    so the cache never keeps the head's own guesses (METHODS §5).
+    so the cache never keeps the head's own guesses (methods §5).
 
     Args: those of `HeadDrafter`.
     """

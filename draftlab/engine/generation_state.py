@@ -48,7 +48,7 @@ class Progress:
         return time.perf_counter() - (self.started or 0.0)
 
     def count(self, num_drafts: int, accepted: int, chance: Sequence[float]) -> None:
-        """Books a verify step, before a stop token or a limit cuts tokens off (METHODS §6).
+        """Books a verify step, before a stop token or a limit cuts tokens off (methods §6).
 
         Args:
             chance: of each draft, given that it was reached.

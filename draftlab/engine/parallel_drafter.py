@@ -1,4 +1,4 @@
-"""The drafter of parallel heads: K drafts from one pass (METHODS §4, CONTRACTS §1.5)."""
+"""The drafter of parallel heads: K drafts from one pass (methods §4, servers §1.5)."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class ReferenceEngine:
         )
         for i, (row, drafts) in enumerate(zip(placed, proposal.tokens.tolist(), strict=False)):
             # Draft d is fed at position len(tokens) + d and the token after the last draft must fit
-            # too: the limit vLLM's scheduler keeps (docs/results/parity.md).
+            # too: the limit vLLM's scheduler keeps (docs/benchmarks.md).
             room = max(min(self.k, self.max_length - len(row.tokens) - 1), 0)
             row.drafts = drafts[:room]
             drawn_from = proposal.distribution

@@ -1,4 +1,4 @@
-"""Rows of a report and the identities that their counters obey (METHODS §6)."""
+"""Rows of a report and the identities that their counters obey (methods §6)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ READABLE = (1, 2)  # 2 only adds fields: timings, self_check, speedup_ci
 
 
 class Lossless(BaseModel):
-    """What is known about equality with the target alone (METHODS §6: L1, L2, L3)."""
+    """What is known about equality with the target alone (methods §6: L1, L2, L3)."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,4 +1,4 @@
-"""Which boundaries another program's config means (CONTRACTS §1.3, §6, §9.2).
+"""Which boundaries another program's config means (servers §1.3, §6, §9.2).
 
 vLLM, llama.cpp and the speculators library count inputs of layers, as draftlab does; SGLang and
 SpecForge count outputs, in `eagle_config`. Where the readings of a config disagree, nobody knows

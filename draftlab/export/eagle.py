@@ -1,4 +1,4 @@
-"""First-generation EAGLE heads as vLLM and SGLang read them (CONTRACTS §1.1, §6, §7).
+"""First-generation EAGLE heads as vLLM and SGLang read them (servers §1.1, §6, §7).
 
 Either takes embeddings and lm_head from the target, and no norm. Their one difference makes two
 exports of it: SGLang's fc has a bias, which it would draw at random if it were missing; vLLM's has

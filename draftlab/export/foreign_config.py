@@ -1,4 +1,4 @@
-"""Other programs' config.json of a draft head, read strictly (CONTRACTS §1.3, §6, §9).
+"""Other programs' config.json of a draft head, read strictly (servers §1.3, §6, §9).
 
 Two kinds: that of the speculators library, and the native one of vLLM, SGLang, SpecForge and
 SafeAILab. Keys that shape a forward pass are checked one by one; keys that every config of

@@ -256,7 +256,7 @@ def foreign_head_config(
 
 
 def _norm_before_residual(foreign: Foreign, asked: bool | None, where: Path) -> bool:
-    """vLLM reads a missing flag as true in one layout and false in the other (CONTRACTS §1.6)."""
+    """vLLM reads a missing flag as true in one layout and false in the other (servers §1.6)."""
     said = foreign.config.norm_before_residual
     if asked is not None or said is not None:
         return bool(said if asked is None else asked)

@@ -77,7 +77,7 @@ def vllm_text(export: Export, place: Path, *, alone: bool = False, method: str =
 
 
 def sglang_text(export: Export, place: Path, *, algorithm: str = "EAGLE3") -> str:
-    """launch.md: how SGLang serves an export, as a chain (CONTRACTS §6).
+    """launch.md: how SGLang serves an export, as a chain (servers §6).
 
     Args:
         algorithm: as SGLang calls it.
@@ -96,7 +96,7 @@ def sglang_text(export: Export, place: Path, *, algorithm: str = "EAGLE3") -> st
 
 
 def llamacpp_text(export: Export, place: Path) -> str:
-    """launch.md: how llama.cpp's converter and server take an export (CONTRACTS §5, §10)."""
+    """launch.md: how llama.cpp's converter and server take an export (servers §5, §10)."""
     hub = is_hub_id(export.target_name)
     target = "target" if hub else shlex.quote(export.target_name)
     fetch = [f"hf download {shlex.quote(export.target_name)} --local-dir target"] if hub else []

@@ -1,6 +1,6 @@
 """vLLM's layout of the dense Llama 4 drafter, which it loads as EagleLlama4ForCausalLM.
 
-The head's files are in it already (CONTRACTS §1.2): Llama 4's names, neighbouring pairs rotated,
+The head's files are in it already (servers §1.2): Llama 4's names, neighbouring pairs rotated,
 a config.json with the keys that have no default there. The target's embeddings come too, since
 older versions insist that a checkpoint fills every tensor.
 """
@@ -24,7 +24,7 @@ class VllmLlama4(Layout):
         return "vLLM layout (`Llama4ForCausalLM`, served as `EagleLlama4ForCausalLM`)"
 
     def config(self, export: Export) -> dict[str, Any]:
-        """That of the head's own folder, with the positions of its target (CONTRACTS §1.0)."""
+        """That of the head's own folder, with the positions of its target (servers §1.0)."""
         head = export.head.model_copy(update={"max_position_embeddings": export.positions})
         return native_config(head, export.dtype_name)
 

@@ -1,4 +1,4 @@
-"""llama.cpp: a folder that its `convert_hf_to_gguf.py` takes unchanged (CONTRACTS §5)."""
+"""llama.cpp: a folder that its `convert_hf_to_gguf.py` takes unchanged (servers §5)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """vLLM's native layout and SGLang's, which share an architecture and differ in what they read.
 
-Both are `LlamaForCausalLMEagle3` with the head's tensors (CONTRACTS §1.3, §6, §7). A head of one
+Both are `LlamaForCausalLMEagle3` with the head's tensors (servers §1.3, §6, §7). A head of one
 layer is written as `midlayer.*`, which every version of every reader knows; `layers.0.*` is newer.
 Embeddings are left out where they are the target's: either program shares those then.
 """
@@ -33,7 +33,7 @@ class Native(Layout):
         check_width(export, f"{self.program}'s")
 
     def config(self, export: Export) -> dict[str, Any]:
-        """That of the head's own folder, with the positions of its target (CONTRACTS §1.0)."""
+        """That of the head's own folder, with the positions of its target (servers §1.0)."""
         head = export.head.model_copy(update={"max_position_embeddings": export.positions})
         return native_config(head, export.dtype_name)
 

@@ -1,4 +1,4 @@
-"""Tensors of other programs' heads under draftlab's names, in its shapes (CONTRACTS §1.3, §6)."""
+"""Tensors of other programs' heads under draftlab's names, in its shapes (servers §1.3, §6)."""
 
 from __future__ import annotations
 

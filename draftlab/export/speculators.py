@@ -1,8 +1,8 @@
-"""The speculators layout (CONTRACTS §9), which vLLM serves as it stands.
+"""The speculators layout (servers §9), which vLLM serves as it stands.
 
 Tensor names are those of the head's own files, so an export is the head's tensors, the target's
 embeddings where the head ships none, and a config.json written out in full: vLLM reads it without
-any model's defaults, and a missing key is a silently different head (CONTRACTS §1.6). EAGLE3 heads
+any model's defaults, and a missing key is a silently different head (servers §1.6). EAGLE3 heads
 are of the library's type eagle3, PTD heads of its type peagle.
 """
 

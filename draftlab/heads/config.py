@@ -30,7 +30,7 @@ class TargetIdentity(BaseModel):
 
 
 class Llama4Config(BaseModel):
-    """What is particular to Llama 4's attention, in the names of its configs (CONTRACTS §1.2).
+    """What is particular to Llama 4's attention, in the names of its configs (servers §1.2).
 
     Layers with RoPE (1 in `no_rope_layers`, a number for each) see `attention_chunk_size` positions
     at a time (None: all) and norm rotated queries and keys with `use_qk_norm`, without weights.
@@ -49,7 +49,7 @@ class Llama4Config(BaseModel):
 
 
 class HeadConfig(BaseModel):
-    """Shape, boundaries and conventions of a head (METHODS §2, §4; CONTRACTS §1.3, §1.5).
+    """Shape, boundaries and conventions of a head (methods §2, §4; servers §1.3, §1.5).
 
     A boundary b is the state entering layer b of the target (b = number of layers: the state before
     the final norm); `boundary_meaning` says so in the file, because other programs count outputs.

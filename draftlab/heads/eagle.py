@@ -1,4 +1,4 @@
-"""The EAGLE head of the first generation, for Llama-style targets (METHODS §3; CONTRACTS §1.1).
+"""The EAGLE head of the first generation, for Llama-style targets (methods §3; servers §1.1).
 
 Its feature is the target's last state behind the final norm, and that is what its output imitates:
 the output is fed back as the next draft's feature, and the target's own lm_head reads it. So the

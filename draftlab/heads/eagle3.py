@@ -1,4 +1,4 @@
-"""The EAGLE3 head (METHODS §2; CONTRACTS §1.3).
+"""The EAGLE3 head (methods §2; servers §1.3).
 
 fc reads the target's states at the head's boundaries, as they are or normed (`norm_before_fc` over
 all of them, `fc_norm` one by one); the layer reads a token's embedding and the hidden state, normed

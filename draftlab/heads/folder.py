@@ -62,7 +62,7 @@ def save_head(folder: Path, head: DraftHead, dtype: torch.dtype) -> None:
     for name in head.borrowed():
         del tensors[name]
     if head.config.draft_vocab_size == head.config.vocab_size:
-        # A reader without a draft vocabulary has no place for the two maps (CONTRACTS §1.3).
+        # A reader without a draft vocabulary has no place for the two maps (servers §1.3).
         del tensors["d2t"], tensors["t2d"]
     with atomic_path(folder / WEIGHTS) as temporary:
         save_tensors(tensors, temporary, metadata={"format": "pt"})

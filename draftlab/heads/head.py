@@ -186,7 +186,7 @@ def initialise_head(
     target_ids: Tensor,
     seed: int,
 ) -> None:
-    """Initial values before training (METHODS §2).
+    """Initial values before training (methods §2).
 
     Embeddings [V, H], final norm [H] and the draft vocabulary's lm_head rows come from the target
     (so logits of a perfect imitation would be the target's); projections are normal with standard

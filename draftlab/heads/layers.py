@@ -72,7 +72,7 @@ Angles = tuple[Tensor, ...]
 
 
 class Rope(nn.Module):
-    """Rotary embedding, half-split layout (CONTRACTS §5: converters expect it)."""
+    """Rotary embedding, half-split layout (servers §5: converters expect it)."""
 
     def __init__(self, head_dim: int, parameters: dict[str, Any]) -> None:
         super().__init__()

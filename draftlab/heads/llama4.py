@@ -1,4 +1,4 @@
-"""The dense drafter for Llama 4 targets: EAGLE over Llama 4's layers (METHODS §3; CONTRACTS §1.2).
+"""The dense drafter for Llama 4 targets: EAGLE over Llama 4's layers (methods §3; servers §1.2).
 
 As in `heads/eagle.py` the feature is the target's last state behind its final norm, and the output
 imitates it. Here the first layer keeps its input norm, and a final norm of the head's own makes the

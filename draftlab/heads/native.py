@@ -8,9 +8,9 @@ from draftlab.heads.config import HeadConfig, Llama4Config
 
 
 def native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
-    """config.json in vLLM's native layout (CONTRACTS §8), a pure function of draftlab.json."""
+    """config.json in vLLM's native layout (servers §8), a pure function of draftlab.json."""
     if config.family == "eagle":
-        # Served with method eagle, which makes it EagleLlamaForCausalLM (CONTRACTS §1.1).
+        # Served with method eagle, which makes it EagleLlamaForCausalLM (servers §1.1).
         return {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | _shape(
             config, dtype
         )
@@ -20,7 +20,7 @@ def native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
     architecture = "Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"
     nested = [b - 1 for b in config.boundaries]  # SGLang counts outputs of layers
     mask = config.mask_token_id
-    # Readers differ in the key they look for (CONTRACTS §1.5).
+    # Readers differ in the key they look for (servers §1.5).
     names = ("mask_token_id", "ptd_token_id", "pard_token") if mask is not None else ()
     return {
         "architectures": [architecture],
@@ -41,7 +41,7 @@ def native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
 
 
 def _llama4_config(config: HeadConfig, kind: Llama4Config, dtype: str) -> dict[str, Any]:
-    """Served with method eagle, which makes it EagleLlama4ForCausalLM (CONTRACTS §1.2).
+    """Served with method eagle, which makes it EagleLlama4ForCausalLM (servers §1.2).
 
     `no_rope_layers` is of the head's layers alone: vLLM puts the target's before them itself. The
     keys of experts and of shared caches have no default there, and others here.

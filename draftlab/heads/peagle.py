@@ -1,4 +1,4 @@
-"""The parallel draft head (PTD, P-EAGLE; METHODS §4, CONTRACTS §1.5): K drafts in one pass.
+"""The parallel draft head (PTD, P-EAGLE; methods §4, servers §1.5): K drafts in one pass.
 
 Slot 0 is the pair (x_{t+1}, g_t), as in EAGLE3; the slots of depth d ≥ 1, at positions t + d, all
 hold the same mask token and the same learned feature `mask_hidden`. Attention is plainly causal.

@@ -1,4 +1,4 @@
-"""The distillation loss over the draft vocabulary (METHODS §2), on logits: the eager reference.
+"""The distillation loss over the draft vocabulary (methods §2), on logits: the eager reference.
 
 `distill_linear.py` computes it from hidden states, a chunk of rows at a time, and has each chunk
 judged by `distill_rows_reference` or, on a GPU, by its kernel (`distill_triton.py`).

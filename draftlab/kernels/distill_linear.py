@@ -1,4 +1,4 @@
-"""The distillation loss from hidden states, with no logits left behind (METHODS §2).
+"""The distillation loss from hidden states, with no logits left behind (methods §2).
 
 A row's gradient needs no other row, so gradients are made in the forward pass, a chunk of rows at a
 time, and the backward pass only scales them. Several unrolled steps learn from the same position of

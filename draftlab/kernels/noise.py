@@ -1,7 +1,7 @@
 """Keyed noise: randomness as a pure function of (seed, prompt, position, purpose, token).
 
 No generator, no state: the same key gives the same number in any slot, batch or order of arrival
-(METHODS §5). Different purposes give independent numbers for the same position, so a draft never
+(methods §5). Different purposes give independent numbers for the same position, so a draft never
 shares its noise with the verifier that judges it.
 """
 

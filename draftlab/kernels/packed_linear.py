@@ -2,7 +2,7 @@
 
 MKL lays a float32 weight out anew in every product of more than one row: five rows cost 2.6 times
 as much as one, which is what verifying four drafts would pay. oneDNN takes the weight laid out once
-and reads it once, whatever the rows (docs/results/decode.md). The operators are those that
+and reads it once, whatever the rows (docs/benchmarks.md). The operators are those that
 torch.compile calls on CPUs; they are not public, so `why_not_packed` looks before they are used.
 """
 

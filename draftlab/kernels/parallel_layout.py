@@ -1,4 +1,4 @@
-"""The input layout of parallel drafting: one pass of the head gives K drafts (METHODS §4).
+"""The input layout of parallel drafting: one pass of the head gives K drafts (methods §4).
 
 After a verify step a row has n new pairs (x_{p+1}, g_p). Its pass holds, from position `start` on,
 

@@ -95,7 +95,7 @@ def lay_out(slots: SlotBuffers, index: Tensor, *, max_length: int, block_size: i
     """Reads the rows of a step from their slots.
 
     Draft d is fed at position length + d. The token after the last draft must fit as well: the
-    limit vLLM's scheduler keeps (docs/results/parity.md).
+    limit vLLM's scheduler keeps (docs/benchmarks.md).
 
     Args:
         slots: not changed.

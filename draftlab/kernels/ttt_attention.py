@@ -1,4 +1,4 @@
-"""Attention of training-time test: step-0 keys of the past, and one own key a step (METHODS §2).
+"""Attention of training-time test: step-0 keys of the past, and one own key a step (methods §2).
 
 Step k of an unroll runs the rows that still carry loss. A row attends to the step-0 keys of its
 document up to its own slot, and to the keys that it made itself in steps 1..k. The own keys stay

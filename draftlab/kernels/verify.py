@@ -1,4 +1,4 @@
-"""Accepting drafts without changing the target's distribution (METHODS §5).
+"""Accepting drafts without changing the target's distribution (methods §5).
 
 This file is the eager reference, for a CPU. CUDA tensors go to `verify_triton.py` and
 `sampling_triton.py`, which decide alike, with the same noise, and write no table of probabilities.

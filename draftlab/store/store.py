@@ -94,7 +94,7 @@ class Record:
 def predicted(spans: Tensor) -> Tensor:
     """Positions whose tokens a head is asked for: bool [T].
 
-    w_k(t) = 1 asks for x_{t+2+k} with x_{t+1} … x_{t+2+k} in one span (METHODS §1), so x_j is asked
+    w_k(t) = 1 asks for x_{t+2+k} with x_{t+1} … x_{t+2+k} in one span (methods §1), so x_j is asked
     for iff j ≥ 2 and x_{j−1}, x_j lie in one span. The target itself writes a span's first token.
     """
     asked = torch.zeros(len(spans), dtype=torch.bool)

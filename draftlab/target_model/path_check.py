@@ -87,6 +87,5 @@ def check_agreement(target: Target, path: DecodePath, name: str) -> None:
                     f"expected at most {tolerance:.3g}): {type(target.layers[0]).__name__} "
                     "computes something draftlab does not know",
                     where=target.folder,
-                    do="take its architecture off the list in fused_decoder.py, or mend "
-                    "the path",
+                    do="take its architecture off the list in fused_decoder.py, or mend the path",
                 )

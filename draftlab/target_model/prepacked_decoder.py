@@ -8,7 +8,7 @@ packed products, one for queries, keys and values, and with what all layers shar
 The model stays what it is: weights are copied, which costs their size once more.
 
 Rounding differs from transformers' in the last bits, as it already does between one row and
-several; `docs/results/decode.md` says how often a token does.
+several; `docs/benchmarks.md` says how often a token does.
 """
 
 from __future__ import annotations

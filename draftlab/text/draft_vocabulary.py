@@ -1,4 +1,4 @@
-"""The draft vocabulary: the tokens a head can draft (METHODS §1)."""
+"""The draft vocabulary: the tokens a head can draft (methods §1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mask token of a parallel head: one that no text ever holds (METHODS §4)."""
+"""The mask token of a parallel head: one that no text ever holds (methods §4)."""
 
 from __future__ import annotations
 

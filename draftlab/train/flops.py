@@ -1,4 +1,4 @@
-"""What training costs in arithmetic, and how fast the device does such arithmetic (METHODS §2)."""
+"""What training costs in arithmetic, and how fast the device does such arithmetic (methods §2)."""
 
 from __future__ import annotations
 

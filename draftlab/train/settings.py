@@ -96,7 +96,7 @@ class HeadKnobs(Knobs):
 
 
 class TrainKnobs(Knobs):
-    """Training-time test of an EAGLE3 head, (anchor, depth) pairs of a parallel one (METHODS)."""
+    """Training-time test of an EAGLE3 head, (anchor, depth) pairs of a parallel one (methods §2, §4)."""
 
     steps: int = Field(default=1000, ge=1)
     """Optimizer steps."""

@@ -1,6 +1,6 @@
 """Validation: α and accuracy by step, and the acceptance length a server would count.
 
-The teacher-forced walk (METHODS §6) goes through an answer as a server does: from t = a − 1 it
+The teacher-forced walk (methods §6) goes through an answer as a server does: from t = a − 1 it
 accepts the run of drafts that hit the recorded tokens, then continues behind them. On the target's
 greedy answers its counters are those of real decoding; on sampled answers the expectation of the
 acceptance rule takes the place of hits.

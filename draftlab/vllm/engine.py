@@ -29,7 +29,7 @@ def positions(requests: Sequence[Request], k: int, limit: int) -> int:
     """Positions vLLM needs so that its last drafts are real: 2 K + 1 more than answers reach.
 
     Nearer its limit vLLM verifies zeros in place of drafts and counts them
-    (docs/results/parity.md). `limit` is the target's own.
+    (docs/benchmarks.md). `limit` is the target's own.
     """
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
     return min(longest + 2 * k + 1, limit)
@@ -135,7 +135,7 @@ class VllmEngine:
 
 
 def drafting_method(config: dict[str, Any]) -> str:
-    """How vLLM drafts with a head, by its config.json: it is not told by it (CONTRACTS §1.0).
+    """How vLLM drafts with a head, by its config.json: it is not told by it (servers §1.0).
 
     A causal LM's own name stands for EAGLE's first generation; all others here are EAGLE3's kind.
     """

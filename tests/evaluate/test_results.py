@@ -1,4 +1,4 @@
-"""Counters, intervals and the public report schema (METHODS §6)."""
+"""Counters, intervals and the public report schema (methods §6)."""
 
 from __future__ import annotations
 

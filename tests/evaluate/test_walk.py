@@ -1,4 +1,4 @@
-"""The teacher-forced walk counts what the engine counts (METHODS §6, check 2)."""
+"""The teacher-forced walk counts what the engine counts (methods §6.3, check 2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""First-generation EAGLE heads for vLLM and SGLang: names, shapes, keys of CONTRACTS §1.1, §6."""
+"""First-generation EAGLE heads for vLLM and SGLang: names, shapes, keys of servers §1.1, §6."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dense Llama 4 drafter in vLLM's layout: names, shapes and keys of CONTRACTS §1.2."""
+"""The dense Llama 4 drafter in vLLM's layout: names, shapes and keys of servers §1.2."""
 
 from __future__ import annotations
 

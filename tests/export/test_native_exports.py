@@ -1,4 +1,4 @@
-"""vLLM's own layout, SGLang's and llama.cpp's: names, keys, refusals (CONTRACTS §7)."""
+"""vLLM's own layout, SGLang's and llama.cpp's: names, keys, refusals (servers §7)."""
 
 from __future__ import annotations
 

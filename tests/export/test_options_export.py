@@ -23,7 +23,7 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def plain_reader(out: Path, lent: dict[str, Any]) -> tuple[PlainChain, torch.Tensor]:
-    """The exported head by CONTRACTS §1.3 alone, and its draft vocabulary's target ids."""
+    """The exported head by servers §1.3 alone, and its draft vocabulary's target ids."""
     top = json.loads((out / "config.json").read_text())
     layer = top.get("transformer_layer_config", top)
     found = load_file(out / "model.safetensors")

@@ -44,7 +44,7 @@ H, A, KV, D, INNER, DRAFT, F_ = HIDDEN, 4, 2, 8, 40, 40, len(BOUNDARIES) * HIDDE
 
 
 def shapes(layers: int, qk_norm: bool) -> dict[str, list[int]]:
-    """CONTRACTS §9.2 and §9.3, by hand."""
+    """servers §9.2 and §9.3, by hand."""
     found = {
         "embed_tokens.weight": [VOCAB, H],
         "fc.weight": [H, F_],

@@ -33,7 +33,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 H, A, KV, D, INNER, DRAFT = HIDDEN, 4, 2, 8, 40, 40
-# CONTRACTS §9.2, by hand.
+# servers §9.2, by hand.
 SHAPES = {
     "embed_tokens.weight": [VOCAB, H],
     "fc.weight": [H, len(BOUNDARIES) * H],

@@ -98,7 +98,7 @@ def test_config_json_is_generated_from_draftlab_json(
     save_head(tmp_path, head, torch.bfloat16)
     written = json.loads((tmp_path / "config.json").read_text())
     assert native_config(load_config(tmp_path), "bfloat16") == written
-    # CONTRACTS §8, the keys a reader would otherwise fill in silently.
+    # servers §8, the keys a reader would otherwise fill in silently.
     assert written["architectures"] == ["LlamaForCausalLMEagle3"]
     assert written["eagle_aux_hidden_state_layer_ids"] == [0, 2, 3, 5]
     assert written["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 1, 2, 4]

@@ -1,4 +1,4 @@
-"""heads/llama4.py against a few lines written from CONTRACTS §1.2, and against transformers."""
+"""heads/llama4.py against a few lines written from servers §1.2, and against transformers."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_layers_are_transformers_own() -> None:
 
 
 def test_a_folder_is_what_vllm_loads(tmp_path: Path) -> None:
-    """Names, shapes and keys of CONTRACTS §1.2; embeddings, norm and lm_head of the target stay."""
+    """Names, shapes and keys of servers §1.2; embeddings, norm and lm_head of the target stay."""
     head = make_head(**changed(**ALONE) | {"num_layers": 1}).float()
     save_head(tmp_path, head, torch.float32)
     lent = {n: head.tensors()[n] for n in head.borrowed()}

@@ -105,7 +105,7 @@ def test_what_the_target_lends_an_eagle_head_is_in_no_file(tmp_path: Path) -> No
     wanted = {"fc.weight", "layers.0.post_attention_layernorm.weight"}
     wanted |= {f"layers.0.self_attn.{n}_proj.weight" for n in "qkvo"}
     wanted |= {f"layers.0.mlp.{n}_proj.weight" for n in ("gate", "up", "down")}
-    assert stored.keys() == wanted  # CONTRACTS §1.1, which vLLM loads as it stands
+    assert stored.keys() == wanted  # servers §1.1, which vLLM loads as it stands
     assert stored["fc.weight"].shape == (24, 48)
     state = head.state_dict()
     lent = {n: state[n] for n in head.borrowed()}

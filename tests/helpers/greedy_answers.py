@@ -47,7 +47,7 @@ def run(engine: Engine, asked: Sequence[Request]) -> list[Generation]:
 
 
 def check_accounting(generation: Generation, k: int) -> None:
-    """METHODS §6, 1, for one request, and its counters from its steps."""
+    """methods §6.3, check 1, for one request, and its counters from its steps."""
     counters = Counters(k)
     for drafted, accepted in generation.steps:
         counters.add_step(drafted, accepted)

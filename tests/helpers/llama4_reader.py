@@ -1,4 +1,4 @@
-"""An EagleLlama4 checkpoint read and run as CONTRACTS §1.2 says, a position at a time.
+"""An EagleLlama4 checkpoint read and run as servers §1.2 says, a position at a time.
 
 It takes config.json and the tensors of a file, and nothing of draftlab: the loader's permutation to
 half-split pairs, rotation of those, norms without weights, chunks, temperatures.

@@ -1,4 +1,4 @@
-"""A chain head of any family and options, one position at a time, from METHODS §2 and §3 alone."""
+"""A chain head of any family and options, one position at a time, from methods §2 and §3 alone."""
 
 from __future__ import annotations
 

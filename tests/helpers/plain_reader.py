@@ -1,4 +1,4 @@
-"""An exported folder read and run without draftlab: safetensors, JSON, CONTRACTS §1.3."""
+"""An exported folder read and run without draftlab: safetensors, JSON, servers §1.3."""
 
 from __future__ import annotations
 

@@ -19,6 +19,9 @@ from draftlab.target_model.model import Target
 class StandIn:
     """In vLLM's place: answers at once and writes files later, locked as its connector's are."""
 
+    # `Target.states` hooks the layers of the model, which several stand-ins share.
+    target_lock = threading.Lock()
+
     def __init__(self, target: Target, setups: list[dict[str, Any]], **faults: Any) -> None:
         self.target, self.setups, self.faults = target, setups, faults
         self.asked = 0
@@ -39,7 +42,10 @@ class StandIn:
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {"files": [], "tokens": [], "logprobs": []}
         for ids in question["prompts"]:
-            states = self.target.states(torch.tensor([ids]), tuple(self.setups[0]["boundaries"]))
+            with self.target_lock:
+                states = self.target.states(
+                    torch.tensor([ids]), tuple(self.setups[0]["boundaries"])
+                )
             wide = states.features[0].view(len(ids), -1, self.target.hidden_size).clone()
             chances = self.target.logits(states.last[0, -1]).log_softmax(-1)
             answer["tokens"].append(int(chances.argmax()))

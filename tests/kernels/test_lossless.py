@@ -1,7 +1,7 @@
 """The certificate: the joint of three emitted tokens is the target's, and the test has power.
 
 A small known target (a table of next-token logits) is decoded by the real drafter's choice and the
-real verifier, one row a prompt; a G-test compares the joint with the exact one (METHODS §5). The
+real verifier, one row a prompt; a G-test compares the joint with the exact one (methods §5). The
 same test must reject each fault that speculative decoders have had.
 """
 

@@ -178,7 +178,7 @@ def test_flattened_rows_equal_the_loop(batch: SimpleNamespace) -> None:
 
 
 def test_the_worked_example(backend: SimpleNamespace) -> None:
-    """CONTRACTS 1.5: a prompt of four tokens beside a verify step that rejected two of four."""
+    """servers §1.5: a prompt of four tokens beside a verify step that rejected two of four."""
     layout = backend.ragged(
         int64([10, 11, 12, 13, 20, 21, 22, 23]),
         int64([14, 99]),

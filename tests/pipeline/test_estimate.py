@@ -101,7 +101,7 @@ def head_size(asked: Recipe) -> HeadSize:
 
 
 def test_training_an_8b_head(eight: Path) -> None:
-    """METHODS §2: 425 M parameters trained, 17.3 GFLOP a position, TTT 7."""
+    """methods §2: 425 M parameters trained, 17.3 GFLOP a position, TTT 7."""
     train = {"ttt_steps": 7, "batch_rows": 4, "row_tokens": 2048}
     size = head_size(recipe(eight, draft_vocab={"size": 32000}, train=train))
     assert size.trained == pytest.approx(425e6, rel=0.01)

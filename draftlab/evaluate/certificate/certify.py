@@ -1,4 +1,4 @@
-"""The losslessness certificate (METHODS §5): does the engine keep the target's distribution?
+"""The losslessness certificate (methods §5): does the engine keep the target's distribution?
 
 At T = 0 tokens must equal plain decoding's. At T > 0, with top-k, a few tokens behind a context
 have few possible answers, whose exact probabilities the target gives alone

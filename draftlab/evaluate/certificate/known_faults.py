@@ -1,4 +1,4 @@
-"""What speculative decoders have got wrong, as exact distributions (METHODS §5).
+"""What speculative decoders have got wrong, as exact distributions (methods §5).
 
 For a tree whose target and draft probabilities are known, `emitted` gives the joint distribution of
 the judged tokens under the right verifier (the target's own, whatever the drafts) and under each

@@ -1,4 +1,4 @@
-"""Noise on the features that an EAGLE head is trained with (METHODS §3).
+"""Noise on the features that an EAGLE head is trained with (methods §3).
 
 A function of seed, optimizer step, record and position alone. The host says which records lie
 where; the numbers are made on the device, where they are added.

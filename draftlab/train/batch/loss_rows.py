@@ -1,4 +1,4 @@
-"""Which predictions carry loss, and which rows each step of an unroll runs (METHODS §1, §2, §4)."""
+"""Which predictions carry loss, and which rows each step of an unroll runs (methods §1, §2, §4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order training meets the records, and which of them share a row (METHODS §1)."""
+"""In which order training meets the records, and which of them share a row (methods §1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How conversations share rows of a batch (METHODS §1)."""
+"""How conversations share rows of a batch (methods §1)."""
 
 from __future__ import annotations
 

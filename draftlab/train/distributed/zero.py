@@ -73,7 +73,7 @@ class Zero(Sharded):
         return module, optimizer
 
     def _communication(self) -> dict[str, Any]:
-        """How gradients and weights travel: the fastest that is right (docs/results/training.md).
+        """How gradients and weights travel: the fastest that is right (docs/benchmarks.md).
 
         DeepSpeed's default bucket is larger than a head: all gradients are copied to one buffer of
         2 GB and reduced there. Those larger than a bucket are reduced where they are.

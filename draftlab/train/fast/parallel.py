@@ -1,4 +1,4 @@
-"""`parallel_outputs` with less work; the same outputs and gradients (METHODS §4).
+"""`parallel_outputs` with less work; the same outputs and gradients (methods §4).
 
 Depth 0 at every position and all masked slots lie side by side as rows of one tensor, so a layer
 runs each product once. All masked slots are one row until the first layer's attention tells them

@@ -1,4 +1,4 @@
-"""`unroll` of an EAGLE3 head with less work; the same outputs and gradients (METHODS §2).
+"""`unroll` of an EAGLE3 head with less work; the same outputs and gradients (methods §2).
 
 - What q, k and v read of a token's embedding depends on the token alone: their products are made
   once a token and shared by all steps. The norm's weights go into the projection, so that the

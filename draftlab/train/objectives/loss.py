@@ -39,7 +39,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class Terms:
-    """What the loss of a row is: distillation · ℓ + regression · smooth L1 (METHODS §2, §3).
+    """What the loss of a row is: distillation · ℓ + regression · smooth L1 (methods §2, §3).
 
     Smooth L1 is a mean over H, of the head's output and the normed state of its teacher: what the
     next draft is fed, and what it would be fed if the target had written this one.

@@ -1,4 +1,4 @@
-"""The objective of parallel drafting: (anchor, depth) pairs of a packed batch (METHODS §4).
+"""The objective of parallel drafting: (anchor, depth) pairs of a packed batch (methods §4).
 
 Anchor a at depth 0 is the pair (x_{a+1}, g_a) at RoPE position a; at depth d ≥ 1 it is a masked
 slot at position a + d. It predicts x_{a+2+d} with the teacher p_{a+1+d}: loss set and teachers are

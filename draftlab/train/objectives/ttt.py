@@ -1,4 +1,4 @@
-"""The objective of chains: training-time test of a head on a packed batch (METHODS §2, §3).
+"""The objective of chains: training-time test of a head on a packed batch (methods §2, §3).
 
 Step k runs only rows that still carry loss. Its row at position t reads token x_{t+1+k} and the
 row's own previous output, attends to the step-0 keys of positions ≤ t of its conversation and to

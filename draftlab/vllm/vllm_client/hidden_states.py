@@ -15,7 +15,7 @@ class StatesServed:
     """vLLM with its engine loaded, which runs prompts once and leaves their states in files.
 
     vLLM takes the states of the asked boundaries for keys and values of one more layer and writes
-    those of a request that ends into a file (CONTRACTS §4). A prompt is computed in one piece:
+    those of a request that ends into a file (servers §4). A prompt is computed in one piece:
     older versions write wrong states of prompts in pieces.
     """
 

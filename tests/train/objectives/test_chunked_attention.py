@@ -1,4 +1,4 @@
-"""An unroll in layers of chunks equals a server run position by position (METHODS §2, §3)."""
+"""An unroll in layers of chunks equals a server run position by position (methods §2, §3)."""
 
 from __future__ import annotations
 

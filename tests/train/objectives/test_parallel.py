@@ -30,7 +30,7 @@ def records_of(target: TargetParts) -> list[Record]:
 
 
 def pass_of(model: PtdHead, record: Record, anchor: int, depths: int) -> Tensor:
-    """log q [depths, D] of a server's pass (CONTRACTS §1.5), from METHODS alone.
+    """log q [depths, D] of a server's pass (servers §1.5), from methods §4 alone.
 
     The sequence is the pairs (x_{p+1}, g_p), p ≤ anchor, then depths − 1 mask tokens with
     fc(mask_hidden), at consecutive positions, under plain causal attention.

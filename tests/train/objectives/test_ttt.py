@@ -1,4 +1,4 @@
-"""The compacted, packed objective equals a server run position by position (METHODS §1, §2)."""
+"""The compacted, packed objective equals a server run position by position (methods §1, §2)."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_wrong_masks_are_caught(bug, monkeypatch: pytest.MonkeyPatch) -> None:
 def reference_loss(
     model: Eagle3Head, target: TargetParts, records: list[Record], num_steps: int, gamma: float
 ) -> Tensor:
-    """Written from METHODS §2 alone: every (t, k) on its own, explicit attention over a cache."""
+    """Written from methods §2 alone: every (t, k) on its own, explicit attention over a cache."""
     weights = dict(model.named_parameters())
     config = model.config
     eps, size = config.rms_norm_eps, config.head_dim
