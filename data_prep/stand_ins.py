@@ -98,7 +98,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """Knobs of a training; rates are peak rates, shares of the rows or of the time."""
+    """Settings of a training; rates are peak rates, shares of the rows or of the time."""
 
     minutes: float = 2.5
     steps: int | None = None  # in place of minutes

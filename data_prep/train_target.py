@@ -23,7 +23,7 @@ PART_BYTES = 15 * 2**20  # of a saved model; the way back from a GPU machine may
 
 @dataclass(frozen=True)
 class Schedule:
-    """Knobs of one run. Times are fractions of the training time; rates are peak rates."""
+    """Settings of one run. Times are fractions of the training time; rates are peak rates."""
 
     minutes: float = 9.0  # from process start to the last step, compiling included
     rows: int = 256

@@ -18,8 +18,9 @@ from pydantic import (
 )
 
 
-class Knobs(BaseModel):
-    """Base of every room's knobs: frozen, no unknown keys, documented by attribute docstrings."""
+class Settings(BaseModel):
+    """Base of every room's settings: frozen, no unknown keys, documented by attribute
+    docstrings."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -58,7 +59,7 @@ def _as_list(value: Any) -> Any:
 
 
 Listed = BeforeValidator(_as_list)
-"""Of knobs with several values: `eval.k=4` and `eval.k=3,5` are as good as `eval.k=[3, 5]`."""
+"""Of settings with several values: `eval.k=4` and `eval.k=3,5` are as good as `eval.k=[3, 5]`."""
 
 
 _ALTERNATIVE = re.compile(r"(bool|int|float|str|literal\[.*\])$")
@@ -77,8 +78,8 @@ _WORDS = {
     "string_type": "a text",
     "tuple_type": "a list",
     "list_type": "a list",
-    "model_type": "a mapping of knobs",
-    "dict_type": "a mapping of knobs",
+    "model_type": "a mapping of settings",
+    "dict_type": "a mapping of settings",
 }
 """What is wanted, by pydantic's types of faults."""
 

@@ -33,7 +33,7 @@ from draftlab.evaluate.bandwidth import target_bytes
 from draftlab.evaluate.statistics import bootstrap_interval
 from draftlab.heads.folder import load_head
 from draftlab.progress import Monitor
-from draftlab.target_model.model import Target, TargetKnobs, load_target, load_tokenizer
+from draftlab.target_model.model import Target, TargetSettings, load_target, load_tokenizer
 from draftlab.target_model.prepacked_decoder import products
 from draftlab.text.suites import load_suite
 
@@ -113,9 +113,9 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="also without packing")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    knobs = TargetKnobs(device="cpu", dtype=arguments.dtype)
-    target = load_target(knobs)
-    suite = load_suite("embedded:heldout", load_tokenizer(knobs), Monitor())
+    settings = TargetSettings(device="cpu", dtype=arguments.dtype)
+    target = load_target(settings)
+    suite = load_suite("embedded:heldout", load_tokenizer(settings), Monitor())
     chosen = suite.prompts[arguments.start :][: arguments.prompts]
     asked = [Request(id_, ids, arguments.tokens) for id_, ids in chosen]
     longest = max(len(request.prompt_ids) for request in asked) + arguments.tokens + 16
@@ -143,7 +143,9 @@ def main() -> None:
         steps = sum(found[2] for found in taken[name])
         step_s = seconds[name].sum() / len(asked) * tokens / steps
         equal = sum(a[1] == b[1] for a, b in zip(taken[name], taken[LOOP], strict=True))
-        size = (target_bytes(target) or 0) * (2 if name == LOOP and knobs.dtype != "float32" else 1)
+        size = (target_bytes(target) or 0) * (
+            2 if name == LOOP and settings.dtype != "float32" else 1
+        )
         print(
             f"| {name} | {interval(1e3 * seconds[name], ones)} "
             f"| {interval(seconds[LOOP], seconds[name])} | {1e3 * step_s:.2f} "

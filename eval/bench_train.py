@@ -57,13 +57,13 @@ from draftlab.train.batch.loader import feed
 from draftlab.train.batch.pack_processes import choose_packing
 from draftlab.train.batch.packing import Batch
 from draftlab.train.checkpoint import trainable
-from draftlab.train.distillation_module import Lesson
+from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.distributed.backends import Whole
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.flops import dense_flops, matrix_rate, mean_context
 from draftlab.train.metrics import peak_memory
 from draftlab.train.profiler import Clock
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 
 RATE = 1e-4
 TOGETHER = 4
@@ -75,7 +75,7 @@ def trainer(work: Work, device: torch.device, options: argparse.Namespace) -> Wh
     """The head of some work in the trainer's hands."""
     work.head.lm_head.weight.requires_grad_(not options.freeze_lm_head)
     known = {"auto": "auto", "on": True, "off": False}
-    knobs = TrainKnobs(
+    settings = TrainSettings(
         ttt_steps=work.shape.steps,
         row_tokens=work.shape.row_tokens,
         batch_rows=work.shape.rows,
@@ -84,9 +84,9 @@ def trainer(work: Work, device: torch.device, options: argparse.Namespace) -> Wh
         cod_ratio=work.shape.cod_ratio,
         cod_min=work.shape.cod_min,
     )
-    lesson = Lesson(work.head, work.target, knobs, DTYPES[options.precision])
+    lesson = DistillationModule(work.head, work.target, settings, DTYPES[options.precision])
     print(f"how steps are run: {lesson.how}", file=sys.stderr)
-    return Whole(lesson, knobs, Ranks(0, 1, device))
+    return Whole(lesson, settings, Ranks(0, 1, device))
 
 
 def step(whole: Whole, batch: Batch, clock: Clock) -> Tensor:

@@ -83,7 +83,7 @@ def train(arm: str, options: argparse.Namespace) -> None:
     """Records, trains and evaluates one arm."""
     dtype, _, massive = arm.partition("-")
     overrides = [f"name={arm}", f"record.dtype={dtype}", "eval.compare=[]", "eval.timing_prompts=0"]
-    recipe = load_recipe(options.recipe, [*overrides, *options.knobs])
+    recipe = load_recipe(options.recipe, [*overrides, *options.settings])
     folder = options.out / arm
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(options.answers, folder / "answers.jsonl")
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", type=Path, default=Path("recipes/quickstart.yaml"))
     parser.add_argument("--answers", type=Path, default=Path("runs/quickstart/answers.jsonl"))
-    parser.add_argument("knobs", nargs="*", help="of the recipe, such as train.steps=100")
+    parser.add_argument("settings", nargs="*", help="of the recipe, such as train.steps=100")
     options = parser.parse_intermixed_args()
     if options.arm == "table":
         table(options.out)

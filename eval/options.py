@@ -3,7 +3,8 @@
     python eval/options.py --out runs/options --write PAGE
     python eval/options.py --recipe recipes/quickstart_ptd.yaml --out runs/options_ptd --write PAGE
 
-Every variant is a run of the recipe with knobs changed, and takes over what the base run's stages
+Every variant is a run of the recipe with settings changed, and takes over what the base run's
+stages
 made where its own would be the same. A variant that is done is not made again, so that `--only` may
 do the work in pieces; the page has those that are done.
 """
@@ -94,7 +95,7 @@ class Result:
     """
 
     name: str
-    knobs: list[str]
+    settings: list[str]
     parameters: int
     dtype: str
     device: str
@@ -141,11 +142,11 @@ def share(base: Path, folder: Path, *, store: bool) -> None:
 
 def measure(name: str, options: argparse.Namespace, target: Target, tokenizer: Any) -> Result:
     """Trains a variant and decodes with it at T = 0."""
-    asked, runs = [*options.knobs, *VARIANTS[name]], options.out
+    asked, runs = [*options.settings, *VARIANTS[name]], options.out
     recipe = load_recipe(options.recipe, [*asked, f"name={folder_name(name)}"])
     folder = runs / recipe.name
     if name != "base":
-        own_store = any(knob.startswith("record.") for knob in VARIANTS[name])
+        own_store = any(setting.startswith("record.") for setting in VARIANTS[name])
         share(runs / "base", folder, store=not own_store)
     pipeline = Pipeline(recipe, Lines(), runs)
     pipeline.make("store")
@@ -232,7 +233,7 @@ PAGE = """\
 # What a head's options do
 
 Written by `python {command}`:
-{recipe} with one knob changed at a time; answers, store, seed, order of data and number of steps
+{recipe} with one setting changed at a time; answers, store, seed, order of data and number of steps
 are the same. AL at T = 0 on the first {prompts} held-out prompts, K = {k}, {dtype}, {device}.
 Differences are over the same prompts (paired bootstrap, 95 %); **bold** ones exclude 0. That holds
 chance over prompts, not over seeds, and it is a stage of training: {tokens:,} tokens seen. An
@@ -244,11 +245,11 @@ option that learns faster leads early, and need not lead later.
 
 def page(results: Sequence[Result], options: argparse.Namespace) -> str:
     """The page of results: conditions, then the table."""
-    knobs = "".join(f" {knob}" for knob in options.knobs)
+    settings = "".join(f" {setting}" for setting in options.settings)
     if options.recipe != RECIPE:
-        knobs = f" --recipe recipes/{options.recipe.name}{knobs}"
+        settings = f" --recipe recipes/{options.recipe.name}{settings}"
     return PAGE.format(
-        command=f"eval/options.py --prompts {options.prompts} --k {options.k}{knobs}",
+        command=f"eval/options.py --prompts {options.prompts} --k {options.k}{settings}",
         recipe=f"`recipes/{options.recipe.name}`",
         prompts=options.prompts,
         k=options.k,
@@ -268,9 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=128, help="first held-out prompts")
     parser.add_argument("--k", type=int, default=4, help="drafts a step")
     parser.add_argument("--write", type=Path, help="Markdown page that gets the results")
-    parser.add_argument("knobs", nargs="*", help="changed in every variant: train.steps=100 …")
+    parser.add_argument("settings", nargs="*", help="changed in every variant: train.steps=100 …")
     options = parser.parse_args(arguments)
-    recipe = load_recipe(options.recipe, options.knobs)
+    recipe = load_recipe(options.recipe, options.settings)
     target, tokenizer = load_target(recipe.target), load_tokenizer(recipe.target)
     parallel = recipe.head.family == "ptd"
     chains = [name for name in VARIANTS if name in OF_ALL or name not in PARALLEL]

@@ -14,7 +14,7 @@ from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
 from draftlab.heads.layers import RMSNorm
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.kernels.distill import distill
 from draftlab.kernels.ttt_attention import ttt_attention_reference
 from draftlab.store.store import Record
@@ -24,7 +24,7 @@ from draftlab.train.batch.packer import Packer, StepWork
 from draftlab.train.batch.packing import Batch, pinned
 from draftlab.train.families import OBJECTIVES
 from draftlab.train.objectives.loss import DraftTeacher
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 
 GAMMA = 0.8
 FAMILIES = ("eagle3", "ptd")
@@ -42,7 +42,7 @@ class Shape:
         rows, row_tokens: rows of a batch, each one conversation.
         prompt: share of each row that is prompt, at its beginning; the rest is one answer.
         steps: unrolled steps, or depths.
-        cod_ratio, cod_min: ptd, as in `TrainKnobs`.
+        cod_ratio, cod_min: ptd, as in `TrainSettings`.
     """
 
     hidden: int = 4096
@@ -144,10 +144,10 @@ class Work:
 
         Args:
             one_row: None: as training lays them out for the device.
-            packers: as `TrainKnobs`.
+            packers: as `TrainSettings`.
         """
         shape, objective = self.shape, OBJECTIVES[self.shape.family]
-        knobs = TrainKnobs(
+        settings = TrainSettings(
             ttt_steps=shape.steps,
             row_tokens=shape.row_tokens,
             cod_ratio=shape.cod_ratio,
@@ -155,7 +155,7 @@ class Work:
             packers=packers,
         )
         one_row = in_one_row(device) if one_row is None else one_row
-        return Packer(Held(self.records), knobs, 0, objective.drops, objective.imitates, one_row)
+        return Packer(Held(self.records), settings, 0, objective.drops, objective.imitates, one_row)
 
     def packed(self, device: torch.device, *, one_row: bool | None = None) -> Batch:
         """The records as a batch in the host's memory; `one_row` as in `packer`."""
@@ -177,7 +177,7 @@ def new_work(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int =
         for parameter in head.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
-    if isinstance(head, PtdHead):
+    if isinstance(head, PeagleHead):
         head.initialise_masks(torch.Generator().manual_seed(seed))
     head.embed_tokens.to(dtype)
     head.set_draft_vocabulary(torch.arange(shape.draft_vocab, device=device))

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 from draftlab.errors import UserError
 from draftlab.files import save_tensors
 from draftlab.formatting import counted, ended_text, rounded_text, size_text
-from draftlab.settings import Knobs, complaints
+from draftlab.settings import Settings, complaints
 
 
 def test_tensors_that_cannot_be_written_are_the_disks_fault(tmp_path: Path) -> None:
@@ -57,11 +57,11 @@ def test_numbers_keep_their_digits_and_show_no_exponent(
     assert rounded_text(value, digits) == text
 
 
-class Inner(Knobs):
+class Inner(Settings):
     rate: Annotated[float, Field(gt=0)] = 1.0
 
 
-class Outer(Knobs):
+class Outer(Settings):
     many: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1,)
     inner: Inner = Inner()
     name: str = Field(default="a", pattern="^a")
@@ -73,7 +73,7 @@ class Outer(Knobs):
         ({"many": [0]}, "many.0: expected a number greater than or equal to 1, found 0"),
         ({"many": []}, "many: expected at least one value, found none"),
         ({"many": ["x"]}, "many.0: expected a whole number, found 'x'"),
-        ({"inner": 3}, "inner: expected a mapping of knobs, found 3"),
+        ({"inner": 3}, "inner: expected a mapping of settings, found 3"),
         ({"inner": {"rate": 0}}, "inner.rate: expected a number greater than 0, found 0"),
         ({"inner": {"rat": 1}}, "inner.rat: unknown key"),
         ({"name": "b"}, "name: expected a text that matches ^a, found 'b'"),

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftlab.doctor.diagnose import examine
-from draftlab.doctor.settings import DoctorKnobs
-from draftlab.doctor.target_session import Witness
+from draftlab.doctor.settings import DoctorSettings
+from draftlab.doctor.target_session import TargetSession
 from draftlab.errors import UserError
 from draftlab.export import export_head
 from draftlab.export.importing import import_head
@@ -22,11 +22,11 @@ from draftlab.heads.folder import CONFIG, WEIGHTS, load_head
 from draftlab.pipeline.api import reference_head
 from draftlab.pipeline.head_spec import target_config
 from draftlab.progress import Monitor
-from draftlab.target_model.model import TargetKnobs, load_target, load_tokenizer, resolve_target
+from draftlab.target_model.model import TargetSettings, load_target, load_tokenizer, resolve_target
 from draftlab.target_model.parts import load_parts, read_tensor
 from tests.helpers.toys import toy_target_folder
 
-EMBEDDED = resolve_target(TargetKnobs())
+EMBEDDED = resolve_target(TargetSettings())
 
 
 class Marker:
@@ -50,8 +50,10 @@ def exported(tmp_path: Path) -> Path:
     return export_head(reference_head(), EMBEDDED, out, "speculators", target_name="embedded")
 
 
-def witness(target: Path | str = "embedded") -> Witness:
-    return Witness(TargetKnobs(path=str(target), device="cpu"), DoctorKnobs(), Monitor())
+def witness(target: Path | str = "embedded") -> TargetSession:
+    return TargetSession(
+        TargetSettings(path=str(target), device="cpu"), DoctorSettings(), Monitor()
+    )
 
 
 # Pickles
@@ -82,9 +84,9 @@ def test_a_pickled_target_is_never_read(tmp_path: Path, marker: Path) -> None:
     target = toy_target_folder(tmp_path / "toy", layers=2)
     (target / WEIGHTS).unlink()
     (target / "pytorch_model.bin").write_bytes(pickle.dumps(Marker(marker)))
-    for read in (load_target, lambda knobs: load_parts(resolve_target(knobs))):
+    for read in (load_target, lambda settings: load_parts(resolve_target(settings))):
         with pytest.raises(UserError, match="safetensors"):
-            read(TargetKnobs(path=str(target), device="cpu"))
+            read(TargetSettings(path=str(target), device="cpu"))
     assert not marker.exists()
 
 
@@ -164,25 +166,25 @@ def coded(tmp_path: Path, marker: Path) -> Path:
     return target
 
 
-READERS: list[Callable[[TargetKnobs, Path], object]] = [
-    lambda knobs, _: load_target(knobs),
-    lambda knobs, _: load_tokenizer(knobs),
-    lambda knobs, _: target_config(knobs),
-    lambda knobs, head: import_head(head, head.parent / "head", target=knobs),
-    lambda knobs, head: examine(head, witness(knobs.path)),
+READERS: list[Callable[[TargetSettings, Path], object]] = [
+    lambda settings, _: load_target(settings),
+    lambda settings, _: load_tokenizer(settings),
+    lambda settings, _: target_config(settings),
+    lambda settings, head: import_head(head, head.parent / "head", target=settings),
+    lambda settings, head: examine(head, witness(settings.path)),
 ]
 
 
 @pytest.mark.parametrize("read", READERS)
 def test_code_of_a_target_runs_only_when_asked(
-    read: Callable[[TargetKnobs, Path], object], coded: Path, exported: Path, marker: Path
+    read: Callable[[TargetSettings, Path], object], coded: Path, exported: Path, marker: Path
 ) -> None:
     with pytest.raises(UserError):
-        read(TargetKnobs(path=str(coded), device="cpu"), exported)
+        read(TargetSettings(path=str(coded), device="cpu"), exported)
     assert not marker.exists()
 
 
 def test_code_of_a_target_runs_when_asked(coded: Path, marker: Path) -> None:
-    knobs = TargetKnobs(path=str(coded), device="cpu", trust_remote_code=True)
-    assert type(target_config(knobs)).__name__ == "C"
+    settings = TargetSettings(path=str(coded), device="cpu", trust_remote_code=True)
+    assert type(target_config(settings)).__name__ == "C"
     assert marker.exists()

@@ -41,10 +41,11 @@ app.add_typer(store_app, name="store")
 RecipeArg = Annotated[Path, typer.Argument(help="Recipe, a YAML file.", metavar="RECIPE")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Knobs to change, such as train.steps=200 target=org/name."),
+    typer.Argument(help="Settings to change, such as train.steps=200 target=org/name."),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Make stages again whose knobs changed, and what follows.")
+    bool,
+    typer.Option("--force", help="Make stages again whose settings changed, and what follows."),
 ]
 Gpus = Annotated[
     int, typer.Option(help="GPUs that share the work; each holds the whole target.", min=1)
@@ -84,7 +85,9 @@ def _make(
             typer.echo(line)
         for line in pipeline.estimate(*stages):
             typer.echo(line)
-        typer.echo("`draftlab recipe show`, with the same recipe and knobs, prints every knob")
+        typer.echo(
+            "`draftlab recipe show`, with the same recipe and settings, prints every setting"
+        )
         return None
     pipeline.make(*stages, force=force)
     return pipeline
@@ -238,7 +241,7 @@ def inspect(
 
 @recipe_app.command("schema")
 def recipe_schema(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    """Print every knob with meaning, unit, type and default."""
+    """Print every setting with meaning, unit, type and default."""
     from draftlab.pipeline.recipe import Recipe, schema_lines
 
     if as_json:

@@ -84,7 +84,7 @@ def plan_lines(statuses: Sequence[Status], *, force: bool) -> Iterator[str]:
     """What would happen to each stage, and to all if a changed one is refused.
 
     Args:
-        force: whether stages whose knobs changed are made again.
+        force: whether stages whose settings changed are made again.
     """
     changed = (s.stage for s in statuses if s.state == "changed" and not s.stage.cheap)
     refused = None if force else next(changed, None)
@@ -97,7 +97,7 @@ def plan_lines(statuses: Sequence[Status], *, force: bool) -> Iterator[str]:
             if key not in said
         ]
         said |= status.changes.keys()
-        why = f"knobs changed: {', '.join(new)}" if new else "what it is made from changed"
+        why = f"settings changed: {', '.join(new)}" if new else "what it is made from changed"
         says = {
             "done": "there, nothing to do",
             "unneeded": "not there, and not needed",

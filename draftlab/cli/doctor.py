@@ -46,7 +46,7 @@ def doctor(
     The exit code is 0 for a healthy head and 1 where faults were found.
     """
     with guard(debug, NOTHING_WRITTEN):
-        from draftlab.doctor.settings import DoctorKnobs
+        from draftlab.doctor.settings import DoctorSettings
         from draftlab.pipeline.recipe import changed
 
         asked = {
@@ -57,15 +57,15 @@ def doctor(
         }
         names = {key: f"--{key.replace('_', '-')}" for key in asked}
         # A slip is answered before torch is imported.
-        knobs = changed(DoctorKnobs(), asked, where="command line", options=names, do=_HELP)
+        settings = changed(DoctorSettings(), asked, where="command line", options=names, do=_HELP)
         from draftlab.doctor.diagnose import examine
         from draftlab.doctor.locate import find_head, find_target
         from draftlab.doctor.print_diagnosis import print_diagnosis
-        from draftlab.doctor.target_session import Witness
+        from draftlab.doctor.target_session import TargetSession
 
         folder = find_head(head)
         chosen = find_target(folder, target, device, trust_remote_code=trust_remote_code)
-        diagnosis = examine(folder, Witness(chosen, knobs, monitor))
+        diagnosis = examine(folder, TargetSession(chosen, settings, monitor))
         if as_json:
             typer.echo(json.dumps(diagnosis.dump(), indent=2, ensure_ascii=False))
         else:

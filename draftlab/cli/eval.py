@@ -90,12 +90,12 @@ def eval_(
 ) -> None:
     """Decode a prompt suite speculatively and report AL, TPOT and counters.
 
-    Without arguments it takes the head of the latest run and that run's eval knobs.
+    Without arguments it takes the head of the latest run and that run's eval settings.
     """
     with guard(debug, STARTS_ANEW):
-        from draftlab.evaluate.settings import EvalKnobs
+        from draftlab.evaluate.settings import EvalSettings
         from draftlab.pipeline.recipe import changed
-        from draftlab.target_model.settings import TargetKnobs
+        from draftlab.target_model.settings import TargetSettings
 
         asked: dict[str, Any] = {
             "engine": engine,
@@ -122,13 +122,13 @@ def eval_(
         names["temperatures"] = "--temps"
         check = partial(changed, where="command line", options=names, do=_HELP)
         of_target = {"dtype": dtype}
-        check(EvalKnobs(), asked)  # a slip is answered before torch is imported
-        check(TargetKnobs(), of_target)
+        check(EvalSettings(), asked)  # a slip is answered before torch is imported
+        check(TargetSettings(), of_target)
         from draftlab.pipeline.resolve import eval_subject
 
         subject = eval_subject(run_name, head, target)
-        knobs, target_knobs = check(subject.knobs, asked), check(subject.target, of_target)
-        report, folder = subject.evaluate(target_knobs, knobs, out, monitor=monitor)
+        settings, target_settings = check(subject.settings, asked), check(subject.target, of_target)
+        report, folder = subject.evaluate(target_settings, settings, out, monitor=monitor)
         show(report, as_json, folder / "report.json")
         certificates = report.environment.get("certificates", {})
         if not all(certificate["passed"] for certificate in certificates.values()):

@@ -44,7 +44,7 @@ def export(
 ) -> None:
     """Write a head for other programs; it is read back and compared before success is said."""
     with guard(debug):
-        from draftlab.export.settings import ExportKnobs
+        from draftlab.export.settings import ExportSettings
         from draftlab.pipeline.recipe import changed
 
         asked = {
@@ -59,7 +59,7 @@ def export(
             changed, where="command line", options=names, do="`draftlab export --help` says more"
         )
         # A slip is answered before torch is imported; whether gguf can be made may hang on the run.
-        check(ExportKnobs(), asked if to else asked | {"gguf": None})
+        check(ExportSettings(), asked if to else asked | {"gguf": None})
         from draftlab.pipeline.resolve import eval_subject
 
         subject = eval_subject(run_name, head, target)

@@ -46,14 +46,14 @@ def push(
     The repository is private unless --public. The login is that of `hf auth login` or HF_TOKEN.
     """
     with guard(debug, UNSENT):
-        from draftlab.export.settings import ExportKnobs
+        from draftlab.export.settings import ExportSettings
         from draftlab.hub.names import check_repo
         from draftlab.pipeline.recipe import changed
 
         check_repo(repo)  # slips are answered before torch is imported
         asked = {"formats": (to,), "k": k, "dtype": dtype}
         options = {"formats": "--to", "k": "--k", "dtype": "--dtype"}
-        exports = changed(ExportKnobs(), asked, where="command line", options=options, do=_HELP)
+        exports = changed(ExportSettings(), asked, where="command line", options=options, do=_HELP)
         from draftlab.hub.folder import Push, write_folder
         from draftlab.hub.upload import upload
         from draftlab.pipeline.resolve import eval_subject

@@ -19,7 +19,7 @@ from draftlab.doctor.identity import (
 from draftlab.doctor.score import Scorer
 from draftlab.doctor.scoring_set import entered_norm
 from draftlab.doctor.search import Trials, try_readings
-from draftlab.doctor.target_session import Witness
+from draftlab.doctor.target_session import TargetSession
 from draftlab.doctor.verdict import Case
 from draftlab.errors import UserError
 from draftlab.evaluate.grid import DEFAULT_K
@@ -30,7 +30,7 @@ FEW = 11  # prompts that all favour one reading by chance less often than `score
 ENOUGH = 100  # positions of the answers; fewer tell no two readings apart
 
 
-def examine(folder: Path, witness: Witness) -> Diagnosis:
+def examine(folder: Path, witness: TargetSession) -> Diagnosis:
     """Examines a head with a target; what is wrong is in the diagnosis, not raised.
 
     Raises:
@@ -39,7 +39,7 @@ def examine(folder: Path, witness: Witness) -> Diagnosis:
     if not folder.is_dir():
         raise UserError("expected a head's folder, found none", where=folder)
     text = witness.text  # a target that does not load is no fault of the head
-    case = Case(str(folder), witness.target_knobs.path)
+    case = Case(str(folder), witness.target_settings.path)
     own = (folder / CONFIG).is_file()
     try:
         files, case.findings = read_own(folder) if own else read_other(folder, witness)
@@ -59,14 +59,14 @@ def examine(folder: Path, witness: Witness) -> Diagnosis:
     if tensors is None:
         return case.closed()
     case.findings += kinship_findings(files.config, tensors, witness.lent)
-    k = witness.knobs.k or min(files.config.k_trained, DEFAULT_K)
+    k = witness.settings.k or min(files.config.k_trained, DEFAULT_K)
     stored = Reading(files.config, tensors, template=witness.has_template)
     case.conditions = witness.conditions(stored.template, k)
     case.trials = score_readings(stored, files, witness, k)
     return case.closed(files.config.provenance)
 
 
-def score_readings(stored: Reading, files: HeadFiles, witness: Witness, k: int) -> Trials:
+def score_readings(stored: Reading, files: HeadFiles, witness: TargetSession, k: int) -> Trials:
     """Scores the head as stored and as every hypothesis has it."""
     target = witness.target
     about = About(
@@ -93,7 +93,7 @@ def score_readings(stored: Reading, files: HeadFiles, witness: Witness, k: int) 
     return try_readings(stored, about, scorer, witness.monitor)
 
 
-def answered(usual: bool, witness: Witness, k: int) -> frozenset[bool]:
+def answered(usual: bool, witness: TargetSession, k: int) -> frozenset[bool]:
     """With (True) and without the chat template: where the target answers at length.
 
     Raises:
@@ -105,7 +105,7 @@ def answered(usual: bool, witness: Witness, k: int) -> frozenset[bool]:
         raise UserError(
             f"expected answers with at least {ENOUGH} places to draft {k} tokens, found "
             f"{places} in {len(evidence.spans)} answers",
-            where=witness.knobs.prompts,
+            where=witness.settings.prompts,
             do="give more prompts (--max-prompts), more tokens of each answer (--max-new-tokens), "
             "or prompts that this target answers at length",
         )

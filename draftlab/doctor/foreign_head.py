@@ -6,7 +6,7 @@ from pathlib import Path
 
 from draftlab.doctor.findings import Finding
 from draftlab.doctor.head_files import HeadFiles
-from draftlab.doctor.target_session import Witness
+from draftlab.doctor.target_session import TargetSession
 from draftlab.export.boundaries import boundary_readings
 from draftlab.export.foreign_config import Foreign, read_foreign
 from draftlab.export.importing import foreign_head_config
@@ -15,7 +15,7 @@ from draftlab.export.weight_files import read_weights, weight_files
 from draftlab.heads.head import EMBEDDINGS
 
 
-def read_other(folder: Path, witness: Witness) -> tuple[HeadFiles | None, list[Finding]]:
+def read_other(folder: Path, witness: TargetSession) -> tuple[HeadFiles | None, list[Finding]]:
     """A head in the speculators layout or the native one; None where the target cannot be its own.
 
     Raises:
@@ -41,7 +41,7 @@ def read_other(folder: Path, witness: Witness) -> tuple[HeadFiles | None, list[F
         )
     flag = foreign.config.norm_before_residual
     config = foreign_head_config(
-        foreign, folder, witness.target_knobs, lists[0], bool(flag), None, _no_one
+        foreign, folder, witness.target_settings, lists[0], bool(flag), None, _no_one
     )
     own = "own" if EMBEDDINGS in tensors or config.family == "ptd" else "target"
     config = config.model_copy(update={"embeddings": own})
@@ -52,7 +52,7 @@ def _no_one(line: str) -> None:
     """What an import would say of its choices; here findings and scores do."""
 
 
-def _shape_findings(foreign: Foreign, witness: Witness) -> list[Finding]:
+def _shape_findings(foreign: Foreign, witness: TargetSession) -> list[Finding]:
     config, text = foreign.config, witness.text
     width = config.target_hidden_size or config.hidden_size
     pairs = {
@@ -71,7 +71,7 @@ def _shape_findings(foreign: Foreign, witness: Witness) -> list[Finding]:
     ]
 
 
-def _config_findings(foreign: Foreign, witness: Witness) -> list[Finding]:
+def _config_findings(foreign: Foreign, witness: TargetSession) -> list[Finding]:
     """What programs fill in or cut short where a config does not say, or says too little."""
     config, findings = foreign.config, []
     positions = getattr(witness.text, "max_position_embeddings", None)
@@ -102,7 +102,7 @@ def _config_findings(foreign: Foreign, witness: Witness) -> list[Finding]:
                 do="write rope_theta and rope_parameters",
             )
         )
-    given = witness.target_knobs.path
+    given = witness.target_settings.path
     named = foreign.verifier
     if named and named != given and Path(named).resolve() != witness.target.folder.resolve():
         findings.append(

@@ -10,7 +10,7 @@ from draftlab.files import read_json
 from draftlab.heads.folder import CONFIG, NATIVE
 from draftlab.pipeline.api import REFERENCE, reference_head
 from draftlab.pipeline.run_folder import RUNS
-from draftlab.target_model.model import EMBEDDED, TargetKnobs, resolve_target
+from draftlab.target_model.model import EMBEDDED, TargetSettings, resolve_target
 
 GIVE = 'give a head folder, a run (its name, or its folder), or "reference"'
 
@@ -54,7 +54,7 @@ def find_head(named: str) -> Path:
 
 def find_target(
     head: Path, named: str | None, device: str | None, *, trust_remote_code: bool = False
-) -> TargetKnobs:
+) -> TargetSettings:
     """The target asked for, or the one that comes with draftlab where the head says so.
 
     Raises:
@@ -62,7 +62,7 @@ def find_target(
     """
     if named is None:
         trained_for = _trained_for(head)
-        embedded = resolve_target(TargetKnobs(path=EMBEDDED))
+        embedded = resolve_target(TargetSettings(path=EMBEDDED))
         if trained_for != EMBEDDED and Path(trained_for or "").resolve() != embedded.resolve():
             raise UserError(
                 "expected --target beside the head"
@@ -72,7 +72,7 @@ def find_target(
             )
         named = EMBEDDED
     asked = {"path": named, "trust_remote_code": trust_remote_code}
-    return TargetKnobs(**asked | ({"device": device} if device else {}))
+    return TargetSettings(**asked | ({"device": device} if device else {}))
 
 
 def _trained_for(head: Path) -> str | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftlab.doctor.head_variant import Reading
-from draftlab.doctor.scoring_set import Evidence
+from draftlab.doctor.scoring_set import ScoringSet
 from draftlab.engine.counters import Counters
 from draftlab.evaluate.statistics import acceptance_interval, percentile_interval, resampled
 from draftlab.heads.folder import new_head
@@ -84,7 +84,7 @@ class Scorer:
         k: drafts a step.
     """
 
-    def __init__(self, target: Target, evidence: Callable[[bool], Evidence], k: int) -> None:
+    def __init__(self, target: Target, evidence: Callable[[bool], ScoringSet], k: int) -> None:
         self.target, self.evidence, self.k = target, evidence, k
         self._built: DraftHead | None = None
 

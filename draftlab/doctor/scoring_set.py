@@ -21,7 +21,7 @@ ROWS = 16  # answers decoded at once
 
 
 @dataclass
-class Evidence:
+class ScoringSet:
     """Greedy answers and the states over them; what every reading of a head is scored against.
 
     Attributes:
@@ -101,8 +101,8 @@ def greedy(
 
 def evidence_of(
     target: Target, requests: Sequence[Request], answers: Sequence[Generation], k: int
-) -> Evidence:
-    """Evidence for scoring k drafts a step; its states are taken when they are asked for."""
+) -> ScoringSet:
+    """ScoringSet for scoring k drafts a step; its states are taken when they are asked for."""
     records = []
     for request, generation in zip(requests, answers, strict=True):
         tokens = torch.tensor([*request.prompt_ids, *generation.token_ids])
@@ -122,4 +122,4 @@ def evidence_of(
         )
     width = max(len(record.tokens) for record in records)
     batch = pack([[record] for record in records], width, k).to(target.device)
-    return Evidence(target, batch, tuple(record.spans for record in records), {})
+    return ScoringSet(target, batch, tuple(record.spans for record in records), {})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from draftlab.settings import Knobs
+from draftlab.settings import Settings
 
 
-class DoctorKnobs(Knobs):
+class DoctorSettings(Settings):
     """What a head is tried on."""
 
     prompts: str = "embedded:heldout"

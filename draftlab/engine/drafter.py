@@ -12,7 +12,7 @@ from draftlab.engine.eager_head import HeadPasses, Pass, PlainHead, Pools
 from draftlab.engine.fused_head import FusedHead
 from draftlab.engine.prepacked_head import PackedHead
 from draftlab.heads.head import DraftHead
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.kernels.chain_layout import chain_layout
 from draftlab.kernels.rows import DraftDistribution, RowKeys, draft_index
 from draftlab.kernels.verify import argmax_draft, sample_draft
@@ -273,5 +273,5 @@ def new_drafter(head: DraftHead, k: int, **options: Any) -> HeadDrafter:
     """The drafter of a head's family; `options` are those of `HeadDrafter`."""
     from draftlab.engine.parallel_drafter import ParallelDrafter  # which is built on this file
 
-    kind = ParallelDrafter if isinstance(head, PtdHead) else ChainDrafter
+    kind = ParallelDrafter if isinstance(head, PeagleHead) else ChainDrafter
     return kind(head, k, **options)

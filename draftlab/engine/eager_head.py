@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftlab.heads.head import DraftHead
 from draftlab.heads.layers import Angles
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.head_inputs import Masks
 from draftlab.kernels.paged_attention import attend_paged, write_paged
@@ -133,7 +133,7 @@ def embedding_table(head: DraftHead) -> Tensor:
     A copy only where the table has another row there, which that of a loaded head has not.
     """
     table = head.embed_tokens.weight.detach()
-    if isinstance(head, PtdHead):
+    if isinstance(head, PeagleHead):
         row = head.mask_embedding.detach().to(table.dtype)
         if not torch.equal(table[head.mask_token_id], row):
             table = table.clone()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftlab.engine.drafter import HeadDrafter, Observed, Proposal
 from draftlab.engine.eager_head import Pass
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.head_inputs import Masks
 from draftlab.kernels.parallel_layout import parallel_layout
@@ -23,12 +23,12 @@ class ParallelDrafter(HeadDrafter):
     Keys of masked slots lie where true pairs will come. They are never seen later: the next pass
     writes every position that its queries see beyond the pairs that were there before.
 
-    Args: those of `HeadDrafter`; the head is a `PtdHead`.
+    Args: those of `HeadDrafter`; the head is a `PeagleHead`.
     """
 
     kind: Literal["parallel"] = "parallel"
 
-    def __init__(self, head: PtdHead, k: int, **options: Any) -> None:
+    def __init__(self, head: PeagleHead, k: int, **options: Any) -> None:
         super().__init__(head, k, **options)
         self.mask_token_id = head.mask_token_id
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from draftlab.heads.eagle import EagleHead
 from draftlab.heads.head import DraftHead
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.target_model.model import Target
 
 COPY_BYTES = 2**30
@@ -72,7 +72,7 @@ def target_bytes(target: Target) -> int | None:
 def head_bytes(head: DraftHead, k: int) -> int:
     """Bytes of head weights that drafting `k` tokens reads, embeddings aside."""
     once = _bytes(p for name, p in head.named_parameters() if not name.startswith("embed_tokens"))
-    if isinstance(head, PtdHead):
+    if isinstance(head, PeagleHead):
         return once
     later = [] if isinstance(head, EagleHead) else head.fc.parameters()
     return k * once - (k - 1) * _bytes(later)

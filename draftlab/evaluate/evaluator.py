@@ -22,7 +22,7 @@ from draftlab.evaluate.bandwidth import copy_rate
 from draftlab.evaluate.grid import PLAIN, Arm, NamedHead
 from draftlab.evaluate.metrics import counted_figures, device_name, environment, equality, row_times
 from draftlab.evaluate.results import Lossless, Report, Row
-from draftlab.evaluate.settings import EvalKnobs
+from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.timing import Decoder
 from draftlab.evaluate.warnings import depth_warnings, row_warnings, suite_warnings
 from draftlab.evaluate.workload import Measured, Work
@@ -31,14 +31,14 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.prepacked_decoder import products
 from draftlab.text.suites import Suite
 
-__all__ = ["EvalKnobs", "Evaluator", "NamedHead", "Suite", "environment", "new_engine"]
+__all__ = ["EvalSettings", "Evaluator", "NamedHead", "Suite", "environment", "new_engine"]
 
 ENGINES = {"paged": "draftlab", "reference": "draftlab-reference", "vllm": "draftlab"}
-"""What rows call the engine of each knob; "vllm" puts its rows beside those of "paged"."""
+"""What rows call the engine of each setting; "vllm" puts its rows beside those of "paged"."""
 
 
 def new_engine(
-    target: Target, arm: Arm, knobs: EvalKnobs, *, batch: int, max_length: int, expect: bool
+    target: Target, arm: Arm, settings: EvalSettings, *, batch: int, max_length: int, expect: bool
 ) -> Decoder:
     """The engine that decodes as an arm says.
 
@@ -53,32 +53,35 @@ def new_engine(
             arm.head.head,
             arm.k,
             draft_probs=arm.draft_probs,
-            draft_temperature=knobs.draft_temperature,
-            greedy_below=knobs.greedy_below,
+            draft_temperature=settings.draft_temperature,
+            greedy_below=settings.greedy_below,
         )
-    if knobs.engine == "reference":
+    if settings.engine == "reference":
         return ReferenceEngine(target, drafter, batch=batch, max_length=max_length)
     return Engine(
-        target, drafter, batch=batch, max_length=max_length, expect=expect, packed=knobs.packed
+        target, drafter, batch=batch, max_length=max_length, expect=expect, packed=settings.packed
     )
 
 
 def measure_own(work: Work) -> Measured:
     """Counts and times every cell with draftlab's engine."""
-    knobs, found = work.knobs, Measured(ENGINES[work.knobs.engine], metadata.version("draftlab"))
+    settings, found = (
+        work.settings,
+        Measured(ENGINES[work.settings.engine], metadata.version("draftlab")),
+    )
 
     def engine(arm: Arm, batch: int, expect: bool) -> Decoder:
         return new_engine(
-            work.target, arm, knobs, batch=batch, max_length=work.max_length, expect=expect
+            work.target, arm, settings, batch=batch, max_length=work.max_length, expect=expect
         )
 
     for arm in work.arms:
         work.count(found, engine(arm, work.batch, True), arm)
-    first = knobs.temperatures[0]
+    first = settings.temperatures[0]
     probes = _probe_arms(work, first)
-    for batch in knobs.timing_batches if knobs.timing_prompts else ():
+    for batch in settings.timing_batches if settings.timing_prompts else ():
         engines = {arm: engine(arm, batch, False) for arm in work.arms + probes}
-        for t in knobs.temperatures:
+        for t in settings.temperatures:
             asked = work.arms_at(t) + (probes if t == first else [])
             timed = work.time({arm: engines[arm] for arm in asked}, t, batch, found.engine)
             for arm in asked:
@@ -87,7 +90,7 @@ def measure_own(work: Work) -> Measured:
                     continue
                 if arm not in probes:
                     found.timings.setdefault((t, arm), []).append(measured)
-                one_way = arm.draft_probs == (knobs.draft_probs == "on")
+                one_way = arm.draft_probs == (settings.draft_probs == "on")
                 if arm.head and t == first and one_way and measured.step_ms:
                     found.probes.append(
                         StepPoint(found.engine, arm.head.name, batch, arm.k, measured.step_ms)
@@ -113,7 +116,7 @@ class Evaluator:
         heads: what drafts; without any, plain decoding is measured.
         suite: the prompts.
         stop_ids: tokens that end an answer.
-        knobs: how.
+        settings: how.
         monitor: for lines and progress.
     """
 
@@ -123,27 +126,27 @@ class Evaluator:
         heads: Sequence[NamedHead],
         suite: Suite,
         stop_ids: frozenset[int],
-        knobs: EvalKnobs,
+        settings: EvalSettings,
         *,
         monitor: Monitor,
     ) -> None:
-        taken = suite.prompts[: knobs.max_prompts]
+        taken = suite.prompts[: settings.max_prompts]
         if not taken:
             raise UserError("expected prompts to evaluate, found none", where=suite.name)
         self.work = Work(
-            target, tuple(heads), replace(suite, prompts=taken), stop_ids, knobs, monitor
+            target, tuple(heads), replace(suite, prompts=taken), stop_ids, settings, monitor
         )
-        self.warnings = suite_warnings(len(taken), knobs)
+        self.warnings = suite_warnings(len(taken), settings)
         self._say_what(len(suite.prompts))
 
     def _say_what(self, offered: int) -> None:
         """What will be decoded, before it takes its time."""
-        work, knobs, taken = self.work, self.work.knobs, len(self.work.suite.prompts)
+        work, settings, taken = self.work, self.work.settings, len(self.work.suite.prompts)
         depths = sorted({arm.k for arm in work.arms} - {0})
         work.monitor.say(
             f"eval: {taken:,} of {offered:,} prompts of {work.suite.name}, up to "
-            f"{knobs.max_new_tokens:,} tokens each; "
-            f"T = {', '.join(f'{t:g}' for t in knobs.temperatures)}; "
+            f"{settings.max_new_tokens:,} tokens each; "
+            f"T = {', '.join(f'{t:g}' for t in settings.temperatures)}; "
             + (f"K = {', '.join(map(str, depths))}" if depths else "no drafting")
         )
         if used := self._products():
@@ -151,21 +154,21 @@ class Evaluator:
         for text in self.warnings:
             work.monitor.say(f"warning: {text}")
         for head in work.heads:
-            for text in (text for k in head.depths(knobs) for text in depth_warnings(head, k)):
+            for text in (text for k in head.depths(settings) for text in depth_warnings(head, k)):
                 work.monitor.say(f"warning: {head.name}: {text}")
 
     def run(self) -> Report:
         """Counts every cell of the grid, times it, and advises on K."""
         work, device = self.work, self.work.target.device
         measured = [measure_own(work)]
-        if work.knobs.engine == "vllm":
+        if work.settings.engine == "vllm":
             from draftlab.evaluate.vllm_compare import measure_vllm
 
             measured.append(measure_vllm(work))
         rows = [
             self._row(one, t, arm)
             for one in measured
-            for t in work.knobs.temperatures
+            for t in work.settings.temperatures
             for arm in work.arms_at(t)
         ]
         certificates = self._certify()
@@ -189,17 +192,17 @@ class Evaluator:
 
     def _products(self) -> str | None:
         """Which products the engine runs on; None where there is no choice."""
-        target, knobs = self.work.target, self.work.knobs
-        if target.device.type != "cpu" or knobs.engine == "reference":
+        target, settings = self.work.target, self.work.settings
+        if target.device.type != "cpu" or settings.engine == "reference":
             return None
-        return products(target, packed=knobs.packed)
+        return products(target, packed=settings.packed)
 
     def _certify(self) -> dict[str, dict[str, Any]]:
         """Each head's certificate, by its name; its lines are printed."""
         work, found = self.work, {}
-        if not work.knobs.certify:
+        if not work.settings.certify:
             return found
-        from draftlab.evaluate.certificate.certify import CertifyKnobs, certify
+        from draftlab.evaluate.certificate.certify import CertifySettings, certify
 
         for head in work.heads:
             certificate = certify(
@@ -207,12 +210,12 @@ class Evaluator:
                 head.head,
                 work.suite.prompts,
                 work.stop_ids,
-                CertifyKnobs(seed=work.knobs.seed),
-                k=max(head.depths(work.knobs)),
+                CertifySettings(seed=work.settings.seed),
+                k=max(head.depths(work.settings)),
                 monitor=work.monitor,
                 engine=ReferenceEngine
-                if work.knobs.engine == "reference"
-                else partial(Engine, packed=work.knobs.packed),
+                if work.settings.engine == "reference"
+                else partial(Engine, packed=work.settings.packed),
             )
             for line in certificate.lines:
                 work.monitor.say(f"certificate of {head.name}: {line}")
@@ -232,21 +235,21 @@ class Evaluator:
 
     def _timing_conditions(self) -> dict[str, Any] | None:
         """Conditions of the times, which are not those of the counters."""
-        knobs, device = self.work.knobs, self.work.target.device
-        if not knobs.timing_prompts:
+        settings, device = self.work.settings, self.work.target.device
+        if not settings.timing_prompts:
             return None
         rate = copy_rate(device)
         return {
-            "batch": " / ".join(map(str, knobs.timing_batches)),
-            "prompts": knobs.timing_prompts,
-            "tokens": knobs.timing_tokens,
+            "batch": " / ".join(map(str, settings.timing_batches)),
+            "prompts": settings.timing_prompts,
+            "tokens": settings.timing_tokens,
             "threads": 1 if device.type == "cpu" else None,
             "stop_tokens": "ignored",
             "copy_rate_gb_s": rate and round(rate / 1e9, 1),
         }
 
     def _row(self, found: Measured, temperature: float, arm: Arm) -> Row:
-        work, knobs, head, cell = self.work, self.work.knobs, arm.head, (temperature, arm)
+        work, settings, head, cell = self.work, self.work.settings, arm.head, (temperature, arm)
         greedy, dtype = temperature == 0, work.target.dtype
         generations, plain = found.counted[cell], found.counted[temperature, PLAIN]
         row = Row(
@@ -259,15 +262,15 @@ class Evaluator:
             suite=work.suite.name,
             suite_sha256=work.suite.sha256,
             template=work.suite.template_sha256,
-            max_new_tokens=knobs.max_new_tokens,
-            seed=knobs.seed,
+            max_new_tokens=settings.max_new_tokens,
+            seed=settings.seed,
             drafter=head.drafter if head else "none",
             k=arm.k,
             k_trained=head.k_trained if head else None,
             temperature=temperature,
-            top_k=knobs.top_k,
-            top_p=knobs.top_p,
-            draft_temperature=knobs.draft_temperature if head else None,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            draft_temperature=settings.draft_temperature if head else None,
             draft_probs=arm.draft_probs,
             **counted_figures(generations, greedy=greedy),
             **row_times(found.timings.get(cell, [])),

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from draftlab.evaluate.settings import EvalKnobs
+from draftlab.evaluate.settings import EvalSettings
 from draftlab.heads.head import DraftHead
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 
 DEFAULT_K = 4
 
@@ -42,11 +42,11 @@ class NamedHead:
     @property
     def drafter(self) -> Literal["chain", "parallel"]:
         """How it drafts, as rows call it."""
-        return "parallel" if isinstance(self.head, PtdHead) else "chain"
+        return "parallel" if isinstance(self.head, PeagleHead) else "chain"
 
-    def depths(self, knobs: EvalKnobs) -> tuple[int, ...]:
+    def depths(self, settings: EvalSettings) -> tuple[int, ...]:
         """The K's it is evaluated at."""
-        return knobs.k or (min(self.k_trained, DEFAULT_K),)
+        return settings.k or (min(self.k_trained, DEFAULT_K),)
 
 
 @dataclass(frozen=True)
@@ -68,19 +68,21 @@ class Arm:
 PLAIN = Arm()
 
 
-def arms(heads: Sequence[NamedHead], knobs: EvalKnobs, temperature: float) -> list[Arm]:
+def arms(heads: Sequence[NamedHead], settings: EvalSettings, temperature: float) -> list[Arm]:
     """Plain decoding, then every head, K and drafter setting that differs at a temperature."""
-    ways = {"on": [True], "off": [False], "both": [False, True]}[knobs.draft_probs]
+    ways = {"on": [True], "off": [False], "both": [False, True]}[settings.draft_probs]
     if temperature == 0:
         ways = ways[:1]  # greedy decoding makes no use of draft probabilities: one row says it all
-    elif temperature < knobs.greedy_below:
+    elif temperature < settings.greedy_below:
         ways = [False]
     return [
         PLAIN,
-        *(Arm(head, k, way) for head in heads for k in head.depths(knobs) for way in ways),
+        *(Arm(head, k, way) for head in heads for k in head.depths(settings) for way in ways),
     ]
 
 
-def all_arms(heads: Sequence[NamedHead], knobs: EvalKnobs) -> list[Arm]:
+def all_arms(heads: Sequence[NamedHead], settings: EvalSettings) -> list[Arm]:
     """Every arm that some temperature has, plain decoding first."""
-    return list(dict.fromkeys(arm for t in knobs.temperatures for arm in arms(heads, knobs, t)))
+    return list(
+        dict.fromkeys(arm for t in settings.temperatures for arm in arms(heads, settings, t))
+    )

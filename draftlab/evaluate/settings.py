@@ -1,4 +1,4 @@
-"""The knobs of an evaluation: what is decoded, how, and what is measured."""
+"""The settings of an evaluation: what is decoded, how, and what is measured."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from draftlab.settings import Knobs, Listed
-from draftlab.target_model.settings import VllmKnobs
+from draftlab.settings import Listed, Settings
+from draftlab.target_model.settings import VllmSettings
 
 
 def _distinct(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
@@ -20,7 +20,7 @@ _Count = Annotated[int, Field(ge=1)]
 _Temperature = Annotated[float, Field(ge=0)]
 
 
-class EvalKnobs(Knobs):
+class EvalSettings(Settings):
     """What is decoded, how, and what is measured."""
 
     engine: Literal["paged", "reference", "vllm"] = "paged"
@@ -73,5 +73,5 @@ class EvalKnobs(Knobs):
     """On a CPU, the engine "paged" multiplies with packed weights (oneDNN): a copy of the target's
     and the head's, and results that differ in the last bits from the plain products of parity runs.
     Without effect on a GPU, and where layers have no such path."""
-    vllm: VllmKnobs = VllmKnobs()
+    vllm: VllmSettings = VllmSettings()
     """Of the engine "vllm"."""

@@ -8,28 +8,28 @@ from __future__ import annotations
 
 from draftlab.errors import UserError
 from draftlab.evaluate.grid import Arm
-from draftlab.evaluate.settings import EvalKnobs
+from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.timing import Timed
 from draftlab.evaluate.workload import Measured, Work
 from draftlab.vllm.engine import VllmEngine, positions
 from draftlab.vllm.process import find_python
 
 
-def check_knobs(knobs: EvalKnobs) -> None:
+def check_settings(settings: EvalSettings) -> None:
     """Refuses what vLLM could not measure, before draftlab's engine has spent minutes.
 
     Raises:
-        UserError: knobs that vLLM has not, or no vLLM.
+        UserError: settings that vLLM has not, or no vLLM.
     """
-    asked = {"draft_temperature": knobs.draft_temperature, "greedy_below": knobs.greedy_below}
+    asked = {"draft_temperature": settings.draft_temperature, "greedy_below": settings.greedy_below}
     foreign = [f"{name} = {value:g}" for name, value in asked.items() if value]
     if foreign:
         raise UserError(
-            f"expected knobs that vLLM has too, found {' and '.join(foreign)}",
+            f"expected settings that vLLM has too, found {' and '.join(foreign)}",
             where="engine = vllm",
             do="leave them out (vLLM drafts at the request's temperature), or measure without vLLM",
         )
-    find_python(knobs.vllm)
+    find_python(settings.vllm)
 
 
 def measure_vllm(work: Work) -> Measured:
@@ -38,7 +38,7 @@ def measure_vllm(work: Work) -> Measured:
     Raises:
         UserError: a vLLM that does not start, or cannot do what is asked.
     """
-    knobs = work.knobs
+    settings = work.settings
     found = Measured("vllm", "")
     times: dict[tuple[float, int], dict[Arm, Timed]] = {}
     requests = [r for timed in (False, True) for r in work.requests(0.0, timed=timed)]
@@ -50,9 +50,9 @@ def measure_vllm(work: Work) -> Measured:
             draft_probs=arm.draft_probs,
             dtype=work.target.dtype,
             device=work.target.device,
-            batch=max(work.batch, *knobs.timing_batches),
+            batch=max(work.batch, *settings.timing_batches),
             max_length=positions(requests, arm.k, work.target.max_length),
-            knobs=knobs.vllm,
+            settings=settings.vllm,
             monitor=work.monitor,
         ) as engine:
             found.version = engine.version
@@ -61,9 +61,9 @@ def measure_vllm(work: Work) -> Measured:
                 if f"corrected: {text}" not in found.warnings:
                     found.warnings.append(f"corrected: {text}")
             work.count(found, engine, arm)
-            for temperature in knobs.temperatures:
-                if knobs.timing_prompts and arm in work.arms_at(temperature):
-                    for batch in knobs.timing_batches:
+            for temperature in settings.temperatures:
+                if settings.timing_prompts and arm in work.arms_at(temperature):
+                    for batch in settings.timing_batches:
                         timed = work.time({arm: engine}, temperature, batch, found.engine)
                         times.setdefault((temperature, batch), {}).update(timed)
     for (temperature, batch), timed in times.items():

@@ -5,21 +5,21 @@ from __future__ import annotations
 from draftlab.evaluate.grid import NamedHead
 from draftlab.evaluate.results import Row, Timing
 from draftlab.evaluate.self_check import complaint
-from draftlab.evaluate.settings import EvalKnobs
+from draftlab.evaluate.settings import EvalSettings
 
 FEW_PROMPTS = 30
 FEW_TIMED = 10
 SLOWER = 0.995  # what is printed as 1.00 is no loss
 
 
-def suite_warnings(prompts: int, knobs: EvalKnobs) -> list[str]:
+def suite_warnings(prompts: int, settings: EvalSettings) -> list[str]:
     """Of every row with a drafter: too few prompts for an interval to be trusted."""
     found = []
     if prompts < FEW_PROMPTS:
         found.append(f"few prompts ({prompts}): mind the interval")
-    if 0 < knobs.timing_prompts < FEW_TIMED:
+    if 0 < settings.timing_prompts < FEW_TIMED:
         found.append(
-            f"few timed prompts ({knobs.timing_prompts}): their intervals are too narrow "
+            f"few timed prompts ({settings.timing_prompts}): their intervals are too narrow "
             f"(eval.timing_prompts, at least {FEW_TIMED})"
         )
     return found

@@ -15,7 +15,7 @@ from draftlab.evaluate.bandwidth import floor_ms
 from draftlab.evaluate.grid import PLAIN, Arm, NamedHead, all_arms, arms
 from draftlab.evaluate.metrics import timing
 from draftlab.evaluate.results import Timing
-from draftlab.evaluate.settings import EvalKnobs
+from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.timing import Decoder, Timed, time_arms
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
@@ -55,42 +55,42 @@ class Work:
     heads: tuple[NamedHead, ...]
     suite: Suite
     stop_ids: frozenset[int]
-    knobs: EvalKnobs
+    settings: EvalSettings
     monitor: Monitor
 
     @property
     def arms(self) -> list[Arm]:
         """Every way of decoding, plain first."""
-        return all_arms(self.heads, self.knobs)
+        return all_arms(self.heads, self.settings)
 
     def arms_at(self, temperature: float) -> list[Arm]:
         """Those that differ at a temperature, plain first."""
-        return arms(self.heads, self.knobs, temperature)
+        return arms(self.heads, self.settings, temperature)
 
     @property
     def batch(self) -> int:
         """Prompts decoded at once for the counters."""
-        return min(self.knobs.batch, len(self.suite.prompts))
+        return min(self.settings.batch, len(self.suite.prompts))
 
     @property
     def max_length(self) -> int:
         """Positions of the longest request, drafts included."""
         longest = max(len(ids) for _, ids in self.suite.prompts)
-        answer = max(self.knobs.max_new_tokens, self.knobs.timing_tokens)
+        answer = max(self.settings.max_new_tokens, self.settings.timing_tokens)
         deepest = max(arm.k for arm in self.arms)
         return min(longest + answer + deepest + 1, self.target.max_length)
 
     def requests(self, temperature: float, *, timed: bool = False) -> list[Request]:
         """The suite's; timed ones have their own length and never stop."""
-        knobs = self.knobs
-        sampling = Sampling(temperature, knobs.top_k, knobs.top_p, knobs.seed)
-        tokens = knobs.timing_tokens if timed else knobs.max_new_tokens
+        settings = self.settings
+        sampling = Sampling(temperature, settings.top_k, settings.top_p, settings.seed)
+        tokens = settings.timing_tokens if timed else settings.max_new_tokens
         stops = frozenset() if timed else self.stop_ids
         return [Request(id_, ids, tokens, sampling, stops) for id_, ids in self.suite.prompts]
 
     def count(self, into: Measured, engine: Decoder, arm: Arm) -> None:
         """Decodes the suite at every temperature that the arm belongs to."""
-        for temperature in self.knobs.temperatures:
+        for temperature in self.settings.temperatures:
             if arm in self.arms_at(temperature):
                 into.counted[temperature, arm] = self._decode(engine, temperature, arm, into.engine)
 
@@ -120,7 +120,7 @@ class Work:
             self.target.device,
             engines,
             self.requests(temperature, timed=True),
-            self.knobs.timing_prompts,
+            self.settings.timing_prompts,
             batch,
             monitor=self.monitor,
             stage=f"{name} time T={temperature:g}, batch {batch}",

@@ -1,6 +1,6 @@
 """A head in other programs' layouts. An export renames, fills and casts; it never computes.
 
-What is here is imported when it is first asked for: knobs are read before torch is.
+What is here is imported when it is first asked for: settings are read before torch is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 _WHERE = {
     "LAYOUTS": "layouts",
-    "ExportKnobs": "settings",
+    "ExportSettings": "settings",
     "export_head": "write",
     "find_layout": "layouts",
     "verify_export": "write",

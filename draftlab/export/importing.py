@@ -29,7 +29,7 @@ from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.folder import check_tensors, new_head, save_head
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
-from draftlab.target_model.model import TargetKnobs, load_tokenizer, resolve_target
+from draftlab.target_model.model import TargetSettings, load_tokenizer, resolve_target
 from draftlab.target_model.parts import load_parts
 from draftlab.text.render import template_sha256, tokenizer_sha256
 
@@ -41,7 +41,7 @@ def import_head(
     source: str | Path,
     out: Path,
     *,
-    target: TargetKnobs | str | None = None,
+    target: TargetSettings | str | None = None,
     boundaries: tuple[int, ...] | None = None,
     norm_before_residual: bool | None = None,
     k: int | None = None,
@@ -76,16 +76,16 @@ def import_head(
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise UserError("expected a new or an empty folder to import into", where=place)
     kind = None if dtype is None else floating_dtype(dtype)
-    folder = resolve_target(TargetKnobs(path=str(source)))
+    folder = resolve_target(TargetSettings(path=str(source)))
     found = read_weights(folder, "head's weights")
     foreign = read_foreign(folder, found, ignore)
     where = weight_files(folder)[0]
     _refuse_packed(found, where)
-    knobs = _target_knobs(target, foreign, folder, trust_remote_code)
-    made = foreign_head_config(foreign, folder, knobs, boundaries, norm_before_residual, k, say)
+    settings = _target_settings(target, foreign, folder, trust_remote_code)
+    made = foreign_head_config(foreign, folder, settings, boundaries, norm_before_residual, k, say)
 
     tensors = read_maps(rename(found, where, say), made, where, say)
-    parts = load_parts(resolve_target(knobs), trust_remote_code=knobs.trust_remote_code)
+    parts = load_parts(resolve_target(settings), trust_remote_code=settings.trust_remote_code)
     try:
         tensors, made = fill(tensors, made, parts.embeddings, parts.lm_head, say)
     except UserError as error:
@@ -111,10 +111,10 @@ def import_head(
     return Path(out)
 
 
-def _target_knobs(
-    target: TargetKnobs | str | None, foreign: Foreign, folder: Path, trust_remote_code: bool
-) -> TargetKnobs:
-    if isinstance(target, TargetKnobs):
+def _target_settings(
+    target: TargetSettings | str | None, foreign: Foreign, folder: Path, trust_remote_code: bool
+) -> TargetSettings:
+    if isinstance(target, TargetSettings):
         return target
     if target is None and foreign.verifier is None:
         raise UserError(
@@ -123,7 +123,7 @@ def _target_knobs(
             do="give it with --target",
         )
     path = str(target or foreign.verifier)
-    return TargetKnobs(path=path, trust_remote_code=trust_remote_code)
+    return TargetSettings(path=path, trust_remote_code=trust_remote_code)
 
 
 def _one_dtype(tensors: dict[str, Tensor], where: Path) -> torch.dtype:
@@ -152,7 +152,7 @@ def _refuse_packed(tensors: dict[str, Tensor], where: Path) -> None:
 def foreign_head_config(
     foreign: Foreign,
     folder: Path,
-    knobs: TargetKnobs,
+    settings: TargetSettings,
     boundaries: tuple[int, ...] | None,
     norm_before_residual: bool | None,
     k: int | None,
@@ -160,9 +160,11 @@ def foreign_head_config(
 ) -> HeadConfig:
     """draftlab.json of a foreign head, with the target's embeddings until its own are found."""
     config, where = foreign.config, folder / "config.json"
-    target_folder = resolve_target(knobs)
+    target_folder = resolve_target(settings)
     try:
-        whole = AutoConfig.from_pretrained(target_folder, trust_remote_code=knobs.trust_remote_code)
+        whole = AutoConfig.from_pretrained(
+            target_folder, trust_remote_code=settings.trust_remote_code
+        )
     except Exception as error:  # OSError, ValueError, and what remote code raises
         raise UserError(
             f"the target's config does not load: {error}", where=target_folder
@@ -205,7 +207,7 @@ def foreign_head_config(
     if k is None and (k := foreign.k) is None:
         k = DEFAULT_K
         say(f"import: trained for {k} drafts, as is usual: the config does not say (--k)")
-    tokenizer = load_tokenizer(knobs)
+    tokenizer = load_tokenizer(settings)
     nested = config.eagle_config
     before_fc = config.norm_before_fc or (nested.norm_before_fc if nested else None)
     try:
@@ -234,7 +236,7 @@ def foreign_head_config(
             embeddings="own" if foreign.family == "ptd" else "target",
             k_trained=k,
             target=TargetIdentity(
-                name=knobs.path,
+                name=settings.path,
                 fingerprint=fingerprint(target_folder),
                 architecture=(whole.architectures or [type(whole).__name__])[0],
                 tokenizer_sha256=tokenizer_sha256(tokenizer),

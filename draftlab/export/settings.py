@@ -1,4 +1,4 @@
-"""Which programs heads are written for, and how; free of torch, like every room's knobs."""
+"""Which programs heads are written for, and how; free of torch, like every room's settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from draftlab.errors import UserError
-from draftlab.settings import Knobs, Listed
+from draftlab.settings import Listed, Settings
 
 PROGRAMS = ("speculators", "vllm", "sglang", "llamacpp")
 """Those that `layouts.LAYOUTS` knows."""
@@ -28,7 +28,7 @@ def check_program(name: str) -> None:
     )
 
 
-class ExportKnobs(Knobs):
+class ExportSettings(Settings):
     """Which layouts a head is exported to, and how."""
 
     formats: Annotated[tuple[str, ...], Listed, Field(min_length=1)] = ("speculators",)

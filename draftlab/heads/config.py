@@ -115,7 +115,7 @@ class HeadConfig(BaseModel):
                 f"{self.num_key_value_heads} key-value heads"
             )
         self._check_family()
-        from draftlab.heads.layers import rope_frequencies  # torch, which knobs do without
+        from draftlab.heads.layers import rope_frequencies  # torch, which settings do without
 
         try:
             rope_frequencies(self.head_dim, self.rope_parameters)
@@ -184,7 +184,7 @@ class HeadConfig(BaseModel):
 
 
 class Shape(Protocol):
-    """What `shape_fault` looks at: a `HeadConfig`, or the knobs of a head to be made."""
+    """What `shape_fault` looks at: a `HeadConfig`, or the settings of a head to be made."""
 
     family: str
     num_layers: int

@@ -26,7 +26,7 @@ from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.head import EMBEDDINGS, DraftHead
 from draftlab.heads.llama4 import EagleLlama4Head
 from draftlab.heads.native import native_config
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.settings import complaints
 
 CONFIG, WEIGHTS, NATIVE = "draftlab.json", "model.safetensors", "config.json"
@@ -35,7 +35,7 @@ _BORROWED = {EMBEDDINGS: "embeddings", LM_HEAD: "lm_head", TARGET_NORM: "final n
 
 _FAMILIES: dict[str, Callable[[HeadConfig], DraftHead]] = {
     "eagle3": Eagle3Head,
-    "ptd": PtdHead,
+    "ptd": PeagleHead,
     "eagle": EagleHead,
     "eagle_llama4": EagleLlama4Head,
 }

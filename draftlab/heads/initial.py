@@ -68,7 +68,7 @@ def check_start(mine: HeadConfig, theirs: HeadConfig, where: Path | str) -> None
         raise UserError(
             "a head cannot start from one that differs:\n  " + "\n  ".join(faults),
             where=where,
-            do="change the knobs of head: and record:, or start from another head (head.init)",
+            do="change the settings of head: and record:, or start from another head (head.init)",
         )
 
 

@@ -13,7 +13,7 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.eagle3 import Eagle3Head
 
 
-class PtdHead(Eagle3Head):
+class PeagleHead(Eagle3Head):
     """An EAGLE3 head of one to four layers with a learned feature and embedding of masked slots.
 
     Parameters: `mask_hidden` [1, F], before fc; `mask_embedding` [H], the mask token's embedding,

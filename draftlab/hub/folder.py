@@ -10,7 +10,7 @@ import yaml
 
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report, Row
-from draftlab.export import ExportKnobs, export_head
+from draftlab.export import ExportSettings, export_head
 from draftlab.export.destination import whole_folder
 from draftlab.export.launch_text import is_hub_id
 from draftlab.export.layouts import layout_for
@@ -41,7 +41,7 @@ class Push:
     """
 
     repo: str
-    exports: ExportKnobs
+    exports: ExportSettings
     base_model: str | None = None
     licence: str | None = None
 

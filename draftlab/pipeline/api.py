@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
-from draftlab.evaluate.evaluator import EvalKnobs, Evaluator, NamedHead
+from draftlab.evaluate.evaluator import EvalSettings, Evaluator, NamedHead
 from draftlab.evaluate.results import Report
-from draftlab.evaluate.vllm_compare import check_knobs
-from draftlab.export import ExportKnobs, export_head
+from draftlab.evaluate.vllm_compare import check_settings
+from draftlab.export import ExportSettings, export_head
 from draftlab.export.gguf import convert, find_converter
 from draftlab.files import check_folder, read_json
 from draftlab.heads.config import HeadConfig
@@ -20,7 +20,7 @@ from draftlab.progress import Monitor
 from draftlab.report import write_html
 from draftlab.target_model.model import (
     Target,
-    TargetKnobs,
+    TargetSettings,
     load_target,
     load_tokenizer,
     resolve_target,
@@ -93,14 +93,14 @@ def _load_named(folder: Path, name: str, target: Target) -> NamedHead:
 
 
 def _compared(
-    knobs: EvalKnobs, taken: set[str], target: Target, tokenizer: Any, monitor: Monitor
+    settings: EvalSettings, taken: set[str], target: Target, tokenizer: Any, monitor: Monitor
 ) -> Iterator[NamedHead]:
     """The heads of `eval.compare`; one that was made for another target is left out, and named."""
-    for source in knobs.compare:
+    for source in settings.compare:
         folder = head_path(source)
         config = load_config(folder)
         try:
-            check_fits(config, target, tokenizer, folder, raw=knobs.raw)
+            check_fits(config, target, tokenizer, folder, raw=settings.raw)
         except UserError:
             monitor.say(
                 f"warning: eval.compare: {source} is left out, it was trained for "
@@ -115,9 +115,9 @@ def _compared(
 
 
 def new_evaluator(
-    target_knobs: TargetKnobs,
+    target_settings: TargetSettings,
     head_folder: Path | None,
-    knobs: EvalKnobs,
+    settings: EvalSettings,
     *,
     monitor: Monitor,
     target: Target | None = None,
@@ -130,35 +130,35 @@ def new_evaluator(
         target: the loaded target, when there is one already.
         head_name: as rows call it; None: the folder's name.
     """
-    if knobs.engine == "vllm":
-        check_knobs(knobs)
+    if settings.engine == "vllm":
+        check_settings(settings)
     if target is None:
-        target = load_target(target_knobs)
+        target = load_target(target_settings)
         for note in target.notes:
             monitor.say(note)
-    tokenizer = load_tokenizer(target_knobs)
+    tokenizer = load_tokenizer(target_settings)
     heads = []
     if head_folder is not None:
         config = load_config(head_folder)
-        check_fits(config, target, tokenizer, head_folder, raw=knobs.raw)
+        check_fits(config, target, tokenizer, head_folder, raw=settings.raw)
         name = head_name or head_name_of(head_folder)
         heads.append(_load_named(head_folder, name, target))
-        heads += _compared(knobs, {name}, target, tokenizer, monitor)
-    longest = target.max_length - max(knobs.max_new_tokens, knobs.timing_tokens)
+        heads += _compared(settings, {name}, target, tokenizer, monitor)
+    longest = target.max_length - max(settings.max_new_tokens, settings.timing_tokens)
     return Evaluator(
         target,
         heads,
-        load_suite(knobs.suite, tokenizer, monitor, raw=knobs.raw, longest=max(longest, 1)),
+        load_suite(settings.suite, tokenizer, monitor, raw=settings.raw, longest=max(longest, 1)),
         stop_ids(tokenizer, target.folder),
-        knobs,
+        settings,
         monitor=monitor,
     )
 
 
 def evaluate(
-    target_knobs: TargetKnobs,
+    target_settings: TargetSettings,
     head_folder: Path | None,
-    knobs: EvalKnobs,
+    settings: EvalSettings,
     out: Path,
     *,
     monitor: Monitor,
@@ -171,7 +171,7 @@ def evaluate(
     """
     check_folder(out)
     evaluator = new_evaluator(
-        target_knobs, head_folder, knobs, monitor=monitor, target=target, head_name=head_name
+        target_settings, head_folder, settings, monitor=monitor, target=target, head_name=head_name
     )
     report = evaluator.run()
     write_report(report, out)
@@ -186,28 +186,28 @@ def write_report(report: Report, out: Path) -> None:
 
 def export(
     head_folder: Path,
-    target_knobs: TargetKnobs,
+    target_settings: TargetSettings,
     out: Path,
     layout: str,
     *,
-    knobs: ExportKnobs | None = None,
+    settings: ExportSettings | None = None,
     monitor: Monitor,
 ) -> Path:
     """Exports a head to a layout; it is loaded back and compared before this returns."""
-    knobs = knobs or ExportKnobs()
-    converter = find_converter() if knobs.gguf and layout == "llamacpp" else None
-    target_folder = resolve_target(target_knobs)
+    settings = settings or ExportSettings()
+    converter = find_converter() if settings.gguf and layout == "llamacpp" else None
+    target_folder = resolve_target(target_settings)
     path = export_head(
         head_folder,
         target_folder,
         out,
         layout,
-        target_name=target_knobs.path,
-        k=knobs.k,
-        dtype=knobs.dtype,
-        max_shard=knobs.max_shard,
+        target_name=target_settings.path,
+        k=settings.k,
+        dtype=settings.dtype,
+        max_shard=settings.max_shard,
         monitor=monitor,
-        trust_remote_code=target_knobs.trust_remote_code,
+        trust_remote_code=target_settings.trust_remote_code,
     )
     monitor.say(f"export: {path} holds the head in {layout} layout, read back and equal")
     if converter is not None:

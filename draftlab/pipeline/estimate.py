@@ -193,8 +193,8 @@ def _store(
 
 
 def _head(recipe: Recipe, head: HeadSize, target: TargetSize, gpu: Gpu | None) -> Need:
-    knobs, online = recipe.train, recipe.record.online
-    seen = knobs.steps * knobs.batch_rows * knobs.row_tokens
+    settings, online = recipe.train, recipe.record.online
+    seen = settings.steps * settings.batch_rows * settings.row_tokens
     return Need(
         "head",
         f"{_count(head.trained)} parameters to train, {_count(seen)} positions to see",
@@ -207,16 +207,16 @@ def _head(recipe: Recipe, head: HeadSize, target: TargetSize, gpu: Gpu | None) -
 
 def _evaluation(recipe: Recipe, target: TargetSize, gpu: Gpu | None) -> Need:
     """Counted passes in batches and timed ones, as if every step yielded one token."""
-    knobs = recipe.eval
-    arms = 2 if knobs.draft_probs == "both" else 1
-    drafting = (1 + len(knobs.compare)) * len(knobs.k or "k")
-    cells = [1 + drafting * (arms if t else 1) for t in knobs.temperatures]
-    rows, prompts = sum(cells), knobs.max_prompts
+    settings = recipe.eval
+    arms = 2 if settings.draft_probs == "both" else 1
+    drafting = (1 + len(settings.compare)) * len(settings.k or "k")
+    cells = [1 + drafting * (arms if t else 1) for t in settings.temperatures]
+    rows, prompts = sum(cells), settings.max_prompts
     seconds = None
     if gpu and prompts is not None:
-        counted = math.ceil(prompts / knobs.batch) * knobs.max_new_tokens
-        seconds = rows * counted * target.step_seconds(gpu, knobs.batch, PROMPT_TOKENS)
-        timed = knobs.timing_prompts * knobs.timing_tokens * len(knobs.timing_batches)
+        counted = math.ceil(prompts / settings.batch) * settings.max_new_tokens
+        seconds = rows * counted * target.step_seconds(gpu, settings.batch, PROMPT_TOKENS)
+        timed = settings.timing_prompts * settings.timing_tokens * len(settings.timing_batches)
         seconds += rows * timed * target.step_seconds(gpu, 1, PROMPT_TOKENS)
     asked = f"{prompts:,}" if prompts is not None else "all"
     return Need("eval", f"{rows} rows of {asked} prompts", seconds=seconds)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from draftlab.settings import Knobs
+from draftlab.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ GPUS = {
 }
 
 
-class HardwareKnobs(Knobs):
+class HardwareSettings(Settings):
     """The machine a recipe is meant for. `--plan` estimates memory and time on it; nothing else
     reads this."""
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, Llama4TextConfig
 
 from draftlab.errors import UserError
-from draftlab.evaluate.vllm_compare import check_knobs
+from draftlab.evaluate.vllm_compare import check_settings
 from draftlab.export.layouts import layout_for
 from draftlab.heads.config import FROM_LAST_STATE, HeadConfig, Llama4Config, TargetIdentity
 from draftlab.heads.layers import ROPE_TYPES
@@ -17,16 +17,16 @@ from draftlab.progress import Monitor
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.store import Store
 from draftlab.target_model.boundaries import check_boundaries, default_boundaries
-from draftlab.target_model.model import TargetKnobs, load_tokenizer, local_target, resolve_target
+from draftlab.target_model.model import TargetSettings, load_tokenizer, local_target, resolve_target
 from draftlab.target_model.parts import check_llama_style
 from draftlab.text.draft_vocabulary import DraftVocabulary, build_draft_vocabulary
 from draftlab.text.mask_token import MASK, check_mask_id, choose_mask_token, token_counts
 from draftlab.text.render import stop_ids
-from draftlab.train.settings import HeadKnobs
+from draftlab.train.settings import HeadSettings
 from draftlab.vllm.process import find_python
 
 
-def target_config(target: TargetKnobs) -> Any:
+def target_config(target: TargetSettings) -> Any:
     """The target's whole config, as transformers reads it; nothing else of it is downloaded."""
     folder = local_target(target)
     place = str(folder or target.path)
@@ -83,7 +83,7 @@ def check_early(recipe: Recipe) -> None:
         stops = stop_ids(tokenizer, resolve_target(recipe.target))
         choose_mask_token(recipe.head.mask_token, tokenizer, config.vocab_size, stops, None)
     if recipe.eval.engine == "vllm":
-        check_knobs(recipe.eval)
+        check_settings(recipe.eval)
 
 
 def check_shapes(recipe: Recipe, config: Any) -> None:
@@ -136,9 +136,9 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
 
 
 def _check_vllm(recipe: Recipe) -> None:
-    for knobs in (recipe.regenerate, recipe.record):
-        if knobs.backend == "vllm":
-            find_python(knobs.vllm)
+    for settings in (recipe.regenerate, recipe.record):
+        if settings.backend == "vllm":
+            find_python(settings.vllm)
     if recipe.record.online and recipe.record.backend == "vllm":
         raise UserError(
             "record.online makes states by transformers alone, found record.backend=vllm",
@@ -197,17 +197,17 @@ def head_config(
     Args:
         mask: of `mask_token`. target: of `target_config`, where it has been read.
     """
-    knobs = recipe.head
-    if not identity.boundaries and knobs.family not in FROM_LAST_STATE:
+    settings = recipe.head
+    if not identity.boundaries and settings.family not in FROM_LAST_STATE:
         raise UserError(
-            f"the store holds the last state alone, and {knobs.family} heads read states at "
+            f"the store holds the last state alone, and {settings.family} heads read states at "
             "boundaries",
             where="store",
             do="name=other starts a run beside this one, with a store of its own",
         )
     whole = target or target_config(recipe.target)
     config = whole.get_text_config()
-    heads = knobs.num_attention_heads or config.num_attention_heads
+    heads = settings.num_attention_heads or config.num_attention_heads
     size = config.hidden_size
     rope = _rope(recipe.target, config)
     last = (identity.num_layers,)
@@ -220,29 +220,29 @@ def head_config(
         )
         rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return HeadConfig(
-        family=knobs.family,
-        num_layers=knobs.num_layers,
-        qk_norm=knobs.qk_norm,
-        llama4=llama4_attention(knobs, config),
-        norm_before_fc=knobs.norm_before_fc,
-        fc_norm=knobs.fc_norm,
-        norm_output=knobs.norm_output,
+        family=settings.family,
+        num_layers=settings.num_layers,
+        qk_norm=settings.qk_norm,
+        llama4=llama4_attention(settings, config),
+        norm_before_fc=settings.norm_before_fc,
+        fc_norm=settings.fc_norm,
+        norm_output=settings.norm_output,
         mask_token_id=mask,
         embeddings="target" if mask is None else "own",
-        boundaries=last if knobs.family in FROM_LAST_STATE else identity.boundaries,
+        boundaries=last if settings.family in FROM_LAST_STATE else identity.boundaries,
         target_num_layers=identity.num_layers,
         target_hidden_size=identity.hidden_size,
         hidden_size=size,
-        intermediate_size=knobs.intermediate_size or _feed_forward(knobs, config),
+        intermediate_size=settings.intermediate_size or _feed_forward(settings, config),
         num_attention_heads=heads,
-        num_key_value_heads=knobs.num_key_value_heads or config.num_key_value_heads,
-        head_dim=knobs.head_dim or getattr(config, "head_dim", None) or size // heads,
+        num_key_value_heads=settings.num_key_value_heads or config.num_key_value_heads,
+        head_dim=settings.head_dim or getattr(config, "head_dim", None) or size // heads,
         rms_norm_eps=config.rms_norm_eps,
         rope_parameters=rope,
         max_position_embeddings=config.max_position_embeddings,
         vocab_size=identity.vocab_size,
         draft_vocab_size=draft_vocab_size,
-        norm_before_residual=knobs.norm_before_residual,
+        norm_before_residual=settings.norm_before_residual,
         k_trained=recipe.train.ttt_steps,
         target=TargetIdentity(
             name=identity.target_name,
@@ -254,29 +254,29 @@ def head_config(
     )
 
 
-def llama4_attention(knobs: HeadKnobs, target: Any) -> Llama4Config | None:
+def llama4_attention(settings: HeadSettings, target: Any) -> Llama4Config | None:
     """What is particular to an eagle_llama4 head's attention; None: it is of another family.
 
     Args:
         target: the config of its text tower, of any architecture.
     """
-    if knobs.family != "eagle_llama4":
+    if settings.family != "eagle_llama4":
         return None
-    usual = Llama4TextConfig(num_hidden_layers=knobs.num_layers)
+    usual = Llama4TextConfig(num_hidden_layers=settings.num_layers)
     names = Llama4Config.model_fields.keys() - {"no_rope_layers"}
     found = {name: getattr(target, name, getattr(usual, name)) for name in names}
     found["no_rope_layers"] = usual.no_rope_layers
-    found |= {k: v for k, v in knobs.llama4.model_dump().items() if v is not None}
+    found |= {k: v for k, v in settings.llama4.model_dump().items() if v is not None}
     return Llama4Config(**found | {"attention_chunk_size": found["attention_chunk_size"] or None})
 
 
-def _feed_forward(knobs: HeadKnobs, target: Any) -> int:
+def _feed_forward(settings: HeadSettings, target: Any) -> int:
     """The width of the target's dense feed-forward; Llama 4 calls that of its experts so."""
     dense = getattr(target, "intermediate_size_mlp", None)
-    return int(dense if knobs.family == "eagle_llama4" and dense else target.intermediate_size)
+    return int(dense if settings.family == "eagle_llama4" and dense else target.intermediate_size)
 
 
-def _rope(target: TargetKnobs, config: Any) -> dict[str, Any]:
+def _rope(target: TargetSettings, config: Any) -> dict[str, Any]:
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if "rope_theta" not in rope:
         raise UserError(

@@ -4,7 +4,8 @@
                           └───► export
 
 What is there and fits the recipe is kept, what is missing is made; a run whose expensive stages
-were made with other knobs is refused, the knobs named. `draftlab.pipeline.run_folder` keeps the
+were made with other settings is refused, the settings named. `draftlab.pipeline.run_folder` keeps
+the
 books, `draftlab.pipeline.recording` makes answers and store, `draftlab.pipeline.training` the head.
 """
 
@@ -122,10 +123,10 @@ class Pipeline:
         """Makes what is missing up to each stage of `last`; returns the final one's artefact.
 
         Args:
-            force: a stage whose knobs changed is made again, with all that follows it.
+            force: a stage whose settings changed is made again, with all that follows it.
 
         Raises:
-            UserError: knobs changed under the run without `force`, or a stage's own complaint.
+            UserError: settings changed under the run without `force`, or a stage's own complaint.
         """
         trains = any(stage.name == "head" for name in last for stage in self.run.chain(name))
         if trains and started_together() > 1:
@@ -230,7 +231,7 @@ class Pipeline:
         Any number may join, come and go, on any machine that sees the run folder.
 
         Raises:
-            UserError: the run's answers were made with other knobs than this recipe's.
+            UserError: the run's answers were made with other settings than this recipe's.
         """
         run, waited = self.run, 0
         while (status := run.status(STAGES["answers"])).state != "done":
@@ -279,7 +280,7 @@ class Pipeline:
                 self.recipe.target,
                 folder / layout,
                 layout,
-                knobs=self.recipe.export,
+                settings=self.recipe.export,
                 monitor=self.monitor,
             )
 

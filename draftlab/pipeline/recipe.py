@@ -1,4 +1,4 @@
-"""The recipe: every room's knobs in one strict tree, read from YAML."""
+"""The recipe: every room's settings in one strict tree, read from YAML."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic_core import PydanticUndefined
 
 from draftlab.errors import UserError
-from draftlab.evaluate.settings import EvalKnobs
-from draftlab.export.settings import ExportKnobs
-from draftlab.pipeline.hardware import HardwareKnobs
-from draftlab.settings import Knobs, complaint, faults
-from draftlab.store.settings import RecordKnobs
-from draftlab.target_model.settings import TargetKnobs
-from draftlab.text.settings import DraftVocabKnobs, PromptKnobs, RegenerateKnobs
-from draftlab.train.settings import HeadKnobs, TrainKnobs
+from draftlab.evaluate.settings import EvalSettings
+from draftlab.export.settings import ExportSettings
+from draftlab.pipeline.hardware import HardwareSettings
+from draftlab.settings import Settings, complaint, faults
+from draftlab.store.settings import RecordSettings
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.settings import DraftVocabSettings, PromptSettings, RegenerateSettings
+from draftlab.train.settings import HeadSettings, TrainSettings
 
-K = TypeVar("K", bound=Knobs)
+K = TypeVar("K", bound=Settings)
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """What a run may be called."""
 _BOOL = "tag:yaml.org,2002:bool"
@@ -55,32 +55,32 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_implicit_resolver(_BOOL, re.compile("(?:[Tt]rue|TRUE|[Ff]alse|FALSE)$"), [*"tTfF"])
 
 
-class Recipe(Knobs):
+class Recipe(Settings):
     """From a target and prompts to a measured, exported head."""
 
     name: str = Field(pattern=NAME)
     """Name of the run: everything it makes lies in runs/<name>/."""
     seed: int = 0
     """Of sampling answers, initial values, data order; not of evaluation."""
-    target: TargetKnobs = TargetKnobs()
+    target: TargetSettings = TargetSettings()
     """The frozen model. A plain string is its path."""
-    prompts: PromptKnobs = PromptKnobs()
+    prompts: PromptSettings = PromptSettings()
     """Conversations that the target answers, or that are used as they are."""
-    regenerate: RegenerateKnobs = RegenerateKnobs()
+    regenerate: RegenerateSettings = RegenerateSettings()
     """How the target answers the prompts."""
-    record: RecordKnobs = RecordKnobs()
+    record: RecordSettings = RecordSettings()
     """What is recorded of the target's states."""
-    draft_vocab: DraftVocabKnobs = DraftVocabKnobs()
+    draft_vocab: DraftVocabSettings = DraftVocabSettings()
     """Tokens a head can draft."""
-    head: HeadKnobs = HeadKnobs()
+    head: HeadSettings = HeadSettings()
     """Shape of the head."""
-    train: TrainKnobs = TrainKnobs()
+    train: TrainSettings = TrainSettings()
     """How the head is trained."""
-    eval: EvalKnobs = EvalKnobs()
+    eval: EvalSettings = EvalSettings()
     """What is measured."""
-    export: ExportKnobs = ExportKnobs()
+    export: ExportSettings = ExportSettings()
     """What is written for other programs."""
-    hardware: HardwareKnobs = HardwareKnobs()
+    hardware: HardwareSettings = HardwareSettings()
     """The machine it is meant for, for `--plan`'s estimates."""
 
     @field_validator("name", mode="before")
@@ -116,7 +116,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"expected YAML, found text that is not: {error}", where=path) from None
     if not isinstance(tree, dict):
-        raise UserError(f"expected a mapping of knobs, found {type(tree).__name__}", where=path)
+        raise UserError(f"expected a mapping of settings, found {type(tree).__name__}", where=path)
     tree.setdefault("name", path.stem)
     for override in overrides:
         _override(tree, override)
@@ -124,7 +124,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse_recipe(tree: dict[str, Any], *, where: Path | str = "recipe") -> Recipe:
-    """Validates a tree of knobs."""
+    """Validates a tree of settings."""
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
@@ -132,7 +132,7 @@ def parse_recipe(tree: dict[str, Any], *, where: Path | str = "recipe") -> Recip
         raise UserError(
             "the recipe does not fit:\n  " + "\n  ".join(lines),
             where=where,
-            do="`draftlab recipe schema` prints every knob with its unit and default",
+            do="`draftlab recipe schema` prints every setting with its unit and default",
         ) from None
 
 
@@ -159,7 +159,7 @@ def _override(tree: dict[str, Any], text: str) -> None:
         ) from None
     if key == "name":  # a run may be called 7, or 2025-01-01
         parsed = value
-    # target=PATH replaces the path and keeps the other knobs of the target.
+    # target=PATH replaces the path and keeps the other settings of the target.
     if key == "target" and isinstance(node.get(leaf), dict) and isinstance(parsed, str):
         node[leaf]["path"] = parsed
     else:
@@ -178,11 +178,11 @@ def _explain(fault: Any) -> str:
     near = difflib.get_close_matches(str(loc[-1]), model.model_fields, n=1, cutoff=0.5)
     path = ".".join([*map(str, loc[:-1]), near[0]]) if near else ""
     known = f"did you mean {path}?" if near else f"known: {', '.join(model.model_fields)}"
-    return f"{key}: unknown knob; {known}"
+    return f"{key}: unknown setting; {known}"
 
 
 def flat(model: BaseModel, prefix: str = "") -> dict[str, Any]:
-    """Every knob by its dotted name, as JSON values."""
+    """Every setting by its dotted name, as JSON values."""
     result: dict[str, Any] = {}
     for name in type(model).model_fields:
         value = getattr(model, name)
@@ -194,12 +194,12 @@ def flat(model: BaseModel, prefix: str = "") -> dict[str, Any]:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe, every knob written out."""
+    """The resolved recipe, every setting written out."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def schema_lines(model: type[BaseModel] = Recipe, indent: int = 0) -> Iterator[str]:
-    """The schema as commented YAML: meaning, type and default of every knob."""
+    """The schema as commented YAML: meaning, type and default of every setting."""
     pad = "  " * indent
     for name, field in model.model_fields.items():
         for line in " ".join((field.description or "").split()).splitlines():
@@ -235,22 +235,22 @@ def _type_name(kind: Any) -> str:
 
 
 def changed(
-    knobs: K,
+    settings: K,
     asked: Mapping[str, Any],
     *,
     where: str,
     options: Mapping[str, str] | None = None,
     do: str = "",
 ) -> K:
-    """A copy of knobs with what was asked for (None: not asked), validated.
+    """A copy of settings with what was asked for (None: not asked), validated.
 
     Args:
-        options: what an error calls a knob, where that is not its own name.
+        options: what an error calls a setting, where that is not its own name.
         where, do: of an error.
     """
     fields = {key: value for key, value in asked.items() if value is not None}
     try:
-        return type(knobs).model_validate(knobs.model_dump() | fields)
+        return type(settings).model_validate(settings.model_dump() | fields)
     except ValidationError as error:
         lines = [
             f"{(options or {}).get(name, name)}: {complaint(fault)}"

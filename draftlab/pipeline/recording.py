@@ -19,7 +19,7 @@ from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.online import OnlineStore
 from draftlab.store.record import Part, planned, record
 from draftlab.store.store import Sample, Store, StoreIdentity
-from draftlab.target_model.metadata import Outline
+from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target, load_target, load_tokenizer
 from draftlab.text.answer_workers import answering
 from draftlab.text.answers import regenerate
@@ -65,31 +65,31 @@ class Recording:
         return target
 
     @cached_property
-    def outline(self) -> Outline:
+    def outline(self) -> TargetMetadata:
         """What is known of the target without loading it, where vLLM does."""
-        return Outline(self.recipe.target)
+        return TargetMetadata(self.recipe.target)
 
     @property
-    def _recorded(self) -> Target | Outline:
+    def _recorded(self) -> Target | TargetMetadata:
         return self.outline if self.recipe.record.backend == "vllm" else self.target
 
     def answer(self, path: Path, gpus: int) -> None:
         """Has the prompts answered (`data.regenerate`), on several GPUs by a process on each."""
-        knobs, target, decode, others = self.recipe.regenerate, None, None, []
+        settings, target, decode, others = self.recipe.regenerate, None, None, []
         with ExitStack() as stack:
-            if knobs.enabled and knobs.backend == "vllm":
+            if settings.enabled and settings.backend == "vllm":
                 target = self.outline
-                decode = stack.enter_context(VllmAnswers(target, knobs, self.monitor))
-            elif knobs.enabled:
+                decode = stack.enter_context(VllmAnswers(target, settings, self.monitor))
+            elif settings.enabled:
                 devices = helper_devices(gpus, self.recipe.target.device)
-                started = answering(self.recipe.target, devices, knobs.batch)
+                started = answering(self.recipe.target, devices, settings.batch)
                 others = stack.enter_context(started)
                 target = self.target
             regenerate(
                 target,
                 self.tokenizer,
                 self.prompts,
-                knobs,
+                settings,
                 path,
                 seed=self.recipe.seed,
                 monitor=self.monitor,
@@ -108,15 +108,15 @@ class Recording:
         self._record(folder, "help")
 
     def _record(self, folder: Path, part: Part) -> None:
-        knobs, monitor, opened = self.recipe.record, self.monitor, None
+        settings, monitor, opened = self.recipe.record, self.monitor, None
         identity, recorded = self._asked(monitor)
-        if knobs.backend == "vllm":
-            opened = partial(VllmStates, self.outline, knobs, monitor)
+        if settings.backend == "vllm":
+            opened = partial(VllmStates, self.outline, settings, monitor)
         record(
             self._recorded,
             recorded,
             folder,
-            knobs,
+            settings,
             identity,
             monitor=monitor,
             part=part,
@@ -157,11 +157,11 @@ class Recording:
         """
         if not self.recipe.record.online:
             return Store.open(self.run / STAGES["store"].artefact)
-        knobs = self.recipe.target
-        if ranks and (knobs.gpus > 1 or knobs.device not in ("auto", "cuda", "cpu")):
+        settings = self.recipe.target
+        if ranks and (settings.gpus > 1 or settings.device not in ("auto", "cuda", "cpu")):
             raise UserError(
                 f"record.online gives each of {ranks.size} processes the whole target on its "
-                f"own GPU; found target.gpus {knobs.gpus}, target.device {knobs.device}",
+                f"own GPU; found target.gpus {settings.gpus}, target.device {settings.device}",
                 where="target",
                 do="leave both at their defaults, train with one process, or record first",
             )

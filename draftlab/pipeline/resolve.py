@@ -10,8 +10,8 @@ from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report
-from draftlab.evaluate.settings import EvalKnobs
-from draftlab.export import ExportKnobs
+from draftlab.evaluate.settings import EvalSettings
+from draftlab.export import ExportSettings
 from draftlab.files import check_folder, sha256_file
 from draftlab.heads.folder import CONFIG, WEIGHTS, load_config
 from draftlab.pipeline.api import export, head_name_of, head_path, new_evaluator, write_report
@@ -19,17 +19,17 @@ from draftlab.pipeline.recipe import Recipe, flat, load_recipe
 from draftlab.pipeline.run_folder import RUNS, find_run, lock, making_otherwise
 from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
-from draftlab.target_model.model import EMBEDDED, TargetKnobs
+from draftlab.target_model.model import EMBEDDED, TargetSettings
 from draftlab.text.suites import suite_sha256
 
 
-def input_files(knobs: EvalKnobs) -> dict[str, str]:
+def input_files(settings: EvalSettings) -> dict[str, str]:
     """Content hashes of the files an evaluation reads, as they enter its stage's key."""
-    suite = suite_sha256(knobs.suite)
+    suite = suite_sha256(settings.suite)
     found = {"eval.suite.sha256": suite} if suite else {}
     return found | {
         f"eval.compare.{source}.sha256": sha256_file(head_path(source) / WEIGHTS)
-        for source in knobs.compare
+        for source in settings.compare
     }
 
 
@@ -39,27 +39,27 @@ class Subject:
 
     Attributes:
         head: head folder. name: as reports call it. target: its target.
-        knobs, exports: to start from; a run's are its recipe's.
+        settings, exports: to start from; a run's are its recipe's.
         folder: where eval/ and export/ go. is_run: whether that is a run folder.
     """
 
     head: Path
     name: str
-    target: TargetKnobs
-    knobs: EvalKnobs
-    exports: ExportKnobs
+    target: TargetSettings
+    settings: EvalSettings
+    exports: ExportSettings
     folder: Path
     is_run: bool
 
     def evaluate(
-        self, target: TargetKnobs, knobs: EvalKnobs, out: Path | None, *, monitor: Monitor
+        self, target: TargetSettings, settings: EvalSettings, out: Path | None, *, monitor: Monitor
     ) -> tuple[Report, Path]:
         """Evaluates into `out` (None: the subject's own eval/); the report and its folder."""
         folder = out or self.folder / "eval"
-        booked = flat(knobs, "eval.") | flat(target, "target.") | input_files(knobs)
+        booked = flat(settings, "eval.") | flat(target, "target.") | input_files(settings)
         check_folder(folder)  # all that the user may have got wrong comes before the books
         monitor.say(f"eval: {self.head}")
-        evaluator = new_evaluator(target, self.head, knobs, monitor=monitor, head_name=self.name)
+        evaluator = new_evaluator(target, self.head, settings, monitor=monitor, head_name=self.name)
         with self._lock(out):
             report = evaluator.run()
             # Booked only now: whoever interrupts the minutes before keeps the report that was.
@@ -67,30 +67,30 @@ class Subject:
                 write_report(report, folder)
         return report, folder
 
-    def export(self, knobs: ExportKnobs, out: Path | None, *, monitor: Monitor) -> list[Path]:
+    def export(self, settings: ExportSettings, out: Path | None, *, monitor: Monitor) -> list[Path]:
         """Exports to every layout; one alone goes into `out` itself (None: export/<layout>)."""
         folder = out or self.folder / "export"
-        with self._lock(out), self._booking("export", flat(knobs, "export."), out):
+        with self._lock(out), self._booking("export", flat(settings, "export."), out):
             return [
                 export(
                     self.head,
                     self.target,
-                    folder if out and len(knobs.formats) == 1 else folder / layout,
+                    folder if out and len(settings.formats) == 1 else folder / layout,
                     layout,
-                    knobs=knobs,
+                    settings=settings,
                     monitor=monitor,
                 )
-                for layout in knobs.formats
+                for layout in settings.formats
             ]
 
     def _lock(self, out: Path | None) -> AbstractContextManager[None]:
         return lock(self.folder) if self.is_run and out is None else nullcontext()
 
     def _booking(
-        self, stage: str, knobs: dict[str, Any], out: Path | None
+        self, stage: str, settings: dict[str, Any], out: Path | None
     ) -> AbstractContextManager[None]:
         if self.is_run and out is None:
-            return making_otherwise(self.folder, STAGES[stage], knobs)
+            return making_otherwise(self.folder, STAGES[stage], settings)
         return nullcontext()
 
 
@@ -109,11 +109,11 @@ def eval_subject(run_name: str | None, head: str | None, target: str | None) -> 
                 where=folder,
                 do=f"`draftlab train {quote(str(folder / 'recipe.yaml'))}` finishes it",
             )
-        knobs = recipe.target
+        settings = recipe.target
         if target is not None:
-            knobs = knobs.model_copy(update={"path": target})
+            settings = settings.model_copy(update={"path": target})
         return Subject(
-            folder / "head", folder.name, knobs, recipe.eval, recipe.export, folder, True
+            folder / "head", folder.name, settings, recipe.eval, recipe.export, folder, True
         )
     if run_name is not None:
         raise UserError(
@@ -129,9 +129,9 @@ def eval_subject(run_name: str | None, head: str | None, target: str | None) -> 
     return Subject(
         path,
         name,
-        TargetKnobs(path=target or EMBEDDED),
-        EvalKnobs(),
-        ExportKnobs(),
+        TargetSettings(path=target or EMBEDDED),
+        EvalSettings(),
+        ExportSettings(),
         RUNS / f"eval-{name}",
         False,
     )

@@ -29,7 +29,7 @@ class Status:
     Attributes:
         state: "done", "unfinished" (begun with these inputs, or damaged), "missing", "changed",
             or "unneeded" (not whole, and whatever was to be made of it is).
-        changes: knob → (value in the run, value asked for), for "changed".
+        changes: setting → (value in the run, value asked for), for "changed".
         lacks: a file that it would read and that is not there; empty: none is known of.
     """
 
@@ -44,21 +44,21 @@ class Run:
 
     Args:
         folder: runs/<name>.
-        knobs: every knob of the recipe by dotted name.
+        settings: every setting of the recipe by dotted name.
         files: content hashes of input files, by stage.
     """
 
     def __init__(
-        self, folder: Path, knobs: dict[str, Any], files: dict[str, dict[str, str]]
+        self, folder: Path, settings: dict[str, Any], files: dict[str, dict[str, str]]
     ) -> None:
-        self.folder, self.knobs, self.files = folder, knobs, files
+        self.folder, self.settings, self.files = folder, settings, files
 
     def inputs(self, stage: Stage) -> dict[str, Any]:
         """All that decides what a stage makes, its predecessors' inputs included."""
         own = {
             key: value
-            for key, value in self.knobs.items()
-            if key not in FREE and any(key == p or key.startswith(p + ".") for p in stage.knobs)
+            for key, value in self.settings.items()
+            if key not in FREE and any(key == p or key.startswith(p + ".") for p in stage.settings)
         }
         before = self.inputs(STAGES[stage.after]) if stage.after else {}
         return before | own | self.files.get(stage.name, {})
@@ -119,7 +119,7 @@ class Run:
         return chain[::-1]
 
     def refuse_changes(self, statuses: list[Status]) -> None:
-        """Raises a `UserError` that names the knobs in which the run and the recipe differ."""
+        """Raises a `UserError` that names the settings in which the run and the recipe differ."""
         for status in statuses:
             stage = status.stage
             if status.state == "changed" and not stage.cheap:
@@ -128,7 +128,7 @@ class Run:
                     for key, (made, asked) in status.changes.items()
                 ]
                 raise UserError(
-                    f"the run's stage {stage.name!r} was made with other knobs:\n  "
+                    f"the run's stage {stage.name!r} was made with other settings:\n  "
                     + "\n  ".join(lines),
                     where=self.folder,
                     do=f"--force makes {stage.name} and what follows again; name=other starts a "
@@ -165,7 +165,8 @@ class Run:
             with _booked(record, self.inputs(stage)):
                 yield self.folder / stage.artefact
         except UserError:
-            # What a wrong knob stopped before there was anything is begun anew with the right one.
+            # What a wrong setting stopped before there was anything is begun anew with the right
+            # one.
             if not any(path.is_file() or any(path.glob("*")) for path in self._paths(stage)):
                 record.unlink(missing_ok=True)
             raise
@@ -207,8 +208,8 @@ def _booked(record: Path, inputs: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def making_otherwise(folder: Path, stage: Stage, knobs: dict[str, Any]) -> Iterator[None]:
-    """Books a stage that is made with other knobs than its recipe's; the run must be locked.
+def making_otherwise(folder: Path, stage: Stage, settings: dict[str, Any]) -> Iterator[None]:
+    """Books a stage that is made with other settings than its recipe's; the run must be locked.
 
     The next `make` then knows that what lies there is not what the recipe asks for.
     """
@@ -216,7 +217,7 @@ def making_otherwise(folder: Path, stage: Stage, knobs: dict[str, Any]) -> Itera
     inputs: dict[str, Any] = {}
     if before and book(folder, before).exists():
         inputs = read_book(book(folder, before))["inputs"]
-    own = {key: value for key, value in knobs.items() if key not in FREE}
+    own = {key: value for key, value in settings.items() if key not in FREE}
     with _booked(book(folder, stage), inputs | own):
         yield
 

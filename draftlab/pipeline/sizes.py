@@ -143,15 +143,15 @@ class Conversations:
         Args:
             positions: that the target has.
         """
-        knobs, asked = recipe.prompts, recipe.regenerate
+        settings, asked = recipe.prompts, recipe.regenerate
         try:
-            with open(conversation_file(knobs.source), "rb") as file:
-                sizes = [len(line) for line in file][: knobs.max_prompts]
+            with open(conversation_file(settings.source), "rb") as file:
+                sizes = [len(line) for line in file][: settings.max_prompts]
             count, prompt = len(sizes), sum(sizes) / max(len(sizes), 1) / BYTES_A_TOKEN
         except UserError:
-            if knobs.max_prompts is None:
+            if settings.max_prompts is None:
                 return None
-            sizes, count, prompt = [], knobs.max_prompts, float(PROMPT_TOKENS)
+            sizes, count, prompt = [], settings.max_prompts, float(PROMPT_TOKENS)
         answer = asked.max_new_tokens if asked.enabled else 0
         prompt = min(prompt, positions)
         samples = asked.samples if asked.enabled else 1
@@ -176,18 +176,20 @@ class HeadSize:
     @classmethod
     def of(cls, head: DraftHead, recipe: Recipe) -> HeadSize:
         """Of a head as the recipe trains it, without counting what compaction saves."""
-        knobs, shape = recipe.train, head.config
-        steps = float(knobs.ttt_steps)
+        settings, shape = recipe.train, head.config
+        steps = float(settings.ttt_steps)
         if shape.family == "ptd":
-            steps = sum(max(knobs.cod_ratio**d, knobs.cod_min) for d in range(knobs.ttt_steps))
+            steps = sum(
+                max(settings.cod_ratio**d, settings.cod_min) for d in range(settings.ttt_steps)
+            )
         trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
         frozen = parameters(head) - trained
         teacher = shape.draft_vocab_size * shape.target_hidden_size
-        positions = (knobs.micro_rows or knobs.batch_rows) * knobs.row_tokens
-        kept = steps * kept_bytes(shape, torch.bfloat16) / knobs.anchor_parts
+        positions = (settings.micro_rows or settings.batch_rows) * settings.row_tokens
+        kept = steps * kept_bytes(shape, torch.bfloat16) / settings.anchor_parts
         # Weights, gradients and two moments in 32 bits; what is frozen, and the teacher's lm_head.
         memory = 16 * trained + 4 * (frozen + teacher) + positions * (kept + 2 * shape.feature_size)
-        flops = dense_flops(shape, steps, knobs.row_tokens / 2)
+        flops = dense_flops(shape, steps, settings.row_tokens / 2)
         return cls(parameters(head), trained, flops, memory)
 
 

@@ -1,4 +1,4 @@
-"""The stages of a run: what each reads and makes, and which knobs decide that."""
+"""The stages of a run: what each reads and makes, and which settings decide that."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.store.manifest import MANIFEST
-from draftlab.target_model.settings import VllmKnobs
-from draftlab.train.settings import FREE_KNOBS
+from draftlab.target_model.settings import VllmSettings
+from draftlab.train.settings import FREE_SETTINGS
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,15 @@ class Stage:
     Attributes:
         name: also the name of its record in `stages/`.
         after: the stage whose artefact it reads.
-        knobs: prefixes of the recipe's knobs that decide what it makes.
+        settings: prefixes of the recipe's settings that decide what it makes.
         artefact: file or folder in the run folder.
         files: in that folder; without one of them it is not whole.
-        cheap: made again without asking when a knob changed.
+        cheap: made again without asking when a setting changed.
     """
 
     name: str
     after: str | None
-    knobs: tuple[str, ...]
+    settings: tuple[str, ...]
     artefact: str
     files: tuple[str, ...] = ()
     cheap: bool = False
@@ -42,13 +42,15 @@ STAGES = {
     )
 }
 FREE = {"target.device", "target.gpus", "target.compile"}
-FREE |= {f"train.{knob}" for knob in FREE_KNOBS}
-FREE |= {f"{s}.vllm.{knob}" for s in ("regenerate", "record") for knob in VllmKnobs.model_fields}
-"""Knobs that change how a stage runs, never what it makes."""
+FREE |= {f"train.{setting}" for setting in FREE_SETTINGS}
+FREE |= {
+    f"{s}.vllm.{setting}" for s in ("regenerate", "record") for setting in VllmSettings.model_fields
+}
+"""Settings that change how a stage runs, never what it makes."""
 ADDED = {
     "prompts.deduplicate": False,
     "prompts.per_source": None,
     "regenerate.backend": "paged",
     "record.backend": "transformers",
 }
-"""Knobs that came later, with what they were before; books from then have no such key."""
+"""Settings that came later, with what they were before; books from then have no such key."""

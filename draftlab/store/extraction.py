@@ -1,6 +1,7 @@
 """What one forward pass records: boundary states, and a summary of the target's distributions.
 
-`Capture` makes all of it on the target's device without the host waiting for it, and then copies it
+`HiddenStateExtractor` makes all of it on the target's device without the host waiting for it, and
+then copies it
 to pinned memory on a stream of its own, so that the next pass runs while this one's states travel.
 `vllm/hidden_states.py` is the other `Source`.
 """
@@ -19,7 +20,7 @@ from draftlab.store.fp8 import E4M3, quantise
 from draftlab.store.manifest import Manifest, Shard, StoreIdentity
 from draftlab.store.plan import SIDE_BY_SIDE
 from draftlab.store.store import DTYPES, NO_TEACHER, Sample, teachers
-from draftlab.target_model.metadata import Outline
+from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.target_model.packed_rows import Documents, sent
 
@@ -27,7 +28,7 @@ LOGITS_AT_ONCE = 64 * 2**20  # elements; the full-vocabulary logits of a whole b
 
 
 @dataclass(frozen=True)
-class Captured:
+class ExtractedStates:
     """What one pass recorded, on the host.
 
     Attributes:
@@ -40,7 +41,7 @@ class Captured:
     finite: Tensor
 
 
-Pending = Callable[[], Captured]
+Pending = Callable[[], ExtractedStates]
 """A pass that was asked for; called once, by any thread, it blocks until its states are there."""
 
 
@@ -55,7 +56,7 @@ class Source(Protocol):
         """
 
 
-class Capture:
+class HiddenStateExtractor:
     """Runs the target over batches and has what they record copied to the host.
 
     Args:
@@ -68,7 +69,7 @@ class Capture:
 
     def __init__(self, target: Target, plan: Manifest) -> None:
         self.target, self.identity = target, plan.identity
-        self.padded = not plan.knobs.get(SIDE_BY_SIDE, False)
+        self.padded = not plan.settings.get(SIDE_BY_SIDE, False)
         if not self.padded and (reason := target.why_padded) is not None:
             raise UserError(
                 "this store was begun with conversations side by side in a pass, and here the "
@@ -128,7 +129,7 @@ class Capture:
         """Starts the copies to the host."""
         device = finite.device
         if device.type == "cpu":
-            return lambda: Captured(made, finite)
+            return lambda: ExtractedStates(made, finite)
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
         stream.wait_stream(torch.cuda.current_stream(device))
         host = {}
@@ -140,9 +141,9 @@ class Capture:
                 values.record_stream(stream)
             ready = torch.cuda.Event()
             ready.record(stream)
-        copied = Captured(host, host.pop("finite"))
+        copied = ExtractedStates(host, host.pop("finite"))
 
-        def arrived() -> Captured:
+        def arrived() -> ExtractedStates:
             ready.synchronize()
             return copied
 
@@ -155,9 +156,14 @@ def asked_positions(samples: Sequence[Sample]) -> Tensor:
 
 
 def stored(
-    target: Target | Outline, identity: StoreIdentity, features: Tensor, last: Tensor, asked: Tensor
+    target: Target | TargetMetadata,
+    identity: StoreIdentity,
+    features: Tensor,
+    last: Tensor,
+    asked: Tensor,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors of `Captured`, made of states as the target computed them, on their device.
+    """The tensors of `ExtractedStates`, made of states as the target computed them, on their
+    device.
 
     Args:
         features, last: [n, F] and [n, Ht]. asked: int64, positions with a teacher.
@@ -181,7 +187,7 @@ def stored(
     return made, torch.cat([by_boundary, by_last[:, None], certain[:, None]], -1)
 
 
-def summarise(target: Target | Outline, last: Tensor) -> tuple[Tensor, Tensor]:
+def summarise(target: Target | TargetMetadata, last: Tensor) -> tuple[Tensor, Tensor]:
     """logsumexp float32 [n] and argmax int64 [n] of the full distributions of last states [n, Ht].
 
     Give it the states as the target computed them, not as they are stored, so that argmax is the
@@ -197,7 +203,7 @@ def summarise(target: Target | Outline, last: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def not_finite(
-    captured: Captured, samples: Sequence[Sample], identity: StoreIdentity
+    captured: ExtractedStates, samples: Sequence[Sample], identity: StoreIdentity
 ) -> dict[int, str]:
     """Where each sample (by its number) of a captured batch first has NaN or infinity."""
     if bool(captured.finite.all()):

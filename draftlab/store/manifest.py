@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftlab.errors import UserError
 from draftlab.files import read_json
 
 if TYPE_CHECKING:
-    from draftlab.target_model.metadata import Outline
+    from draftlab.target_model.metadata import TargetMetadata
     from draftlab.target_model.model import Target
 
 SCHEMA_VERSION = 1
@@ -38,7 +38,7 @@ class StoreIdentity:
     @classmethod
     def of(
         cls,
-        target: Target | Outline,
+        target: Target | TargetMetadata,
         *,
         tokenizer_sha256: str,
         template_sha256: str,
@@ -165,6 +165,9 @@ class Dropped(_Strict):
 class Manifest(_Strict):
     """manifest.json. Written with complete: false before the first shard, and again at the end."""
 
+    # The alias of `settings` is its name in the file.
+    model_config = ConfigDict(extra="forbid", validate_by_name=True, serialize_by_alias=True)
+
     schema_version: int = SCHEMA_VERSION
     complete: bool
     online: bool = False
@@ -173,7 +176,8 @@ class Manifest(_Strict):
     boundary_meaning: str = BOUNDARY_MEANING
     samples_sha256: str
     """Of all samples as given: ids, token ids, spans, temperatures."""
-    knobs: dict[str, Any]
+    settings: dict[str, Any] = Field(alias="knobs")
+    """Settings of the recording; the file calls them `knobs`."""
     counts: Counts
     dropped: Dropped
     truncated: int

@@ -78,7 +78,7 @@ def select(
 
     Args:
         records: numbers, each at most once.
-        made_by: what chose them; JSON values, kept in the manifest's knobs.
+        made_by: what chose them; JSON values, kept in the manifest's settings.
 
     Raises:
         UserError: no records, or a folder that is there.
@@ -182,7 +182,7 @@ def _finish(
         complete=True,
         identity=stores[0].identity,
         samples_sha256=sha256_text(identities),
-        knobs={**made_by, "sources": [store.manifest.knobs for store in stores]},
+        settings={**made_by, "sources": [store.manifest.settings for store in stores]},
         counts=counts,
         dropped=dropped,
         truncated=truncated,

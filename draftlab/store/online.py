@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftlab.kernels.current import made_current
-from draftlab.store.extraction import Capture
+from draftlab.store.extraction import HiddenStateExtractor
 from draftlab.store.manifest import Manifest, Shard
 from draftlab.store.plan import cut_batches
 from draftlab.store.shard_writer import Filling
@@ -35,7 +35,7 @@ class OnlineStore(Store):
     def __init__(self, target: Target, samples: Sequence[Sample], plan: Manifest) -> None:
         super().__init__(Path(), plan)
         self.samples, self.device = samples, target.device
-        self.capture = Capture(target, plan)
+        self.capture = HiddenStateExtractor(target, plan)
         self._turn = threading.Lock()  # a pass hooks the model, and fills the device
 
     def view(self, index: int) -> Record:
@@ -47,16 +47,16 @@ class OnlineStore(Store):
         Raises:
             UserError: a pass does not fit the device, or a state is not finite.
         """
-        knobs, samples = self.manifest.knobs, [self.samples[i] for i in indices]
+        settings, samples = self.manifest.settings, [self.samples[i] for i in indices]
         lengths = [len(sample.token_ids) for sample in samples]
         shard = Shard(
             file="",
             ids=[sample.id for sample in samples],
             lengths=lengths,
             temperatures=[sample.temperature for sample in samples],
-            batches=cut_batches(lengths, knobs["batch_tokens"], padded=self.capture.padded),
+            batches=cut_batches(lengths, settings["batch_tokens"], padded=self.capture.padded),
         )
-        filling = Filling(shard, samples, self.identity, knobs["not_finite"])
+        filling = Filling(shard, samples, self.identity, settings["not_finite"])
         with self._turn, made_current(self.device):
             captured = list(self.capture.batches(shard, samples))
         for batch, states in zip(shard.batches, captured, strict=True):

@@ -22,8 +22,8 @@ PASS_TOKENS = 256
 """What a forward pass costs whatever is in it, in tokens: an H200 reads an 8B model's weights in
 the time it computes 130, and small products run at part of its speed."""
 SIDE_BY_SIDE = "side_by_side"
-"""The knob of a plan whose passes hold their records side by side in one row. Without it they are
-right-padded rows, as in all stores from before there was another way."""
+"""The setting of a plan whose passes hold their records side by side in one row. Without it they
+are right-padded rows, as in all stores from before there was another way."""
 
 
 def plan_store(
@@ -91,7 +91,7 @@ def plan_store(
         complete=False,
         identity=identity,
         samples_sha256=digest.hexdigest(),
-        knobs={
+        settings={
             "max_length": max_length,
             "overlong": overlong,
             "shard_tokens": shard_tokens,
@@ -120,18 +120,20 @@ def refuse_other_plan(found: Manifest, plan: Manifest, where: Path) -> None:
     How records share passes may differ: whoever goes on follows the plan that is there.
 
     Raises:
-        UserError: naming the identity's fields, the knobs or the samples that differ.
+        UserError: naming the identity's fields, the settings or the samples that differ.
     """
     found.identity.check(plan.identity, where)
     do = "name another store folder, or remove this one to record it again"
-    knobs = [
-        f"{key}: expected {plan.knobs.get(key)}, found {found.knobs.get(key)}"
-        for key in sorted((plan.knobs.keys() | found.knobs.keys()) - {SIDE_BY_SIDE})
-        if plan.knobs.get(key) != found.knobs.get(key)
+    settings = [
+        f"{key}: expected {plan.settings.get(key)}, found {found.settings.get(key)}"
+        for key in sorted((plan.settings.keys() | found.settings.keys()) - {SIDE_BY_SIDE})
+        if plan.settings.get(key) != found.settings.get(key)
     ]
-    if knobs:
-        lines = "\n  ".join(knobs)
-        raise UserError(f"this store was recorded with other knobs:\n  {lines}", where=where, do=do)
+    if settings:
+        lines = "\n  ".join(settings)
+        raise UserError(
+            f"this store was recorded with other settings:\n  {lines}", where=where, do=do
+        )
     theirs, ours = (
         [pair for shard in m.shards for pair in zip(shard.ids, shard.lengths, strict=True)]
         for m in (found, plan)

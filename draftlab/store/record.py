@@ -21,15 +21,15 @@ from typing import Literal
 from draftlab.errors import UserError
 from draftlab.formatting import counted, size_text
 from draftlab.progress import Monitor
-from draftlab.store.extraction import Capture, Source
+from draftlab.store.extraction import HiddenStateExtractor, Source
 from draftlab.store.manifest import MANIFEST, Manifest, Shard, StoreIdentity
 from draftlab.store.plan import plan_store, refuse_other_plan
 from draftlab.store.receipts import Receipts, adopt, locked
-from draftlab.store.settings import RecordKnobs
+from draftlab.store.settings import RecordSettings
 from draftlab.store.shard_writer import ShardWriters
 from draftlab.store.store import Sample, Store
 from draftlab.target_model.boundaries import check_boundaries
-from draftlab.target_model.metadata import Outline
+from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 
 Part = Literal["alone", "lead", "help"]
@@ -44,10 +44,10 @@ _POLL_S = 0.2
 
 
 def record(
-    target: Target | Outline,
+    target: Target | TargetMetadata,
     samples: Sequence[Sample],
     folder: Path,
-    knobs: RecordKnobs,
+    settings: RecordSettings,
     identity: StoreIdentity,
     *,
     monitor: Monitor,
@@ -63,11 +63,11 @@ def record(
         target: whose states are recorded.
         samples: in the order they are stored in.
         folder: the store's.
-        knobs: see `RecordKnobs`; boundaries, when given, and dtype are those of the identity.
+        settings: see `RecordSettings`; boundaries, when given, and dtype are those of the identity.
         identity: of the store, with its boundaries decided (`StoreIdentity.of`).
         monitor: told of everything truncated or dropped, and of progress in tokens.
         part: what this process does. Any number may help, come and go; one leads.
-        opened: what computes the states, where the target does not (an `Outline` cannot).
+        opened: what computes the states, where the target does not (an `TargetMetadata` cannot).
 
     Returns:
         The store; None for a helper.
@@ -78,14 +78,14 @@ def record(
     """
     opened = opened or _passes_of(target)
     heard = Monitor() if part == "help" else monitor
-    plan, kept = planned(target, samples, knobs, identity, monitor=heard)
+    plan, kept = planned(target, samples, settings, identity, monitor=heard)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, shared=part != "alone"):
         if part == "help":
             if published := _awaited(folder, plan, monitor):
                 with opened(published.plan) as source:
-                    _record_missing(source, kept, published, knobs, monitor)
+                    _record_missing(source, kept, published, settings, monitor)
             return None
         receipts = Receipts(folder, adopt(folder, plan, monitor))
         if not receipts.plan.complete:
@@ -93,9 +93,9 @@ def record(
             _check_disk(receipts.plan, missing, folder, monitor)
             receipts.publish()
             with opened(receipts.plan) as source:
-                _record_missing(source, kept, receipts, knobs, monitor)
+                _record_missing(source, kept, receipts, settings, monitor)
                 # Those that another process took: it commits them, or dies and leaves them to us.
-                _record_missing(source, kept, receipts, knobs, monitor, wait=True)
+                _record_missing(source, kept, receipts, settings, monitor, wait=True)
             receipts.complete()
         receipts.clear()
     store = Store.open(folder, identity)
@@ -103,57 +103,59 @@ def record(
     return store
 
 
-def _passes_of(target: Target | Outline) -> Opened:
-    if isinstance(target, Outline):
+def _passes_of(target: Target | TargetMetadata) -> Opened:
+    if isinstance(target, TargetMetadata):
         raise ValueError("an outline computes no states: expected `opened`")
-    return lambda plan: nullcontext(Capture(target, plan))
+    return lambda plan: nullcontext(HiddenStateExtractor(target, plan))
 
 
 def planned(
-    target: Target | Outline,
+    target: Target | TargetMetadata,
     samples: Sequence[Sample],
-    knobs: RecordKnobs,
+    settings: RecordSettings,
     identity: StoreIdentity,
     *,
     monitor: Monitor,
 ) -> tuple[Manifest, list[Sample]]:
     """What a recording with these arguments would do: `plan_store`."""
-    _check_identity(target, knobs, identity)
-    reason = None if isinstance(target, Outline) else target.why_padded
+    _check_identity(target, settings, identity)
+    reason = None if isinstance(target, TargetMetadata) else target.why_padded
     if reason is not None:
         monitor.say(f"a pass is of right-padded rows: the target {reason}")
     return plan_store(
         samples,
         identity,
-        max_length=_max_length(target, knobs, monitor),
-        overlong=knobs.overlong,
-        shard_tokens=knobs.shard_tokens,
-        batch_tokens=knobs.batch_tokens,
+        max_length=_max_length(target, settings, monitor),
+        overlong=settings.overlong,
+        shard_tokens=settings.shard_tokens,
+        batch_tokens=settings.batch_tokens,
         target_dtype=str(target.dtype).removeprefix("torch."),
-        not_finite=knobs.not_finite,
-        backend=knobs.backend,
+        not_finite=settings.not_finite,
+        backend=settings.backend,
         padded=reason is not None,
         monitor=monitor,
     )
 
 
-def _check_identity(target: Target | Outline, knobs: RecordKnobs, identity: StoreIdentity) -> None:
+def _check_identity(
+    target: Target | TargetMetadata, settings: RecordSettings, identity: StoreIdentity
+) -> None:
     if identity.boundaries:  # none: the last state alone, which every store holds
         check_boundaries(identity.boundaries, target.num_layers)
     actual = StoreIdentity.of(
         target,
         tokenizer_sha256=identity.tokenizer_sha256,
         template_sha256=identity.template_sha256,
-        boundaries=knobs.boundaries or identity.boundaries,
-        dtype=knobs.dtype,
+        boundaries=settings.boundaries or identity.boundaries,
+        dtype=settings.dtype,
     )
     if replace(identity, target_name=actual.target_name) != actual:
-        raise ValueError(f"the identity {identity} is not that of target and knobs: {actual}")
+        raise ValueError(f"the identity {identity} is not that of target and settings: {actual}")
 
 
-def _max_length(target: Target | Outline, knobs: RecordKnobs, monitor: Monitor) -> int:
+def _max_length(target: Target | TargetMetadata, settings: RecordSettings, monitor: Monitor) -> int:
     """Tokens of a sample, at most: those asked for, and no more than the target has positions."""
-    asked, positions = knobs.max_length, target.max_length
+    asked, positions = settings.max_length, target.max_length
     if asked is not None and asked > positions:
         cut = f"cut to {positions:,}, the positions that the target has"
         monitor.say(f"record.max_length: {asked:,} {cut}")
@@ -178,7 +180,7 @@ def _record_missing(
     source: Source,
     samples: list[Sample],
     receipts: Receipts,
-    knobs: RecordKnobs,
+    settings: RecordSettings,
     monitor: Monitor,
     *,
     wait: bool = False,
@@ -187,7 +189,7 @@ def _record_missing(
     plan, rest = receipts.plan, iter(samples)
     pieces = [(shard, list(itertools.islice(rest, len(shard.ids)))) for shard in plan.shards]
     total, done, started = plan.counts.tokens, 0, time.monotonic()
-    with ShardWriters(receipts, knobs.not_finite) as writers:
+    with ShardWriters(receipts, settings.not_finite) as writers:
         for shard, mine in pieces:
             claim = None if receipts.committed(shard) else receipts.take(shard, wait=wait)
             if claim is None:

@@ -6,15 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from draftlab.settings import Knobs, Listed
+from draftlab.settings import Listed, Settings
 from draftlab.store.manifest import StoreDtype
-from draftlab.target_model.settings import VllmKnobs
+from draftlab.target_model.settings import VllmSettings
 
 NotFinite = Literal["refuse", "skip"]
 RecordBackend = Literal["transformers", "vllm"]
 
 
-class RecordKnobs(Knobs):
+class RecordSettings(Settings):
     """What is recorded, in which pieces."""
 
     boundaries: Annotated[tuple[int, ...] | None, Listed] = None
@@ -42,5 +42,5 @@ class RecordKnobs(Knobs):
     """What computes the states: transformers, or an installed vLLM in a process of its own, by its
     hidden-state extraction, where it has that for the architecture. The store is the same up to
     rounding; vLLM runs a target over `target.gpus` at once (tensor parallel)."""
-    vllm: VllmKnobs = VllmKnobs()
+    vllm: VllmSettings = VllmSettings()
     """Of the backend "vllm"."""

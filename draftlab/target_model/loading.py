@@ -18,11 +18,11 @@ from draftlab.target_model.parts import shard_files
 from draftlab.target_model.pipeline_parallel import layer_places, place_layers
 
 if TYPE_CHECKING:
-    from draftlab.target_model.model import TargetKnobs
+    from draftlab.target_model.model import TargetSettings
 
 
 def load_model(
-    folder: Path, knobs: TargetKnobs, device: torch.device
+    folder: Path, settings: TargetSettings, device: torch.device
 ) -> tuple[PreTrainedModel, list[str]]:
     """The causal language model of a checkpoint, on its device or devices.
 
@@ -34,14 +34,14 @@ def load_model(
     Raises:
         UserError: weights that are missing, corrupt or of another shape.
     """
-    dtype: Any = knobs.dtype
+    dtype: Any = settings.dtype
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "auto"
     shard_files(folder)
-    options: dict[str, Any] = {"trust_remote_code": knobs.trust_remote_code}
+    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(folder, **options)
-        places = layer_places(config, knobs.gpus, device, **options)
+        places = layer_places(config, settings.gpus, device, **options)
         if places is not None:
             options["device_map"] = places.by_module
         elif getattr(config, "quantization_config", None) is not None:

@@ -16,16 +16,16 @@ from draftlab.errors import UserError
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.model import resolve_device, resolve_target
 from draftlab.target_model.parts import TargetParts, load_parts
-from draftlab.target_model.settings import TargetKnobs
+from draftlab.target_model.settings import TargetSettings
 
 
-class Outline:
+class TargetMetadata:
     """What there is to know of a `Target` without its layers, under the same names.
 
     Embeddings, final norm and lm_head are read when they are first asked for.
 
     Args:
-        knobs: of the target; as `load_target` reads them.
+        settings: of the target; as `load_target` reads them.
 
     Attributes:
         device: of norm and lm_head.
@@ -34,13 +34,13 @@ class Outline:
         UserError: a checkpoint that is missing or whose config does not load.
     """
 
-    def __init__(self, knobs: TargetKnobs) -> None:
-        self.folder: Path = resolve_target(knobs)
-        self.name, self.knobs = knobs.path, knobs
-        self.device = resolve_device(knobs.device)
+    def __init__(self, settings: TargetSettings) -> None:
+        self.folder: Path = resolve_target(settings)
+        self.name, self.settings = settings.path, settings
+        self.device = resolve_device(settings.device)
         try:
             whole = AutoConfig.from_pretrained(
-                self.folder, trust_remote_code=knobs.trust_remote_code
+                self.folder, trust_remote_code=settings.trust_remote_code
             )
         except (OSError, ValueError) as error:
             raise UserError(
@@ -59,15 +59,15 @@ class Outline:
     @cached_property
     def dtype(self) -> torch.dtype:
         """Compute dtype; "auto" is what `load_target` makes of it."""
-        if self.knobs.dtype != "auto":
-            return getattr(torch, self.knobs.dtype)
+        if self.settings.dtype != "auto":
+            return getattr(torch, self.settings.dtype)
         if self.device.type == "cpu":
             return torch.float32
         return self._stated or self._read.embeddings.dtype
 
     @cached_property
     def _read(self) -> TargetParts:
-        return load_parts(self.folder, trust_remote_code=self.knobs.trust_remote_code)
+        return load_parts(self.folder, trust_remote_code=self.settings.trust_remote_code)
 
     @cached_property
     def parts(self) -> TargetParts:

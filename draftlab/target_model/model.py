@@ -24,7 +24,7 @@ from draftlab.target_model.paged_cache import PagedCache
 from draftlab.target_model.parts import TargetParts, parts_of, text_decoder
 from draftlab.target_model.probe import check_pages, check_rows, why_padded
 from draftlab.target_model.replacements import replace_layers
-from draftlab.target_model.settings import EMBEDDED, TargetKnobs
+from draftlab.target_model.settings import EMBEDDED, TargetSettings
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,18 @@ class States:
     last: Tensor
 
 
-def local_target(knobs: TargetKnobs) -> Path | None:
+def local_target(settings: TargetSettings) -> Path | None:
     """The embedded target's folder, or the one that is named; None: a Hub id is.
 
     Raises:
         UserError: what is named is neither.
     """
-    if knobs.path == EMBEDDED:
+    if settings.path == EMBEDDED:
         return Path(str(resources.files("draftlab") / "embedded" / "target"))
-    path = Path(knobs.path).expanduser()
+    path = Path(settings.path).expanduser()
     if (path / "config.json").is_file():
         return path
-    if path.exists() or knobs.path.startswith((".", "/", "~")) or knobs.path.count("/") != 1:
+    if path.exists() or settings.path.startswith((".", "/", "~")) or settings.path.count("/") != 1:
         raise UserError(
             "expected a checkpoint folder with config.json, found none",
             where=path,
@@ -55,25 +55,27 @@ def local_target(knobs: TargetKnobs) -> Path | None:
     return None
 
 
-def resolve_target(knobs: TargetKnobs) -> Path:
+def resolve_target(settings: TargetSettings) -> Path:
     """A local folder for the target: the embedded one, a folder, or a download from the Hub."""
-    if (path := local_target(knobs)) is not None:
+    if (path := local_target(settings)) is not None:
         return path
     from huggingface_hub import snapshot_download
 
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
-        return Path(snapshot_download(knobs.path, revision=knobs.revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(settings.path, revision=settings.revision, allow_patterns=patterns)
+        )
     except Exception as error:  # the Hub client has many: offline, gated, unknown, interrupted
         raise UserError(
-            f"the Hub did not give {knobs.path}: {error}",
-            where=knobs.path,
+            f"the Hub did not give {settings.path}: {error}",
+            where=settings.path,
             do="check the id, your network and your login, or give a local folder",
         ) from None
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device a knob names."""
+    """The device a setting names."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -92,18 +94,20 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def load_tokenizer(knobs: TargetKnobs) -> PreTrainedTokenizerBase:
+def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
     """The target's tokenizer, chat template included."""
-    folder = resolve_target(knobs)
+    folder = resolve_target(settings)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=knobs.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=settings.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         raise UserError(f"the target's tokenizer does not load: {error}", where=folder) from None
     template = tokenizer.chat_template
     if isinstance(template, str):
-        tokenizer.chat_template = knobs.template(template)
+        tokenizer.chat_template = settings.template(template)
     elif template:  # several, by name
-        named = {name: knobs.template(source) for name, source in template.items()}
+        named = {name: settings.template(source) for name, source in template.items()}
         tokenizer.chat_template = named
     return tokenizer
 
@@ -269,18 +273,18 @@ class Target:
             )
 
 
-def load_target(knobs: TargetKnobs) -> Target:
+def load_target(settings: TargetSettings) -> Target:
     """Loads a target for inference and checks our reading of it.
 
     Raises:
         UserError: missing, corrupt or unsupported checkpoints.
     """
-    folder, device = resolve_target(knobs), resolve_device(knobs.device)
-    model, notes = load_model(folder, knobs, device)
+    folder, device = resolve_target(settings), resolve_device(settings.device)
+    model, notes = load_model(folder, settings, device)
     replace_layers(model)
-    target = Target(model.eval().requires_grad_(False), folder, knobs.path, notes)
+    target = Target(model.eval().requires_grad_(False), folder, settings.path, notes)
     target.check_parts()
-    if knobs.compile:
+    if settings.compile:
         from draftlab.target_model.compiled import compile_small  # it knows what a target is
 
         compile_small(target)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from draftlab.settings import Knobs
+from draftlab.settings import Settings
 
 EMBEDDED = "embedded"
 
@@ -15,7 +15,7 @@ EMBEDDED = "embedded"
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z_0-9]*$")]
 
 
-class TargetKnobs(Knobs):
+class TargetSettings(Settings):
     """Which model, and how it is loaded."""
 
     path: str = EMBEDDED
@@ -44,7 +44,7 @@ class TargetKnobs(Knobs):
         return "".join(f"{{% set {k} = {json.dumps(v)} %}}" for k, v in values) + source
 
 
-class VllmKnobs(Knobs):
+class VllmSettings(Settings):
     """Where vLLM is, and how it is started."""
 
     python: str | None = None

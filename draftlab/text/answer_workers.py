@@ -15,9 +15,9 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
 from draftlab.formatting import ended_text
-from draftlab.target_model.metadata import Outline
+from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target, load_target, resolve_device
-from draftlab.target_model.settings import TargetKnobs
+from draftlab.target_model.settings import TargetSettings
 
 _SPAWN = get_context("spawn")  # CUDA cannot be used in a fork of a process that used it
 
@@ -25,9 +25,9 @@ Decode = Callable[[Sequence[Request], int], Iterator[Generation]]
 """Decodes requests whose prompt and answer take at most so many positions, in any order."""
 
 
-def engine_decode(target: Target | Outline, batch: int) -> Decode:
+def engine_decode(target: Target | TargetMetadata, batch: int) -> Decode:
     """The target's own engine, for so many requests at once."""
-    if isinstance(target, Outline):
+    if isinstance(target, TargetMetadata):
         raise ValueError("an outline decodes nothing: expected `decode`")
 
     def decode(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
@@ -40,10 +40,10 @@ def engine_decode(target: Target | Outline, batch: int) -> Decode:
 class _Elsewhere:
     """A `Decode` in a process of its own."""
 
-    def __init__(self, knobs: TargetKnobs, device: str, batch: int) -> None:
+    def __init__(self, settings: TargetSettings, device: str, batch: int) -> None:
         self.device = device
         self._pipe, theirs = _SPAWN.Pipe()
-        asked = knobs.model_copy(update={"device": device})
+        asked = settings.model_copy(update={"device": device})
         self._process = _SPAWN.Process(target=_serve, args=(theirs, asked, batch), daemon=True)
         self._process.start()
         theirs.close()  # so that its end is seen here
@@ -74,29 +74,31 @@ class _Elsewhere:
 
 
 @contextmanager
-def answering(knobs: TargetKnobs, devices: Sequence[str], batch: int) -> Iterator[list[Decode]]:
+def answering(
+    settings: TargetSettings, devices: Sequence[str], batch: int
+) -> Iterator[list[Decode]]:
     """Decoders for `data.regenerate`, one on each device, while the block runs.
 
     Args:
-        knobs: of the target, which each process loads.
+        settings: of the target, which each process loads.
         batch: prompts that each decodes at once.
     """
     with ExitStack() as stack:
         started = []
         for device in devices:
-            started.append(_Elsewhere(knobs, device, batch))
+            started.append(_Elsewhere(settings, device, batch))
             stack.callback(started[-1].close)
         yield started
 
 
-def _serve(pipe: Connection, knobs: TargetKnobs, batch: int) -> None:
+def _serve(pipe: Connection, settings: TargetSettings, batch: int) -> None:
     """The process: answers what comes until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
     try:
-        device = resolve_device(knobs.device)
+        device = resolve_device(settings.device)
         if device.type == "cuda":  # streams, events and graphs are the current one's
             torch.cuda.set_device(device)
-        decode = engine_decode(load_target(knobs), batch)
+        decode = engine_decode(load_target(settings), batch)
         while True:
             for generation in decode(*pipe.recv()):
                 pipe.send(generation)

@@ -22,7 +22,7 @@ from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
 from draftlab.files import sha256_text
 from draftlab.progress import Monitor
-from draftlab.target_model.metadata import Outline
+from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.text.answer_file import AnswerFile
 from draftlab.text.answer_workers import Decode, engine_decode
@@ -41,14 +41,14 @@ from draftlab.text.render import (
     template_sha256,
     tokenizer_sha256,
 )
-from draftlab.text.settings import RegenerateKnobs
+from draftlab.text.settings import RegenerateSettings
 
 
 def regenerate(
-    target: Target | Outline | None,
+    target: Target | TargetMetadata | None,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Conversation],
-    knobs: RegenerateKnobs,
+    settings: RegenerateSettings,
     path: Path,
     *,
     seed: int,
@@ -62,9 +62,9 @@ def regenerate(
     ones. Called again, it continues where it stopped, or reads what is complete.
 
     Args:
-        target: may be None with `enabled: false`; an `Outline` needs `decode`.
+        target: may be None with `enabled: false`; an `TargetMetadata` needs `decode`.
         seed: of the sampling noise.
-        decode: what decodes instead of the target's engine, as `knobs.backend` says.
+        decode: what decodes instead of the target's engine, as `settings.backend` says.
         others: what decodes beside it. Each takes whole pieces, so who took one changes nothing.
 
     Returns:
@@ -74,14 +74,14 @@ def regenerate(
     Raises:
         UserError: answers there were made otherwise, or no prompt can be answered.
     """
-    if not knobs.enabled:
+    if not settings.enabled:
         given = with_answers(prompts, monitor)
         write_conversations(path, given)
         monitor.say(f"answers: {len(given):,} given conversations, not the target's own")
         return given
     if target is None:
         raise UserError("expected a target to answer the prompts, found none")
-    decode = decode or engine_decode(target, knobs.batch)
+    decode = decode or engine_decode(target, settings.batch)
     stops = stop_ids(tokenizer, target.folder)
     identity = {
         "target": target.fingerprint,
@@ -91,21 +91,21 @@ def regenerate(
         "stop_ids": sorted(stops),
         "prompts": sha256_text("\n".join(prompt.to_json() for prompt in prompts)),
         "seed": seed,
-        **knobs.model_dump(mode="json", exclude={"enabled", "backend", "vllm"}),
+        **settings.model_dump(mode="json", exclude={"enabled", "backend", "vllm"}),
         # Answers from before there was another have no such key.
-        **({} if knobs.backend == "paged" else {"backend": knobs.backend}),
+        **({} if settings.backend == "paged" else {"backend": settings.backend}),
     }
     answers = AnswerFile(path, identity, monitor)
     finished = answers.finished()
     if finished is not None:
         return finished
-    drafts, dropped = _start(tokenizer, prompts, knobs, target.max_length, monitor)
+    drafts, dropped = _start(tokenizer, prompts, settings, target.max_length, monitor)
     asked = sum(draft.rounds for draft in drafts)
-    with answers.progress([draft.prompt.id for draft in drafts], knobs.piece) as (done, file):
+    with answers.progress([draft.prompt.id for draft in drafts], settings.piece) as (done, file):
         clock = _Clock(monitor, asked, sum(draft.rounds for draft in drafts[: len(done)]))
-        writer = _Writer(tokenizer, knobs, seed, stops, target.max_length, clock)
-        starts = range(len(done), len(drafts), knobs.piece)
-        pieces = [drafts[start : start + knobs.piece] for start in starts]
+        writer = _Writer(tokenizer, settings, seed, stops, target.max_length, clock)
+        starts = range(len(done), len(drafts), settings.piece)
+        pieces = [drafts[start : start + settings.piece] for start in starts]
         with closing(
             dealt(writer.answer, pieces, [decode, *others], writer.stopped.set)
         ) as answered:
@@ -183,7 +183,7 @@ def _groups(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 def _start(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Conversation],
-    knobs: RegenerateKnobs,
+    settings: RegenerateSettings,
     max_length: int,
     monitor: Monitor,
 ) -> tuple[list[_Draft], int]:
@@ -191,8 +191,8 @@ def _start(
     drafts: list[_Draft] = []
     dropped: Counter[str] = Counter()
     first: dict[str, str] = {}
-    for (i, given), sample in product(enumerate(prompts), range(knobs.samples)):
-        temperature = knobs.temperatures[(i + sample) % len(knobs.temperatures)]
+    for (i, given), sample in product(enumerate(prompts), range(settings.samples)):
+        temperature = settings.temperatures[(i + sample) % len(settings.temperatures)]
         prompt = replace(given, id=further_id(given.id, sample))
         draft = _Draft(prompt, temperature, _groups(prompt.messages))
         try:
@@ -213,7 +213,7 @@ def _start(
     id_, count = Counter(draft.prompt.id for draft in drafts).most_common(1)[0]
     if count > 1:  # ids of prompts are unique: it is a further answer's, too
         raise UserError(
-            f"expected ids for {knobs.samples} answers a prompt that no other prompt has, found "
+            f"expected ids for {settings.samples} answers a prompt that no other prompt has, found "
             f"{id_!r} twice",
             where="regenerate.samples",
             do="rename the prompts whose ids end in ~ and a number",
@@ -226,7 +226,7 @@ class _Writer:
     """What answers are written with; `stopped`: who writes stops, whatever is left undone."""
 
     tokenizer: PreTrainedTokenizerBase
-    knobs: RegenerateKnobs
+    settings: RegenerateSettings
     seed: int
     stops: frozenset[int]
     max_length: int
@@ -267,8 +267,8 @@ class _Writer:
             # The noise's name: another one in each round.
             f"{draft.prompt.id}/{number}" if number else draft.prompt.id,
             ids,
-            min(self.knobs.max_new_tokens, room),
-            Sampling(draft.temperature, self.knobs.top_k, self.knobs.top_p, self.seed),
+            min(self.settings.max_new_tokens, room),
+            Sampling(draft.temperature, self.settings.top_k, self.settings.top_p, self.seed),
             self.stops,
         )
 

@@ -18,7 +18,7 @@ from draftlab.errors import UserError
 from draftlab.files import atomic_path, canonical_json
 from draftlab.progress import Monitor
 from draftlab.text.conversation_schema import Line
-from draftlab.text.settings import PromptKnobs
+from draftlab.text.settings import PromptSettings
 
 EMBEDDED = {"embedded": "head.jsonl", "embedded:heldout": "heldout.jsonl"}
 """Prompt sets that ship in draftlab/embedded/prompts: for training a head, and held out."""
@@ -225,20 +225,20 @@ def conversation_file(source: str) -> Path:
     return path
 
 
-def load_prompts(knobs: PromptKnobs, monitor: Monitor) -> list[Conversation]:
+def load_prompts(settings: PromptSettings, monitor: Monitor) -> list[Conversation]:
     """`usable_prompts`, counted aloud."""
-    taken = usable_prompts(knobs, monitor)
-    monitor.say(f"prompts: {len(taken):,} conversations from {knobs.source}")
+    taken = usable_prompts(settings, monitor)
+    monitor.say(f"prompts: {len(taken):,} conversations from {settings.source}")
     return taken
 
 
-def usable_prompts(knobs: PromptKnobs, monitor: Monitor) -> list[Conversation]:
+def usable_prompts(settings: PromptSettings, monitor: Monitor) -> list[Conversation]:
     """The conversations a source has; those a target cannot answer are dropped and counted.
 
     Raises:
         UserError: a missing, broken or empty source, or one of which everything was dropped.
     """
-    path = conversation_file(knobs.source)
+    path = conversation_file(settings.source)
     dropped: Counter[str] = Counter()
     taken_of: Counter[str] = Counter()
     said: set[bytes] = set()
@@ -246,7 +246,7 @@ def usable_prompts(knobs: PromptKnobs, monitor: Monitor) -> list[Conversation]:
     def usable() -> Iterator[Conversation]:
         for conversation in iterate_conversations(path):
             spoken = [m["role"] for m in conversation.messages if m["role"] != "system"]
-            digest = conversation.digest if knobs.deduplicate else b""
+            digest = conversation.digest if settings.deduplicate else b""
             if conversation.media:
                 dropped[f"have {' and '.join(conversation.media)} parts: drafting is for text"] += 1
             elif "user" not in spoken:
@@ -255,15 +255,15 @@ def usable_prompts(knobs: PromptKnobs, monitor: Monitor) -> list[Conversation]:
                 dropped["begin with an answer"] += 1
             elif digest in said:
                 dropped["say the same as an earlier one (prompts.deduplicate)"] += 1
-            elif taken_of[conversation.source] == knobs.per_source:
+            elif taken_of[conversation.source] == settings.per_source:
                 dropped["are more of their source than prompts.per_source"] += 1
             else:
                 taken_of[conversation.source] += 1
-                if knobs.deduplicate:
+                if settings.deduplicate:
                     said.add(digest)
                 yield conversation
 
-    taken = list(islice(usable(), knobs.max_prompts))
+    taken = list(islice(usable(), settings.max_prompts))
     for reason, count in sorted(dropped.items()):
         monitor.say(f"prompts: dropped {count:,} conversations that {reason}")
     if not taken and dropped:

@@ -1,6 +1,6 @@
 """What can be set about prompts, answers, recording and the draft vocabulary.
 
-Free of torch and transformers, like every room's knobs: a mistyped one is answered at once.
+Free of torch and transformers, like every room's settings: a mistyped one is answered at once.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from draftlab.settings import Knobs, Listed
-from draftlab.target_model.settings import VllmKnobs
+from draftlab.settings import Listed, Settings
+from draftlab.target_model.settings import VllmSettings
 
 AnswerBackend = Literal["paged", "vllm"]
 
 
-class PromptKnobs(Knobs):
+class PromptSettings(Settings):
     """Which prompts the target answers."""
 
     source: str = "embedded"
@@ -30,7 +30,7 @@ class PromptKnobs(Knobs):
     all."""
 
 
-class RegenerateKnobs(Knobs):
+class RegenerateSettings(Settings):
     """How the target answers the prompts."""
 
     enabled: bool = True
@@ -55,11 +55,11 @@ class RegenerateKnobs(Knobs):
     backend: AnswerBackend = "paged"
     """What decodes: draftlab's device engine, or an installed vLLM in a process of its own, over
     `target.gpus` at once (tensor parallel)."""
-    vllm: VllmKnobs = VllmKnobs()
+    vllm: VllmSettings = VllmSettings()
     """Of the backend "vllm"."""
 
 
-class DraftVocabKnobs(Knobs):
+class DraftVocabSettings(Settings):
     """How many of the target's tokens a head can draft."""
 
     size: Annotated[int, Field(gt=0)] | None = None

@@ -16,7 +16,7 @@ from draftlab.errors import UserError
 from draftlab.files import canonical_json, sha256_file, sha256_text
 from draftlab.progress import Monitor
 from draftlab.text.benchmark_files import Layout, Source, read_rows
-from draftlab.text.conversations import EMBEDDED, PromptKnobs, conversation_file, usable_prompts
+from draftlab.text.conversations import EMBEDDED, PromptSettings, conversation_file, usable_prompts
 from draftlab.text.render import RenderError, prompt_ids, template_sha256
 
 __all__ = ["LAYOUTS", "RAW", "load_suite", "parse_source", "suite_sha256"]
@@ -147,7 +147,7 @@ def _conversations(source: str, monitor: Monitor) -> list[tuple[str, list[dict[s
     """The turns before the first answer of each conversation."""
     _check_known(source)
     chats = []
-    for prompt in usable_prompts(PromptKnobs(source=source, deduplicate=False), monitor):
+    for prompt in usable_prompts(PromptSettings(source=source, deduplicate=False), monitor):
         roles = [message["role"] for message in prompt.messages]
         end = roles.index("assistant") if "assistant" in roles else len(roles)
         chats.append((prompt.id, prompt.messages[:end]))

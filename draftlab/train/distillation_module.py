@@ -12,27 +12,27 @@ from draftlab.train.batch.packing import Batch
 from draftlab.train.families import OBJECTIVES
 from draftlab.train.fast.choose_forward import unrolling
 from draftlab.train.objectives.loss import DraftTeacher, Sums, weighted_loss
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 
 
-class Lesson(nn.Module):
+class DistillationModule(nn.Module):
     """What training calls, and what several processes wrap: its parameters are the head's.
 
     Args:
         head: on its device.
         target: its teacher.
-        knobs: say what the loss is made of.
+        settings: say what the loss is made of.
         dtype: of products; weights, sums and gradients stay float32.
     """
 
     def __init__(
-        self, head: DraftHead, target: DraftTeacher, knobs: TrainKnobs, dtype: torch.dtype
+        self, head: DraftHead, target: DraftTeacher, settings: TrainSettings, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.head, self.target, self.dtype = head, target, dtype
         self.objective = OBJECTIVES[head.config.family]
-        self.terms = self.objective.terms(knobs)
-        self.outputs, self.how = unrolling(head, self.objective.outputs, knobs, dtype)
+        self.terms = self.objective.terms(settings)
+        self.outputs, self.how = unrolling(head, self.objective.outputs, settings, dtype)
 
     def forward(self, batch: Batch, weights: Sequence[float]) -> tuple[Tensor, Sums]:
         """`weighted_loss` of a batch of one pass, with a gradient for all that is trained.

@@ -10,7 +10,7 @@ from draftlab.train.batch.packing import Batch
 from draftlab.train.objectives.loss import StepOutput, Terms
 from draftlab.train.objectives.parallel import parallel_outputs, parallel_weights
 from draftlab.train.objectives.ttt import ttt_weights, unroll
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Objective:
     drops: bool = False
     imitates: bool = False
 
-    def terms(self, knobs: TrainKnobs) -> Terms:
+    def terms(self, settings: TrainSettings) -> Terms:
         """What a row's loss is made of."""
         if self.imitates:
-            return Terms(knobs.loss, knobs.distillation, knobs.regression, knobs.reach)
-        return Terms(knobs.loss, reach=knobs.reach)
+            return Terms(settings.loss, settings.distillation, settings.regression, settings.reach)
+        return Terms(settings.loss, reach=settings.reach)
 
 
 OBJECTIVES = {

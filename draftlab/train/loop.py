@@ -28,7 +28,7 @@ from draftlab.train.batch.order import batches
 from draftlab.train.batch.pack_processes import choose_packing
 from draftlab.train.batch.packer import Packer, StepWork
 from draftlab.train.checkpoint import Checkpoint, checkpoints, read_checkpoint, save_checkpoint
-from draftlab.train.distillation_module import Lesson
+from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.distributed.backends import wrap
 from draftlab.train.distributed.ranks import Ranks, share
 from draftlab.train.families import OBJECTIVES
@@ -37,7 +37,7 @@ from draftlab.train.metrics import MetricsLog, Window, speed_line
 from draftlab.train.objectives.loss import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
 from draftlab.train.profiler import OUTSIDE, Clock
-from draftlab.train.settings import FREE_KNOBS, TrainKnobs
+from draftlab.train.settings import FREE_SETTINGS, TrainSettings
 from draftlab.train.validation import Validation, validate
 
 
@@ -49,7 +49,7 @@ class Trainer:
         parts: the target's embeddings, final norm and lm_head.
         config: the head to train.
         vocabulary: its draft vocabulary.
-        knobs: how.
+        settings: how.
         seed: of initial values, split and order of the data.
         folder: gets metrics.jsonl and checkpoints/.
         monitor: for lines and progress.
@@ -63,7 +63,7 @@ class Trainer:
         parts: TargetParts,
         config: HeadConfig,
         vocabulary: DraftVocabulary,
-        knobs: TrainKnobs,
+        settings: TrainSettings,
         *,
         seed: int,
         folder: Path,
@@ -71,18 +71,18 @@ class Trainer:
         initial: DraftHead | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self.store, self.knobs, self.seed = store, knobs, seed
+        self.store, self.settings, self.seed = store, settings, seed
         self.folder, self.monitor = folder, monitor
         self.objective = OBJECTIVES[config.family]
-        self.ranks = ranks or Ranks.join(knobs.device)
+        self.ranks = ranks or Ranks.join(settings.device)
         self.device = self.ranks.device
-        self.dtype = product_dtype(knobs.precision, self.device)
-        self.training, self.held_out = hold_out(store.ids, knobs.validation_share, seed)
-        if knobs.validation_share and not self.held_out:
+        self.dtype = product_dtype(settings.precision, self.device)
+        self.training, self.held_out = hold_out(store.ids, settings.validation_share, seed)
+        if settings.validation_share and not self.held_out:
             monitor.say("validation: none, since all records answer one prompt")
         drops, imitates = self.objective.drops, self.objective.imitates
         one_row = in_one_row(self.device)
-        packer = Packer(store, knobs, seed, drops, imitates, one_row)
+        packer = Packer(store, settings, seed, drops, imitates, one_row)
         self.pack = choose_packing(packer, self.ranks)
         head = new_head(config)
         initialise_head(
@@ -99,12 +99,12 @@ class Trainer:
         if not head.embed_tokens.weight.requires_grad:
             head.embed_tokens.to(self.dtype)  # what reads them has no more digits
         self.target = DraftTeacher.of(parts, head, torch.float32)
-        lesson = Lesson(head, self.target, knobs, self.dtype)
-        self.wrapped = wrap(lesson, knobs, self.ranks)
+        lesson = DistillationModule(head, self.target, settings, self.dtype)
+        self.wrapped = wrap(lesson, settings, self.ranks)
         self.key = sha256_text(
             canonical_json(
                 [
-                    knobs.model_dump(exclude=set(FREE_KNOBS)),
+                    settings.model_dump(exclude=set(FREE_SETTINGS)),
                     config.model_dump(mode="json", exclude={"provenance"}),
                     vocabulary.target_ids.tolist(),
                     store.manifest.model_dump(mode="json"),
@@ -114,15 +114,15 @@ class Trainer:
             )
         )
         self.step = self.tokens_seen = 0
-        self.log = MetricsLog(folder, knobs, muted=not self.ranks.is_main)
+        self.log = MetricsLog(folder, settings, muted=not self.ranks.is_main)
         self.clock = Clock(self.device)
         self._measure(lesson)
         self._resume()
 
-    def _measure(self, lesson: Lesson) -> None:
+    def _measure(self, lesson: DistillationModule) -> None:
         """How fast training could be: what is printed of its speed is a share of that."""
         lengths = [self.store.lengths[i] for i in self.training]
-        context, num_steps = mean_context(lengths), self.knobs.ttt_steps
+        context, num_steps = mean_context(lengths), self.settings.ttt_steps
         self.dense_flops = dense_flops(self.head.config, num_steps, context)
         self.ceiling = matrix_rate(self.device, self.dtype) * self.ranks.size
         self.monitor.say(
@@ -158,8 +158,8 @@ class Trainer:
 
     def _train(self) -> None:
         """The steps that are left."""
-        knobs = self.knobs
-        self.window = Window.empty(knobs.ttt_steps, self.device)
+        settings = self.settings
+        self.window = Window.empty(settings.ttt_steps, self.device)
         self.clock.start()
         with closing(feed(self._works(), self.pack, self.device, self.pack.threads)) as pieces:
             for piece in pieces:
@@ -171,29 +171,35 @@ class Trainer:
                     continue
                 self._update()
                 self.step += 1
-                last = self.step == knobs.steps
-                if self.step % knobs.log_every == 0 or last:
+                last = self.step == settings.steps
+                if self.step % settings.log_every == 0 or last:
                     self._log()
-                if knobs.validate_every and self.step % knobs.validate_every == 0 and not last:
+                if (
+                    settings.validate_every
+                    and self.step % settings.validate_every == 0
+                    and not last
+                ):
                     self.validate()
-                if self.step % knobs.checkpoint_every == 0 and not last:
+                if self.step % settings.checkpoint_every == 0 and not last:
                     self.save()
 
     def _works(self) -> Iterator[StepWork]:
         """This process's part of the optimizer steps that are left."""
-        for step, rows in islice(enumerate(self._order()), self.step, self.knobs.steps):
-            yield StepWork(step, share(rows, self.knobs.micro_rows, self.ranks))
+        for step, rows in islice(enumerate(self._order()), self.step, self.settings.steps):
+            yield StepWork(step, share(rows, self.settings.micro_rows, self.ranks))
 
     def _order(self) -> Iterator[list[list[int]]]:
         """Rows of record indices for each optimizer step."""
         lengths = [self.store.lengths[i] for i in self.training]
-        for rows in batches(lengths, self.knobs.row_tokens, self.knobs.batch_rows, seed=self.seed):
+        for rows in batches(
+            lengths, self.settings.row_tokens, self.settings.batch_rows, seed=self.seed
+        ):
             yield [[self.training[i] for i in row] for row in rows]
 
     def _agree(self, piece: Piece) -> None:
         """Counts an optimizer step over all ranks; hosts wait for each other here."""
         *counts, tokens = self.ranks.total(torch.tensor([*piece.counts, piece.tokens])).tolist()
-        self.anchors, self.weights = counts[0], self.objective.weights(self.knobs.gamma, counts)
+        self.anchors, self.weights = counts[0], self.objective.weights(self.settings.gamma, counts)
         self.window.seen(counts, tokens)
         self.tokens_seen += tokens
         if self.ranks.size > 1:
@@ -214,7 +220,7 @@ class Trainer:
 
     def _update(self) -> None:
         """Moves the weights along the gradients."""
-        self.window.stepped(self.wrapped.step(learning_rate(self.step, self.knobs)))
+        self.window.stepped(self.wrapped.step(learning_rate(self.step, self.settings)))
         self.clock.mark("optimizer")
 
     def _log(self) -> None:
@@ -222,17 +228,17 @@ class Trainer:
         self.window.sums = Sums(*self.ranks.total(mine))
         found = self.window.row(self.clock, dense_flops=self.dense_flops, ceiling=self.ceiling)
         largest = float(self.window.largest_norm)
-        self.window = Window.empty(self.knobs.ttt_steps, self.device)
+        self.window = Window.empty(self.settings.ttt_steps, self.device)
         if not all(map(math.isfinite, (largest, *found["loss"]))):
             self._not_finite(f"losses {found['loss']} and a gradient of norm {largest}")
         seen = {"step": self.step, "tokens_seen": self.tokens_seen}
-        rate = learning_rate(self.step - 1, self.knobs)
+        rate = learning_rate(self.step - 1, self.settings)
         self.log.write({**seen, **found, "lr": rate})
-        self.monitor.progress("train", self.step, self.knobs.steps, speed_line(found))
+        self.monitor.progress("train", self.step, self.settings.steps, speed_line(found))
 
     def validate(self) -> Validation:
         """Validates on the held-out records, writes and says what it found."""
-        num_steps = self.knobs.ttt_steps
+        num_steps = self.settings.ttt_steps
         head, ranks = self.wrapped.plain(), self.ranks
         found = validate(
             head, self.target, self.store, self.held_out, num_steps=num_steps, ranks=ranks

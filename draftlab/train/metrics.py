@@ -15,7 +15,7 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.train.objectives.loss import Sums
 from draftlab.train.profiler import OUTSIDE, Clock
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 
 
 @dataclass
@@ -96,15 +96,15 @@ class MetricsLog:
 
     Args:
         folder: the run's train/ folder.
-        knobs: say whether there is a tracker.
+        settings: say whether there is a tracker.
         muted: writes nothing; of several processes all but one.
     """
 
-    def __init__(self, folder: Path, knobs: TrainKnobs, *, muted: bool = False) -> None:
+    def __init__(self, folder: Path, settings: TrainSettings, *, muted: bool = False) -> None:
         self.path, self.muted = folder / "metrics.jsonl", muted
         if not muted:
             folder.mkdir(parents=True, exist_ok=True)
-        self.tracker = None if muted else _wandb_run(knobs, folder)
+        self.tracker = None if muted else _wandb_run(settings, folder)
 
     def write(self, row: dict[str, Any]) -> None:
         """Appends a row; `step` is its place."""
@@ -160,9 +160,9 @@ def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
     return flat
 
 
-def _wandb_run(knobs: TrainKnobs, folder: Path) -> Any:
+def _wandb_run(settings: TrainSettings, folder: Path) -> Any:
     """A Weights & Biases run when asked for."""
-    if knobs.wandb is None:
+    if settings.wandb is None:
         return None
     try:
         import wandb
@@ -171,5 +171,8 @@ def _wandb_run(knobs: TrainKnobs, folder: Path) -> Any:
             "train.wandb is set, and wandb is not installed", do="pip install 'draftlab[wandb]'"
         ) from None
     return wandb.init(
-        project=knobs.wandb, name=folder.parent.name, config=knobs.model_dump(), dir=str(folder)
+        project=settings.wandb,
+        name=folder.parent.name,
+        config=settings.model_dump(),
+        dir=str(folder),
     )

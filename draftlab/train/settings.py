@@ -7,9 +7,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from draftlab.heads.config import shape_fault
-from draftlab.settings import Knobs
+from draftlab.settings import Settings
 
-FREE_KNOBS = frozenset(
+FREE_SETTINGS = frozenset(
     {
         "device",
         "parallel",
@@ -22,10 +22,10 @@ FREE_KNOBS = frozenset(
         "wandb",
     }
 )
-"""Knobs of `TrainKnobs` that change how training runs, never what it makes."""
+"""Settings of `TrainSettings` that change how training runs, never what it makes."""
 
 
-class Llama4Knobs(Knobs):
+class Llama4Settings(Settings):
     """Attention of an eagle_llama4 head; what is None follows the target, or else Llama 4."""
 
     no_rope_layers: tuple[Literal[0, 1], ...] | None = None
@@ -42,7 +42,7 @@ class Llama4Knobs(Knobs):
     """How much a step is."""
 
 
-class HeadKnobs(Knobs):
+class HeadSettings(Settings):
     """Shape of the head; what is None follows the target."""
 
     family: Literal["eagle3", "ptd", "eagle", "eagle_llama4"] = "eagle3"
@@ -69,7 +69,7 @@ class HeadKnobs(Knobs):
     """eagle3: whether the normed output is fed back, in place of the output before its norm."""
     qk_norm: bool = False
     """Whether queries and keys are normed, as in Qwen3."""
-    llama4: Llama4Knobs = Llama4Knobs()
+    llama4: Llama4Settings = Llama4Settings()
     """eagle_llama4: its attention; what is null follows the target, or else Llama 4."""
     mask_token: int | str = "auto"
     """ptd: token of the masked slots, by name or id; "auto": a mask or reserved token, or an
@@ -78,7 +78,7 @@ class HeadKnobs(Knobs):
     """Head to start from, such as "reference" or runs/NAME/head; None: from the target's parts."""
 
     @model_validator(mode="after")
-    def _fits_family(self) -> HeadKnobs:
+    def _fits_family(self) -> HeadSettings:
         if fault := shape_fault(self):
             raise ValueError(fault)
         chosen = [name for name, value in self.llama4 if value is not None]
@@ -95,8 +95,9 @@ class HeadKnobs(Knobs):
         return self
 
 
-class TrainKnobs(Knobs):
-    """Training-time test of an EAGLE3 head, (anchor, depth) pairs of a parallel one (methods §2, §4)."""
+class TrainSettings(Settings):
+    """Training-time test of an EAGLE3 head, (anchor, depth) pairs of a parallel one (methods §2,
+    §4)."""
 
     steps: int = Field(default=1000, ge=1)
     """Optimizer steps."""

@@ -8,8 +8,8 @@ from types import TracebackType
 
 from draftlab.engine.sampling import Generation, Request
 from draftlab.progress import Monitor
-from draftlab.target_model.metadata import Outline
-from draftlab.text.settings import RegenerateKnobs
+from draftlab.target_model.metadata import TargetMetadata
+from draftlab.text.settings import RegenerateSettings
 from draftlab.vllm.engine import generation
 from draftlab.vllm.process import VllmProcess
 
@@ -24,8 +24,10 @@ class VllmAnswers:
     or more. Leaving the block ends it.
     """
 
-    def __init__(self, target: Outline, knobs: RegenerateKnobs, monitor: Monitor) -> None:
-        self.target, self.knobs, self.monitor = target, knobs, monitor
+    def __init__(
+        self, target: TargetMetadata, settings: RegenerateSettings, monitor: Monitor
+    ) -> None:
+        self.target, self.settings, self.monitor = target, settings, monitor
         self._process: VllmProcess | None = None
         self._room = 0
 
@@ -80,16 +82,16 @@ class VllmAnswers:
                 "target": str(target.folder.resolve()),
                 "dtype": str(target.dtype).removeprefix("torch."),
                 "max_model_len": self._room,
-                "max_num_seqs": self.knobs.batch,
+                "max_num_seqs": self.settings.batch,
                 "engine_extra": {
-                    "max_num_batched_tokens": max(PASS_TOKENS, self.knobs.batch),
+                    "max_num_batched_tokens": max(PASS_TOKENS, self.settings.batch),
                     "enable_prefix_caching": True,  # rounds of a conversation, several samples
-                    "trust_remote_code": target.knobs.trust_remote_code,
+                    "trust_remote_code": target.settings.trust_remote_code,
                 },
             },
-            self.knobs.vllm,
+            self.settings.vllm,
             target.device,
-            target.knobs.gpus,
+            target.settings.gpus,
         )
         self.monitor.say(self._process.line())
         return self._process

@@ -19,7 +19,7 @@ from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
 from draftlab.files import read_json
 from draftlab.progress import Monitor
-from draftlab.target_model.settings import VllmKnobs
+from draftlab.target_model.settings import VllmSettings
 from draftlab.vllm.process import VllmProcess
 
 COUNTERS = ("drafts", "draft_tokens", "accepted", "accepted_at")
@@ -66,10 +66,10 @@ class VllmEngine:
         device: torch.device | None = None,
         batch: int = 1,
         max_length: int,
-        knobs: VllmKnobs | None = None,
+        settings: VllmSettings | None = None,
         monitor: Monitor | None = None,
     ) -> None:
-        knobs, monitor = knobs or VllmKnobs(), monitor or Monitor()
+        settings, monitor = settings or VllmSettings(), monitor or Monitor()
         self.k = k if head else 0
         self._process = VllmProcess(
             {
@@ -82,7 +82,7 @@ class VllmEngine:
                 "max_model_len": max_length,
                 "max_num_seqs": batch,
             },
-            knobs,
+            settings,
             device,
         )
         info = self._process.info

@@ -2,7 +2,8 @@
 
 vLLM gets a shard's samples at once and batches them itself. It computes the next shard while the
 threads that write this one read its states, apply the target's final norm and lm_head to them
-(vLLM gives the last state before the norm) and check that they are finite, as `Capture` does.
+(vLLM gives the last state before the norm) and check that they are finite, as
+`HiddenStateExtractor` does.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.store.extraction import Captured, Pending, asked_positions, stored
+from draftlab.store.extraction import ExtractedStates, Pending, asked_positions, stored
 from draftlab.store.manifest import Manifest, Shard
 from draftlab.store.receipts import locked
-from draftlab.store.settings import RecordKnobs
+from draftlab.store.settings import RecordSettings
 from draftlab.store.shard_writer import SHARDS_AT_ONCE
 from draftlab.store.store import Sample
-from draftlab.target_model.metadata import Outline
+from draftlab.target_model.metadata import TargetMetadata
 from draftlab.vllm.process import VllmProcess
 
 IN_MEMORY = Path("/dev/shm")
@@ -46,14 +47,14 @@ class VllmStates:
 
     Args:
         target: whose norm and lm_head summarise the last states.
-        knobs: batch_tokens is what a pass of vLLM takes at most; a longer sample goes alone.
+        settings: batch_tokens is what a pass of vLLM takes at most; a longer sample goes alone.
         plan: of the recording.
     """
 
     def __init__(
-        self, target: Outline, knobs: RecordKnobs, monitor: Monitor, plan: Manifest
+        self, target: TargetMetadata, settings: RecordSettings, monitor: Monitor, plan: Manifest
     ) -> None:
-        self.target, self.knobs, self.monitor = target, knobs, monitor
+        self.target, self.settings, self.monitor = target, settings, monitor
         self.identity = plan.identity
         self.boundaries = sorted({*plan.identity.boundaries, plan.identity.num_layers})
         self.longest = max(length for shard in plan.shards for length in shard.lengths)
@@ -101,13 +102,13 @@ class VllmStates:
                 "boundaries": self.boundaries,
                 "states_folder": str(folder),
                 "engine_extra": {
-                    "max_num_batched_tokens": max(self.knobs.batch_tokens, positions, REQUESTS),
-                    "trust_remote_code": target.knobs.trust_remote_code,
+                    "max_num_batched_tokens": max(self.settings.batch_tokens, positions, REQUESTS),
+                    "trust_remote_code": target.settings.trust_remote_code,
                 },
             },
-            self.knobs.vllm,
+            self.settings.vllm,
             target.device,
-            target.knobs.gpus,
+            target.settings.gpus,
         )
 
     @torch.inference_mode()
@@ -132,7 +133,7 @@ class VllmStates:
             )
 
     @torch.inference_mode()
-    def _captured(self, samples: Sequence[Sample], files: Sequence[Path]) -> Captured:
+    def _captured(self, samples: Sequence[Sample], files: Sequence[Path]) -> ExtractedStates:
         """The states of a batch, read from its files."""
         pairs = zip(files, samples, strict=True)
         states = torch.cat([_read(file, sample.token_ids) for file, sample in pairs])
@@ -146,7 +147,9 @@ class VllmStates:
                 states[:, -1],
                 asked_positions(samples).to(states.device),
             )
-            return Captured({name: values.cpu() for name, values in made.items()}, finite.cpu())
+            return ExtractedStates(
+                {name: values.cpu() for name, values in made.items()}, finite.cpu()
+            )
 
 
 def _read(file: Path, token_ids: Sequence[int]) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from draftlab.errors import UserError
-from draftlab.target_model.settings import VllmKnobs
+from draftlab.target_model.settings import VllmSettings
 from draftlab.vllm.vllm_client.request import NO_VLLM
 
 PYTHON_VARIABLE = "DRAFTLAB_VLLM_PYTHON"
@@ -37,15 +37,15 @@ _INSTALL = (
 )
 
 
-def find_python(knobs: VllmKnobs) -> Path:
+def find_python(settings: VllmSettings) -> Path:
     """The interpreter that runs vLLM.
 
     Raises:
         UserError: none is named and this one has no vLLM, or what is named is no program.
     """
-    if knobs.python is None and importlib.util.find_spec("vllm") is not None:
+    if settings.python is None and importlib.util.find_spec("vllm") is not None:
         return Path(sys.executable)
-    named = knobs.python or os.environ.get(PYTHON_VARIABLE)
+    named = settings.python or os.environ.get(PYTHON_VARIABLE)
     if not named:
         raise UserError("expected an installed vLLM, found none in this Python", do=_INSTALL)
     path = Path(named).expanduser().absolute()  # not resolved: a link tells its environment
@@ -62,7 +62,7 @@ class VllmProcess:
     Args:
         setup: what the client is told (`vllm_client/__init__.py`); `engine_extra` goes before what
             is decided here of memory and GPUs.
-        knobs: where vLLM is, and its share of memory.
+        settings: where vLLM is, and its share of memory.
         device, gpus: the GPUs it gets, from `device` on; a CPU build takes none.
 
     Attributes:
@@ -76,18 +76,18 @@ class VllmProcess:
     def __init__(
         self,
         setup: dict[str, Any],
-        knobs: VllmKnobs,
+        settings: VllmSettings,
         device: torch.device | None = None,
         gpus: int = 1,
     ) -> None:
-        self.python = find_python(knobs)
+        self.python = find_python(settings)
         extra = setup.get("engine_extra", {})
         environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHED}
         if device is not None and device.type == "cuda":
             # What lies on the GPU already stays there: vLLM may only take what is left.
             free, total = torch.cuda.mem_get_info(device)
             extra = {
-                "gpu_memory_utilization": knobs.memory_share or 0.9 * free / total,
+                "gpu_memory_utilization": settings.memory_share or 0.9 * free / total,
                 "tensor_parallel_size": gpus,
                 **extra,
             }

@@ -40,7 +40,7 @@ from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.target_model.compiled import compile_layers
 from draftlab.target_model.fused_decoder import knows
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from draftlab.target_model.probe import can_capture
 from tests.helpers.head_toys import make_config
 from tests.helpers.zoo import ZOO, wide, zoo_folder
@@ -230,8 +230,8 @@ def check(kind: str, folder: Path, device: str) -> bool:
     zoo_folder(folder, kind, **wide(kind))
 
     def load(dtype: str, compiled: bool = False) -> Target:
-        knobs = TargetKnobs(path=str(folder), device=device, dtype=dtype, compile=compiled)
-        return load_target(knobs)
+        settings = TargetSettings(path=str(folder), device=device, dtype=dtype, compile=compiled)
+        return load_target(settings)
 
     exact = load("float32")
     single, accepted = against_reference(exact, [None, make_head(exact)])
@@ -263,7 +263,7 @@ def check(kind: str, folder: Path, device: str) -> bool:
 def check_waiting(folder: Path) -> bool:
     """transformers' loop over the experts that were hit must be found to wait."""
     zoo_folder(folder, "mixtral", **wide("mixtral"))
-    target = load_target(TargetKnobs(path=str(folder), device="cuda", dtype="bfloat16"))
+    target = load_target(TargetSettings(path=str(folder), device="cuda", dtype="bfloat16"))
     target.model.set_experts_implementation("eager")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)

@@ -20,15 +20,15 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.heads.folder import load_head
-from draftlab.target_model.model import TargetKnobs, load_target, load_tokenizer
+from draftlab.target_model.model import TargetSettings, load_target, load_tokenizer
 from draftlab.text.render import stop_ids
 
 torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def main() -> None:
-    knobs = TargetKnobs(path="embedded", dtype="float32", device="cuda")
-    target, tokenizer = load_target(knobs), load_tokenizer(knobs)
+    settings = TargetSettings(path="embedded", dtype="float32", device="cuda")
+    target, tokenizer = load_target(settings), load_tokenizer(settings)
     folder = Path(str(resources.files("draftlab") / "embedded"))
     head = load_head(
         folder / "heads" / "reference",

@@ -30,10 +30,10 @@ from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.evaluate.bandwidth import head_bytes, target_bytes
 from draftlab.heads.folder import load_config, load_head, new_head
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.pipeline.api import REFERENCE, head_path
 from draftlab.progress import Monitor
-from draftlab.target_model.model import Target, TargetKnobs, load_target, load_tokenizer
+from draftlab.target_model.model import Target, TargetSettings, load_target, load_tokenizer
 from draftlab.text.suites import load_suite
 
 MASK = 128_255  # of the random target; any will do
@@ -41,11 +41,11 @@ PROBS = {"off": [False], "on": [True], "both": [False, True]}
 VLLM_STEP_MS = 5.4  # vLLM 0.20.2, parallel, K = 8, one layer, at its copy rate
 
 
-def embedded_head(target: Target, folder: Path | None) -> PtdHead:
+def embedded_head(target: Target, folder: Path | None) -> PeagleHead:
     """The head in `folder`, or an untrained one in the shape of the reference head."""
     if folder is not None:
         head = load_head(folder, embeddings=None, dtype=torch.float32, device="cuda")
-        assert isinstance(head, PtdHead), f"{folder} holds no parallel head"
+        assert isinstance(head, PeagleHead), f"{folder} holds no parallel head"
         return head
     reference = load_config(head_path(REFERENCE))
     parallel = {"family": "ptd", "embeddings": "own", "mask_token_id": 3, "num_layers": 2}
@@ -58,17 +58,17 @@ def embedded_head(target: Target, folder: Path | None) -> PtdHead:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
         head.embed_tokens.weight.copy_(target.parts.embeddings)
     head.set_draft_vocabulary(torch.arange(reference.draft_vocab_size))
-    assert isinstance(head, PtdHead)
+    assert isinstance(head, PeagleHead)
     return head.to("cuda").eval().requires_grad_(False)
 
 
 def check(folder: Path | None) -> None:
     """Engine against reference engine."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    knobs = TargetKnobs(path="embedded", dtype="float32", device="cuda")
-    target = load_target(knobs)
+    settings = TargetSettings(path="embedded", dtype="float32", device="cuda")
+    target = load_target(settings)
     head = embedded_head(target, folder)
-    prompts = load_suite("embedded:heldout", load_tokenizer(knobs), Monitor()).prompts[:48]
+    prompts = load_suite("embedded:heldout", load_tokenizer(settings), Monitor()).prompts[:48]
     for temperature, options in ((0.0, {}), (0.8, {}), (1.0, {"top_k": 8})):
         sampling = Sampling(temperature, **options)
         asked = [Request(id_, ids, 64, sampling) for id_, ids in prompts]

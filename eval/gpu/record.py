@@ -34,10 +34,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.progress import Monitor
-from draftlab.store.extraction import Capture, Pending, summarise
+from draftlab.store.extraction import HiddenStateExtractor, Pending, summarise
 from draftlab.store.fp8 import dequantise, quantise
 from draftlab.store.manifest import Manifest, Shard, StoreIdentity
-from draftlab.store.record import RecordKnobs, record
+from draftlab.store.record import RecordSettings, record
 from draftlab.store.shard_writer import SHARDS_AT_ONCE
 from draftlab.store.store import Sample, Store, teachers
 from draftlab.target_model.attention import ATTENTION
@@ -109,10 +109,10 @@ def identity(target: Target, dtype: str) -> StoreIdentity:
 
 
 class Timed:
-    """`Capture`, with the time at which the device ended the last pass."""
+    """`HiddenStateExtractor`, with the time at which the device ended the last pass."""
 
     def __init__(self, target: Target, plan: Manifest) -> None:
-        self.capture = Capture(target, plan)
+        self.capture = HiddenStateExtractor(target, plan)
         self.begun, self.started = time.perf_counter(), mark(target)
 
     def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[Pending]:
@@ -142,7 +142,7 @@ def run(
 ) -> tuple[Store, float, float]:
     """Records into an empty folder; the store, seconds, and those of them after the last pass."""
     shutil.rmtree(folder, ignore_errors=True)
-    knobs, sources = RecordKnobs(dtype=dtype), []
+    settings, sources = RecordSettings(dtype=dtype), []
 
     def opened(plan: Manifest) -> nullcontext[Timed]:
         sources.append(Timed(target, plan))
@@ -151,7 +151,7 @@ def run(
     synchronize(target)
     started = time.perf_counter()
     store = record(
-        target, samples, folder, knobs, identity(target, dtype), monitor=Said(), opened=opened
+        target, samples, folder, settings, identity(target, dtype), monitor=Said(), opened=opened
     )
     ended = time.perf_counter()
     return store, ended - started, ended - sources[-1].end()

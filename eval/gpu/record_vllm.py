@@ -28,10 +28,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.kernels.current import give_back_memory
 from draftlab.progress import Monitor
-from draftlab.store.record import RecordKnobs, planned, record
+from draftlab.store.record import RecordSettings, planned, record
 from draftlab.store.store import Sample, Store
-from draftlab.target_model.metadata import Outline
-from draftlab.target_model.model import TargetKnobs, load_target
+from draftlab.target_model.metadata import TargetMetadata
+from draftlab.target_model.model import TargetSettings, load_target
 from draftlab.vllm.hidden_states import VllmStates
 from eval.gpu.record import SHAPES, TINY, Said, conversations, identity
 
@@ -51,14 +51,14 @@ def checkpoint(folder: Path, tiny: bool) -> Path:
 
 
 def by_transformers(
-    knobs: TargetKnobs, samples: list[Sample], folder: Path
+    settings: TargetSettings, samples: list[Sample], folder: Path
 ) -> tuple[Store, Store, float]:
     """The store, one whose batches were cut otherwise (its first tenth), and tokens a second."""
-    target = load_target(knobs)
+    target = load_target(settings)
     some = samples[: max(1, len(samples) // 10)]
-    plain = RecordKnobs()
+    plain = RecordSettings()
 
-    def run(name: str, these: list[Sample], how: RecordKnobs) -> Store:
+    def run(name: str, these: list[Sample], how: RecordSettings) -> Store:
         who = identity(target, how.dtype)
         return record(target, these, folder / name, how, who, monitor=Said())
 
@@ -70,15 +70,15 @@ def by_transformers(
 
 
 def by_vllm(
-    knobs: TargetKnobs, samples: list[Sample], folder: Path, python: str | None
+    settings: TargetSettings, samples: list[Sample], folder: Path, python: str | None
 ) -> tuple[Store, float]:
     """The store, and tokens a second."""
-    outline = Outline(knobs)
-    how = RecordKnobs(backend="vllm", vllm={"python": python})
+    outline = TargetMetadata(settings)
+    how = RecordSettings(backend="vllm", vllm={"python": python})
     who = identity(outline, how.dtype)
     plan, _ = planned(outline, samples, how, who, monitor=Monitor())
     with VllmStates(outline, how, Said(), plan) as states:
-        run = partial(record, outline, knobs=how, identity=who, monitor=Said())
+        run = partial(record, outline, settings=how, identity=who, monitor=Said())
         opened = lambda _plan: nullcontext(states)  # noqa: E731  # the same one twice
         run(samples[: max(1, len(samples) // 10)], folder / "vllm-warm", opened=opened)
         started = time.perf_counter()
@@ -131,12 +131,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         path = options.target or str(checkpoint(folder / "target", options.tiny))
-        knobs = TargetKnobs(path=path, dtype=options.dtype)
-        outline = Outline(knobs)
+        settings = TargetSettings(path=path, dtype=options.dtype)
+        outline = TargetMetadata(settings)
         samples = conversations(options.tokens, outline, 512 if options.tiny else 4096)
-        expected, alone, theirs = by_transformers(knobs, samples, folder)
+        expected, alone, theirs = by_transformers(settings, samples, folder)
         give_back_memory()  # vLLM takes what is free
-        found, ours = by_vllm(knobs, samples, folder, options.python)
+        found, ours = by_vllm(settings, samples, folder, options.python)
         errors = compare(found, expected)
         rounding = compare(alone, expected)
     for label, values in (("vLLM", errors), ("transformers, other batches", rounding)):

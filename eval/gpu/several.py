@@ -36,11 +36,11 @@ from train_work import GAMMA, SHAPES, Shape, Work, new_work
 from draftlab.cli.launch import launch
 from draftlab.kernels.current import give_back_memory
 from draftlab.progress import Monitor
-from draftlab.train.distillation_module import Lesson
+from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.distributed.backends import Whole, wrap
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.objectives.ttt import ttt_weights
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 
 PARALLEL = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 CURVES = SHAPES | {"1b": Shape(1024, 3, 3584, 8, 2, 128, 32000, 8192, 7, 2, 512)}
@@ -56,8 +56,8 @@ class Printing(Monitor):
 
 def new_wrapped(work: Work, ranks: Ranks, parallel: str, dtype: torch.dtype) -> Whole:
     """The head of some work, wrapped."""
-    knobs = TrainKnobs(ttt_steps=work.shape.steps, parallel=parallel)
-    wrapped = wrap(Lesson(work.head, work.target, knobs, dtype), knobs, ranks)
+    settings = TrainSettings(ttt_steps=work.shape.steps, parallel=parallel)
+    wrapped = wrap(DistillationModule(work.head, work.target, settings, dtype), settings, ranks)
     if ranks.is_main:
         print(f"{parallel}: {wrapped.describe()}", file=sys.stderr, flush=True)
     return wrapped

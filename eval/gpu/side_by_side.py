@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.target_model import attention
 from draftlab.target_model import packed_rows as documents
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from draftlab.target_model.packed_rows import Documents
 from tests.helpers.zoo import ZOO, wide, zoo_folder
 
@@ -93,7 +93,7 @@ def line(kind: str, device: str) -> bool:
     with tempfile.TemporaryDirectory() as name:
         folder = str(zoo_folder(Path(name), kind, **wide(kind)))
         exact, half = (
-            load_target(TargetKnobs(path=folder, device=device, dtype=dtype))
+            load_target(TargetSettings(path=folder, device=device, dtype=dtype))
             for dtype in ("float32", "bfloat16")
         )
     expected, beside = alone(exact), Beside(half)

@@ -28,7 +28,7 @@ from architectures import make_head
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request, Sampling
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from tests.helpers.zoo import wide, zoo_folder
 
 BOUNDARIES = (1, 2, 4)
@@ -60,8 +60,8 @@ def compare(kind: str, gpus: int) -> bool:
     """One kind; prints its line."""
     with tempfile.TemporaryDirectory() as folder:
         zoo_folder(Path(folder), kind, **wide(kind))
-        knobs = TargetKnobs(path=folder, device="cuda:0", dtype="float32")
-        one, many = load_target(knobs), load_target(knobs.model_copy(update={"gpus": gpus}))
+        settings = TargetSettings(path=folder, device="cuda:0", dtype="float32")
+        one, many = load_target(settings), load_target(settings.model_copy(update={"gpus": gpus}))
     ids = torch.arange(3, 3 + 2 * 100, device="cuda:0").view(2, 100) % 1000
     states = [t.states(ids, BOUNDARIES) for t in (one, many)]
     bits = torch.equal(states[0].features, states[1].features)

@@ -19,14 +19,14 @@ from draftlab.engine.drafter import Drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
-from draftlab.export import ExportKnobs
+from draftlab.export import ExportSettings
 from draftlab.files import write_json, write_text
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import load_head
 from draftlab.pipeline import api as verbs
 from draftlab.pipeline import resolve as subject
 from draftlab.progress import Monitor
-from draftlab.target_model.model import Target, TargetKnobs, load_target, load_tokenizer
+from draftlab.target_model.model import Target, TargetSettings, load_target, load_tokenizer
 from draftlab.text.render import stop_ids
 
 HERE = Path(__file__).resolve().parent
@@ -47,7 +47,7 @@ class Subject:
     name: str
     folder: Path
     head: Eagle3Head
-    knobs: TargetKnobs
+    settings: TargetSettings
     target: Target
     prompts: tuple[tuple[str, tuple[int, ...]], ...]
     stops: frozenset[int]
@@ -56,10 +56,10 @@ class Subject:
         """Writes the head in another program's layout, in float32."""
         verbs.export(
             self.folder,
-            self.knobs,
+            self.settings,
             place,
             layout,
-            knobs=ExportKnobs(k=k, dtype="float32"),
+            settings=ExportSettings(k=k, dtype="float32"),
             monitor=Monitor(),
         )
 
@@ -91,14 +91,14 @@ def _pattern(text: str) -> re.Pattern[str]:
 def load_subject(head: str | None, target: str | None, prompts: int) -> Subject:
     """The head asked for; by default the latest run's, else the reference head."""
     chosen = choose(head, target)
-    knobs = chosen.target.model_copy(update={"dtype": "float32", "device": "cpu"})
-    loaded, tokenizer = load_target(knobs), load_tokenizer(knobs)
+    settings = chosen.target.model_copy(update={"dtype": "float32", "device": "cpu"})
+    loaded, tokenizer = load_target(settings), load_tokenizer(settings)
     folder = chosen.head
     return Subject(
         folder.parent.name if folder.name == "head" else folder.name,
         folder,
         load_head(folder, lent=loaded.parts.lent, dtype=torch.float32, device="cpu"),
-        knobs,
+        settings,
         loaded,
         verbs.load_suite("embedded:heldout", tokenizer, Monitor()).prompts[:prompts],
         stop_ids(tokenizer, loaded.folder),

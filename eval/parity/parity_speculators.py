@@ -47,7 +47,7 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request
 from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.store.store import Record
 from draftlab.target_model.model import Target
 from draftlab.train.batch.packing import Batch, pack
@@ -206,7 +206,7 @@ def compare_case(case: Case, attention: str) -> tuple[list[str], bool]:
     steps = ours(head, case.batch)
     worst, same, fault = compare(steps, library, case.batch.documents[0], TOLERANCE)
     fused = torch.cat([head.fuse(r.features[:-1]) for r in case.records])
-    if isinstance(head, PtdHead):
+    if isinstance(head, PeagleHead):
         masked = head.mask_state().expand(len(library["fc"]) - len(fused), -1)
         fused = torch.cat([fused, masked])
     worst = {"fc": deviation(fused, library["fc"]), **worst}

@@ -54,7 +54,7 @@ from draftlab.evaluate.statistics import acceptance_interval, bootstrap_interval
 from draftlab.export.layout import Layout
 from draftlab.export.layouts import LAYOUTS
 from draftlab.progress import Monitor
-from draftlab.vllm.engine import COUNTERS, VllmEngine, VllmKnobs, positions
+from draftlab.vllm.engine import COUNTERS, VllmEngine, VllmSettings, positions
 
 BATCHES = (1, 8)
 Table = tuple[str, tuple[str, ...]]
@@ -156,7 +156,7 @@ class Bench:
             k=self.k,
             draft_probs=probabilities,
             max_length=self.max_length,
-            knobs=VllmKnobs(python=str(self.python)),
+            settings=VllmSettings(python=str(self.python)),
             monitor=Lines(),
         )
 

@@ -109,8 +109,8 @@ def stand_in(subject: Subject, folder: Path) -> Subject:
     for name in (*tokenizer, "generation_config.json"):
         if (subject.target.folder / name).is_file():
             shutil.copy(subject.target.folder / name, folder / name)
-    knobs = subject.knobs.model_copy(update={"path": str(folder)})
-    return replace(subject, knobs=knobs, target=load_target(knobs))
+    settings = subject.settings.model_copy(update={"path": str(folder)})
+    return replace(subject, settings=settings, target=load_target(settings))
 
 
 def with_random_head(
@@ -171,7 +171,7 @@ def _config(subject: Subject, shape: dict[str, Any]) -> HeadConfig:
     """draftlab.json of a head of that shape for the subject's target."""
     target, own = subject.target, subject.head.config
     config, layers = target.config, target.num_layers
-    tokenizer = load_tokenizer(subject.knobs)
+    tokenizer = load_tokenizer(subject.settings)
     parallel = shape.get("family") == "ptd"
     mask = choose_mask_token("auto", tokenizer, target.vocab_size, subject.stops, None)
     count = shape.get("boundaries", 3)

@@ -90,24 +90,24 @@ def test_plan_prints_stages_and_does_nothing() -> None:
     change = ("run", "small.yaml", "train.steps=7", "eval.seed=1", "--plan")
     changed = draftlab(finished(), *change)
     assert changed.exit_code == 0
-    assert "head     knobs changed: train.steps 6 → 7\n" in changed.stdout
-    assert "eval     knobs changed: eval.seed 0 → 1\n" in changed.stdout
+    assert "head     settings changed: train.steps 6 → 7\n" in changed.stdout
+    assert "eval     settings changed: eval.seed 0 → 1\n" in changed.stdout
     assert "refused: --force makes head and what follows again" in changed.stdout
     forced = draftlab(finished(), *change, "--force").stdout
-    assert "head     would run again, knobs changed: train.steps 6 → 7\n" in forced
+    assert "head     would run again, settings changed: train.steps 6 → 7\n" in forced
     assert "export   would run again, what it is made from changed\n" in forced
     assert "refused" not in forced
     other = draftlab(finished(), "train", "small.yaml", "name=other", "--plan")
     assert other.stdout.count("would run") == 3
     assert "eval " not in other.stdout.partition("run folder")[2]
-    knobs = ("name=other", "prompts.source=no.jsonl", "--plan")
-    lacking = draftlab(finished(), "train", "small.yaml", *knobs)
+    settings = ("name=other", "prompts.source=no.jsonl", "--plan")
+    lacking = draftlab(finished(), "train", "small.yaml", *settings)
     assert "answers  would run; it needs no.jsonl, which is not there yet\n" in lacking.stdout
     assert snapshot(finished()) == before
     assert not (finished() / "runs" / "other").exists()
 
 
-def test_a_changed_knob_is_refused_by_name() -> None:
+def test_a_changed_setting_is_refused_by_name() -> None:
     before = snapshot(finished() / "runs")
     said = refused(finished(), "run", "small.yaml", "train.steps=7", "record.dtype=float32")
     assert "stage 'store'" in said
@@ -149,7 +149,7 @@ def test_a_changed_prompt_file_is_noticed(tmp_path: Path) -> None:
     assert draftlab(folder, "train", "small.yaml").exit_code == 0
 
 
-def test_evaluation_knobs_change_without_asking(tmp_path: Path) -> None:
+def test_evaluation_settings_change_without_asking(tmp_path: Path) -> None:
     folder = copy_of_finished(tmp_path)
     head = snapshot(folder / "runs" / "small" / "head")
     changed = ("eval.k=1", "eval.temperatures=[0]", "--json")
@@ -170,7 +170,7 @@ def test_eval_alone_takes_the_latest_run(tmp_path: Path) -> None:
     assert result.stdout == report.read_text()
     # What lies there now is not what the recipe asks for, and the run knows.
     plan = draftlab(folder, "run", "small.yaml", "--plan").stdout
-    assert "eval     would run again, knobs changed" in plan
+    assert "eval     would run again, settings changed" in plan
     assert "refused" not in plan
     assert "eval.temperatures [0.0, 0.7, 1.5] → [0.0, 0.8]" in plan
     again = draftlab(folder, "run", "small.yaml", "--json")

@@ -99,13 +99,13 @@ def test_two_processes_carry_out_a_recipe_as_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     workshop = new_workshop(tmp_path / "w")
-    knobs = ("record.dtype=float32", "record.batch_tokens=1", "train.device=cpu")
-    one = draftlab(workshop, "train", "small.yaml", "name=one", *knobs, "train.micro_rows=1")
+    settings = ("record.dtype=float32", "record.batch_tokens=1", "train.device=cpu")
+    one = draftlab(workshop, "train", "small.yaml", "name=one", *settings, "train.micro_rows=1")
     assert one.exit_code == 0, one.output
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as this process has it
     # Online, so that each process has a target.
-    knobs = (*knobs, "record.online=true")
-    two = draftlab(workshop, "train", "small.yaml", "name=two", *knobs, "--gpus", "2")
+    settings = (*settings, "record.online=true")
+    two = draftlab(workshop, "train", "small.yaml", "name=two", *settings, "--gpus", "2")
     said = capfd.readouterr().err
     assert two.exit_code == 0, said
     assert said.count("training on 2 × cpu, DistributedDataParallel") == 1
@@ -117,7 +117,7 @@ def test_two_processes_carry_out_a_recipe_as_one_does(
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
     before = contents(workshop / "runs/two")
-    again = draftlab(workshop, "train", "small.yaml", "name=two", *knobs)
+    again = draftlab(workshop, "train", "small.yaml", "name=two", *settings)
     assert again.exit_code == 0, again.output  # one process finds all of it made
     assert {n for n, b in contents(workshop / "runs/two").items() if before.get(n) != b} == set()
 
@@ -131,8 +131,8 @@ def test_a_verb_is_run_in_every_process_as_it_was_asked(
     options = ["--json"] if verb == "run" else []
     words = ["small.yaml", "train.device=cpu", "name=two", "--gpus", "3", "--force", *options]
     assert draftlab(workshop, verb, *words).exit_code == 7
-    knobs = ["train.device=cpu", "name=two"]
-    assert asked == [([verb, "small.yaml", *knobs, "--force", *options], 3)]
+    settings = ["train.device=cpu", "name=two"]
+    assert asked == [([verb, "small.yaml", *settings, "--force", *options], 3)]
     assert not (workshop / "runs").exists()
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request
-from draftlab.target_model.model import TargetKnobs, load_target, load_tokenizer
+from draftlab.target_model.model import TargetSettings, load_target, load_tokenizer
 from draftlab.text.conversations import conversation_file, read_conversations
 from draftlab.text.render import template_sha256, tokenizer_sha256
 from tests.helpers.greedy_answers import run
@@ -46,7 +46,7 @@ def scripts() -> tuple:
 @pytest.fixture(scope="module")
 def pack(scripts: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token arrays as `embedded_target.py pack` writes them, of texts that no edit changes."""
-    folder, tokenizer = tmp_path_factory.mktemp("pack"), load_tokenizer(TargetKnobs())
+    folder, tokenizer = tmp_path_factory.mktemp("pack"), load_tokenizer(TargetSettings())
     asked = read_conversations(conversation_file("embedded:heldout"))[:64]
     texts = [conversation.messages[0]["content"] for conversation in asked]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
@@ -71,11 +71,11 @@ def test_a_stand_in_is_a_target(kind: str, scripts: tuple, pack: Path, tmp_path:
     assert metrics["log"][-1]["loss"] < metrics["log"][0]["loss"] - 0.2
     assert max(file.stat().st_size for file in out.glob("*.safetensors")) <= 12e6
 
-    knobs = TargetKnobs(path=str(out), device="cpu")
-    tokenizer, own = load_tokenizer(knobs), load_tokenizer(TargetKnobs())
+    settings = TargetSettings(path=str(out), device="cpu")
+    tokenizer, own = load_tokenizer(settings), load_tokenizer(TargetSettings())
     assert tokenizer_sha256(tokenizer) == tokenizer_sha256(own)
     assert template_sha256(tokenizer) == template_sha256(own)
-    target = load_target(knobs)
+    target = load_target(settings)
     config = AutoConfig.from_pretrained(out)
     assert config.dtype == torch.bfloat16
     if kind == "gpt_oss":  # what vLLM's reads of it, whatever its type
@@ -88,7 +88,7 @@ def test_a_stand_in_is_a_target(kind: str, scripts: tuple, pack: Path, tmp_path:
     model = eager_model(out)
     model.generation_config.eos_token_id = None
     if kind == "llama4":
-        alone = load_target(TargetKnobs(path=f"{out}_text", device="cpu"))
+        alone = load_target(TargetSettings(path=f"{out}_text", device="cpu"))
         engine = Engine(alone, None, batch=1, max_length=64, block_size=16)
         assert run(engine, asked)[0].token_ids == found[0].token_ids
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from draftlab.doctor.diagnose import examine
 from draftlab.doctor.findings import Diagnosis
-from draftlab.doctor.settings import DoctorKnobs
-from draftlab.doctor.target_session import Witness
+from draftlab.doctor.settings import DoctorSettings
+from draftlab.doctor.target_session import TargetSession
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.eagle import EagleHead
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config
@@ -24,13 +24,13 @@ from draftlab.heads.head import initialise_head
 from draftlab.heads.native import native_config
 from draftlab.pipeline.api import reference_head
 from draftlab.progress import Monitor
-from draftlab.target_model.model import TargetKnobs
+from draftlab.target_model.model import TargetSettings
 
 
 @pytest.fixture(scope="session")
-def witness() -> Witness:
-    knobs = DoctorKnobs(max_prompts=6, max_new_tokens=36, k=2)
-    return Witness(TargetKnobs(device="cpu"), knobs, Monitor())
+def witness() -> TargetSession:
+    settings = DoctorSettings(max_prompts=6, max_new_tokens=36, k=2)
+    return TargetSession(TargetSettings(device="cpu"), settings, Monitor())
 
 
 Tensors = dict[str, Tensor]
@@ -58,13 +58,13 @@ def broken(tmp_path: Path) -> Broken:
 
 
 @pytest.fixture
-def examined(witness: Witness, broken: Broken) -> Callable[..., Diagnosis]:
+def examined(witness: TargetSession, broken: Broken) -> Callable[..., Diagnosis]:
     """The diagnosis of such a copy."""
     return lambda *change, **fields: examine(broken(*change, **fields), witness)
 
 
 @pytest.fixture
-def untrained_eagle(witness: Witness, broken: Broken) -> Path:
+def untrained_eagle(witness: TargetSession, broken: Broken) -> Path:
     """A head of EAGLE's first generation, as it is before training."""
     own = load_config(reference_head()).model_dump(mode="json", by_alias=True)
     more = {"family": "eagle", "boundaries": [12], "draft_vocab_size": 6144, "provenance": {}}

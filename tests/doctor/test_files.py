@@ -18,7 +18,7 @@ from draftlab.doctor.identity import (
     kinship_findings,
     shape_findings,
 )
-from draftlab.doctor.target_session import Witness
+from draftlab.doctor.target_session import TargetSession
 from draftlab.errors import UserError
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config
 from draftlab.pipeline.api import reference_head
@@ -28,7 +28,7 @@ Check = Callable[..., tuple[list[Finding], bool]]
 
 
 @pytest.fixture
-def checked(broken: Broken, witness: Witness) -> Check:
+def checked(broken: Broken, witness: TargetSession) -> Check:
     """Findings in a broken copy's files, and whether it can still be scored."""
 
     def check(*change: Callable[[Tensors], object], **fields: object) -> tuple[list[Finding], bool]:
@@ -75,7 +75,7 @@ def test_an_extra_tensor_is_named(checked: Check) -> None:
     assert scorable
 
 
-def test_embeddings_that_the_target_lends_are_named(checked: Check, witness: Witness) -> None:
+def test_embeddings_that_the_target_lends_are_named(checked: Check, witness: TargetSession) -> None:
     table = witness.lent["embed_tokens.weight"].bfloat16()
     findings, scorable = checked(lambda t: t.update({"embed_tokens.weight": table}))
     assert "the target lends it" in only(findings, "unknown tensor")
@@ -138,7 +138,7 @@ def test_config_json_that_was_changed_alone_is_named(broken: Broken) -> None:
     assert "norm_output: nothing (by draftlab.json False)" in what
 
 
-def test_unreadable_files_are_a_diagnosis(broken: Broken, witness: Witness) -> None:
+def test_unreadable_files_are_a_diagnosis(broken: Broken, witness: TargetSession) -> None:
     folder = broken()
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])
@@ -155,12 +155,12 @@ def test_unreadable_files_are_a_diagnosis(broken: Broken, witness: Witness) -> N
     assert "boundaries: expected" in examine(folder, witness).verdict
 
 
-def test_no_folder_is_the_users_mistake(witness: Witness, tmp_path: Path) -> None:
+def test_no_folder_is_the_users_mistake(witness: TargetSession, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected a head's folder"):
         examine(tmp_path / "nowhere", witness)
 
 
-def test_the_target_is_held_against_what_the_head_says(witness: Witness) -> None:
+def test_the_target_is_held_against_what_the_head_says(witness: TargetSession) -> None:
     head, target = load_config(reference_head()), witness.target
     text, tokenizer = witness.text, witness.tokenizer
     assert not shape_findings(head, text) + config_findings(head, text)
@@ -192,7 +192,7 @@ def test_the_target_is_held_against_what_the_head_says(witness: Witness) -> None
     assert [f.kind for f in shape_findings(wide, text)] == ["target", "target"]
 
 
-def test_weights_of_another_target_are_strangers(witness: Witness) -> None:
+def test_weights_of_another_target_are_strangers(witness: TargetSession) -> None:
     head = load_config(reference_head())
     tensors, _ = whole_tensors(
         HeadFiles("draftlab", head, read_own(reference_head())[0].tensors), witness.lent
@@ -208,7 +208,7 @@ def test_weights_of_another_target_are_strangers(witness: Witness) -> None:
     )
 
 
-def test_a_wrong_target_is_the_verdict(broken: Broken, witness: Witness) -> None:
+def test_a_wrong_target_is_the_verdict(broken: Broken, witness: TargetSession) -> None:
     """Weights that nothing fits, of a head that says it is another target's."""
     generator = torch.Generator().manual_seed(0)
 

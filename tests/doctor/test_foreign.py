@@ -9,14 +9,14 @@ import pytest
 
 from draftlab.doctor.diagnose import examine
 from draftlab.doctor.foreign_head import read_other
-from draftlab.doctor.target_session import Witness
+from draftlab.doctor.target_session import TargetSession
 from draftlab.export import export_head
 from draftlab.pipeline.api import reference_head
 from tests.doctor.conftest import kinds
 
 
 @pytest.fixture
-def exported(tmp_path: Path, witness: Witness) -> Path:
+def exported(tmp_path: Path, witness: TargetSession) -> Path:
     return export_head(
         reference_head(),
         witness.target.folder,
@@ -34,7 +34,7 @@ def change(folder: Path, **fields: object) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_ids_that_count_outputs_are_named(exported: Path, witness: Witness) -> None:
+def test_ids_that_count_outputs_are_named(exported: Path, witness: TargetSession) -> None:
     change(exported, eagle_aux_hidden_state_layer_ids=[1, 5, 8])
     diagnosis = examine(exported, witness)
     assert diagnosis.layout == "speculators"
@@ -43,7 +43,7 @@ def test_ids_that_count_outputs_are_named(exported: Path, witness: Witness) -> N
     assert diagnosis.verdict.endswith("shifted by one")
 
 
-def test_a_good_export_has_no_findings(exported: Path, witness: Witness) -> None:
+def test_a_good_export_has_no_findings(exported: Path, witness: TargetSession) -> None:
     files, findings = read_other(exported, witness)
     assert not findings
     assert files is not None
@@ -51,7 +51,7 @@ def test_a_good_export_has_no_findings(exported: Path, witness: Witness) -> None
 
 
 def test_what_only_other_families_have_is_not_missed(
-    untrained_eagle: Path, witness: Witness, tmp_path: Path
+    untrained_eagle: Path, witness: TargetSession, tmp_path: Path
 ) -> None:
     out = tmp_path / "vllm"
     export_head(untrained_eagle, witness.target.folder, out, "vllm", target_name="embedded")
@@ -61,7 +61,7 @@ def test_what_only_other_families_have_is_not_missed(
     assert files.config.family == "eagle"
 
 
-def test_what_a_config_leaves_out_or_cuts_is_named(exported: Path, witness: Witness) -> None:
+def test_what_a_config_leaves_out_or_cuts_is_named(exported: Path, witness: TargetSession) -> None:
     change(exported, max_position_embeddings=512, vocab_size=6144)
     config = json.loads((exported / "config.json").read_text())
     del config["norm_before_residual"]
@@ -78,7 +78,7 @@ def test_what_a_config_leaves_out_or_cuts_is_named(exported: Path, witness: Witn
     assert [f.kind for f in findings] == ["target"]
 
 
-def test_an_unknown_key_is_named(exported: Path, witness: Witness) -> None:
+def test_an_unknown_key_is_named(exported: Path, witness: TargetSession) -> None:
     change(exported, hidden_pooling="mean")
     diagnosis = examine(exported, witness)
     assert kinds(diagnosis) == ["unreadable"]

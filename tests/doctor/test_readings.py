@@ -19,12 +19,12 @@ from draftlab.doctor.hypothesis import About
 from draftlab.doctor.input_hypotheses import features
 from draftlab.doctor.score import Score, Scorer
 from draftlab.doctor.search import Trial
-from draftlab.doctor.target_session import Witness
+from draftlab.doctor.target_session import TargetSession
 from draftlab.doctor.weight_hypotheses import layouts, lifted_mask, masks, sorted_blocks
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import WEIGHTS, load_config
 from draftlab.heads.head import initialise_head
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.pipeline.api import reference_head
 from tests.doctor.conftest import Broken, Tensors, kinds
 from tests.heads.test_llama4_head import SHAPE as LLAMA4
@@ -134,7 +134,7 @@ def test_rows_of_queries_and_keys_are_sorted_as_the_family_rotates_them(
         assert torch.equal(found[0].reading.tensors[name], tensor), name
 
 
-def refitted(witness: Witness, boundaries: tuple[int, ...], norm: str) -> torch.Tensor:
+def refitted(witness: TargetSession, boundaries: tuple[int, ...], norm: str) -> torch.Tensor:
     """fc that makes of normed features what the reference head's makes of its own."""
     own = load_config(reference_head())
     evidence = witness.evidence(True, 2)
@@ -156,7 +156,7 @@ def refitted(witness: Witness, boundaries: tuple[int, ...], norm: str) -> torch.
     ],
 )
 def test_features_of_training_behind_a_norm_are_named(
-    examined: Examined, witness: Witness, boundaries: tuple[int, ...], norm: str, name: str
+    examined: Examined, witness: TargetSession, boundaries: tuple[int, ...], norm: str, name: str
 ) -> None:
     fc = refitted(witness, boundaries, norm)
     diagnosis = examined(lambda t: t.update({"fc.weight": fc}), boundaries=list(boundaries))
@@ -166,7 +166,7 @@ def test_features_of_training_behind_a_norm_are_named(
 
 
 def test_a_head_of_plain_text_is_named(
-    examined: Examined, witness: Witness, monkeypatch: pytest.MonkeyPatch
+    examined: Examined, witness: TargetSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the head knows stands under "plain text", and chats are answered with noise."""
     known = witness.evidence(True, 2)
@@ -182,7 +182,7 @@ def test_a_head_of_plain_text_is_named(
 
 
 def test_features_of_another_position_are_named(
-    examined: Examined, witness: Witness, monkeypatch: pytest.MonkeyPatch
+    examined: Examined, witness: TargetSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head is right where states are handed over a position late."""
     known = witness.evidence(True, 2)
@@ -217,8 +217,8 @@ def parallel(**changed: Any) -> HeadConfig:
     return HeadConfig.model_validate(fields | more | changed)
 
 
-def parallel_tensors(config: HeadConfig, witness: Witness) -> Tensors:
-    head = PtdHead(config)
+def parallel_tensors(config: HeadConfig, witness: TargetSession) -> Tensors:
+    head = PeagleHead(config)
     parts = witness.target.parts
     initialise_head(
         head,
@@ -231,7 +231,7 @@ def parallel_tensors(config: HeadConfig, witness: Witness) -> Tensors:
     return {name: tensor.detach().clone() for name, tensor in head.tensors().items()}
 
 
-def test_a_projected_mask_is_named(witness: Witness, broken: Broken) -> None:
+def test_a_projected_mask_is_named(witness: TargetSession, broken: Broken) -> None:
     config = parallel()
     tensors = parallel_tensors(config, witness)
 
@@ -252,7 +252,7 @@ def test_a_projected_mask_is_named(witness: Witness, broken: Broken) -> None:
     )
 
 
-def test_a_mask_of_either_width_is_tried_both_ways(witness: Witness) -> None:
+def test_a_mask_of_either_width_is_tried_both_ways(witness: TargetSession) -> None:
     """With one boundary a projected vector has the shape of a raw one."""
     config = parallel(boundaries=[9])
     tensors = parallel_tensors(config, witness)
@@ -277,7 +277,7 @@ def test_blocks_of_features_are_sorted_by_boundary() -> None:
 
 
 def test_a_first_generation_head_is_fed_its_state_before_the_norm_too(
-    witness: Witness, untrained_eagle: Path
+    witness: TargetSession, untrained_eagle: Path
 ) -> None:
     """Of this family other shapes are left alone, and the norm is the target's own."""
     diagnosis = examine(untrained_eagle, witness)

@@ -15,7 +15,7 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from tests.helpers.greedy_answers import requests, run
 
 HOT = Sampling(temperature=1.0, top_p=0.95, seed=7)
@@ -226,11 +226,11 @@ def test_nothing_asked(target: Target, head: Eagle3Head) -> None:
 
 
 @pytest.mark.parametrize(
-    "knobs", [{"temperature": -0.1}, {"top_k": -1}, {"top_p": 1.5}, {"top_p": -0.2}]
+    "settings", [{"temperature": -0.1}, {"top_k": -1}, {"top_p": 1.5}, {"top_p": -0.2}]
 )
-def test_impossible_sampling_is_refused(knobs: dict) -> None:
+def test_impossible_sampling_is_refused(settings: dict) -> None:
     with pytest.raises(ValueError, match="expected temperature"):
-        Sampling(**knobs)
+        Sampling(**settings)
 
 
 @pytest.mark.gpu
@@ -238,7 +238,7 @@ def test_impossible_sampling_is_refused(knobs: dict) -> None:
 def test_a_gpu_that_is_not_the_current_one(target: Target, head: Eagle3Head, greedy) -> None:
     """Graphs, events and copies are of its streams, or results are read before they are there."""
     asked, expected = greedy
-    there = load_target(TargetKnobs(path=str(target.folder), dtype="float32", device="cuda:1"))
+    there = load_target(TargetSettings(path=str(target.folder), dtype="float32", device="cuda:1"))
     engine = make_engine(there, deepcopy(head).to("cuda:1"), 3)
     assert torch.cuda.current_device() == 0
     assert [g.token_ids for g in run(engine, asked)] == expected

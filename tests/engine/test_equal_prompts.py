@@ -10,7 +10,7 @@ from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.target_model.model import Target
 from tests.engine.test_engine import Watched, outcome
 from tests.helpers.greedy_answers import requests, run
@@ -32,7 +32,7 @@ def repeated(lengths: tuple[int, ...], times: int) -> list[Request]:
 @pytest.mark.parametrize("kind", ["none", "chain", "parallel"])
 @pytest.mark.parametrize("options", [{}, {"block_size": 4}, {"block_size": 4, "num_blocks": 40}])
 def test_they_decode_as_alone(
-    kind: str, options: dict, target: Target, head: Eagle3Head, parallel_head: PtdHead
+    kind: str, options: dict, target: Target, head: Eagle3Head, parallel_head: PeagleHead
 ) -> None:
     """Also by blocks that prompts fill to the brim, and where some are evicted."""
     used = {"none": None, "chain": head, "parallel": parallel_head}[kind]

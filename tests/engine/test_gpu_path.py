@@ -20,7 +20,7 @@ from draftlab.engine.slots import Slots
 from draftlab.engine.step import Step
 from draftlab.kernels import linear
 from draftlab.target_model.fused_decoder import FusedDecoder
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from tests.helpers.decoding import PARALLEL, untrained_head
 from tests.helpers.hopper import OnGpu, pretend
 from tests.helpers.interpreter import inside, run_in_the_interpreter, runs_the_others
@@ -101,7 +101,7 @@ def test_steps_equal_those_of_the_references(
     # On a GPU the kernel leaves float32 to cuBLAS; here it is to be seen.
     monkeypatch.setattr(linear, "_takes", lambda x, weight: x.is_cuda)
     folder = toy_target_folder(tmp_path, layers=4, hidden=32, max_length=64)
-    target = load_target(TargetKnobs(path=str(folder), device="cpu"))
+    target = load_target(TargetSettings(path=str(folder), device="cpu"))
     plain = steps(target, [90, 91, 92], kind, draft_probs=False, on_gpu=False)
     greedy = [packed[0][0] for packed, _ in plain]  # bad drafts: a token a step
     expected = steps(target, greedy[:K], kind, draft_probs=draft_probs, on_gpu=False)

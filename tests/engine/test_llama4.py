@@ -15,7 +15,7 @@ from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Sampling
 from draftlab.evaluate.certificate.exact_tree import _Chain
 from draftlab.heads.head import DraftHead
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from tests.evaluate.test_walk import assert_walked_as_decoded
 from tests.helpers.decoding import trained_head, untrained_head
 from tests.helpers.greedy_answers import answers, requests, run
@@ -31,7 +31,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder: Path = zoo_folder(
         tmp_path_factory.mktemp("llama4"), "llama4", vocab_size=289, initializer_range=0.2
     )
-    return load_target(TargetKnobs(path=str(folder), device="cpu"))
+    return load_target(TargetSettings(path=str(folder), device="cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from draftlab.engine.sampling import Request, Sampling, row_keys
 from draftlab.engine.step import Step
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.kernels.verify import target_probabilities
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from tests.helpers.decoding import untrained_head
 from tests.helpers.zoo import zoo_folder
 
@@ -29,7 +29,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder: Path = zoo_folder(
         tmp_path_factory.mktemp("small"), "llama", vocab_size=VOCAB, num_hidden_layers=3, seed=4
     )
-    return load_target(TargetKnobs(path=str(folder), device="cpu"))
+    return load_target(TargetSettings(path=str(folder), device="cpu"))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from draftlab.engine.parallel_drafter import ParallelDrafter
 from draftlab.engine.prepacked_head import PackedHead
 from draftlab.engine.sampling import Request, Sampling, row_keys
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.kernels.parallel_layout import layout_size
 from draftlab.target_model.model import Target
 from tests.helpers.decoding import MASK, PARALLEL, untrained_head
@@ -26,10 +26,10 @@ PASSES = {"plain": PlainHead, "fused": FusedHead, "packed": PackedHead}
 COUNTS = [[5, 9, 2], [1, 4, 3], [3, 1, 5]]  # pairs of each row, step by step
 
 
-def loud(target: Target, **changed: Any) -> PtdHead:
+def loud(target: Target, **changed: Any) -> PeagleHead:
     """Loud weights: quiet ones hide what is attended to."""
     head = untrained_head(target, K, target.vocab_size - 20, **(PARALLEL | changed))
-    assert isinstance(head, PtdHead)
+    assert isinstance(head, PeagleHead)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -41,7 +41,7 @@ def loud(target: Target, **changed: Any) -> PtdHead:
     return head.eval().requires_grad_(False)
 
 
-def dense(head: PtdHead, tokens: Tensor, features: Tensor, k: int) -> Tensor:
+def dense(head: PeagleHead, tokens: Tensor, features: Tensor, k: int) -> Tensor:
     """q [K, W] behind n pairs: the pairs and K − 1 masked slots in one causal pass, no cache."""
     tokens = torch.cat([tokens, torch.full((k - 1,), MASK)])
     features = torch.cat([features, head.mask_hidden.expand(k - 1, -1)])

@@ -14,7 +14,7 @@ from draftlab.engine.prepacked_head import PackedHead
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Generation, Request, Sampling, row_keys
 from draftlab.evaluate.certificate.exact_tree import grow
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.kernels.packed_linear import why_not_packed
 from draftlab.target_model.model import Target
 from tests.engine import test_lossless_engine as lossless
@@ -33,7 +33,7 @@ def told(found: list[Generation]) -> list[Any]:
 def decoded(
     engine: Any,
     target: Target,
-    head: PtdHead,
+    head: PeagleHead,
     asked: list[Request],
     k: int,
     probs: bool,
@@ -56,7 +56,7 @@ SIZES: list[dict[str, Any]] = [
 )
 @pytest.mark.parametrize("k", [1, TRAINED, TRAINED + 2])
 def test_tokens_and_steps_are_the_reference_engines(
-    k: int, temperature: float, probs: bool, target: Target, parallel_head: PtdHead
+    k: int, temperature: float, probs: bool, target: Target, parallel_head: PeagleHead
 ) -> None:
     # Without it, argmax drafts are hardly ever accepted by a toy at T > 0.
     top_k = 4 if temperature and not probs else None
@@ -70,7 +70,7 @@ def test_tokens_and_steps_are_the_reference_engines(
         assert found == expected, sizes
 
 
-def test_greedy_tokens_are_plain_decodings(target: Target, parallel_head: PtdHead) -> None:
+def test_greedy_tokens_are_plain_decodings(target: Target, parallel_head: PeagleHead) -> None:
     asked = requests(8, **ASKED)
     plain = run(Engine(target, batch=4, max_length=128), asked)
     found = decoded(Engine, target, parallel_head, asked, TRAINED, False, batch=4)
@@ -80,7 +80,7 @@ def test_greedy_tokens_are_plain_decodings(target: Target, parallel_head: PtdHea
 @pytest.mark.parametrize("limit", [21, 24])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_near_the_limit(
-    temperature: float, limit: int, target: Target, parallel_head: PtdHead
+    temperature: float, limit: int, target: Target, parallel_head: PeagleHead
 ) -> None:
     """Steps draft fewer there, and masks beyond it change nothing."""
     sampling = Sampling(temperature, seed=3)
@@ -100,7 +100,7 @@ def test_near_the_limit(
 
 
 def test_small_pools_evict(
-    target: Target, parallel_head: PtdHead, monkeypatch: pytest.MonkeyPatch
+    target: Target, parallel_head: PeagleHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the sizes above are there for."""
     evictions = []
@@ -118,7 +118,7 @@ def test_small_pools_evict(
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_packed_products_decode_the_same(
-    temperature: float, target: Target, parallel_head: PtdHead
+    temperature: float, target: Target, parallel_head: PeagleHead
 ) -> None:
     asked = requests(8, sampling=Sampling(temperature, seed=3), **ASKED)
     found = []
@@ -156,7 +156,7 @@ def test_probabilities_of_the_depth_before_are_noticed(
     assert lossless.p_value(small, poor_head(small)) < 1e-6
 
 
-def poor_head(target: Target) -> PtdHead:
+def poor_head(target: Target) -> PeagleHead:
     """Untrained and loud, and without the target's token 0: a good head would hide faults."""
     family = PARALLEL | {"mask_token_id": target.vocab_size - 1}
     head: Any = untrained_head(target, 2, target.vocab_size - 1, **family)
@@ -168,7 +168,7 @@ def poor_head(target: Target) -> PtdHead:
 
 
 def test_the_certificates_tree_knows_what_is_drafted(
-    target: Target, parallel_head: PtdHead
+    target: Target, parallel_head: PeagleHead
 ) -> None:
     """Its draft probabilities, made without engine and drafter, are the drafter's own."""
     context, ids = (5, 6, 7, 8), torch.tensor([[5, 6, 7, 8]])

@@ -104,8 +104,8 @@ def test_an_evaluation_packs_unless_told_not_to(target: Target, head: Eagle3Head
     reports = {}
     for packed, words in ((True, "packed for oneDNN"), (False, "packing is off")):
         heard = Heard()
-        knobs = {"temperatures": 0, "timing_prompts": 0, "certify": False, "packed": packed}
-        reports[packed] = evaluate(target, head, monitor=heard, **knobs)
+        settings = {"temperatures": 0, "timing_prompts": 0, "certify": False, "packed": packed}
+        reports[packed] = evaluate(target, head, monitor=heard, **settings)
         assert words in reports[packed].environment["products"]
         assert any(words in line for line in heard.lines)
     for one, other in zip(reports[True].rows, reports[False].rows, strict=True):

@@ -12,7 +12,7 @@ from draftlab.engine.drafter import Observed, Proposal
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request
 from draftlab.kernels.rows import RowKeys, draft_index
-from draftlab.target_model.model import TargetKnobs, load_target
+from draftlab.target_model.model import TargetSettings, load_target
 from tests.helpers.greedy_answers import run
 from tests.helpers.zoo import SHAPE, ZOO, eager_model, zoo_folder
 
@@ -83,7 +83,7 @@ def test_decoding_equals_generate(kind: str, k: int, tmp_path: Path) -> None:
         tuple(torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()) for n in (23, 2, 11)
     ]
     expected = [greedy(folder, prompt) for prompt in prompts]
-    target = load_target(TargetKnobs(path=str(folder), device="cpu"))
+    target = load_target(TargetSettings(path=str(folder), device="cpu"))
     drafter = BigramDrafter(expected, k)
     engine = Engine(target, drafter, batch=2, max_length=72, block_size=16, prefill_tokens=13)
     asked = [Request(str(i), prompt, NEW_TOKENS) for i, prompt in enumerate(prompts)]

@@ -12,7 +12,7 @@ import pytest
 
 from draftlab.engine.drafter import new_drafter
 from draftlab.errors import UserError
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from tests.helpers.decoding import PARALLEL, untrained_head
 from tests.helpers.toys import toy_target_folder
 
@@ -28,7 +28,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder = toy_target_folder(
         tmp_path_factory.mktemp("target"), layers=4, hidden=32, max_length=128
     )
-    return load_target(TargetKnobs(path=str(folder), device="cpu"))
+    return load_target(TargetSettings(path=str(folder), device="cpu"))
 
 
 @pytest.mark.parametrize("family", [None, {}, PARALLEL])

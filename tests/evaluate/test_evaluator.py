@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftlab.errors import UserError
-from draftlab.evaluate.evaluator import EvalKnobs, Evaluator, NamedHead, environment
+from draftlab.evaluate.evaluator import EvalSettings, Evaluator, NamedHead, environment
 from draftlab.evaluate.results import Report, Timing
 from draftlab.evaluate.timing import one_thread, rounds
 from draftlab.evaluate.warnings import row_warnings
@@ -31,7 +31,7 @@ class Heard(Monitor):
 
 
 def evaluate(
-    target: Target, *heads: Eagle3Head, monitor: Monitor | None = None, **knobs: object
+    target: Target, *heads: Eagle3Head, monitor: Monitor | None = None, **settings: object
 ) -> Report:
     fields = {"max_new_tokens": 16, "batch": 4, "timing_prompts": 2, "timing_tokens": 8}
     names = ("a head", "another")
@@ -40,7 +40,7 @@ def evaluate(
         [NamedHead(name, head) for name, head in zip(names, heads, strict=False)],
         suite(),
         STOPS,
-        EvalKnobs.model_validate(fields | knobs),
+        EvalSettings.model_validate(fields | settings),
         monitor=monitor or Monitor(),
     )
     return evaluator.run()
@@ -120,7 +120,7 @@ def test_a_k_beyond_training_is_said(target: Target, head: Eagle3Head) -> None:
 
 def test_an_empty_suite_is_refused(target: Target) -> None:
     with pytest.raises(UserError, match="expected prompts to evaluate, found none"):
-        Evaluator(target, [], suite(0), STOPS, EvalKnobs(), monitor=Monitor())
+        Evaluator(target, [], suite(0), STOPS, EvalSettings(), monitor=Monitor())
 
 
 def test_one_thread_inside_only() -> None:

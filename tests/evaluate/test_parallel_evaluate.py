@@ -12,22 +12,22 @@ from safetensors.torch import load_file, save_file
 from draftlab.engine.engine import Engine
 from draftlab.errors import UserError
 from draftlab.evaluate.bandwidth import head_bytes
-from draftlab.evaluate.certificate.certify import CertifyKnobs, certify
-from draftlab.evaluate.evaluator import EvalKnobs
+from draftlab.evaluate.certificate.certify import CertifySettings, certify
+from draftlab.evaluate.evaluator import EvalSettings
 from draftlab.heads.config import TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import save_head
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.pipeline.api import new_evaluator
 from draftlab.progress import Monitor
-from draftlab.target_model.model import Target, TargetKnobs, load_tokenizer
+from draftlab.target_model.model import Target, TargetSettings, load_tokenizer
 from tests.evaluate.test_evaluator import Heard, evaluate
 from tests.helpers.decoding import MASK
 from tests.helpers.greedy_answers import BOUNDARIES, requests
 
 
 def test_chain_and_parallel_in_one_report(
-    target: Target, head: Eagle3Head, parallel_head: PtdHead
+    target: Target, head: Eagle3Head, parallel_head: PeagleHead
 ) -> None:
     heard = Heard()
     report = evaluate(target, head, parallel_head, monitor=heard, k=[1, 5], temperatures=0)
@@ -53,7 +53,7 @@ def test_chain_and_parallel_in_one_report(
     assert [point["k"] for point in one["points"]] == [1, 2, 3, 4, 5]
 
 
-def test_sampled_drafts_meet_their_chances(target: Target, parallel_head: PtdHead) -> None:
+def test_sampled_drafts_meet_their_chances(target: Target, parallel_head: PeagleHead) -> None:
     report = evaluate(target, parallel_head, k=3, temperatures=0.8, timing_prompts=0)
     for row in report.rows[1:]:
         assert row.drafter == "parallel"
@@ -62,7 +62,9 @@ def test_sampled_drafts_meet_their_chances(target: Target, parallel_head: PtdHea
         assert sum(row.expected_acceptance or []) > 0
 
 
-def test_a_pass_reads_the_weights_once_whatever_k(head: Eagle3Head, parallel_head: PtdHead) -> None:
+def test_a_pass_reads_the_weights_once_whatever_k(
+    head: Eagle3Head, parallel_head: PeagleHead
+) -> None:
     assert head_bytes(parallel_head, 8) == head_bytes(parallel_head, 1)
     read = [p for n, p in parallel_head.named_parameters() if not n.startswith("embed_tokens")]
     assert head_bytes(parallel_head, 1) == 4 * sum(p.numel() for p in read)
@@ -70,11 +72,11 @@ def test_a_pass_reads_the_weights_once_whatever_k(head: Eagle3Head, parallel_hea
 
 
 @pytest.fixture
-def folder(target: Target, parallel_head: PtdHead, tmp_path: Path) -> Path:
+def folder(target: Target, parallel_head: PeagleHead, tmp_path: Path) -> Path:
     """The head on disk, as one that was trained for this target."""
     from draftlab.text.render import template_sha256, tokenizer_sha256
 
-    tokenizer = load_tokenizer(TargetKnobs(path=str(target.folder)))
+    tokenizer = load_tokenizer(TargetSettings(path=str(target.folder)))
     identity = TargetIdentity(
         name="toy",
         fingerprint=target.fingerprint,
@@ -82,7 +84,7 @@ def folder(target: Target, parallel_head: PtdHead, tmp_path: Path) -> Path:
         tokenizer_sha256=tokenizer_sha256(tokenizer),
         template_sha256=template_sha256(tokenizer),
     )
-    copy = PtdHead(parallel_head.config.model_copy(update={"target": identity}))
+    copy = PeagleHead(parallel_head.config.model_copy(update={"target": identity}))
     copy.load_state_dict(parallel_head.state_dict())
     save_head(tmp_path / "head", copy, torch.float32)
     return tmp_path / "head"
@@ -90,11 +92,11 @@ def folder(target: Target, parallel_head: PtdHead, tmp_path: Path) -> Path:
 
 def evaluator(target: Target, folder: Path, suite: Path):
     suite.write_text('{"id": "1", "messages": [{"role": "user", "content": "hi there"}]}\n')
-    knobs = EvalKnobs(
+    settings = EvalSettings(
         suite=str(suite), temperatures=(0.0,), max_new_tokens=8, timing_prompts=0, raw=True
     )
-    at = TargetKnobs(path=str(target.folder), device="cpu")
-    return new_evaluator(at, folder, knobs, monitor=Monitor(), target=target)
+    at = TargetSettings(path=str(target.folder), device="cpu")
+    return new_evaluator(at, folder, settings, monitor=Monitor(), target=target)
 
 
 def test_a_folder_is_evaluated(target: Target, folder: Path, tmp_path: Path) -> None:
@@ -134,11 +136,11 @@ def test_faults_of_a_folder_name_both_values(
         evaluator(target, folder, tmp_path / "suite.jsonl")
 
 
-def test_a_parallel_head_is_certified(target: Target, parallel_head: PtdHead) -> None:
+def test_a_parallel_head_is_certified(target: Target, parallel_head: PeagleHead) -> None:
     prompts = [(r.id, r.prompt_ids) for r in requests(4, seed=100, shortest=3)]
-    knobs = CertifyKnobs(samples=1000, contexts=8, finalists=2, max_samples=2000)
+    settings = CertifySettings(samples=1000, contexts=8, finalists=2, max_samples=2000)
     found = certify(
-        target, parallel_head, prompts, frozenset(), knobs, k=3, monitor=Monitor(), engine=Engine
+        target, parallel_head, prompts, frozenset(), settings, k=3, monitor=Monitor(), engine=Engine
     )
     assert (found.passed, found.prompts_equal) == (True, 1.0)
     assert {arm.draft_probs for arm in found.arms} == {True, False}

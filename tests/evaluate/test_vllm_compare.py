@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from draftlab.errors import UserError
-from draftlab.evaluate.evaluator import EvalKnobs, Evaluator, NamedHead
+from draftlab.evaluate.evaluator import EvalSettings, Evaluator, NamedHead
 from draftlab.evaluate.results import Report
-from draftlab.evaluate.vllm_compare import check_knobs
+from draftlab.evaluate.vllm_compare import check_settings
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.progress import Monitor
 from draftlab.report.conditions import row_labels
@@ -38,8 +38,8 @@ def report(
 ) -> Report:
     monkeypatch.setenv("PYTHONPATH", str(fake_vllm.write(tmp_path / "site")))
     named = NamedHead("a head", head, target.folder)
-    knobs = EvalKnobs.model_validate(ASKED)
-    return Evaluator(target, [named], SUITE, frozenset(), knobs, monitor=Monitor()).run()
+    settings = EvalSettings.model_validate(ASKED)
+    return Evaluator(target, [named], SUITE, frozenset(), settings, monitor=Monitor()).run()
 
 
 def test_the_same_cells_with_vllms_counters(report: Report) -> None:
@@ -68,15 +68,17 @@ def test_both_engines_are_told_apart(report: Report) -> None:
     assert advised == {"draftlab", "vllm (V1, cpu)"}
 
 
-@pytest.mark.parametrize("knob", ["draft_temperature", "greedy_below"])
-def test_knobs_that_vllm_has_not_are_refused(knob: str) -> None:
-    knobs = EvalKnobs.model_validate(ASKED | {knob: 0.5})
-    with pytest.raises(UserError, match=f"knobs that vLLM has too, found {knob} = 0.5") as error:
-        check_knobs(knobs)
+@pytest.mark.parametrize("setting", ["draft_temperature", "greedy_below"])
+def test_settings_that_vllm_has_not_are_refused(setting: str) -> None:
+    settings = EvalSettings.model_validate(ASKED | {setting: 0.5})
+    with pytest.raises(
+        UserError, match=f"settings that vLLM has too, found {setting} = 0.5"
+    ) as error:
+        check_settings(settings)
     assert "leave them out" in error.value.do
 
 
 def test_a_missing_vllm_shows_before_anything_is_decoded() -> None:
-    check_knobs(EvalKnobs.model_validate(ASKED))
+    check_settings(EvalSettings.model_validate(ASKED))
     with pytest.raises(UserError, match="found no program"):
-        check_knobs(EvalKnobs.model_validate(ASKED | {"vllm": {"python": "/no/python"}}))
+        check_settings(EvalSettings.model_validate(ASKED | {"vllm": {"python": "/no/python"}}))

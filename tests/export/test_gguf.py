@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from draftlab.errors import UserError
-from draftlab.export import ExportKnobs, gguf
-from draftlab.target_model.model import TargetKnobs, resolve_target
+from draftlab.export import ExportSettings, gguf
+from draftlab.target_model.model import TargetSettings, resolve_target
 
 SCRIPT = """
 import argparse, json, sys
@@ -34,7 +34,7 @@ class TextModel:
         {body}
 """
 KNOWN, UNKNOWN = 'return "known"', 'raise NotImplementedError("BPE pre-tokenizer")'
-EMBEDDED = resolve_target(TargetKnobs())
+EMBEDDED = resolve_target(TargetSettings())
 
 
 def make_tree(folder: Path, body: str, *, package: bool, fails: bool = False) -> Path:
@@ -104,6 +104,6 @@ def test_a_tokenizer_is_known_by_how_it_splits(tmp_path: Path) -> None:
 
 
 def test_gguf_is_made_of_one_layout() -> None:
-    assert ExportKnobs(formats=("vllm", "llamacpp"), gguf=True).gguf
+    assert ExportSettings(formats=("vllm", "llamacpp"), gguf=True).gguf
     with pytest.raises(ValueError, match="llamacpp among the layouts, found speculators"):
-        ExportKnobs(gguf=True)
+        ExportSettings(gguf=True)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from draftlab.errors import UserError
-from draftlab.export import LAYOUTS, ExportKnobs, find_layout
+from draftlab.export import LAYOUTS, ExportSettings, find_layout
 from draftlab.export.settings import PROGRAMS
 from draftlab.heads.folder import load_head
 from draftlab.progress import Monitor
@@ -256,7 +256,7 @@ def test_chosen_defaults_are_said(make_head: MakeHead, target: Path, tmp_path: P
         export(head, target, tmp_path / "out", dtype="int8")
 
 
-def test_layouts_and_knobs() -> None:
+def test_layouts_and_settings() -> None:
     assert LAYOUTS.keys() == set(PROGRAMS)
     assert find_layout("speculators") is LAYOUTS["speculators"]
     with pytest.raises(UserError, match="did you mean 'speculators'"):
@@ -265,8 +265,8 @@ def test_layouts_and_knobs() -> None:
         find_layout("onnx")
     with pytest.raises(UserError, match="did you mean 'llamacpp'"):
         find_layout("gguf")
-    assert ExportKnobs() == ExportKnobs(formats=("speculators",), dtype=None, k=None)
+    assert ExportSettings() == ExportSettings(formats=("speculators",), dtype=None, k=None)
     with pytest.raises(ValueError, match="did you mean 'speculators'"):
-        ExportKnobs(formats=("Speculators",))
+        ExportSettings(formats=("Speculators",))
     with pytest.raises(ValueError, match="greater than or equal to 1"):
-        ExportKnobs(k=0)
+        ExportSettings(k=0)

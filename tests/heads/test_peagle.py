@@ -15,16 +15,16 @@ from draftlab.errors import UserError
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import load_config, load_head, native_config, save_head
 from draftlab.heads.initial import fingerprint, start_from
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.pipeline.api import reference_head
 from tests.helpers.head_toys import PTD, make_config, make_head
 
 FILE, MASK, FEATURES = "model.safetensors", 7, 80
 
 
-def make_ptd(seed: int = 0, **changed: object) -> PtdHead:
+def make_ptd(seed: int = 0, **changed: object) -> PeagleHead:
     head = make_head(seed, **(PTD | changed))
-    assert isinstance(head, PtdHead)
+    assert isinstance(head, PeagleHead)
     return head
 
 
@@ -40,7 +40,7 @@ def load(folder: Path) -> Eagle3Head:
 
 def test_a_ptd_head_comes_back_whole(folder: Path) -> None:
     head, loaded = make_ptd(qk_norm=True).float(), load(folder)
-    assert isinstance(loaded, PtdHead)
+    assert isinstance(loaded, PeagleHead)
     assert loaded.config == head.config == load_config(folder)
     found = loaded.state_dict()
     for name, tensor in head.state_dict().items():

@@ -12,8 +12,8 @@ from draftlab.heads.config import FROM_LAST_STATE, HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import initialise_head
-from draftlab.heads.peagle import PtdHead
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.heads.peagle import PeagleHead
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.loss import SOFT_CE, Terms
 from tests.helpers.greedy_answers import BOUNDARIES, answers, greedy_records
@@ -28,7 +28,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder: Path = toy_target_folder(
         tmp_path_factory.mktemp("target"), layers=4, hidden=32, max_length=MAX_LENGTH
     )
-    return load_target(TargetKnobs(path=str(folder), device="cpu"))
+    return load_target(TargetSettings(path=str(folder), device="cpu"))
 
 
 MASK = 288  # what no prompt and no answer holds
@@ -82,7 +82,7 @@ def head(target: Target) -> Eagle3Head:
 
 
 @pytest.fixture(scope="session")
-def parallel_head(target: Target) -> PtdHead:
+def parallel_head(target: Target) -> PeagleHead:
     """Of two layers, trained as `head` is, but longer: later drafts are harder for it."""
     head = untrained_head(target, 3, target.vocab_size - 20, **PARALLEL, qk_norm=True)
     return trained_head(target, head, 150)

@@ -13,7 +13,7 @@ from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.folder import new_head, save_head
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
-from draftlab.target_model.model import TargetKnobs, load_tokenizer
+from draftlab.target_model.model import TargetSettings, load_tokenizer
 from draftlab.text.render import template_sha256, tokenizer_sha256
 
 LAYERS, HIDDEN, VOCAB, POSITIONS = 6, 64, 289, 512
@@ -32,7 +32,7 @@ def make_head(
     folder: Path, target: Path, *, dtype: torch.dtype = torch.bfloat16, **changed
 ) -> Path:
     """A loud random head of the toy target's."""
-    tokenizer = load_tokenizer(TargetKnobs(path=str(target)))
+    tokenizer = load_tokenizer(TargetSettings(path=str(target)))
     fields = {
         "boundaries": BOUNDARIES,
         "target_num_layers": LAYERS,

@@ -26,7 +26,7 @@ STEPS, CUT = 8, 4
 
 
 DIVERGING = tuple(f"{parallel}-eagle3-diverging" for parallel in ("ddp", "zero1", "zero3"))
-KNOBS = {name: {"learning_rate": 1e30, "warmup": 0.0} for name in DIVERGING}
+SETTINGS = {name: {"learning_rate": 1e30, "warmup": 0.0} for name in DIVERGING}
 
 
 class Heard(Monitor):
@@ -39,7 +39,7 @@ class Heard(Monitor):
         self.lines.append(line)
 
 
-def train(folder: Path, family: str = "eagle3", **knobs: Any) -> tuple[Trainer, Heard]:
+def train(folder: Path, family: str = "eagle3", **settings: Any) -> tuple[Trainer, Heard]:
     """Trains on 21 answers; steps have 3 micro-batches, the last of an epoch fewer."""
     target, heard = orthogonal_parts(), Heard()
     store = ListStore([toy_answer(target, i) for i in range(21)])
@@ -53,7 +53,7 @@ def train(folder: Path, family: str = "eagle3", **knobs: Any) -> tuple[Trainer, 
         "weight_decay": 0.01,
     }
     config = synthetic.config(family=family)
-    trainer = trained(folder, store, target, heard, config, **fields | knobs)
+    trainer = trained(folder, store, target, heard, config, **fields | settings)
     return trainer, heard
 
 
@@ -67,7 +67,9 @@ def main() -> None:
     for name in sys.argv[2:]:
         parallel, family = name.split("-")[:2]
         try:
-            trainer, heard = train(folder / name, family, parallel=parallel, **KNOBS.get(name, {}))
+            trainer, heard = train(
+                folder / name, family, parallel=parallel, **SETTINGS.get(name, {})
+            )
         except UserError as error:
             (folder / f"{name}-{os.environ['RANK']}.txt").write_text(str(error))
             continue

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from draftlab.progress import Monitor
-from draftlab.store.record import RecordKnobs, record
+from draftlab.store.record import RecordSettings, record
 from draftlab.store.store import Sample, Store, StoreIdentity
 from draftlab.target_model.model import Target
 
@@ -57,13 +57,15 @@ def make(
     monitor: Monitor | None = None,
     **changes: object,
 ) -> Store:
-    knobs = RecordKnobs(**({"dtype": "float32", "shard_tokens": 100, "batch_tokens": 96} | changes))
+    settings = RecordSettings(
+        **({"dtype": "float32", "shard_tokens": 100, "batch_tokens": 96} | changes)
+    )
     return record(
         target,
         make_samples() if samples is None else samples,
         folder,
-        knobs,
-        identity_of(target, knobs.dtype),
+        settings,
+        identity_of(target, settings.dtype),
         monitor=monitor or Monitor(),
     )
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 from draftlab.kernels.verify import DraftDistribution, RowKeys
-from draftlab.target_model.model import TargetKnobs, load_target
+from draftlab.target_model.model import TargetSettings, load_target
 from tests.helpers.decoding import PARALLEL, untrained_head
 from tests.helpers.hopper import compiled, most_shared, on_gpu, pretend
 from tests.helpers.interpreter import compiles
@@ -175,7 +175,7 @@ def test_a_whole_step(
     from draftlab.target_model.fused_decoder import FusedDecoder
 
     folder = toy_target_folder(tmp_path, layers=4)
-    target = load_target(TargetKnobs(path=str(folder), device="cpu", dtype="bfloat16"))
+    target = load_target(TargetSettings(path=str(folder), device="cpu", dtype="bfloat16"))
     family = PARALLEL | {"qk_norm": True} if kind == "parallel" else {}
     head = untrained_head(target, 3, 200, **family).to(torch.bfloat16).eval()
     drafter = new_drafter(head, 3, draft_probs=draft_probs)

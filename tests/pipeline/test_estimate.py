@@ -17,7 +17,7 @@ from draftlab.pipeline.recipe import Recipe, load_recipe, parse_recipe
 from draftlab.pipeline.sizes import Conversations, HeadSize, TargetSize, planned_head
 from draftlab.pipeline.stages import STAGES
 from draftlab.store.manifest import StoreIdentity
-from draftlab.target_model.model import TargetKnobs, load_target
+from draftlab.target_model.model import TargetSettings, load_target
 from tests.helpers.small_run import draftlab, write_prompts
 from tests.helpers.zoo import zoo_config, zoo_folder
 from tests.pipeline.test_recipes_run import RECIPES
@@ -45,9 +45,9 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe(folder: Path, **knobs: Any) -> Recipe:
-    where = {"path": str(folder), "dtype": "bfloat16"} | knobs.pop("target", {})
-    return parse_recipe(RECIPE | {"target": where} | knobs)
+def recipe(folder: Path, **settings: Any) -> Recipe:
+    where = {"path": str(folder), "dtype": "bfloat16"} | settings.pop("target", {})
+    return parse_recipe(RECIPE | {"target": where} | settings)
 
 
 def test_a_targets_size(eight: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_targets_size(eight: Path) -> None:
 @pytest.mark.parametrize("kind", ["llama", "llama4", "gpt_oss", "qwen3_moe"])
 def test_parameters_are_those_of_the_loaded_target(kind: str, tmp_path: Path) -> None:
     folder = zoo_folder(tmp_path, kind)
-    model = load_target(TargetKnobs(path=str(folder), device="cpu")).model
+    model = load_target(TargetSettings(path=str(folder), device="cpu")).model
     asked = recipe(folder)
     size = TargetSize.of(asked, target_config(asked.target))
     assert size.parameters == sum(p.numel() for p in model.parameters())
@@ -185,7 +185,7 @@ def test_conversations_are_cut_when_they_are_stored_not_when_they_are_answered(
 def test_positions_of_longrope_are_those_it_is_used_at(tmp_path: Path) -> None:
     folder = zoo_folder(tmp_path, "phi3")
     asked = recipe(folder)
-    used = load_target(TargetKnobs(path=str(folder), device="cpu")).max_length
+    used = load_target(TargetSettings(path=str(folder), device="cpu")).max_length
     assert TargetSize.of(asked, target_config(asked.target)).max_length == used
     assert used < zoo_config("phi3").max_position_embeddings
 
@@ -199,8 +199,8 @@ def test_online_nothing_is_stored_and_the_target_runs_along(eight: Path) -> None
     assert stored["store"].disk
     assert online["store"].disk is None
     assert online["head"].memory == stored["head"].memory + stored["target"].memory
-    knobs = recipe(eight).train
-    passes = 2 * 8.03e9 * knobs.steps * knobs.batch_rows * knobs.row_tokens / 989e12
+    settings = recipe(eight).train
+    passes = 2 * 8.03e9 * settings.steps * settings.batch_rows * settings.row_tokens / 989e12
     more = online["head"].seconds - stored["head"].seconds
     assert more == pytest.approx(passes, rel=0.01)
 

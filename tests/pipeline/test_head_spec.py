@@ -12,7 +12,7 @@ from draftlab.pipeline.estimate import needs
 from draftlab.pipeline.head_spec import check_early, choose_boundaries, llama4_attention
 from draftlab.pipeline.recipe import parse_recipe
 from draftlab.progress import Monitor
-from draftlab.train.settings import HeadKnobs
+from draftlab.train.settings import HeadSettings
 
 
 class Lines(Monitor):
@@ -52,9 +52,9 @@ LLAMA4 = Llama4TextConfig(
 )
 
 
-def attention(target: Any, **knobs: Any) -> dict[str, Any]:
-    layers = knobs.pop("num_layers", 1)
-    head = HeadKnobs(family="eagle_llama4", num_layers=layers, llama4=knobs)
+def attention(target: Any, **settings: Any) -> dict[str, Any]:
+    layers = settings.pop("num_layers", 1)
+    head = HeadSettings(family="eagle_llama4", num_layers=layers, llama4=settings)
     found = llama4_attention(head, target)
     assert found is not None
     return found.model_dump()
@@ -81,21 +81,21 @@ def test_or_the_recipe_or_llama4_itself() -> None:
     assert (other["attention_chunk_size"], other["floor_scale"]) == (8192, 8192)
 
 
-def test_other_families_have_no_such_knobs() -> None:
-    assert llama4_attention(HeadKnobs(), LLAMA4) is None
+def test_other_families_have_no_such_settings() -> None:
+    assert llama4_attention(HeadSettings(), LLAMA4) is None
     with pytest.raises(UserError, match="family eagle3 has no llama4"):
         parse_recipe({"name": "r", "head": {"llama4": {"use_qk_norm": True}}})
     with pytest.raises(UserError, match=r"one number for each of the 1 layers, found \[1, 0\]"):
         parse_recipe(
             {"name": "r", "head": {"family": "eagle_llama4", "llama4": {"no_rope_layers": [1, 0]}}}
         )
-    # A run's own recipe.yaml writes every knob, those that say nothing included.
+    # A run's own recipe.yaml writes every setting, those that say nothing included.
     silent = {"llama4": dict.fromkeys(("no_rope_layers", "use_qk_norm"))}
     assert parse_recipe({"name": "r", "head": silent}).head.llama4.use_qk_norm is None
 
 
 @pytest.mark.parametrize(
-    ("knobs", "said"),
+    ("settings", "said"),
     [
         (
             {"record": {"boundaries": [1, 23, 44]}},
@@ -130,9 +130,9 @@ def test_other_families_have_no_such_knobs() -> None:
     ],
 )
 def test_a_recipe_that_does_not_fit_is_refused_by_the_plan_and_by_the_run(
-    knobs: dict[str, Any], said: str
+    settings: dict[str, Any], said: str
 ) -> None:
-    recipe = parse_recipe({"name": "r", **knobs})
+    recipe = parse_recipe({"name": "r", **settings})
     for check in (check_early, needs):
         with pytest.raises(UserError) as caught:
             check(recipe)

@@ -72,12 +72,12 @@ def test_the_verbs_are_functions_with_typed_results(workshop: Path, tmp_path: Pa
     done = pipeline()
     assert {s.state for s in done.plan("head", "eval", "export")} == {"done"}
     assert done.make("head") == Path("runs/small/head")
-    knobs = done.recipe.eval.model_copy(update={"temperatures": (0.0,), "max_prompts": 1})
+    settings = done.recipe.eval.model_copy(update={"temperatures": (0.0,), "max_prompts": 1})
     head = find_run(None) / "head"
-    report = evaluate(done.recipe.target, head, knobs, tmp_path / "out", monitor=Monitor())
+    report = evaluate(done.recipe.target, head, settings, tmp_path / "out", monitor=Monitor())
     assert isinstance(report, Report)
     assert report == Report.read(tmp_path / "out" / "report.json")
-    plain = evaluate(done.recipe.target, None, knobs, tmp_path / "plain", monitor=Monitor())
+    plain = evaluate(done.recipe.target, None, settings, tmp_path / "plain", monitor=Monitor())
     assert {row.drafter for row in plain.rows} == {"none"}
     out = export_head(head, done.recipe.target, tmp_path / "x", "speculators", monitor=Monitor())
     assert (out / "config.json").is_file()
@@ -123,7 +123,7 @@ def test_training_gives_its_memory_back(workshop: Path, monkeypatch: pytest.Monk
     assert left == [None]
 
 
-def test_an_interrupted_run_does_not_take_other_knobs(workshop: Path) -> None:
+def test_an_interrupted_run_does_not_take_other_settings(workshop: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         pipeline("name=other", monitor=Heard(interrupt=("train", 3))).make("head")
     assert (

@@ -19,18 +19,18 @@ from draftlab.pipeline.recipe import (
     schema_lines,
     to_yaml,
 )
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 
-def knobs(model: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, Any]:
+def settings(model: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, Any]:
     """Every field of the tree by its dotted name, inner nodes included."""
     found: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         found[prefix + name] = field
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found |= knobs(field.annotation, f"{prefix}{name}.")
+            found |= settings(field.annotation, f"{prefix}{name}.")
     return found
 
 
@@ -58,20 +58,20 @@ def test_there_are_shipped_recipes() -> None:
     assert "quickstart" in {path.stem for path in RECIPES}
 
 
-def test_every_knob_is_documented() -> None:
+def test_every_setting_is_documented() -> None:
     undocumented = [
-        name for name, field in knobs().items() if not (field.description or "").strip()
+        name for name, field in settings().items() if not (field.description or "").strip()
     ]
     assert undocumented == []
 
 
-def test_the_schema_is_yaml_that_mentions_every_knob_with_its_default() -> None:
+def test_the_schema_is_yaml_that_mentions_every_setting_with_its_default() -> None:
     text = "\n".join(schema_lines())
     tree = yaml.safe_load(text)
     tree["name"] = "x"
     assert parse_recipe(tree) == Recipe(name="x")
     lines = text.splitlines()
-    for name, field in knobs().items():
+    for name, field in settings().items():
         own = name.rpartition(".")[2]
         at = [i for i, line in enumerate(lines) if line.strip().startswith(f"{own}:")]
         meaning = " ".join(field.description.split())
@@ -92,12 +92,12 @@ def test_a_typo_anywhere_gets_the_nearest_name(name: str, cut: int, letter: str)
     with pytest.raises(UserError) as caught:
         parse_recipe(tree)
     where = f"{parents}.{typo}" if parents else typo
-    assert f"{where}: unknown knob; did you mean {name}?" in str(caught.value)
+    assert f"{where}: unknown setting; did you mean {name}?" in str(caught.value)
 
 
-def test_an_unknown_knob_unlike_any_lists_the_known(tmp_path: Path) -> None:
+def test_an_unknown_setting_unlike_any_lists_the_known(tmp_path: Path) -> None:
     message = fault(written(tmp_path, "draft_vocab: {wxyzzy: 1}"))
-    assert "draft_vocab.wxyzzy: unknown knob; known: size" in message
+    assert "draft_vocab.wxyzzy: unknown setting; known: size" in message
     assert "recipe schema" in message
 
 
@@ -106,8 +106,8 @@ def test_an_unknown_knob_unlike_any_lists_the_known(tmp_path: Path) -> None:
     [
         ("train: {steps: many}", "train.steps: expected a whole number, found 'many'"),
         ("train: {steps: 0}", "train.steps: expected a number greater than or equal to 1, found 0"),
-        ("train: 7", "train: expected a mapping of knobs, found "),
-        ("train:", "train: expected a mapping of knobs, found "),
+        ("train: 7", "train: expected a mapping of settings, found "),
+        ("train:", "train: expected a mapping of settings, found "),
         ("record: {overlong: cut}", "record.overlong: expected 'truncate' or 'skip', found 'cut'"),
         ("eval: {temperatures: []}", "eval.temperatures: expected at least one value, found none"),
         (
@@ -120,8 +120,8 @@ def test_an_unknown_knob_unlike_any_lists_the_known(tmp_path: Path) -> None:
             "'gguf'; did you mean 'llamacpp'?\n",
         ),
         ("name: ../elsewhere", "name: expected a name of letters, digits, "),
-        ("- a\n- b", "expected a mapping of knobs, found list"),
-        ("", "expected a mapping of knobs, found NoneType"),
+        ("- a\n- b", "expected a mapping of settings, found list"),
+        ("", "expected a mapping of settings, found NoneType"),
         ("train: {steps: 1", "expected YAML"),
         ("seed: 1\nseed: 2", "the key 'seed' is there twice"),
         ("train: {steps: 1, steps: 2}", "the key 'steps' is there twice"),
@@ -254,8 +254,8 @@ def test_the_resolved_recipe_reads_back(path: Path, tmp_path: Path) -> None:
 
 
 def test_changed_validates_what_was_asked() -> None:
-    knobs = TrainKnobs()
-    assert changed(knobs, {"steps": 5, "clip": None}, where="here").steps == 5
-    assert changed(knobs, {"clip": None}, where="here") == knobs
+    settings = TrainSettings()
+    assert changed(settings, {"steps": 5, "clip": None}, where="here").steps == 5
+    assert changed(settings, {"clip": None}, where="here") == settings
     with pytest.raises(UserError, match=r"steps: expected .*found -1"):
-        changed(knobs, {"steps": -1}, where="here")
+        changed(settings, {"steps": -1}, where="here")

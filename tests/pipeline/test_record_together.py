@@ -15,7 +15,7 @@ from draftlab.errors import UserError
 from draftlab.pipeline import recording
 from draftlab.pipeline.gpu_workers import helper_devices, launched_helper
 from draftlab.store.store import Store
-from draftlab.target_model.model import TargetKnobs, load_target
+from draftlab.target_model.model import TargetSettings, load_target
 from draftlab.text.answer_workers import Decode, engine_decode
 from draftlab.vllm import hidden_states as vllm_states
 from tests.helpers.small_run import contents, copy_of_finished, draftlab
@@ -46,9 +46,11 @@ def test_answers_are_made_on_as_many_devices(
     expected, asked = made.read_bytes(), []
 
     @contextmanager
-    def answering(knobs: TargetKnobs, devices: list[str], batch: int) -> Iterator[list[Decode]]:
+    def answering(
+        settings: TargetSettings, devices: list[str], batch: int
+    ) -> Iterator[list[Decode]]:
         asked.append((devices, batch))
-        yield [engine_decode(load_target(knobs), batch) for _ in devices]
+        yield [engine_decode(load_target(settings), batch) for _ in devices]
 
     monkeypatch.setattr(recording, "answering", answering)
     monkeypatch.setattr(recording.Recording, "lead", lambda *_: None)
@@ -75,19 +77,19 @@ def test_a_launchers_second_process_helps(
 def test_the_recipe_names_what_computes_the_states(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = load_target(TargetKnobs(path=str(workshop / "toy"), device="cpu"))
+    target = load_target(TargetSettings(path=str(workshop / "toy"), device="cpu"))
     monkeypatch.setattr(vllm_states, "VllmProcess", StandIn(target, []))
-    knobs = ("record.backend=vllm", f"record.vllm.python={sys.executable}")
-    refused = draftlab(workshop, "record", "small.yaml", *knobs)
+    settings = ("record.backend=vllm", f"record.vllm.python={sys.executable}")
+    refused = draftlab(workshop, "record", "small.yaml", *settings)
     assert "record.backend: 'transformers' in the run, 'vllm' now" in refused.output
-    result = draftlab(workshop, "record", "small.yaml", *knobs, "--force")
+    result = draftlab(workshop, "record", "small.yaml", *settings, "--force")
     assert result.exit_code == 0, result.output
     assert "stand-in" in result.output
     assert "loading target" not in result.output
     store = Store.open(workshop / "runs/small/store")
     store.verify()
-    assert store.manifest.knobs["backend"] == "vllm"
-    both = ("record.online=true", *knobs)
+    assert store.manifest.settings["backend"] == "vllm"
+    both = ("record.online=true", *settings)
     assert "by transformers alone" in draftlab(workshop, "record", "small.yaml", *both).output
 
 

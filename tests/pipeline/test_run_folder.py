@@ -63,7 +63,7 @@ def test_what_is_being_made_when_a_process_dies_is_unfinished(tmp_path: Path) ->
 def test_a_stage_refused_before_it_made_anything_is_as_if_not_begun(
     tmp_path: Path, name: str
 ) -> None:
-    """A wrong knob that stopped it must not stand in the way of the right one."""
+    """A wrong setting that stopped it must not stand in the way of the right one."""
     run, stage = make_run(tmp_path), STAGES[name]
     with pytest.raises(UserError, match="wrong"), run.making(stage):
         raise UserError("wrong")
@@ -94,7 +94,7 @@ def test_a_cut_store_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert states(run, "store")["store"] == "unfinished"
 
 
-# What each knob makes old, itself and all that is made of it.
+# What each setting makes old, itself and all that is made of it.
 ALL = ["answers", "store", "head", "eval", "export"]
 
 
@@ -116,15 +116,17 @@ ALL = ["answers", "store", "head", "eval", "export"]
         ({"name": "y"}, []),
     ],
 )
-def test_a_knob_changes_its_stage_and_what_follows(tmp_path: Path, tree: dict, old: list) -> None:
+def test_a_setting_changes_its_stage_and_what_follows(
+    tmp_path: Path, tree: dict, old: list
+) -> None:
     made(make_run(tmp_path))
     found = states(make_run(tmp_path, **tree))
     assert [name for name, state in found.items() if state == "changed"] == old
     assert {state for name, state in found.items() if name not in old} <= {"done"}
 
 
-def test_every_knob_belongs_to_a_stage() -> None:
-    prefixes = {prefix for stage in STAGES.values() for prefix in stage.knobs}
+def test_every_setting_belongs_to_a_stage() -> None:
+    prefixes = {prefix for stage in STAGES.values() for prefix in stage.settings}
     assert set(Recipe.model_fields) - prefixes == {"name", "hardware"}  # hardware: of --plan alone
 
 
@@ -135,7 +137,7 @@ def test_changed_file_contents_count(tmp_path: Path) -> None:
     assert status.changes == {"prompts.sha256": ("1", "other")}
 
 
-def test_a_refusal_names_knob_and_both_values(tmp_path: Path) -> None:
+def test_a_refusal_names_setting_and_both_values(tmp_path: Path) -> None:
     made(make_run(tmp_path))
     run = make_run(tmp_path, train={"steps": 5}, head={"head_dim": 8})
     with pytest.raises(UserError) as caught:
@@ -217,12 +219,12 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_making_with_other_knobs_is_booked(tmp_path: Path) -> None:
+def test_making_with_other_settings_is_booked(tmp_path: Path) -> None:
     run = made(make_run(tmp_path))
     own = flat(parse_recipe({"name": "x"}).eval, "eval.") | FILES["eval"]
     with making_otherwise(tmp_path, EVAL, own | {"target.device": "cpu"}):
         pass
-    assert run.status(EVAL).state == "done"  # the recipe's own knobs, and a free one
+    assert run.status(EVAL).state == "done"  # the recipe's own settings, and a free one
     with making_otherwise(tmp_path, EVAL, own | {"eval.k": 3}):
         pass
     assert run.status(EVAL).changes == {"eval.k": (3, None)}
@@ -278,7 +280,7 @@ def test_keys_are_hashes_of_all_inputs(tmp_path: Path) -> None:
     assert read_json(book(tmp_path, ANSWERS))["inputs"] == first.inputs(ANSWERS)
 
 
-def test_books_from_before_a_knob_was_added_have_what_it_was_then(tmp_path: Path) -> None:
+def test_books_from_before_a_setting_was_added_have_what_it_was_then(tmp_path: Path) -> None:
     store = STAGES["store"]
     with Run(tmp_path, {"record.dtype": "fp8"}, {}).making(store) as folder:
         folder.mkdir()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from draftlab.store.fp8 import E4M3, dequantise, quantise, relative_errors
-from draftlab.store.record import RecordKnobs, record
+from draftlab.store.record import RecordSettings, record
 from draftlab.store.store import Store
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from draftlab.train.batch.packing import pack, pinned
 from tests.helpers.recordings import BOUNDARIES, Lines, contents, identity_of, make, make_samples
 from tests.helpers.toys import toy_target_folder
@@ -21,7 +21,7 @@ from tests.helpers.toys import toy_target_folder
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder = tmp_path_factory.mktemp("target")
     toy_target_folder(folder, layers=4, hidden=32, max_length=64)
-    return load_target(TargetKnobs(path=str(folder), device="cpu"))
+    return load_target(TargetSettings(path=str(folder), device="cpu"))
 
 
 def features(tokens: int, channels: int, seed: int = 0) -> torch.Tensor:
@@ -129,8 +129,8 @@ def test_resumed_and_again_it_has_the_same_bytes(target: Target, tmp_path: Path)
 def test_a_store_without_features(target: Target, tmp_path: Path) -> None:
     """Heads of EAGLE's first generation read the last state alone."""
     identity = replace(identity_of(target, "fp8"), boundaries=())
-    knobs = RecordKnobs(dtype="fp8", boundaries=())
-    store = record(target, make_samples(3), tmp_path, knobs, identity, monitor=Lines())
+    settings = RecordSettings(dtype="fp8", boundaries=())
+    store = record(target, make_samples(3), tmp_path, settings, identity, monitor=Lines())
     assert store[0].features.shape == (store.lengths[0], 0)
     assert store.manifest.shards[0].fp8_errors == []
 

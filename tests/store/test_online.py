@@ -13,9 +13,9 @@ import torch
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store.online import OnlineStore
-from draftlab.store.record import RecordKnobs, planned
+from draftlab.store.record import RecordSettings, planned
 from draftlab.store.store import Record, Sample
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from draftlab.text.draft_vocabulary import build_draft_vocabulary
 from tests.helpers.recordings import identity_of, make, make_samples
 from tests.helpers.small_run import contents, draftlab, new_workshop
@@ -26,13 +26,13 @@ from tests.helpers.toys import toy_target_folder
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder = tmp_path_factory.mktemp("target")
     toy_target_folder(folder, layers=4, hidden=32, max_length=64)
-    return load_target(TargetKnobs(path=str(folder), device="cpu"))
+    return load_target(TargetSettings(path=str(folder), device="cpu"))
 
 
 def online(target: Target, samples: list[Sample], **changes: object) -> OnlineStore:
-    knobs = RecordKnobs(**({"dtype": "float32", "batch_tokens": 96} | changes))
+    settings = RecordSettings(**({"dtype": "float32", "batch_tokens": 96} | changes))
     plan, kept = planned(
-        target, samples, knobs, identity_of(target, knobs.dtype), monitor=Monitor()
+        target, samples, settings, identity_of(target, settings.dtype), monitor=Monitor()
     )
     return OnlineStore(target, kept, plan)
 
@@ -52,8 +52,8 @@ def same(found: Record, expected: Record, **tolerance: float) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
 def test_the_bits_are_those_of_a_recording(dtype: str, target: Target, tmp_path: Path) -> None:
     # A pass of its own for each sample, here and there.
-    knobs = {"dtype": dtype, "batch_tokens": 1, "max_length": 30}
-    stored, made = make(target, tmp_path, **knobs), online(target, make_samples(), **knobs)
+    settings = {"dtype": dtype, "batch_tokens": 1, "max_length": 30}
+    stored, made = make(target, tmp_path, **settings), online(target, make_samples(), **settings)
     assert (made.ids, made.lengths) == (stored.ids, stored.lengths)
     assert max(made.lengths) == 30
     for index in [3, 0, 11]:
@@ -125,11 +125,11 @@ def test_states_that_are_not_finite_are_refused_or_taught_nothing(target: Target
 
 def test_training_online_ends_with_the_bits_of_training_from_a_store(tmp_path: Path) -> None:
     workshop = new_workshop(tmp_path)
-    knobs = ("record.batch_tokens=1", "record.dtype=float32", "train.validate_every=3")
+    settings = ("record.batch_tokens=1", "record.dtype=float32", "train.validate_every=3")
     runs = {}
     for name, way in {"stored": "false", "online": "true"}.items():
         done = draftlab(
-            workshop, "train", "small.yaml", f"name={name}", f"record.online={way}", *knobs
+            workshop, "train", "small.yaml", f"name={name}", f"record.online={way}", *settings
         )
         assert done.exit_code == 0, done.output
         runs[name] = contents(workshop / "runs" / name)
@@ -137,11 +137,13 @@ def test_training_online_ends_with_the_bits_of_training_from_a_store(tmp_path: P
     assert runs["online"][str(weights)] == runs["stored"][str(weights)]
     assert {name for name in runs["online"] if name.startswith("store/")} == {"store/manifest.json"}
     assert len([name for name in runs["stored"] if name.startswith("store/")]) > 1
-    again = draftlab(workshop, "train", "small.yaml", "name=online", "record.online=true", *knobs)
+    again = draftlab(
+        workshop, "train", "small.yaml", "name=online", "record.online=true", *settings
+    )
     assert again.exit_code == 0
     assert "store: there" in again.output
     assert contents(workshop / "runs" / "online") == runs["online"]
-    other = draftlab(workshop, "record", "small.yaml", "name=online", *knobs)
+    other = draftlab(workshop, "record", "small.yaml", "name=online", *settings)
     assert other.exit_code == 2
     assert "record.online: True in the run, False now" in other.output
 

@@ -22,9 +22,9 @@ from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store import extraction as states_module
 from draftlab.store import record as record_module
-from draftlab.store.record import RecordKnobs, record
+from draftlab.store.record import RecordSettings, record
 from draftlab.store.store import Sample, Store, teachers
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from tests.helpers.recordings import BOUNDARIES, Lines, contents, identity_of, make, make_samples
 from tests.helpers.toys import toy_target_folder
 
@@ -36,7 +36,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def target(target_folder: Path) -> Target:
-    return load_target(TargetKnobs(path=str(target_folder), device="cpu"))
+    return load_target(TargetSettings(path=str(target_folder), device="cpu"))
 
 
 def test_records_equal_hf_states_of_each_sequence_alone(target: Target, tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_records_equal_hf_states_of_each_sequence_alone(target: Target, tmp_path
 
 def test_boundary_n_is_the_last_state_before_the_norm(target: Target, tmp_path: Path) -> None:
     identity = identity_of(target, boundaries=(1, target.num_layers))
-    knobs = RecordKnobs(dtype="float32", boundaries=(1, target.num_layers))
-    store = record(target, make_samples(3), tmp_path, knobs, identity, monitor=Monitor())
+    settings = RecordSettings(dtype="float32", boundaries=(1, target.num_layers))
+    store = record(target, make_samples(3), tmp_path, settings, identity, monitor=Monitor())
     for got in store:
         assert torch.equal(got.features[:, target.hidden_size :], got.last)
         normed = target.norm(got.last)
@@ -264,7 +264,7 @@ def test_passes_hold_conversations_side_by_side_or_in_padded_rows(
     assert target.why_padded is None
     with shapes_of_passes(target) as shapes:
         store = make(target, tmp_path / "row")
-    assert store.manifest.knobs["side_by_side"] is True
+    assert store.manifest.settings["side_by_side"] is True
     assert {rows for rows, _ in shapes} == {1}
     assert sum(tokens for _, tokens in shapes) == store.manifest.counts.tokens
     monkeypatch.setitem(target.__dict__, "why_padded", "mixes them")
@@ -273,7 +273,7 @@ def test_passes_hold_conversations_side_by_side_or_in_padded_rows(
         padded = make(target, tmp_path / "rows", monitor=monitor)
     assert max(rows for rows, _ in shapes) > 1
     assert "a pass is of right-padded rows: the target mixes them" in monitor.lines
-    assert "side_by_side" not in padded.manifest.knobs
+    assert "side_by_side" not in padded.manifest.settings
     for one, other in zip(store, padded, strict=True):
         torch.testing.assert_close(one.features, other.features, atol=1e-5, rtol=1e-5)
 
@@ -342,9 +342,9 @@ sys.path.insert(0, {root!r})
 from tests.data import recordings as t
 from draftlab.progress import Monitor
 from draftlab.store import shard_writer as module
-from draftlab.target_model.model import TargetKnobs, load_target
+from draftlab.target_model.model import TargetSettings, load_target
 
-work, target = Path({work!r}), load_target(TargetKnobs(path={target!r}, device="cpu"))
+work, target = Path({work!r}), load_target(TargetSettings(path={target!r}, device="cpu"))
 
 def recorder(folder, die_at):
     '''Forks a recorder that SIGKILLs itself at its die_at-th step towards the disk.'''

@@ -21,9 +21,9 @@ from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store import shard_writer
 from draftlab.store.receipts import Receipts
-from draftlab.store.record import RecordKnobs, planned, record
+from draftlab.store.record import RecordSettings, planned, record
 from draftlab.store.store import Sample, Store
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from draftlab.train.batch.loss_rows import loss_reach
 from tests.helpers.recordings import Lines, contents, identity_of, make, make_samples
 from tests.helpers.toys import toy_target_folder
@@ -33,7 +33,7 @@ from tests.helpers.toys import toy_target_folder
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder = tmp_path_factory.mktemp("target")
     toy_target_folder(folder, layers=4, hidden=32, max_length=64)
-    return load_target(TargetKnobs(path=str(folder), device="cpu"))
+    return load_target(TargetSettings(path=str(folder), device="cpu"))
 
 
 @contextmanager
@@ -177,9 +177,9 @@ def fork(target: Target, folder: Path, part: str, pause: float = 0.0) -> int:
         return child
     try:
         torch.set_num_threads(1)
-        knobs = RecordKnobs(dtype="float32", shard_tokens=100, batch_tokens=96)
+        settings = RecordSettings(dtype="float32", shard_tokens=100, batch_tokens=96)
         identity = identity_of(target)
-        record(target, make_samples(), folder, knobs, identity, monitor=Slow(), part=part)
+        record(target, make_samples(), folder, settings, identity, monitor=Slow(), part=part)
         os._exit(0)
     except BaseException:
         os._exit(1)
@@ -201,8 +201,8 @@ def test_processes_share_a_plan_and_write_the_same_bytes(target: Target, tmp_pat
 
 def test_a_helper_that_comes_too_late_leaves_no_claim(target: Target, tmp_path: Path) -> None:
     """Between its look at the receipts and its claim another process completes the store."""
-    knobs = RecordKnobs(dtype="float32", shard_tokens=100, batch_tokens=96)
-    plan, _ = planned(target, make_samples(), knobs, identity_of(target), monitor=Monitor())
+    settings = RecordSettings(dtype="float32", shard_tokens=100, batch_tokens=96)
+    plan, _ = planned(target, make_samples(), settings, identity_of(target), monitor=Monitor())
     Receipts(tmp_path, plan).publish()
     late = Receipts.of_published(tmp_path)
     assert late is not None
@@ -260,8 +260,8 @@ def test_a_helper_with_other_samples_is_refused(target: Target, tmp_path: Path) 
     make(target, tmp_path)
     fields = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps(fields | {"complete": False}))
-    knobs = RecordKnobs(dtype="float32", shard_tokens=100, batch_tokens=96)
-    arguments = (tmp_path, knobs, identity_of(target))
+    settings = RecordSettings(dtype="float32", shard_tokens=100, batch_tokens=96)
+    arguments = (tmp_path, settings, identity_of(target))
     with pytest.raises(UserError, match="other samples"):
         record(target, make_samples(11), *arguments, monitor=Monitor(), part="help")
 

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.store.record import RecordKnobs, record
+from draftlab.store.record import RecordSettings, record
 from draftlab.store.store import Sample, Store, StoreIdentity, predicted, teachers
 from draftlab.target_model.model import States
 from draftlab.target_model.packed_rows import Documents
@@ -58,14 +58,14 @@ class TableTarget:
 
 
 TARGET: Any = TableTarget()
-KNOBS = RecordKnobs(dtype="float32", shard_tokens=30, batch_tokens=25)
+SETTINGS = RecordSettings(dtype="float32", shard_tokens=30, batch_tokens=25)
 IDENTITY = StoreIdentity.of(
     TARGET, tokenizer_sha256="tok", template_sha256="tpl", boundaries=BOUNDARIES, dtype="float32"
 )
 
 
-def make(folder: Path, samples: list[Sample], target: Any = TARGET, **knobs: Any) -> Store:
-    mine = KNOBS.model_copy(update=knobs)
+def make(folder: Path, samples: list[Sample], target: Any = TARGET, **settings: Any) -> Store:
+    mine = SETTINGS.model_copy(update=settings)
     identity = replace(IDENTITY, dtype=mine.dtype)
     return record(target, samples, folder, mine, identity, monitor=Monitor())
 

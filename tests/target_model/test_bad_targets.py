@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from draftlab.errors import UserError
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.model import (
-    TargetKnobs,
+    TargetSettings,
     load_target,
     load_tokenizer,
     resolve_device,
@@ -29,14 +29,14 @@ def folder(tmp_path: Path) -> Path:
     return zoo_folder(tmp_path / "target", "llama")
 
 
-def load(folder: Path, **knobs: object) -> None:
-    load_target(TargetKnobs(path=str(folder), **({"device": "cpu"} | knobs)))
+def load(folder: Path, **settings: object) -> None:
+    load_target(TargetSettings(path=str(folder), **({"device": "cpu"} | settings)))
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./nor/this", "~/absent", "a/b/c", "plain"])
 def test_no_folder(path: str) -> None:
     with pytest.raises(UserError, match=r"config\.json") as caught:
-        resolve_target(TargetKnobs(path=path))
+        resolve_target(TargetSettings(path=path))
     assert caught.value.do
 
 
@@ -46,7 +46,7 @@ def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_embedded_target_is_found() -> None:
-    assert (resolve_target(TargetKnobs()) / "config.json").is_file()
+    assert (resolve_target(TargetSettings()) / "config.json").is_file()
 
 
 def test_no_weights(folder: Path) -> None:
@@ -118,7 +118,7 @@ def test_more_gpus_than_there_are(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_no_tokenizer(folder: Path) -> None:
     with pytest.raises(UserError, match="tokenizer"):
-        load_tokenizer(TargetKnobs(path=str(folder)))
+        load_tokenizer(TargetSettings(path=str(folder)))
 
 
 @pytest.mark.parametrize("device", ["gpu", "nonsense:0", "cuda:99", "mps", "meta"])

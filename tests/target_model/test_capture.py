@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model import attention, experts, probe
 from draftlab.target_model import paged_cache as paged
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from draftlab.target_model.packed_rows import Documents
 from draftlab.target_model.paged_cache import PagedCache
 from tests.helpers.zoo import MIXTURES, ZOO, zoo_folder
@@ -91,7 +91,7 @@ def test_a_pass_asks_the_device_for_nothing(
     monkeypatch.setattr(experts, "grouped_products", lambda dtype, device: grouped)
     dtype = "bfloat16" if grouped else "float32"  # what is grouped on a GPU
     folder = str(zoo_folder(tmp_path, kind))
-    pass_on_meta(load_target(TargetKnobs(path=folder, device="cpu", dtype=dtype)), monkeypatch)
+    pass_on_meta(load_target(TargetSettings(path=folder, device="cpu", dtype=dtype)), monkeypatch)
 
 
 @pytest.mark.parametrize("kind", list(ZOO))
@@ -102,7 +102,7 @@ def test_a_row_of_conversations_asks_the_device_for_nothing(
     """Of a recording, whose passes are to be asked for ahead of the device."""
     monkeypatch.setattr(experts, "grouped_products", lambda dtype, device: True)
     folder = str(zoo_folder(tmp_path, kind))
-    loaded = load_target(TargetKnobs(path=folder, device="cpu", dtype="bfloat16"))
+    loaded = load_target(TargetSettings(path=folder, device="cpu", dtype="bfloat16"))
     target = Target(loaded.model.to(META), loaded.folder, loaded.name)
     lengths = (5, 30, 1)
     documents = Documents.of(lengths, META)
@@ -119,7 +119,7 @@ def test_the_loop_over_experts_asks(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers' own experts, which a captured graph could not hold."""
-    target = load_target(TargetKnobs(path=str(zoo_folder(tmp_path, kind)), device="cpu"))
+    target = load_target(TargetSettings(path=str(zoo_folder(tmp_path, kind)), device="cpu"))
     target.model.set_experts_implementation("eager")
     with pytest.raises((RuntimeError, NotImplementedError), match="nonzero"):
         pass_on_meta(target, monkeypatch)
@@ -132,7 +132,7 @@ def test_the_loop_over_experts_asks(
 def test_what_waits_is_caught(
     fault: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = load_target(TargetKnobs(path=str(zoo_folder(tmp_path, "llama")), device="cpu"))
+    target = load_target(TargetSettings(path=str(zoo_folder(tmp_path, "llama")), device="cpu"))
     mlp = target.layers[1].mlp
     forward = mlp.forward
     host = torch.ones(32)
@@ -156,7 +156,7 @@ def test_a_pass_that_waits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     mode: list[Any] = [1]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
-    target = load_target(TargetKnobs(path=str(zoo_folder(tmp_path, "llama")), device="cpu"))
+    target = load_target(TargetSettings(path=str(zoo_folder(tmp_path, "llama")), device="cpu"))
     assert probe._waits(target) is None
     assert mode == [1, "error", 1]
     mlp = target.layers[1].mlp
@@ -173,7 +173,7 @@ def test_a_pass_that_waits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_target_that_waits_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = load_target(TargetKnobs(path=str(zoo_folder(tmp_path, "llama")), device="cpu"))
+    target = load_target(TargetSettings(path=str(zoo_folder(tmp_path, "llama")), device="cpu"))
     assert not probe.can_capture(target)  # no GPU, no graphs, and nothing to tell
     monkeypatch.setattr(Target, "device", torch.device("cuda"))
     monkeypatch.setattr(Target, "spread", False)

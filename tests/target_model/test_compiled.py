@@ -15,7 +15,7 @@ from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model import compiled
 from draftlab.target_model.compiled import compile_layers, compile_small
 from draftlab.target_model.fused_decoder import knows
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from tests.helpers.zoo import SHAPE, zoo_folder
 
 # With the modules that get a compiled method in four layers.
@@ -31,7 +31,7 @@ KINDS = {
 
 
 def load(path: Path, kind: str, dtype: Any = "bfloat16") -> Target:
-    return load_target(TargetKnobs(path=str(zoo_folder(path, kind)), device="cpu", dtype=dtype))
+    return load_target(TargetSettings(path=str(zoo_folder(path, kind)), device="cpu", dtype=dtype))
 
 
 def placed(target: Target) -> list[torch.nn.Module]:
@@ -165,11 +165,11 @@ def test_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not knows(llama)  # one or the other
 
 
-def test_the_knob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Target] = []
     monkeypatch.setattr(compiled, "compile_small", done.append)
     folder = str(zoo_folder(tmp_path, "llama"))
-    load_target(TargetKnobs(path=folder, device="cpu", compile=False))
+    load_target(TargetSettings(path=folder, device="cpu", compile=False))
     assert not done
-    target = load_target(TargetKnobs(path=folder, device="cpu"))
+    target = load_target(TargetSettings(path=folder, device="cpu"))
     assert done == [target]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftlab.target_model import experts
 from draftlab.target_model.experts import EXPERTS, grouped_products, use_experts
-from draftlab.target_model.model import TargetKnobs, load_target
+from draftlab.target_model.model import TargetSettings, load_target
 from tests.helpers.zoo import MIXTURES, SHAPE, eager_model, zoo_folder
 
 
@@ -22,7 +22,7 @@ def test_logits_equal_the_loop_over_experts(
     """One token, a verified step, and a prompt with more pairs than there are experts."""
     monkeypatch.setattr(experts, "grouped_products", lambda dtype, device: grouped)
     folder = zoo_folder(tmp_path, kind)
-    target = load_target(TargetKnobs(path=str(folder), device="cpu"))
+    target = load_target(TargetSettings(path=str(folder), device="cpu"))
     ours = target.model.config._experts_implementation == EXPERTS
     assert ours == (kind in MIXTURES)  # Llama 4 writes out batched products itself
     loop = eager_model(folder)
@@ -48,7 +48,7 @@ def test_batched_products_copy_no_more_than_all_experts(
 
     monkeypatch.setattr(experts, "grouped_products", lambda dtype, device: False)
     monkeypatch.setattr(experts, "batched_mm_experts_forward", spy)
-    target = load_target(TargetKnobs(path=str(zoo_folder(tmp_path, "qwen3_moe")), device="cpu"))
+    target = load_target(TargetSettings(path=str(zoo_folder(tmp_path, "qwen3_moe")), device="cpu"))
     pairs.clear()
     target.states(torch.ones(1, 37, dtype=torch.int64))
     assert max(pairs) <= target.config.num_experts
@@ -76,7 +76,7 @@ def test_grouped_products_where_they_are_one_kernel(
 
 
 def test_quantised_and_dense_models_keep_what_they_have(tmp_path: Path) -> None:
-    dense = load_target(TargetKnobs(path=str(zoo_folder(tmp_path / "a", "llama")), device="cpu"))
+    dense = load_target(TargetSettings(path=str(zoo_folder(tmp_path / "a", "llama")), device="cpu"))
     assert dense.model.config._experts_implementation != EXPERTS
     model = eager_model(zoo_folder(tmp_path / "b", "mixtral"))
     model.config.quantization_config = {"quant_method": "fp8"}

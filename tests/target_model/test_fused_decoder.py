@@ -13,7 +13,7 @@ from draftlab.errors import UserError
 from draftlab.kernels.linear import MAX_ROWS
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model.fused_decoder import FusedDecoder, fused_decoder, knows
-from draftlab.target_model.model import States, Target, TargetKnobs, load_target
+from draftlab.target_model.model import States, Target, TargetSettings, load_target
 from draftlab.target_model.path_check import check_agreement
 from tests.helpers.zoo import SHAPE, zoo_folder
 
@@ -46,7 +46,7 @@ KINDS = {
 def load(path: Path, kind: str) -> Target:
     name, changes = KINDS[kind]
     zoo = {"tie_word_embeddings": False} | changes
-    return load_target(TargetKnobs(path=str(zoo_folder(path, name, **zoo)), device="cpu"))
+    return load_target(TargetSettings(path=str(zoo_folder(path, name, **zoo)), device="cpu"))
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -133,7 +133,7 @@ def test_what_is_not_known_is_left_to_transformers(fresh: Target) -> None:
 @pytest.mark.parametrize("kind", ["gemma2", "granite"])
 def test_other_architectures_are_not_known(kind: str, tmp_path: Path) -> None:
     folder = zoo_folder(tmp_path, kind)
-    assert not knows(load_target(TargetKnobs(path=str(folder), device="cpu")))
+    assert not knows(load_target(TargetSettings(path=str(folder), device="cpu")))
 
 
 def test_check_runs_a_prompt_of_more_rows_than_kernels_of_few_take(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from draftlab.target_model import attention, probe
 from draftlab.target_model import packed_rows as documents
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from draftlab.target_model.packed_rows import Documents
 from draftlab.target_model.parts import text_decoder
 from tests.helpers.zoo import ZOO, zoo_folder
@@ -197,7 +197,7 @@ def test_faults_of_code_from_elsewhere_are_seen(
     fault: type[nn.Module], message: str, dtype: str, tmp_path: Path
 ) -> None:
     folder = str(zoo_folder(tmp_path, "llama"))
-    target = load_target(TargetKnobs(path=folder, device="cpu", dtype=dtype))
+    target = load_target(TargetSettings(path=folder, device="cpu", dtype=dtype))
     _, layers, _ = text_decoder(target.model)
     layers[1] = fault(layers[1])
     assert message in str(target.why_padded)

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from draftlab.errors import UserError
 from draftlab.files import read_json, write_json
 from draftlab.target_model.fingerprint import fingerprint
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from draftlab.target_model.parts import load_parts, read_tensor
 from tests.helpers.zoo import SHAPE, ZOO, zoo_folder
 
 
 def load(folder: Path) -> Target:
-    return load_target(TargetKnobs(path=str(folder), device="cpu"))
+    return load_target(TargetSettings(path=str(folder), device="cpu"))
 
 
 @pytest.mark.parametrize("kind", ZOO)

@@ -17,7 +17,7 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request
 from draftlab.target_model import llama4
 from draftlab.target_model.loading import load_model
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from draftlab.target_model.pipeline_parallel import place_layers, spread
 from draftlab.target_model.replacements import replace_layers
 from tests.helpers.greedy_answers import run
@@ -52,7 +52,7 @@ def test_a_large_vocabulary_counts() -> None:
 
 def load_spread(folder: Path) -> Target:
     """As `load_target` does, from a model with accelerate's hooks, as a device map leaves it."""
-    model, _ = load_model(folder, TargetKnobs(device="cpu"), torch.device("cpu"))
+    model, _ = load_model(folder, TargetSettings(device="cpu"), torch.device("cpu"))
     for module in model.modules():
         add_hook_to_module(module, AlignDevicesHook("cpu"))
     model = place_layers(model, spread(model, DEVICES))
@@ -63,7 +63,7 @@ def load_spread(folder: Path) -> Target:
 @pytest.mark.parametrize("kind", ["llama4", "gpt_oss"])
 def test_a_spread_target_decodes_the_same(kind: str, tmp_path: Path) -> None:
     folder = zoo_folder(tmp_path, kind)
-    whole = load_target(TargetKnobs(path=str(folder), device="cpu"))
+    whole = load_target(TargetSettings(path=str(folder), device="cpu"))
     target = load_spread(folder)
     moved = [len(layer._forward_pre_hooks) for layer in (*target.layers, target.norm)]
     assert moved == [1] * 5

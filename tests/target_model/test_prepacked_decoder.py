@@ -14,7 +14,7 @@ import torch
 from draftlab.errors import UserError
 from draftlab.kernels.packed_linear import why_not_packed
 from draftlab.kernels.paged_attention import slot_mapping
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from draftlab.target_model.path_check import check_agreement
 from draftlab.target_model.prepacked_decoder import PackedDecoder, packed_decoder, products, why_not
 from tests.helpers.zoo import SHAPE, zoo_folder
@@ -79,7 +79,7 @@ def test_bfloat16_is_packed_too(tmp_path: Path) -> None:
     if (reason := why_not_packed(CPU, torch.bfloat16)) is not None:
         pytest.skip(reason)
     folder = zoo_folder(tmp_path, "llama", tie_word_embeddings=True)
-    target = load_target(TargetKnobs(path=str(folder), device="cpu", dtype="bfloat16"))
+    target = load_target(TargetSettings(path=str(folder), device="cpu", dtype="bfloat16"))
     assert packed_decoder(target) is not None  # it is compared with transformers when it is made
     assert "bfloat16 products packed" in products(target, packed=True)
 
@@ -110,7 +110,7 @@ def test_the_copies_go_with_the_target(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_keeps_to_transformers(tmp_path: Path) -> None:
-    target = load_target(TargetKnobs(path=str(zoo_folder(tmp_path, "gemma2")), device="cpu"))
+    target = load_target(TargetSettings(path=str(zoo_folder(tmp_path, "gemma2")), device="cpu"))
     assert packed_decoder(target) is None
     assert products(target, packed=True) == (
         "plain float32 products (layers of Gemma2Model run as transformers writes them)"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.target_model import attention, probe
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from tests.helpers.zoo import wide, zoo_folder
 
 attend_reads = attention.attend_reads
@@ -18,7 +18,7 @@ attend_reads = attention.attend_reads
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """Random experts: routers are near ties everywhere."""
     folder = zoo_folder(tmp_path_factory.mktemp("mixture"), "gpt_oss", **wide("gpt_oss"))
-    return load_target(TargetKnobs(path=str(folder), dtype="bfloat16", device="cpu"))
+    return load_target(TargetSettings(path=str(folder), dtype="bfloat16", device="cpu"))
 
 
 def test_another_rounding_is_no_misreading(

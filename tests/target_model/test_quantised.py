@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from draftlab.engine.engine import Engine
 from draftlab.errors import UserError
 from draftlab.target_model.fused_decoder import knows
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from draftlab.target_model.parts import load_parts
 from tests.helpers.greedy_answers import STOPS, requests, run
 from tests.helpers.toys import toy_target_folder
@@ -74,7 +74,7 @@ def test_greedy_tokens_are_transformers_own(
 ) -> None:
     pytest.importorskip(library)
     quantise(plain, tmp_path)
-    target = load_target(TargetKnobs(path=str(tmp_path), device="cpu", dtype="bfloat16"))
+    target = load_target(TargetSettings(path=str(tmp_path), device="cpu", dtype="bfloat16"))
     assert not knows(target)  # kernels of ours would read its weights as they lie
     (note,) = target.notes
     assert f"quantised ({library.replace('_', '-')})" in note
@@ -82,7 +82,7 @@ def test_greedy_tokens_are_transformers_own(
     parts = load_parts(tmp_path)
     assert torch.equal(parts.embeddings, target.parts.embeddings)
     assert torch.equal(parts.lm_head, target.parts.lm_head)
-    target = load_target(TargetKnobs(path=str(tmp_path), device="cpu"))
+    target = load_target(TargetSettings(path=str(tmp_path), device="cpu"))
     asked = requests(3, seed=1)
     for request, found in zip(
         asked, run(Engine(target, batch=3, max_length=128), asked), strict=True
@@ -106,7 +106,7 @@ def test_without_its_library_a_quantised_target_is_refused(plain: Path, tmp_path
     config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "dense"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="pip install compressed-tensors"):
-        load_target(TargetKnobs(path=str(tmp_path), device="cpu"))
+        load_target(TargetSettings(path=str(tmp_path), device="cpu"))
 
 
 class Codes(Tensor):
@@ -114,7 +114,7 @@ class Codes(Tensor):
 
 
 def test_weights_of_another_class_are_not_for_our_kernels(plain: Path) -> None:
-    target: Target = load_target(TargetKnobs(path=str(plain), device="cpu"))
+    target: Target = load_target(TargetSettings(path=str(plain), device="cpu"))
     assert knows(target)
     product = target.layers[1].mlp.up_proj
     product.weight = nn.Parameter(product.weight.data.as_subclass(Codes), requires_grad=False)

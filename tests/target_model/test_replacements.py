@@ -12,7 +12,7 @@ from draftlab.errors import UserError
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model import llama4, replacements
 from draftlab.target_model.fused_decoder import knows
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from draftlab.target_model.parts import load_parts, text_decoder
 from tests.helpers.zoo import SHAPE, ZOO, eager_model, zoo_folder
 
@@ -35,7 +35,7 @@ LATENT = {  # DeepSeek's attention, for keys compressed to one head
 
 
 def load(folder: Path) -> Target:
-    return load_target(TargetKnobs(path=str(folder), device="cpu"))
+    return load_target(TargetSettings(path=str(folder), device="cpu"))
 
 
 def texts() -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.target_model.boundaries import check_boundaries, default_boundaries
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from draftlab.target_model.parts import text_decoder
 from tests.helpers.zoo import SHAPE, ZOO, eager_model, zoo_folder
 
@@ -24,7 +24,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def target(folder: Path) -> Target:
-    return load_target(TargetKnobs(path=str(folder), device="cpu"))
+    return load_target(TargetSettings(path=str(folder), device="cpu"))
 
 
 def sequences(lengths: list[int], seed: int = 0) -> list[Tensor]:

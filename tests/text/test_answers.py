@@ -24,9 +24,9 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.target_model.model import TargetKnobs, load_target, load_tokenizer
+from draftlab.target_model.model import TargetSettings, load_target, load_tokenizer
 from draftlab.text.answer_workers import answering
-from draftlab.text.answers import RegenerateKnobs, regenerate
+from draftlab.text.answers import RegenerateSettings, regenerate
 from draftlab.text.conversations import Answer, Conversation, read_conversations
 from draftlab.text.render import prompt_ids, render
 from draftlab.text.samples import samples
@@ -96,17 +96,24 @@ def prompts(count: int = 10) -> list[Conversation]:
     return made
 
 
-KNOBS = RegenerateKnobs(piece=4, batch=2, max_new_tokens=6)
+SETTINGS = RegenerateSettings(piece=4, batch=2, max_new_tokens=6)
 
 
 def run(
-    path: Path, fake: Fake | None = None, *, knobs=KNOBS, seed=1, count=10, monitor=None, asked=None
+    path: Path,
+    fake: Fake | None = None,
+    *,
+    settings=SETTINGS,
+    seed=1,
+    count=10,
+    monitor=None,
+    asked=None,
 ):
     return regenerate(
         fake_target(),
         toy_tokenizer(),
         asked or prompts(count),
-        knobs,
+        settings,
         path,
         seed=seed,
         monitor=monitor or Monitor(),
@@ -145,7 +152,7 @@ def test_with_tools_the_target_answers_up_to_the_first_call(tmp_path: Path):
         fake_target(),
         tokenizer,
         [Conversation("c", chat, "s", tools=tools)],
-        KNOBS,
+        SETTINGS,
         tmp_path / "a.jsonl",
         seed=1,
         monitor=Monitor(),
@@ -159,10 +166,10 @@ def test_with_tools_the_target_answers_up_to_the_first_call(tmp_path: Path):
     assert read_conversations(tmp_path / "a.jsonl") == [done]
 
 
-def test_the_requests_say_what_the_knobs_say(tmp_path: Path):
+def test_the_requests_say_what_the_settings_say(tmp_path: Path):
     fake = Fake()
-    knobs = RegenerateKnobs(temperatures=(0.7,), top_p=0.9, top_k=5, max_new_tokens=3)
-    done = run(tmp_path / "a.jsonl", fake, knobs=knobs, seed=9)
+    settings = RegenerateSettings(temperatures=(0.7,), top_p=0.9, top_k=5, max_new_tokens=3)
+    done = run(tmp_path / "a.jsonl", fake, settings=settings, seed=9)
     first = next(r for r in fake.requests if r.id == "p0")
     assert first.prompt_ids == prompt_ids(toy_tokenizer(), user("write 0"))
     assert first.stop_ids == {STOP}
@@ -221,13 +228,13 @@ def test_a_write_torn_at_any_byte_resumes_to_the_same_bytes(tmp_path_factory, da
     assert (folder / "a.jsonl").read_bytes() == wanted
 
 
-def test_other_knobs_are_refused_by_name(tmp_path: Path):
+def test_other_settings_are_refused_by_name(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "a.jsonl", Fake(die_after=6))
     before = (tmp_path / "a.partial.jsonl").read_bytes()
-    hotter = RegenerateKnobs(piece=4, batch=2, max_new_tokens=6, temperatures=(1.0,))
+    hotter = RegenerateSettings(piece=4, batch=2, max_new_tokens=6, temperatures=(1.0,))
     with pytest.raises(UserError) as caught:
-        run(tmp_path / "a.jsonl", knobs=hotter, seed=2)
+        run(tmp_path / "a.jsonl", settings=hotter, seed=2)
     assert "temperatures: [0.0, 0.8] there, [1.0] wanted" in caught.value.what
     assert "seed: 1 there, 2 wanted" in caught.value.what
     assert "max_new_tokens" not in caught.value.what
@@ -260,7 +267,14 @@ def test_prompts_without_room_are_dropped_and_counted(tmp_path: Path):
 
     def go(which: list[Conversation], path: Path) -> list[Conversation]:
         return regenerate(
-            fake_target(room), tokenizer, which, KNOBS, path, seed=0, monitor=lines, decode=Fake()
+            fake_target(room),
+            tokenizer,
+            which,
+            SETTINGS,
+            path,
+            seed=0,
+            monitor=lines,
+            decode=Fake(),
         )
 
     done = go(given, tmp_path / "a.jsonl")
@@ -275,21 +289,21 @@ def test_prompts_without_room_are_dropped_and_counted(tmp_path: Path):
 
 
 def test_several_answers_to_a_prompt_have_ids_and_temperatures_of_their_own(tmp_path: Path):
-    knobs = KNOBS.model_copy(update={"samples": 3, "temperatures": (0.0, 0.8)})
-    found = run(tmp_path / "a.jsonl", knobs=knobs, count=2)
+    settings = SETTINGS.model_copy(update={"samples": 3, "temperatures": (0.0, 0.8)})
+    found = run(tmp_path / "a.jsonl", settings=settings, count=2)
     assert [(c.id, c.temperature) for c in found] == [
         ("p0", 0.0), ("p0~1", 0.8), ("p0~2", 0.0), ("p1", 0.8), ("p1~1", 0.0), ("p1~2", 0.8)
     ]  # fmt: skip
     asked, fake = [Conversation(id_, user("write"), "test") for id_ in ("p", "p~1")], Fake()
     with pytest.raises(UserError, match="that no other prompt has, found 'p~1' twice"):
-        run(tmp_path / "b.jsonl", fake, knobs=knobs, asked=asked)
+        run(tmp_path / "b.jsonl", fake, settings=settings, asked=asked)
     assert not fake.requests
 
 
 def test_given_answers_need_no_target(tmp_path: Path):
-    knobs, lines = RegenerateKnobs(enabled=False), Lines()
+    settings, lines = RegenerateSettings(enabled=False), Lines()
     kept = regenerate(
-        None, toy_tokenizer(), prompts(), knobs, tmp_path / "a.jsonl", seed=0, monitor=lines
+        None, toy_tokenizer(), prompts(), settings, tmp_path / "a.jsonl", seed=0, monitor=lines
     )
     assert [c.id for c in kept] == ["p1", "p4", "p7"]
     assert "dropped 7 " in lines.lines[0]
@@ -298,11 +312,11 @@ def test_given_answers_need_no_target(tmp_path: Path):
 
 def test_the_engines_greedy_answer_is_the_models_and_resumes(tmp_path: Path):
     folder = toy_target_folder(tmp_path / "target", layers=2, hidden=32, max_length=64)
-    target, tokenizer = load_target(TargetKnobs(path=str(folder))), toy_tokenizer()
-    knobs = RegenerateKnobs(piece=2, batch=2, max_new_tokens=8)
+    target, tokenizer = load_target(TargetSettings(path=str(folder))), toy_tokenizer()
+    settings = RegenerateSettings(piece=2, batch=2, max_new_tokens=8)
     four = prompts(4)
     done = regenerate(
-        target, tokenizer, four, knobs, tmp_path / "a.jsonl", seed=0, monitor=Monitor()
+        target, tokenizer, four, settings, tmp_path / "a.jsonl", seed=0, monitor=Monitor()
     )
     answer = done[0].answers[0]
     assert answer.prompt_ids == prompt_ids(tokenizer, four[0].messages)
@@ -317,7 +331,7 @@ def test_the_engines_greedy_answer_is_the_models_and_resumes(tmp_path: Path):
     lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
     head = json.dumps(header, sort_keys=True, separators=(",", ":")) + "\n"
     (tmp_path / "b.partial.jsonl").write_text(head + lines[0] + lines[1] + lines[2][:50])
-    regenerate(target, tokenizer, four, knobs, tmp_path / "b.jsonl", seed=0, monitor=Monitor())
+    regenerate(target, tokenizer, four, settings, tmp_path / "b.jsonl", seed=0, monitor=Monitor())
     assert (tmp_path / "b.jsonl").read_bytes() == (tmp_path / "a.jsonl").read_bytes()
 
 
@@ -415,7 +429,7 @@ def test_whoever_takes_a_piece_the_bytes_are_the_same(tmp_path: Path, others: in
         fake_target(),
         toy_tokenizer(),
         prompts(30),
-        KNOBS,
+        SETTINGS,
         tmp_path / "answers.jsonl",
         seed=1,
         monitor=lines,
@@ -438,7 +452,7 @@ def test_when_one_of_several_fails_the_pieces_before_are_kept(tmp_path: Path):
             fake_target(),
             toy_tokenizer(),
             prompts(30),
-            KNOBS,
+            SETTINGS,
             path,
             seed=1,
             monitor=Monitor(),
@@ -453,16 +467,16 @@ def test_answers_of_a_process_on_another_device(tmp_path: Path):
     """On a CPU: the same bytes with it; its end and its errors are told."""
     folder = tmp_path / "target"
     toy_target_folder(folder, layers=1, hidden=32, max_length=128)
-    asked, made = TargetKnobs(path=str(folder), device="cpu"), []
-    knobs = KNOBS.model_copy(update={"temperatures": (0.0,)})
-    with answering(asked, ["cpu"], knobs.batch) as others:
+    asked, made = TargetSettings(path=str(folder), device="cpu"), []
+    settings = SETTINGS.model_copy(update={"temperatures": (0.0,)})
+    with answering(asked, ["cpu"], settings.batch) as others:
         for name, beside in (("alone", []), ("together", others)):
             path = tmp_path / f"{name}.jsonl"
             regenerate(
                 load_target(asked),
                 load_tokenizer(asked),
                 prompts(12),
-                knobs,
+                settings,
                 path,
                 seed=1,
                 monitor=Monitor(),
@@ -473,7 +487,7 @@ def test_answers_of_a_process_on_another_device(tmp_path: Path):
         others[0]._process.kill()
         with pytest.raises(UserError, match="killed by SIGKILL"):
             next(others[0]([Request("a", (1, 2), 3, Sampling())], 16))
-    missing = TargetKnobs(path=str(tmp_path / "nowhere"), device="cpu")
+    missing = TargetSettings(path=str(tmp_path / "nowhere"), device="cpu")
     with (
         answering(missing, ["cpu"], 1) as others,
         pytest.raises(UserError, match=r"on cpu failed: .*nowhere"),

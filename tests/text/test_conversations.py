@@ -12,7 +12,7 @@ from draftlab.progress import Monitor
 from draftlab.text.conversations import (
     Answer,
     Conversation,
-    PromptKnobs,
+    PromptSettings,
     load_prompts,
     read_conversations,
     with_answers,
@@ -139,7 +139,7 @@ def test_empty_and_missing_files_are_errors(tmp_path: Path):
     (tmp_path / "empty.jsonl").touch()
     for name in ("empty.jsonl", "missing.jsonl", "."):
         with pytest.raises(UserError) as caught:
-            load_prompts(PromptKnobs(source=str(tmp_path / name)), Monitor())
+            load_prompts(PromptSettings(source=str(tmp_path / name)), Monitor())
         assert str(tmp_path) in caught.value.where
 
 
@@ -154,23 +154,23 @@ def test_conversations_nobody_asked_in_are_dropped_and_counted(tmp_path: Path):
         line(id="5"),
     )
     lines = Lines()
-    knobs = PromptKnobs(source=str(path), max_prompts=2, deduplicate=False)
-    taken = load_prompts(knobs, lines)
+    settings = PromptSettings(source=str(path), max_prompts=2, deduplicate=False)
+    taken = load_prompts(settings, lines)
     assert [c.id for c in taken] == ["3", "4"]
     assert sum("dropped 1 conversations" in said for said in lines.lines) == 2
     write(path, line(messages=[answer]))
     with pytest.raises(UserError, match="user turn"):
-        load_prompts(PromptKnobs(source=str(path)), lines)
+        load_prompts(PromptSettings(source=str(path)), lines)
 
 
 @pytest.mark.parametrize("source", ["embedded", "embedded:heldout"])
 def test_embedded_prompts_load_and_are_disjoint(source: str):
     lines = Lines()
-    taken = load_prompts(PromptKnobs(source=source), lines)
+    taken = load_prompts(PromptSettings(source=source), lines)
     assert len(taken) >= 128
     assert f"{len(taken):,}" in lines.lines[-1]
     other = load_prompts(
-        PromptKnobs(source="embedded" if source != "embedded" else "embedded:heldout"), lines
+        PromptSettings(source="embedded" if source != "embedded" else "embedded:heldout"), lines
     )
     texts = {c.messages[-1]["content"] for c in taken}
     assert not texts & {c.messages[-1]["content"] for c in other}
@@ -206,7 +206,7 @@ def test_images_are_left_out_and_counted(tmp_path: Path):
         line(id="plain"),
     )
     lines = Lines()
-    kept = load_prompts(PromptKnobs(source=str(path)), lines)
+    kept = load_prompts(PromptSettings(source=str(path)), lines)
     assert [c.id for c in kept] == ["words", "plain"]
     assert kept[0].messages == [{"role": "user", "content": "said 0. said 1. "}]
     why = "parts: drafting is for text"
@@ -220,14 +220,14 @@ def test_images_are_left_out_and_counted(tmp_path: Path):
 def test_nothing_but_images(tmp_path: Path):
     path = write(tmp_path / "chat.jsonl", line(messages=parts("image")))
     with pytest.raises(UserError, match="expected conversations of text"):
-        load_prompts(PromptKnobs(source=str(path)), Lines())
+        load_prompts(PromptSettings(source=str(path)), Lines())
 
 
 @pytest.mark.parametrize("content", [[{"text": "a"}], [{"type": "text"}], [], 5, [{"type": ""}]])
 def test_parts_that_say_nothing_are_refused(content: object, tmp_path: Path):
     path = write(tmp_path / "chat.jsonl", line(messages=[{"role": "user", "content": content}]))
     with pytest.raises(UserError, match=r"chat.jsonl:1|content"):
-        load_prompts(PromptKnobs(source=str(path)), Lines())
+        load_prompts(PromptSettings(source=str(path)), Lines())
 
 
 def test_what_was_said_before_and_more_than_a_source_may_give_is_dropped(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_what_was_said_before_and_more_than_a_source_may_give_is_dropped(tmp_pat
     ]
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps({"messages": m, "source": s}) + "\n" for s, m in lines))
-    for knobs, kept, said in (
+    for settings, kept, said in (
         ({}, [1, 3, 4, 5, 7], ["dropped 2 conversations that say the same as an earlier one"]),
         ({"deduplicate": False}, [1, 2, 3, 4, 5, 6, 7], []),
         (
@@ -256,7 +256,7 @@ def test_what_was_said_before_and_more_than_a_source_may_give_is_dropped(tmp_pat
         ({"per_source": 2, "max_prompts": 2}, [1, 3], ["dropped 1 conversations that say"]),
     ):
         heard = Lines()
-        taken = load_prompts(PromptKnobs(source=str(path), **knobs), heard)
+        taken = load_prompts(PromptSettings(source=str(path), **settings), heard)
         assert [c.id for c in taken] == [f"p:{number}" for number in kept]
         told = [line for line in heard.lines if "dropped" in line]
         assert len(told) == len(said)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from draftlab.errors import UserError
 from draftlab.text.draft_vocabulary import DraftVocabulary, build_draft_vocabulary
-from draftlab.text.settings import DraftVocabKnobs
+from draftlab.text.settings import DraftVocabSettings
 
 V = 20
 
@@ -99,7 +99,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"0\.\.19"):
         build(answers(1), 2, always=[V])
     with pytest.raises(ValidationError):
-        DraftVocabKnobs(size=0)
+        DraftVocabSettings(size=0)
 
 
 token_lists = st.lists(st.integers(0, V - 1), min_size=1, max_size=60)

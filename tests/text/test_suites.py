@@ -11,7 +11,7 @@ import pytest
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.target_model.model import TargetKnobs, load_tokenizer
+from draftlab.target_model.model import TargetSettings, load_tokenizer
 from draftlab.text.render import prompt_ids, template_sha256
 from draftlab.text.suites import RAW, load_suite, parse_source, suite_sha256
 
@@ -63,7 +63,7 @@ class Lines(Monitor):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(TargetKnobs())
+    return load_tokenizer(TargetSettings())
 
 
 def write(path: Path, rows: list[dict]) -> Path:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from draftlab.progress import Monitor
 from draftlab.target_model.model import load_tokenizer
-from draftlab.target_model.settings import TargetKnobs
+from draftlab.target_model.settings import TargetSettings
 from draftlab.text.conversations import Conversation
 from draftlab.text.render import RenderError, prompt_ids, render, template_sha256, turns
 from draftlab.text.samples import samples
@@ -36,8 +36,8 @@ TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
 def tokenizer_for(family: str, arguments: dict[str, Any] | None = None):
     words = json.dumps([ASK, AGAIN, THINK, THINK_AGAIN, THINK_CALL, RESULT, SYSTEM, TOOLS])
     tokenizer = family_tokenizer(family, words)
-    knobs = TargetKnobs(template_arguments=arguments or {})
-    tokenizer.chat_template = knobs.template(tokenizer.chat_template)
+    settings = TargetSettings(template_arguments=arguments or {})
+    tokenizer.chat_template = settings.template(tokenizer.chat_template)
     return tokenizer
 
 
@@ -235,16 +235,16 @@ def test_what_a_template_does_not_write_is_an_error(family, chat, words) -> None
 def test_a_recipes_template_arguments_reach_prompts_and_identity(tmp_path: Path) -> None:
     toy_tokenizer(QWEN3).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    plain = load_tokenizer(TargetKnobs(path=str(tmp_path)))
+    plain = load_tokenizer(TargetSettings(path=str(tmp_path)))
     off = load_tokenizer(
-        TargetKnobs(path=str(tmp_path), template_arguments={"enable_thinking": False})
+        TargetSettings(path=str(tmp_path), template_arguments={"enable_thinking": False})
     )
     assert off.decode(prompt_ids(off, [ASK])) == (
         plain.decode(prompt_ids(plain, [ASK])) + "<think>\n\n</think>\n\n"
     )
     assert template_sha256(off) != template_sha256(plain)
     with pytest.raises(ValidationError, match="pattern"):
-        TargetKnobs(template_arguments={"a b": 1})
+        TargetSettings(template_arguments={"a b": 1})
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"deepseek-r1", "qwen3"}))

@@ -48,7 +48,7 @@ def test_a_store_with_boundaries_serves_it_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
+    ("settings", "words"),
     [
         (EAGLE[:1], "speculators cannot hold first-generation EAGLE heads"),
         ((*EAGLE, "record.dtype=fp8"), "fp8 is for features at boundaries"),
@@ -60,10 +60,10 @@ def test_a_store_with_boundaries_serves_it_too(tmp_path: Path) -> None:
     ],
 )
 def test_contradictions_are_refused_before_anything_runs(
-    knobs: tuple[str, ...], words: str, tmp_path: Path
+    settings: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
     new_workshop(tmp_path)
-    result = draftlab(tmp_path, "run", "small.yaml", *knobs)
+    result = draftlab(tmp_path, "run", "small.yaml", *settings)
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
     assert not (tmp_path / "runs").exists()

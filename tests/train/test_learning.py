@@ -20,7 +20,7 @@ from draftlab.train.batch.packing import pack
 from draftlab.train.loop import Trainer
 from draftlab.train.metrics import MetricsLog
 from draftlab.train.objectives.loss import DraftTeacher
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 from draftlab.train.token_scores import score
 from draftlab.train.validation import walk
 from tests.helpers import synthetic
@@ -89,7 +89,7 @@ def trained(
     monitor: Monitor | None = None,
     config: HeadConfig | None = None,
     initial: Eagle3Head | None = None,
-    **knobs: object,
+    **settings: object,
 ) -> Trainer:
     """A trainer after its run."""
     fields = {
@@ -107,7 +107,7 @@ def trained(
         target,
         config or synthetic.config(),
         DraftVocabulary(torch.arange(10, 40), 1.0),
-        TrainKnobs.model_validate(fields | knobs),
+        TrainSettings.model_validate(fields | settings),
         seed=0,
         folder=folder,
         monitor=monitor or Monitor(),
@@ -160,10 +160,10 @@ def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
             if done == 9:
                 raise KeyboardInterrupt
 
-    knobs = {"steps": 12, "checkpoint_every": 4, "log_every": 1}
+    settings = {"steps": 12, "checkpoint_every": 4, "log_every": 1}
     with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "cut", store, target, monitor=Interrupts(), **knobs)
-    resumed = trained(tmp_path / "cut", store, target, **knobs)
+        trained(tmp_path / "cut", store, target, monitor=Interrupts(), **settings)
+    resumed = trained(tmp_path / "cut", store, target, **settings)
     for (name, a), (_, b) in zip(
         whole.head.state_dict().items(), resumed.head.state_dict().items(), strict=True
     ):
@@ -208,7 +208,7 @@ def test_walk_counts_as_a_server_does() -> None:
 def test_a_validation_that_falls_is_said_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = MetricsLog(tmp_path, TrainKnobs())
+    log = MetricsLog(tmp_path, TrainSettings())
     assert log.fallen() is None  # nothing was written
     log.write({"step": 1, "loss": [1.0]})
     for step, length in ((100, 1.5), (200, None), (300, 1.8), (400, 1.79)):

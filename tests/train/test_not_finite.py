@@ -16,10 +16,10 @@ from tests.helpers.list_store import ListStore
 from tests.train.test_learning import orthogonal_parts, toy_answer, trained
 
 
-def train(folder: Path, **knobs: Any) -> None:
+def train(folder: Path, **settings: Any) -> None:
     """Trains on 12 answers."""
     target = orthogonal_parts()
-    trained(folder, ListStore([toy_answer(target, i) for i in range(12)]), target, **knobs)
+    trained(folder, ListStore([toy_answer(target, i) for i in range(12)]), target, **settings)
 
 
 @pytest.mark.parametrize("steps", [1, 4])

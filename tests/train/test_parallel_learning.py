@@ -9,7 +9,7 @@ import torch
 
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, load_head, save_head
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.progress import Monitor
 from draftlab.train.batch.packer import StepWork
 from draftlab.train.batch.packing import Batch, pack
@@ -73,7 +73,7 @@ def test_only_the_mask_token_s_embedding_changes(tmp_path: Path) -> None:
     trainer = trained(tmp_path, store(20), target, config=ptd(), steps=3, ttt_steps=DEPTHS)
     before = torch.nn.functional.normalize(synthetic.parts().embeddings) * 4
     head = trainer.head
-    assert isinstance(head, PtdHead)
+    assert isinstance(head, PeagleHead)
     assert torch.equal(head.embed_tokens.weight, before)
     save_head(tmp_path / "head", head, torch.float32)
     loaded = load_head(tmp_path / "head", embeddings=None, dtype=torch.float32, device="cpu")
@@ -86,8 +86,8 @@ def test_only_the_mask_token_s_embedding_changes(tmp_path: Path) -> None:
 
 def test_masked_slots_are_trained(tmp_path: Path) -> None:
     target = orthogonal_parts()
-    knobs = {"config": ptd(), "ttt_steps": DEPTHS, "learning_rate": 1e-2, "warmup": 0.0}
-    one, two = (trained(tmp_path / str(n), store(20), target, steps=n, **knobs) for n in (1, 4))
+    settings = {"config": ptd(), "ttt_steps": DEPTHS, "learning_rate": 1e-2, "warmup": 0.0}
+    one, two = (trained(tmp_path / str(n), store(20), target, steps=n, **settings) for n in (1, 4))
     for name in ("mask_hidden", "mask_embedding"):
         moved = one.head.get_parameter(name) - two.head.get_parameter(name)
         assert moved.abs().min() > 0, name
@@ -124,10 +124,10 @@ def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
             if done == 9:
                 raise KeyboardInterrupt
 
-    knobs = fields | {"checkpoint_every": 4, "log_every": 1}
+    settings = fields | {"checkpoint_every": 4, "log_every": 1}
     with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "cut", store(40), target, monitor=Interrupts(), **knobs)
-    same(whole, trained(tmp_path / "cut", store(40), target, **knobs))
+        trained(tmp_path / "cut", store(40), target, monitor=Interrupts(), **settings)
+    same(whole, trained(tmp_path / "cut", store(40), target, **settings))
 
 
 @pytest.mark.parametrize("cut", [{"micro_rows": 1}, {"anchor_parts": 3}], ids=str)
@@ -164,7 +164,7 @@ def test_what_is_dropped_depends_on_the_step_and_not_on_how_it_is_cut(tmp_path: 
     rows = next(made[0]._order())
 
     def packed(trainer: Trainer, step: int) -> list[tuple]:
-        micro = share(rows, trainer.knobs.micro_rows, trainer.ranks)
+        micro = share(rows, trainer.settings.micro_rows, trainer.ranks)
         return entries(trainer.pack(StepWork(step, micro)))
 
     first, *others = (packed(t, 7) for t in made)

@@ -10,7 +10,7 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.heads.folder import load_head
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.pipeline.recipe import load_recipe
 from tests.helpers.small_run import copy_of_finished, draftlab
 
@@ -37,7 +37,7 @@ def test_a_ptd_head_starts_from_the_runs_chain_head(tmp_path: Path) -> None:
     ):
         assert line in " ".join(result.output.split()), line
     head = load_head(folder / "runs/ptd/head", embeddings=None, dtype=torch.float32, device="cpu")
-    assert isinstance(head, PtdHead)
+    assert isinstance(head, PeagleHead)
     assert (head.config.num_layers, head.config.k_trained, head.mask_token_id) == (2, 3, 288)
     assert not head.t2d[288]
     lines = (folder / "runs/ptd/train/metrics.jsonl").read_text().splitlines()
@@ -64,7 +64,7 @@ def test_a_mask_token_that_will_not_do_is_refused_before_anything_is_made(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("knobs", "message"),
+    ("settings", "message"),
     [
         (("head.num_layers=2",), "EAGLE3 head has num_layers 1, found 2"),
         (("head.mask_token=7",), "eagle3 has no mask_token, found 7"),
@@ -72,9 +72,11 @@ def test_a_mask_token_that_will_not_do_is_refused_before_anything_is_made(tmp_pa
         (("head.family=medusa",), "head.family"),
     ],
 )
-def test_knobs_that_contradict_the_family_are_refused(knobs: tuple[str, ...], message: str) -> None:
+def test_settings_that_contradict_the_family_are_refused(
+    settings: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
-        load_recipe(REPOSITORY / "recipes/quickstart.yaml", knobs)
+        load_recipe(REPOSITORY / "recipes/quickstart.yaml", settings)
 
 
 def test_the_parallel_quickstart_shares_the_quickstarts_answers_and_store() -> None:

@@ -10,15 +10,15 @@ import torch
 from draftlab.train.batch.packing import pack
 from draftlab.train.families import OBJECTIVES
 from draftlab.train.objectives.loss import DraftTeacher, Terms, reached, weighted_loss
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 from tests.helpers.synthetic import head, parts, record
 from tests.train.objectives.test_ttt import spans_of
 
 
 @pytest.mark.parametrize("family", OBJECTIVES)
-def test_the_knob_comes_to_the_loss_of_every_family(family: str) -> None:
-    assert OBJECTIVES[family].terms(TrainKnobs(reach=0.3)).reach == 0.3
-    assert OBJECTIVES[family].terms(TrainKnobs()).reach == 0
+def test_the_setting_comes_to_the_loss_of_every_family(family: str) -> None:
+    assert OBJECTIVES[family].terms(TrainSettings(reach=0.3)).reach == 0.3
+    assert OBJECTIVES[family].terms(TrainSettings()).reach == 0
 
 
 def test_the_product_of_what_an_anchor_was_accepted_at() -> None:

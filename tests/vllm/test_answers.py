@@ -13,27 +13,27 @@ import pytest
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.target_model.metadata import Outline
+from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import load_target, load_tokenizer
-from draftlab.target_model.settings import TargetKnobs
+from draftlab.target_model.settings import TargetSettings
 from draftlab.text.answers import regenerate
 from draftlab.text.conversations import Conversation
-from draftlab.text.settings import RegenerateKnobs
+from draftlab.text.settings import RegenerateSettings
 from draftlab.vllm.answers import VllmAnswers
 from draftlab.vllm.process import PYTHON_VARIABLE
 from tests.helpers import fake_vllm
 from tests.helpers.recordings import Lines
 from tests.helpers.toys import toy_target_folder
 
-KNOBS = RegenerateKnobs(
+SETTINGS = RegenerateSettings(
     backend="vllm", vllm={"python": sys.executable}, max_new_tokens=4, batch=3, piece=2
 )
 
 
 @pytest.fixture(scope="module")
-def outline(tmp_path_factory: pytest.TempPathFactory) -> Outline:
+def outline(tmp_path_factory: pytest.TempPathFactory) -> TargetMetadata:
     folder = toy_target_folder(tmp_path_factory.mktemp("t"), layers=4, hidden=32, max_length=100)
-    return Outline(TargetKnobs(path=str(folder), device="cpu"))
+    return TargetMetadata(TargetSettings(path=str(folder), device="cpu"))
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def request(name: str, first: int, temperature: float, count: int = 4, seed: int
 
 
 def test_a_requests_noise_is_its_own_and_vllm_starts_when_more_room_is_needed(
-    outline: Outline, log: Path
+    outline: TargetMetadata, log: Path
 ) -> None:
     a, b = request("a", 3, 0.7), request("b", 5, 0.0, count=2)
-    with VllmAnswers(outline, KNOBS, Monitor()) as decode:
+    with VllmAnswers(outline, SETTINGS, Monitor()) as decode:
         found = list(decode([a, b], 6))
         list(decode([b, a], 6))
         list(decode([a], 8))
@@ -81,14 +81,16 @@ def conversations(count: int) -> list[Conversation]:
     return [Conversation(f"p{i}", chat, "test") for i in range(count)]
 
 
-def answer(outline: Outline, path: Path, knobs: RegenerateKnobs, monitor: Monitor) -> list[Any]:
-    tokenizer = load_tokenizer(outline.knobs)
-    with VllmAnswers(outline, knobs, monitor) as decode:
+def answer(
+    outline: TargetMetadata, path: Path, settings: RegenerateSettings, monitor: Monitor
+) -> list[Any]:
+    tokenizer = load_tokenizer(outline.settings)
+    with VllmAnswers(outline, settings, monitor) as decode:
         return regenerate(
             outline,
             tokenizer,
             conversations(5),
-            knobs,
+            settings,
             path,
             seed=1,
             monitor=monitor,
@@ -97,10 +99,10 @@ def answer(outline: Outline, path: Path, knobs: RegenerateKnobs, monitor: Monito
 
 
 def test_the_answers_file_is_any_engines_and_goes_on_in_pieces(
-    outline: Outline, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outline: TargetMetadata, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, lines = tmp_path / "answers.jsonl", Lines()
-    whole = answer(outline, path, KNOBS, lines)
+    whole = answer(outline, path, SETTINGS, lines)
     assert [(c.id, c.temperature) for c in whole] == [(f"p{i}", (i % 2) * 0.8) for i in range(5)]
     assert all(len(c.answers[0].token_ids) == 4 for c in whole)
     assert any(line.startswith("vllm 9.9 (V1, cpu) at") for line in lines.lines)
@@ -116,27 +118,27 @@ def test_the_answers_file_is_any_engines_and_goes_on_in_pieces(
     path.unlink()
     path.with_suffix(".json").unlink()
     log.unlink()
-    answer(outline, path, KNOBS, lines)
+    answer(outline, path, SETTINGS, lines)
     assert path.read_bytes() == made
     assert [line[0] for line in logged(log)[1:]] == [1]  # prompts asked for
     log.unlink()
-    answer(outline, path, KNOBS, lines)
+    answer(outline, path, SETTINGS, lines)
     assert not log.exists()
     with pytest.raises(UserError, match="backend: 'vllm' there, None wanted"):
-        answer(outline, path, KNOBS.model_copy(update={"backend": "paged"}), lines)
+        answer(outline, path, SETTINGS.model_copy(update={"backend": "paged"}), lines)
 
 
 @pytest.mark.skipif(PYTHON_VARIABLE not in os.environ, reason=f"{PYTHON_VARIABLE} names no vLLM")
 @pytest.mark.slow
 def test_a_real_vllms_greedy_answers_are_the_engines(tmp_path: Path) -> None:
-    outline = Outline(TargetKnobs(device="cpu"))
-    knobs = RegenerateKnobs(backend="vllm", temperatures=(0.0,), max_new_tokens=24)
-    theirs = answer(outline, tmp_path / "v.jsonl", knobs, Monitor())
+    outline = TargetMetadata(TargetSettings(device="cpu"))
+    settings = RegenerateSettings(backend="vllm", temperatures=(0.0,), max_new_tokens=24)
+    theirs = answer(outline, tmp_path / "v.jsonl", settings, Monitor())
     ours = regenerate(
-        load_target(outline.knobs),
-        load_tokenizer(outline.knobs),
+        load_target(outline.settings),
+        load_tokenizer(outline.settings),
         conversations(5),
-        knobs.model_copy(update={"backend": "paged"}),
+        settings.model_copy(update={"backend": "paged"}),
         tmp_path / "t.jsonl",
         seed=1,
         monitor=Monitor(),

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.target_model.settings import VllmKnobs
+from draftlab.target_model.settings import VllmSettings
 from draftlab.vllm.engine import VllmEngine, generation, positions
 from draftlab.vllm.process import PYTHON_VARIABLE, VllmProcess, _end_of, find_python
 from draftlab.vllm.vllm_client import generation as served
 from tests.helpers import fake_vllm
 
-HERE = VllmKnobs(python=sys.executable)
+HERE = VllmSettings(python=sys.executable)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def run_vllm(
 ) -> list[Generation]:
     """Decodes with a vLLM that is started and ended for it."""
     options.setdefault("max_length", positions(requests, k, sys.maxsize))
-    engine = VllmEngine(target, head, k=k, draft_probs=draft_probs, knobs=HERE, **options)
+    engine = VllmEngine(target, head, k=k, draft_probs=draft_probs, settings=HERE, **options)
     with engine:
         return list(engine.generate(requests))
 
@@ -95,7 +95,7 @@ def test_what_is_asked_reaches_vllm(folder: Path, install, probabilities: bool) 
         dtype=torch.bfloat16,
         batch=2,
         max_length=positions(requests, 3, 64),
-        knobs=HERE,
+        settings=HERE,
     ) as engine:
         for _ in range(2):  # one start serves many asks, and counts each by itself
             assert [g.counters.drafts for g in engine.generate(requests)] == [7, 3]
@@ -154,12 +154,12 @@ def test_the_engine_says_version_runner_device_and_what_was_corrected(
     lines: list[str] = []
     monitor = Monitor()
     monitor.say = lines.append  # type: ignore[method-assign]
-    with VllmEngine(folder, folder, k=2, max_length=32, knobs=HERE, monitor=monitor) as engine:
+    with VllmEngine(folder, folder, k=2, max_length=32, settings=HERE, monitor=monitor) as engine:
         assert engine.name == "vllm 9.9 (V1, cpu)"
         assert engine.corrections == (served.CORRECTION,)
     assert engine.name in lines[0]
     assert "corrected: vllm.v1.sample.rejection_sampler.expand_batch_to_tokens" in lines[0]
-    with VllmEngine(folder, max_length=32, knobs=HERE) as engine:
+    with VllmEngine(folder, max_length=32, settings=HERE) as engine:
         assert engine.corrections == ()
 
 
@@ -278,18 +278,18 @@ def test_which_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
     monkeypatch.setattr(find, lambda _name: None)
     with pytest.raises(UserError, match=f"found none in this Python(.|\n)*{PYTHON_VARIABLE}"):
-        find_python(VllmKnobs())
+        find_python(VllmSettings())
     link = tmp_path / "python"
     link.symlink_to(sys.executable)
     monkeypatch.setenv(PYTHON_VARIABLE, str(link))
-    assert find_python(VllmKnobs()) == link  # a link tells its environment
+    assert find_python(VllmSettings()) == link  # a link tells its environment
     assert find_python(HERE) == Path(sys.executable)
     monkeypatch.setattr(find, lambda _name: SimpleNamespace())
-    assert find_python(VllmKnobs()) == Path(sys.executable)
+    assert find_python(VllmSettings()) == Path(sys.executable)
     (tmp_path / "text").write_text("")
     for wrong in ("none", "text"):
         with pytest.raises(UserError, match="found no program"):
-            find_python(VllmKnobs(python=str(tmp_path / wrong)))
+            find_python(VllmSettings(python=str(tmp_path / wrong)))
 
 
 def test_drafts_missing_near_the_limit_are_missing_at_the_end() -> None:

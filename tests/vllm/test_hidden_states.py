@@ -17,11 +17,11 @@ import torch
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store.record import record
-from draftlab.store.settings import RecordKnobs
+from draftlab.store.settings import RecordSettings
 from draftlab.store.store import Sample, Store
-from draftlab.target_model.metadata import Outline
+from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target, load_target
-from draftlab.target_model.settings import TargetKnobs, VllmKnobs
+from draftlab.target_model.settings import TargetSettings, VllmSettings
 from draftlab.vllm import hidden_states as vllm_states
 from draftlab.vllm.hidden_states import VllmStates
 from draftlab.vllm.process import PYTHON_VARIABLE
@@ -29,7 +29,7 @@ from tests.helpers.recordings import Lines, contents, identity_of, make, make_sa
 from tests.helpers.toys import toy_target_folder
 from tests.helpers.vllm_stand_in import StandIn
 
-KNOBS = RecordKnobs(dtype="float32", shard_tokens=100, batch_tokens=96, backend="vllm")
+SETTINGS = RecordSettings(dtype="float32", shard_tokens=100, batch_tokens=96, backend="vllm")
 
 
 @pytest.fixture(scope="module")
@@ -37,24 +37,24 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder = toy_target_folder(
         tmp_path_factory.mktemp("target"), layers=4, hidden=32, max_length=64
     )
-    return load_target(TargetKnobs(path=str(folder), device="cpu"))
+    return load_target(TargetSettings(path=str(folder), device="cpu"))
 
 
 @pytest.fixture
-def outline(target: Target) -> Outline:
-    return Outline(TargetKnobs(path=str(target.folder), device="cpu"))
+def outline(target: Target) -> TargetMetadata:
+    return TargetMetadata(TargetSettings(path=str(target.folder), device="cpu"))
 
 
 @pytest.fixture
 def through(
-    target: Target, outline: Outline, monkeypatch: pytest.MonkeyPatch
+    target: Target, outline: TargetMetadata, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Store, list[dict[str, Any]]]]:
     """Records through the stand-in; the store, and how vLLM was started and ended."""
 
     def run(
         folder: Path,
         samples: list[Sample] | None = None,
-        knobs: RecordKnobs = KNOBS,
+        settings: RecordSettings = SETTINGS,
         monitor: Monitor | None = None,
         **faults: Any,
     ) -> tuple[Store, list[dict[str, Any]]]:
@@ -65,10 +65,10 @@ def through(
             outline,
             make_samples() if samples is None else samples,
             folder,
-            knobs,
-            identity_of(outline, knobs.dtype),
+            settings,
+            identity_of(outline, settings.dtype),
             monitor=monitor,
-            opened=partial(VllmStates, outline, knobs, monitor),
+            opened=partial(VllmStates, outline, settings, monitor),
         )
         return store, setups
 
@@ -77,14 +77,14 @@ def through(
 
 def assert_same(found: Store, expected: Store) -> None:
     """The same records, order and plan; states and teachers to rounding."""
-    plan = found.manifest.model_dump(exclude={"knobs"})
-    other = expected.manifest.model_dump(exclude={"knobs"})
+    plan = found.manifest.model_dump(exclude={"settings"})
+    other = expected.manifest.model_dump(exclude={"settings"})
     for manifest in (plan, other):
         for shard in manifest["shards"]:
             del shard["sha256"]
             shard["fp8_errors"] = [pytest.approx(e, rel=1e-2) for e in shard["fp8_errors"]]
     assert plan == other
-    assert found.manifest.knobs == {**expected.manifest.knobs, "backend": "vllm"}
+    assert found.manifest.settings == {**expected.manifest.settings, "backend": "vllm"}
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.tokens, theirs.tokens)
         assert torch.equal(ours.spans, theirs.spans)
@@ -115,7 +115,7 @@ def test_the_store_is_that_of_the_other_backend(
 def test_other_dtypes_of_the_store(
     target: Target, tmp_path: Path, through: Any, dtype: str
 ) -> None:
-    found, _ = through(tmp_path / "v", knobs=KNOBS.model_copy(update={"dtype": dtype}))
+    found, _ = through(tmp_path / "v", settings=SETTINGS.model_copy(update={"dtype": dtype}))
     expected = make(target, tmp_path / "t", dtype=dtype)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.features, theirs.features, atol=0.02, rtol=0.13)
@@ -140,7 +140,11 @@ def test_it_goes_on_where_it_stopped_and_a_whole_store_starts_nothing(
 
 
 def test_several_share_a_recording_each_with_a_vllm_of_its_own(
-    outline: Outline, target: Target, tmp_path: Path, through: Any, monkeypatch: pytest.MonkeyPatch
+    outline: TargetMetadata,
+    target: Target,
+    tmp_path: Path,
+    through: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected, _ = through(tmp_path / "alone")
     started = []
@@ -152,12 +156,12 @@ def test_several_share_a_recording_each_with_a_vllm_of_its_own(
     monkeypatch.setattr(vllm_states, "VllmProcess", start)
 
     def share(part: str) -> None:
-        opened = partial(VllmStates, outline, KNOBS, Monitor())
+        opened = partial(VllmStates, outline, SETTINGS, Monitor())
         record(
             outline,
             make_samples(),
             tmp_path / "shared",
-            KNOBS,
+            SETTINGS,
             identity_of(outline),
             monitor=Monitor(),
             part=part,
@@ -184,8 +188,8 @@ def test_states_that_are_not_finite_are_named_as_ever(tmp_path: Path, through: A
     with pytest.raises(UserError, match="NaN or infinity at boundary 2, position 0") as error:
         through(tmp_path / "refused", nan=3)  # the first prompt is the check's own
     assert "sample 'c2'" in str(error.value)
-    skip = KNOBS.model_copy(update={"not_finite": "skip"})
-    store, _ = through(tmp_path / "skipped", knobs=skip, nan=3)
+    skip = SETTINGS.model_copy(update={"not_finite": "skip"})
+    store, _ = through(tmp_path / "skipped", settings=skip, nan=3)
     assert store.manifest.shards[0].not_finite == {"c2": "boundary 2, position 0"}
 
 
@@ -221,36 +225,38 @@ def test_what_vllm_does_otherwise_is_refused(
 
 
 def test_an_outline_says_of_a_target_what_the_loaded_one_does(
-    target: Target, outline: Outline
+    target: Target, outline: TargetMetadata
 ) -> None:
     names = ("folder", "name", "num_layers", "hidden_size", "vocab_size", "dtype", "max_length")
     for name in (*names, "fingerprint", "device"):
         assert getattr(outline, name) == getattr(target, name), name
     last = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(outline.logits(last), target.logits(last))
-    half = Outline(TargetKnobs(path=str(target.folder), device="cpu", dtype="bfloat16"))
+    half = TargetMetadata(TargetSettings(path=str(target.folder), device="cpu", dtype="bfloat16"))
     assert half.logits(last).dtype == torch.float32
     assert half.dtype == half.parts.lm_head.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="expected `opened`"):
-        record(outline, [], Path(), KNOBS, identity_of(outline), monitor=Monitor())
+        record(outline, [], Path(), SETTINGS, identity_of(outline), monitor=Monitor())
 
 
 @pytest.mark.skipif(PYTHON_VARIABLE not in os.environ, reason=f"{PYTHON_VARIABLE} names no vLLM")
 @pytest.mark.slow
 def test_a_real_vllm_computes_what_transformers_does(tmp_path: Path) -> None:
     """On the embedded target in float32: an embedding's, a middle and the last boundary."""
-    target = load_target(TargetKnobs(device="cpu"))
-    outline = Outline(TargetKnobs(device="cpu"))
-    knobs = KNOBS.model_copy(update={"vllm": VllmKnobs(), "shard_tokens": 300})
+    target = load_target(TargetSettings(device="cpu"))
+    outline = TargetMetadata(TargetSettings(device="cpu"))
+    settings = SETTINGS.model_copy(update={"vllm": VllmSettings(), "shard_tokens": 300})
     samples = [
         replace(sample, token_ids=tuple(5 + token for token in sample.token_ids))
         for sample in make_samples(20)
     ]
     identity = identity_of(target, boundaries=(0, 2, 7, target.num_layers))
     lines = Lines()
-    opened = partial(VllmStates, outline, knobs, lines)
-    found = record(outline, samples, tmp_path / "v", knobs, identity, monitor=lines, opened=opened)
-    plain = knobs.model_copy(update={"backend": "transformers"})
+    opened = partial(VllmStates, outline, settings, lines)
+    found = record(
+        outline, samples, tmp_path / "v", settings, identity, monitor=lines, opened=opened
+    )
+    plain = settings.model_copy(update={"backend": "transformers"})
     expected = record(target, samples, tmp_path / "t", plain, identity, monitor=Monitor())
     assert_same(found, expected)
     print(json.dumps(lines.lines, indent=1))

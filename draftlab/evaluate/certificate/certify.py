@@ -32,7 +32,7 @@ from draftlab.evaluate.certificate.result import (
     ARMS,
     ArmResult,
     Certificate,
-    CertifyKnobs,
+    CertifySettings,
     arm_lines,
     arm_name,
 )
@@ -41,7 +41,7 @@ from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 
-__all__ = ["Certificate", "CertifyKnobs", "certify"]
+__all__ = ["Certificate", "CertifySettings", "certify"]
 
 Prompts = Sequence[tuple[str, tuple[int, ...]]]
 
@@ -62,7 +62,7 @@ def certify(
     head: DraftHead,
     prompts: Prompts,
     stop_ids: frozenset[int],
-    knobs: CertifyKnobs,
+    settings: CertifySettings,
     *,
     k: int,
     monitor: Monitor,
@@ -81,8 +81,8 @@ def certify(
     """
     if not prompts:
         raise UserError("expected prompts to certify the engine on, found none")
-    trial = _Trial(target, head, engine or Engine, stop_ids, knobs, monitor)
-    return trial.run(prompts[: knobs.equal_prompts], k)
+    trial = _Trial(target, head, engine or Engine, stop_ids, settings, monitor)
+    return trial.run(prompts[: settings.equal_prompts], k)
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,17 @@ class _Trial:
     head: DraftHead
     engine: EngineFactory
     stop_ids: frozenset[int]
-    knobs: CertifyKnobs
+    settings: CertifySettings
     monitor: Monitor
     faults: list[str] = field(default_factory=list)
 
     def run(self, prompts: Prompts, k: int) -> Certificate:
-        knobs, exact = self.knobs, self.target.dtype == torch.float32
-        each = f"{knobs.samples:,}" if knobs.samples else f"up to {knobs.max_samples:,}"
+        settings, exact = self.settings, self.target.dtype == torch.float32
+        each = f"{settings.samples:,}" if settings.samples else f"up to {settings.max_samples:,}"
         self.monitor.say(
             f"certify: {len(prompts)} prompts at T = 0; then, whatever temperatures are measured, "
-            f"{len(ARMS)} tests at T = {knobs.temperature:g} of {each} short answers each: minutes"
+            f"{len(ARMS)} tests at T = {settings.temperature:g}, each of {each} short answers: "
+            "minutes"
         )
         texts, equal = self._greedy(prompts, k)
         dtype = str(self.target.dtype).removeprefix("torch.")
@@ -125,12 +126,12 @@ class _Trial:
         lines += [f"FAULT: {fault}" for fault in self.faults]
         lines.append(
             f"{'passed' if passed else 'FAILED'}, level {level} (each p must reach "
-            f"{knobs.level:g}: {knobs.alpha:g} of right engines fail)"
+            f"{settings.level:g}: {settings.alpha:g} of right engines fail)"
         )
         return Certificate(
             level=level,
-            test=f"G-test of {knobs.judged} tokens at T = {knobs.temperature:g}, "
-            f"top-k {knobs.top_k}, K = {knobs.k}; tokens at T = 0",
+            test=f"G-test of {settings.judged} tokens at T = {settings.temperature:g}, "
+            f"top-k {settings.top_k}, K = {settings.k}; tokens at T = 0",
             statistic=worst.statistic,
             p_value=worst.p_value,
             n=worst.n,
@@ -144,12 +145,13 @@ class _Trial:
 
     def _greedy(self, prompts: Prompts, k: int) -> tuple[list[tuple[int, ...]], float]:
         """Prompts with their plain answers, and the share the speculative engine answers alike."""
-        knobs = self.knobs
+        settings = self.settings
         requests = [
-            Request(id_, ids, knobs.equal_tokens, Sampling(), self.stop_ids) for id_, ids in prompts
+            Request(id_, ids, settings.equal_tokens, Sampling(), self.stop_ids)
+            for id_, ids in prompts
         ]
         longest = max(len(request.prompt_ids) for request in requests)
-        room = min(longest + knobs.equal_tokens + k + 1, self.target.max_length)
+        room = min(longest + settings.equal_tokens + k + 1, self.target.max_length)
         found = []
         for drafter in (None, new_drafter(self.head, k)):
             engine = self.engine(
@@ -177,38 +179,43 @@ class _Trial:
         return done
 
     def _choose(self, texts: Sequence[tuple[int, ...]], draft_probs: bool) -> Chosen:
-        knobs = self.knobs
-        heat = (knobs.draft_temperature or knobs.temperature) if draft_probs else 0.0
+        settings = self.settings
+        heat = (settings.draft_temperature or settings.temperature) if draft_probs else 0.0
         return choose(
             self.target,
             self.head,
-            windows(texts, knobs.context, knobs.contexts),
-            Sampled(knobs.judged, knobs.top_k, knobs.temperature, knobs.k, heat),
-            finalists=knobs.finalists,
-            enough=knobs.enough,
-            level=knobs.level,
+            windows(texts, settings.context, settings.contexts),
+            Sampled(settings.judged, settings.top_k, settings.temperature, settings.k, heat),
+            finalists=settings.finalists,
+            enough=settings.enough,
+            level=settings.level,
             monitor=self.monitor,
         )
 
     def _judge(self, chosen: Chosen, draft_probs: bool) -> tuple[ArmResult, list[str]]:
         """Answers one context many times and tests the joint. The number is fixed beforehand."""
-        knobs, tree, name = self.knobs, chosen.tree, arm_name(draft_probs)
-        wanted = max(chosen.hardest or knobs.max_samples, 2000)
-        count = knobs.samples or min(wanted, knobs.max_samples)
-        sampling = Sampling(knobs.temperature, knobs.top_k, None, knobs.seed)
-        new = 1 + knobs.judged  # the prefill's token, then those of verify steps
+        settings, tree, name = self.settings, chosen.tree, arm_name(draft_probs)
+        wanted = max(chosen.hardest or settings.max_samples, 2000)
+        count = settings.samples or min(wanted, settings.max_samples)
+        sampling = Sampling(settings.temperature, settings.top_k, None, settings.seed)
+        new = 1 + settings.judged  # the prefill's token, then those of verify steps
         requests = [
             Request(f"certify {name} {i}", tree.context, new, sampling) for i in range(count)
         ]
         drafter = new_drafter(
-            self.head, knobs.k, draft_probs=draft_probs, draft_temperature=knobs.draft_temperature
+            self.head,
+            settings.k,
+            draft_probs=draft_probs,
+            draft_temperature=settings.draft_temperature,
         )
-        room = len(tree.context) + new + 2 * knobs.k + 1  # the limit must cap no drafts
-        engine = self.engine(self.target, drafter, batch=min(knobs.batch, count), max_length=room)
+        room = len(tree.context) + new + 2 * settings.k + 1  # the limit must cap no drafts
+        engine = self.engine(
+            self.target, drafter, batch=min(settings.batch, count), max_length=room
+        )
         done = list(self._decode(engine, requests, f"certify T > 0, {name}").values())
         joint = tree.joint()
         seen = np.bincount([tree.cell(g.token_ids) for g in done], minlength=len(joint))
-        found, accepted = g_test(seen, joint), self_check(done, knobs.k)
+        found, accepted = g_test(seen, joint), self_check(done, settings.k)
         arm = ArmResult(
             draft_probs=draft_probs,
             statistic=found.statistic if np.isfinite(found.statistic) else None,
@@ -218,8 +225,8 @@ class _Trial:
             n=len(done),
             needed={str(fault): n for fault, n in chosen.needed.items()},
         )
-        if arm.p_value < knobs.level:
-            self.faults.append(f"{name}: the joint of {knobs.judged} tokens is not the target's")
-        if accepted and accepted.p_value < knobs.level:
+        if arm.p_value < settings.level:
+            self.faults.append(f"{name}: the joint of {settings.judged} tokens is not the target's")
+        if accepted and accepted.p_value < settings.level:
             self.faults.append(f"{name}: drafts are not accepted as often as they should be")
-        return arm, arm_lines(arm, knobs, done)
+        return arm, arm_lines(arm, settings, done)

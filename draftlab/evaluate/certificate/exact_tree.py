@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.heads.head import DraftHead
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.target_model.model import Target
 
 
@@ -110,7 +110,7 @@ def grow(
         tokens.append(inside)
         probabilities.append(among)
         margin = torch.minimum(margin, gap.view(count, -1).amin(1))
-    kind = _Parallel if isinstance(head, PtdHead) else _Chain
+    kind = _Parallel if isinstance(head, PeagleHead) else _Chain
     drafter = kind(head, rows, states.features, draft_temperature)
 
     def under(level: int, start: int, depth: int) -> Tensor:

@@ -9,12 +9,12 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftlab.engine.sampling import Generation
-from draftlab.settings import Knobs
+from draftlab.settings import Settings
 
 ARMS = (True, False)  # T > 0 with draft probabilities and without
 
 
-class CertifyKnobs(Knobs):
+class CertifySettings(Settings):
     """How hard the engine is tried."""
 
     k: int = Field(default=2, ge=1)
@@ -113,18 +113,20 @@ def arm_name(draft_probs: bool) -> str:
     return f"draft probabilities {'on' if draft_probs else 'off'}"
 
 
-def arm_lines(arm: ArmResult, knobs: CertifyKnobs, generations: Sequence[Generation]) -> list[str]:
+def arm_lines(
+    arm: ArmResult, settings: CertifySettings, generations: Sequence[Generation]
+) -> list[str]:
     """An arm in words."""
-    shares = origins(generations, knobs.judged)
+    shares = origins(generations, settings.judged)
     statistic = "∞ (impossible tokens)" if arm.statistic is None else f"{arm.statistic:.1f}"
     needed = "; ".join(
         f"{fault} {'too many' if n is None else f'{n:,}'}" for fault, n in arm.needed.items()
     )
     accepted = arm.acceptance_p_value
-    heat = knobs.draft_temperature or knobs.temperature
+    heat = settings.draft_temperature or settings.temperature
     drafts = f"drafts sampled at T = {heat:g}" if arm.draft_probs else "argmax drafts"
     return [
-        f"T = {knobs.temperature:g}, top-k {knobs.top_k}, K = {knobs.k}, "
+        f"T = {settings.temperature:g}, top-k {settings.top_k}, K = {settings.k}, "
         f"{arm_name(arm.draft_probs)} ({drafts}): G = {statistic} on {arm.freedom} degrees of "
         f"freedom, p = {arm.p_value:.2g}, {arm.n:,} samples"
         + ("" if accepted is None else f"; acceptance as expected: p = {accepted:.2g}"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftlab.kernels.noise import Purpose, keyed_bits, keyed_spread
 
 _LENGTH = 512
-"""The conversation length at which the largest noise is the knob's own."""
+"""The conversation length at which the largest noise is the setting's own."""
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ def choose_packing(packer: Packer, ranks: Ranks) -> PackProcesses | PackHere:
     Raises:
         UserError: processes are asked for where there can be none.
     """
-    asked, fault = packer.knobs.packers, _fault(packer)
+    asked, fault = packer.settings.packers, _fault(packer)
     if asked and fault:
         raise UserError(
             f"train.packers asks for {counted(asked, 'process')}, and {fault}",

@@ -12,7 +12,7 @@ from draftlab.store.store import Record, Store
 from draftlab.train.batch.feature_noise import StepNoise
 from draftlab.train.batch.loss_rows import depths_kept
 from draftlab.train.batch.packing import Batch, Room, pack
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 
 Rows = list[list[int]]
 """Records of each row, by number."""
@@ -33,13 +33,13 @@ class Packer:
 
     Attributes:
         store: holds the records.
-        knobs, seed: the training's.
+        settings, seed: the training's.
         drops, imitates: the objective's.
         one_row: see `pack`.
     """
 
     store: Store
-    knobs: TrainKnobs
+    settings: TrainSettings
     seed: int
     drops: bool
     imitates: bool
@@ -47,24 +47,24 @@ class Packer:
 
     def batches(self, work: StepWork, room: Room | None = None) -> Iterator[Batch]:
         """The micro-batches of an optimizer step, one after the other, in `room` (see `pack`)."""
-        knobs = self.knobs
+        settings = self.settings
         keep = partial(
             depths_kept,
-            num_depths=knobs.ttt_steps,
-            ratio=knobs.cod_ratio,
-            least=knobs.cod_min,
+            num_depths=settings.ttt_steps,
+            ratio=settings.cod_ratio,
+            least=settings.cod_min,
             seed=self.seed,
             step=work.step,
         )
-        noise = StepNoise(knobs.noise, self.seed, work.step)
+        noise = StepNoise(settings.noise, self.seed, work.step)
         for rows, idle in work.micro:
             yield pack(
                 self._records(rows),
-                knobs.row_tokens,
-                knobs.ttt_steps,
+                settings.row_tokens,
+                settings.ttt_steps,
                 keep=keep if self.drops else None,
-                noise=noise if self.imitates and knobs.noise else None,
-                passes=knobs.anchor_parts,
+                noise=noise if self.imitates and settings.noise else None,
+                passes=settings.anchor_parts,
                 room=room,
                 one_row=self.one_row,
                 idle=idle,

@@ -28,11 +28,11 @@ from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
 from draftlab.train.batch.packing import Batch
 from draftlab.train.checkpoint import trainable
-from draftlab.train.distillation_module import Lesson
+from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.distributed.ranks import HOW, Ranks
 from draftlab.train.objectives.loss import Sums
 from draftlab.train.optimizer import new_optimizer
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 
 Tensors = dict[str, Tensor]
 
@@ -42,11 +42,11 @@ class Whole:
 
     name = "one process"
 
-    def __init__(self, lesson: Lesson, knobs: TrainKnobs, ranks: Ranks) -> None:
-        self.head, self.knobs, self.ranks = lesson.head, knobs, ranks
+    def __init__(self, lesson: DistillationModule, settings: TrainSettings, ranks: Ranks) -> None:
+        self.head, self.settings, self.ranks = lesson.head, settings, ranks
         self.module, self.optimizer = self._wrapped(lesson)
 
-    def _wrapped(self, lesson: Lesson) -> tuple[Any, Any]:
+    def _wrapped(self, lesson: DistillationModule) -> tuple[Any, Any]:
         """The module to call, and the optimizer."""
         return lesson, self._new_optimizer()
 
@@ -61,7 +61,7 @@ class Whole:
         return module
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
-        return new_optimizer(self.head, self.knobs, self.ranks.device)
+        return new_optimizer(self.head, self.settings, self.ranks.device)
 
     def describe(self) -> str:
         """Where the head is, for people; the wrapper is the one that was found, not asked for."""
@@ -71,7 +71,7 @@ class Whole:
     def forward(
         self, part: Batch, weights: Sequence[float], *, reduce: bool
     ) -> tuple[Tensor, Sums]:
-        """`Lesson.forward`.
+        """`DistillationModule.forward`.
 
         Args:
             reduce: whether ranks reduce their gradients behind this pass, their last of the step.
@@ -93,7 +93,7 @@ class Whole:
         """Clips, steps and clears; returns the norm of the gradient before clipping."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        norm = nn.utils.clip_grad_norm_(trainable(self.head).values(), self.knobs.clip)
+        norm = nn.utils.clip_grad_norm_(trainable(self.head).values(), self.settings.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return _whole(norm)
@@ -166,7 +166,7 @@ class Ddp(Whole):
 
     name = "DistributedDataParallel"
 
-    def _wrapped(self, lesson: Lesson) -> tuple[Any, Any]:
+    def _wrapped(self, lesson: DistillationModule) -> tuple[Any, Any]:
         # Its buffers are functions of the recipe, and equal on all ranks.
         options = DistributedDataParallelKwargs(
             broadcast_buffers=False, gradient_as_bucket_view=True
@@ -205,7 +205,7 @@ class Fsdp2(Sharded):
 
     name = "fully_shard"
 
-    def _wrapped(self, lesson: Lesson) -> tuple[Any, Any]:
+    def _wrapped(self, lesson: DistillationModule) -> tuple[Any, Any]:
         self._keep_frozen()
         # One group: a head has one layer or few, which are needed all along an unroll.
         module = fully_shard(
@@ -218,12 +218,16 @@ class Fsdp2(Sharded):
         self.module.set_reshard_after_backward(reduce)  # gathered once for all passes of a step
 
 
-def wrap(lesson: Lesson, knobs: TrainKnobs, ranks: Ranks) -> Whole:
+def wrap(lesson: DistillationModule, settings: TrainSettings, ranks: Ranks) -> Whole:
     """A lesson under `train.parallel`, as fits the number of processes."""
     if ranks.size == 1:
-        return Whole(lesson, knobs, ranks)
-    if knobs.parallel.startswith("zero"):
+        return Whole(lesson, settings, ranks)
+    if settings.parallel.startswith("zero"):
         from draftlab.train.distributed.zero import Zero
 
-        return Zero(lesson, knobs, ranks)
-    return Fsdp2(lesson, knobs, ranks) if knobs.parallel == "fsdp2" else Ddp(lesson, knobs, ranks)
+        return Zero(lesson, settings, ranks)
+    return (
+        Fsdp2(lesson, settings, ranks)
+        if settings.parallel == "fsdp2"
+        else Ddp(lesson, settings, ranks)
+    )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
 from draftlab.train.checkpoint import trainable
-from draftlab.train.distillation_module import Lesson
+from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.distributed.backends import Sharded, Tensors, counts_on_device
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -31,14 +31,14 @@ class Zero(Sharded):
     @property
     def stage(self) -> int:
         """1, 2 or 3."""
-        return int(self.knobs.parallel.removeprefix("zero"))
+        return int(self.settings.parallel.removeprefix("zero"))
 
     @property
     def name(self) -> str:
         """For people."""
         return f"DeepSpeed ZeRO-{self.stage}"
 
-    def _wrapped(self, lesson: Lesson) -> tuple[Any, Any]:
+    def _wrapped(self, lesson: DistillationModule) -> tuple[Any, Any]:
         deepspeed = _deepspeed()
         self._keep_frozen()
         _unregister_frozen(self.head)  # stage 3 would shard them, and gather them for every pass
@@ -53,7 +53,7 @@ class Zero(Sharded):
             config={
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": 1,
-                "gradient_clipping": self.knobs.clip if self.stage == 3 else 0.0,  # else `_clip`
+                "gradient_clipping": self.settings.clip if self.stage == 3 else 0.0,  # else `_clip`
                 "zero_optimization": {"stage": self.stage} | self._communication(),
                 "zero_allow_untested_optimizer": True,
                 "steps_per_print": 2**60,
@@ -121,7 +121,7 @@ class Zero(Sharded):
         squared = nn.utils.get_total_norm(parts).square()
         dist.all_reduce(squared)
         norm = squared.sqrt()
-        scale = (self.knobs.clip / (norm + 1e-6)).clamp(max=1.0)
+        scale = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
         for part in parts:
             part.mul_(scale)
         return norm

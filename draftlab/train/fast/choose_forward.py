@@ -20,7 +20,7 @@ from draftlab.train.fast.parallel import FastParallel
 from draftlab.train.fast.ttt import FastUnroll
 from draftlab.train.flops import kept_bytes
 from draftlab.train.objectives.loss import StepOutput
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 
 Unrolling = Callable[[Any, Batch], Iterable[StepOutput]]
 """(head, batch of one pass) → the output of each step or depth that has rows."""
@@ -54,7 +54,7 @@ def compiled_pieces(backend: str = "inductor") -> Pieces:
 def unrolling(
     head: DraftHead,
     plain: Unrolling,
-    knobs: TrainKnobs,
+    settings: TrainSettings,
     dtype: torch.dtype,
 ) -> tuple[Unrolling, str]:
     """How this head is run on its device, and that in words.
@@ -64,21 +64,21 @@ def unrolling(
         plain: its family's way.
         dtype: of products.
     """
-    on_gpu, recompute = head.fc.weight.is_cuda, knobs.recompute
+    on_gpu, recompute = head.fc.weight.is_cuda, settings.recompute
     idle = ["recompute"] if recompute is True else []
     if fast_unroll.fits(head):
         if recompute == "auto":
-            recompute = on_gpu and not _has_room(head, knobs, dtype)
+            recompute = on_gpu and not _has_room(head, settings, dtype)
         new: Callable[..., Unrolling] = partial(FastUnroll, dtype, recompute=recompute)
         said = ["the embeddings' part of a step made once a token"]
         said += ["steps computed again in the backward pass"] * recompute
     elif fast_parallel.fits(head):
         new, said = partial(FastParallel, dtype), ["all depths side by side", *_idle(idle)]
     else:
-        idle = ["compile"] * (knobs.compile is True) + idle
+        idle = ["compile"] * (settings.compile is True) + idle
         return plain, ", ".join(["as they are written", *_idle(idle)])
     made = new()
-    if knobs.compile is True or (knobs.compile == "auto" and on_gpu):
+    if settings.compile is True or (settings.compile == "auto" and on_gpu):
         fast = new(pieces=compiled_pieces())
         try:
             _rehearse(head, fast, made)
@@ -90,16 +90,20 @@ def unrolling(
     return made, ", ".join(said)
 
 
-def _idle(knobs: list[str]) -> list[str]:
-    """What is said of knobs that a head has no use for."""
-    does = "does" if len(knobs) == 1 else "do"
-    return [f"train.{' and train.'.join(knobs)} {does} nothing for such heads"] if knobs else []
+def _idle(settings: list[str]) -> list[str]:
+    """What is said of settings that a head has no use for."""
+    does = "does" if len(settings) == 1 else "do"
+    return (
+        [f"train.{' and train.'.join(settings)} {does} nothing for such heads"] if settings else []
+    )
 
 
-def _has_room(head: DraftHead, knobs: TrainKnobs, dtype: torch.dtype) -> bool:
+def _has_room(head: DraftHead, settings: TrainSettings, dtype: torch.dtype) -> bool:
     """Whether a GPU holds what all steps of the largest batch keep for the backward pass."""
-    rows = knobs.row_tokens * (knobs.micro_rows or knobs.batch_rows) / knobs.anchor_parts
-    kept = rows * knobs.ttt_steps * kept_bytes(head.config, dtype)
+    rows = (
+        settings.row_tokens * (settings.micro_rows or settings.batch_rows) / settings.anchor_parts
+    )
+    kept = rows * settings.ttt_steps * kept_bytes(head.config, dtype)
     # Gradients and two moments, as wide as the weights, are yet to come.
     coming = 3 * sum(p.numel() * p.element_size() for p in head.parameters() if p.requires_grad)
     free, _ = torch.cuda.mem_get_info(head.fc.weight.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftlab.heads.eagle3 import Eagle3Layer
 from draftlab.heads.head import DecoderLayer
 from draftlab.heads.layers import Attention
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.kernels.ttt_attention import OwnKeys, document_starts, ttt_attention
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
@@ -28,7 +28,7 @@ from draftlab.train.objectives.loss import StepOutput, row_starts
 def fits(head: object) -> bool:
     """Whether `FastParallel` knows the head: a parallel one whose layers have plain attention."""
     return (
-        type(head) is PtdHead
+        type(head) is PeagleHead
         and type(head.layer) is Eagle3Layer
         and all(type(layer) is DecoderLayer for layer in head.layers[1:])
         and all(type(layer.self_attn) is Attention for layer in head.layers)
@@ -46,7 +46,7 @@ class FastParallel:
     def __init__(self, dtype: torch.dtype, *, pieces: Pieces = PIECES) -> None:
         self.dtype, self.pieces = dtype, pieces
 
-    def __call__(self, head: PtdHead, batch: Batch) -> list[StepOutput]:
+    def __call__(self, head: PeagleHead, batch: Batch) -> list[StepOutput]:
         """Each depth's output."""
         steps = [rows for rows in batch.steps if rows.index.shape[1]]
         if not steps:
@@ -63,7 +63,7 @@ class _Parallel:
 
     def __init__(
         self,
-        head: PtdHead,
+        head: PeagleHead,
         batch: Batch,
         steps: list[StepRows],
         dtype: torch.dtype,

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from draftlab.heads.layers import Attention
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.kernels.ttt_attention import OwnKeys, document_starts, ttt_attention
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
 from draftlab.train.objectives.loss import StepOutput, row_starts, take_rows
 
 
-def parallel_outputs(head: PtdHead, batch: Batch) -> Iterator[StepOutput]:
+def parallel_outputs(head: PeagleHead, batch: Batch) -> Iterator[StepOutput]:
     """Yields each depth's output."""
     steps = [rows for rows in batch.steps if rows.index.shape[1]]
     if not steps:
@@ -59,7 +59,7 @@ def parallel_outputs(head: PtdHead, batch: Batch) -> Iterator[StepOutput]:
 class _MaskedSlots:
     """The slots of depths 1, 2, …, side by side: [B, R], R = Σ R_d."""
 
-    def __init__(self, head: PtdHead, batch: Batch, steps: Sequence[StepRows]) -> None:
+    def __init__(self, head: PeagleHead, batch: Batch, steps: Sequence[StepRows]) -> None:
         self.steps = steps
         self.widths = [rows.index.shape[1] for rows in steps]
         starts = document_starts(batch.documents)

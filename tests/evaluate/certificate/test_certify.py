@@ -21,20 +21,20 @@ from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sequence import Job
 from draftlab.errors import UserError
 from draftlab.evaluate.certificate import certify as certify_module
-from draftlab.evaluate.certificate.certify import Certificate, CertifyKnobs, certify
+from draftlab.evaluate.certificate.certify import Certificate, CertifySettings, certify
 from draftlab.evaluate.certificate.contexts import Sampled
 from draftlab.evaluate.certificate.known_faults import Fault, emitted
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.kernels.verify import Verdict, verify
 from draftlab.progress import Monitor
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from tests.helpers.decoding import untrained_head
 from tests.helpers.zoo import zoo_folder
 from tests.kernels.test_lossless import FAULTS, FAULTS_WITHOUT, broken
 
 VOCAB, SEED = 5, 2
 # Hot enough for every cell to be seen; drafts a little cooler, as in the product.
-KNOBS = CertifyKnobs(
+SETTINGS = CertifySettings(
     temperature=1.0, context=3, contexts=60, finalists=12, enough=1000, equal_prompts=6,
     equal_tokens=16, batch=1024,
 )  # fmt: skip
@@ -68,7 +68,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder: Path = zoo_folder(
         tmp_path_factory.mktemp("small"), "llama", vocab_size=VOCAB, num_hidden_layers=3, seed=SEED
     )
-    return load_target(TargetKnobs(path=str(folder), device="cpu"))
+    return load_target(TargetSettings(path=str(folder), device="cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +82,14 @@ Try = Callable[..., Certificate]
 
 @pytest.fixture
 def tried(small: Target, poor_head: Eagle3Head) -> Try:
-    """The certificate of an engine with another verifier, under changed knobs."""
+    """The certificate of an engine with another verifier, under changed settings."""
 
     def run(verifier: Callable[..., Verdict] = verify, **changes: Any) -> Certificate:
         def engine(target: Target, drafter: ChainDrafter | None, **options: Any) -> Engine:
             return Engine(target, drafter, **options, verifier=verifier if drafter else verify)
 
         return certify(
-            small, poor_head, PROMPTS, frozenset(), KNOBS.model_copy(update=changes),
+            small, poor_head, PROMPTS, frozenset(), SETTINGS.model_copy(update=changes),
             k=2, monitor=Monitor(), engine=engine,
         )  # fmt: skip
 
@@ -125,9 +125,9 @@ def test_the_right_engine_passes_under_other_seeds_too(tried: Try, seed: int) ->
 
 
 def test_the_reference_engine_is_certified(small: Target, poor_head: Eagle3Head) -> None:
-    knobs = KNOBS.model_copy(update={"samples": 1000})
+    settings = SETTINGS.model_copy(update={"samples": 1000})
     found = certify(
-        small, poor_head, PROMPTS, frozenset(), knobs, k=2, monitor=Monitor(),
+        small, poor_head, PROMPTS, frozenset(), settings, k=2, monitor=Monitor(),
         engine=ReferenceEngine,
     )  # fmt: skip
     assert (found.passed, found.prompts_equal) == (True, 1.0)
@@ -199,7 +199,7 @@ def test_a_dropped_bonus_is_lossless_and_caught_by_token_accounting(
 
     monkeypatch.setattr(Job, "take", counting_all)
     found = tried(without_bonus, samples=2000)
-    assert all(arm.p_value > KNOBS.level for arm in found.arms)
+    assert all(arm.p_value > SETTINGS.level for arm in found.arms)
     assert found.prompts_equal == 1.0
     assert not found.passed
     assert found.faults
@@ -218,7 +218,7 @@ def test_a_dropped_draft_is_caught_by_its_acceptance(
 
     monkeypatch.setattr(Job, "take", as_emitted)
     found = tried(without_bonus, samples=2000)
-    assert all(arm.p_value > KNOBS.level for arm in found.arms)
+    assert all(arm.p_value > SETTINGS.level for arm in found.arms)
     assert "draft probabilities on: drafts are not accepted as often as they should be" in (
         found.faults
     )
@@ -228,7 +228,7 @@ def test_without_prompts_there_is_nothing_to_certify_on(
     small: Target, poor_head: Eagle3Head
 ) -> None:
     with pytest.raises(UserError, match="expected prompts to certify"):
-        certify(small, poor_head, [], frozenset(), KNOBS, k=2, monitor=Monitor())
+        certify(small, poor_head, [], frozenset(), SETTINGS, k=2, monitor=Monitor())
 
 
 def test_trees_grown_together_are_those_grown_alone(small: Target, poor_head: Eagle3Head) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.store.store import Store
-from draftlab.target_model.model import Target, TargetKnobs, load_target
+from draftlab.target_model.model import Target, TargetSettings, load_target
 from draftlab.train import loop
 from draftlab.train.batch import pack_processes
 from draftlab.train.batch.loader import Piece, feed
@@ -35,7 +35,7 @@ from draftlab.train.batch.packing import Batch, anywhere, map_tensors
 from draftlab.train.batch.shared_memory import Region, lay, pick_up
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.loop import Trainer
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 from tests.helpers.list_store import ListStore
 from tests.helpers.recordings import make, make_samples
 from tests.helpers.toys import toy_target_folder
@@ -47,21 +47,21 @@ CPU = torch.device("cpu")
 
 
 def packer(
-    store: Any = None, *, drops: bool = False, imitates: bool = False, **knobs: Any
+    store: Any = None, *, drops: bool = False, imitates: bool = False, **settings: Any
 ) -> Packer:
     """Of toy answers: four rows of 64 positions, three steps."""
     target = orthogonal_parts()
     if store is None:
         store = ListStore([toy_answer(target, number) for number in range(12)])
     fields = {"row_tokens": 64, "batch_rows": 4, "ttt_steps": 3}
-    knobs = TrainKnobs.model_validate(fields | knobs)
-    return Packer(store, knobs, 7, drops, imitates, one_row=True)
+    settings = TrainSettings.model_validate(fields | settings)
+    return Packer(store, settings, 7, drops, imitates, one_row=True)
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     folder = toy_target_folder(tmp_path_factory.mktemp("target"))
-    return load_target(TargetKnobs(path=str(folder), dtype="float32"))
+    return load_target(TargetSettings(path=str(folder), dtype="float32"))
 
 
 def work(step: int = 3, micro: int = 2) -> StepWork:
@@ -109,7 +109,7 @@ def test_batches_of_every_kind_survive_the_way(kind: str, region: Region) -> Non
     assert (expected[0].noise is not None) == (kind == "eagle")
 
 
-def test_knobs_and_step_say_what_is_packed() -> None:
+def test_settings_and_step_say_what_is_packed() -> None:
     eagle, dealt = packer(imitates=True, ttt_steps=1), packer(anchor_parts=2)
     noise = [next(eagle.batches(work(step))).noise for step in (3, 3, 4)]
     keys = [int(each.key) for each in noise if each is not None]
@@ -394,7 +394,7 @@ def test_where_there_can_be_none(
     made_here = packer(online(target, make_samples()), packers=2)
     with pytest.raises(UserError, match="asks for 2 processes, and this store is no folder"):
         choose_packing(made_here, nobody)
-    usual = replace(made_here, knobs=TrainKnobs())
+    usual = replace(made_here, settings=TrainSettings())
     assert isinstance(choose_packing(usual, Ranks(0, 1, gpu)), PackHere)
     assert isinstance(choose_packing(packer(), nobody), PackHere)
 

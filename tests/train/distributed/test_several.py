@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from draftlab.errors import UserError
 from draftlab.train.batch.packing import pack
 from draftlab.train.checkpoint import trainable
-from draftlab.train.distillation_module import Lesson
+from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.distributed.ranks import Ranks, check_gpus, share
 from draftlab.train.distributed.zero import Zero
 from draftlab.train.objectives.loss import DraftTeacher
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 from tests.helpers import synthetic
 from tests.helpers.rank_program import CUT, DIVERGING, STEPS, train
 from tests.train.test_learning import orthogonal_parts
@@ -102,7 +102,7 @@ def test_gradients_that_are_not_finite_end_the_training(name: str, together: Pat
 def test_what_gives_wrong_gradients_on_gpus_is_not_asked_for(stage: int) -> None:
     """No CPU would show it: DeepSpeed drops gradients that it still reduces on another stream."""
     zero = object.__new__(Zero)
-    zero.knobs = TrainKnobs(parallel=f"zero{stage}")
+    zero.settings = TrainSettings(parallel=f"zero{stage}")
     zero.head = synthetic.head(synthetic.parts())
     asked = zero._communication()
     assert asked["overlap_comm"] is False
@@ -163,7 +163,9 @@ def test_rows_are_dealt_once_and_evenly(rows: int, micro: int | None, size: int)
 def test_a_pass_without_loss_gives_every_parameter_a_gradient() -> None:
     target = synthetic.parts()
     head = synthetic.head(target)
-    lesson = Lesson(head, DraftTeacher.of(target, head), TrainKnobs(ttt_steps=3), torch.float32)
+    lesson = DistillationModule(
+        head, DraftTeacher.of(target, head), TrainSettings(ttt_steps=3), torch.float32
+    )
     batch = pack([[synthetic.record([0, 0, 1, 0], target)]], 8, 3)
     assert batch.counts == [0, 0, 0]
     loss, sums = lesson(batch, [1.0, 1.0, 1.0])

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.train.batch.packing import Batch, pack
-from draftlab.train.distillation_module import Lesson
+from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.fast import choose_forward as unrolling
 from draftlab.train.fast.choose_forward import compiled_pieces
 from draftlab.train.fast.layers import PIECES
 from draftlab.train.fast.parallel import FastParallel, fits
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.objectives.parallel import parallel_outputs
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 from tests.helpers.synthetic import head, parts, record
 from tests.train.fast.test_ttt import batch_of, compare, learnt, loud
 from tests.train.objectives.test_ttt import spans_of
@@ -29,7 +29,7 @@ OPTIONS: list[dict[str, object]] = [
 ]
 
 
-def loud_head(**changes: object) -> PtdHead:
+def loud_head(**changes: object) -> PeagleHead:
     """A parallel head whose norms are not one, with a mask token like no other."""
     made = loud(family="ptd", **changes)
     generator = torch.Generator().manual_seed(4)
@@ -89,18 +89,24 @@ def test_in_16_bit_it_is_as_near() -> None:
 def test_training_runs_it_and_rehearses_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = loud_head(num_layers=2), batch_of()
     teacher = DraftTeacher.of(parts(), model)
-    lesson = Lesson(model, teacher, TrainKnobs(ttt_steps=4, recompute=True), torch.float32)
+    lesson = DistillationModule(
+        model, teacher, TrainSettings(ttt_steps=4, recompute=True), torch.float32
+    )
     assert isinstance(lesson.outputs, FastParallel)
     assert lesson.how == "all depths side by side, train.recompute does nothing for such heads"
     lesson(batch, [1.0] * 4)
 
     wrong = PIECES._replace(joined=lambda *given: tuple(2 * x for x in PIECES.joined(*given)))
     monkeypatch.setattr(unrolling, "compiled_pieces", lambda: wrong)
-    lesson = Lesson(model, teacher, TrainKnobs(ttt_steps=4, compile=True), torch.float32)
+    lesson = DistillationModule(
+        model, teacher, TrainSettings(ttt_steps=4, compile=True), torch.float32
+    )
     assert "compiled and plain steps differ" in lesson.how
     assert lesson.outputs.pieces == PIECES
     monkeypatch.setattr(unrolling, "compiled_pieces", lambda: compiled_pieces("aot_eager"))
-    lesson = Lesson(model, teacher, TrainKnobs(ttt_steps=4, compile=True), torch.float32)
+    lesson = DistillationModule(
+        model, teacher, TrainSettings(ttt_steps=4, compile=True), torch.float32
+    )
     assert lesson.how == "all depths side by side, small operations compiled"
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.train.batch.packing import Batch, pack
-from draftlab.train.distillation_module import Lesson
+from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.fast import choose_forward as unrolling
 from draftlab.train.fast import ttt as fast_unroll
 from draftlab.train.fast.choose_forward import compiled_pieces
@@ -17,7 +17,7 @@ from draftlab.train.fast.ttt import FastUnroll, fits
 from draftlab.train.flops import kept_bytes
 from draftlab.train.objectives.loss import DraftTeacher, StepOutput, weighted_loss
 from draftlab.train.objectives.ttt import unroll
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 from tests.helpers.synthetic import head, parts, record
 from tests.train.objectives.test_chains import EAGLE
 from tests.train.objectives.test_ttt import spans_of
@@ -151,14 +151,14 @@ def test_training_runs_the_fast_unroll(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FastUnroll, "__call__", seen)
     model, batch = loud(), batch_of()
     for recompute in (False, True):
-        knobs = TrainKnobs(ttt_steps=4, recompute=recompute)
-        lesson = Lesson(model, DraftTeacher.of(parts(), model), knobs, torch.float32)
+        settings = TrainSettings(ttt_steps=4, recompute=recompute)
+        lesson = DistillationModule(model, DraftTeacher.of(parts(), model), settings, torch.float32)
         lesson(batch, [1.0] * 4)
         assert ("computed again" in lesson.how) == recompute
     assert calls == [False, True]
     other = head(parts(), **EAGLE)
-    knobs = TrainKnobs(ttt_steps=4, recompute=True, compile=True)
-    lesson = Lesson(other, DraftTeacher.of(parts(), other), knobs, torch.float32)
+    settings = TrainSettings(ttt_steps=4, recompute=True, compile=True)
+    lesson = DistillationModule(other, DraftTeacher.of(parts(), other), settings, torch.float32)
     lesson(batch, [1.0] * 4)
     assert len(calls) == 2
     assert "train.compile and train.recompute do nothing" in lesson.how
@@ -166,7 +166,7 @@ def test_training_runs_the_fast_unroll(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_compiler_that_fails_or_errs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = loud()
-    knobs = TrainKnobs(ttt_steps=4, compile=True)
+    settings = TrainSettings(ttt_steps=4, compile=True)
 
     def wrong(rows, weights, eps):
         return 2 * PIECES.queries(rows, weights, eps)
@@ -176,7 +176,7 @@ def test_a_compiler_that_fails_or_errs_is_not_used(monkeypatch: pytest.MonkeyPat
         (PIECES._replace(queries=None), "TypeError"),
     ):
         monkeypatch.setattr(unrolling, "compiled_pieces", lambda pieces=pieces: pieces)
-        chosen, how = unrolling.unrolling(model, unroll, knobs, torch.float32)
+        chosen, how = unrolling.unrolling(model, unroll, settings, torch.float32)
         assert chosen.pieces == PIECES
         assert "uncompiled" in how
         assert reason in how

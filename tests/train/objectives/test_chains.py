@@ -16,7 +16,7 @@ from draftlab.train.batch.feature_noise import StepNoise
 from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.loss import SOFT_CE, Terms
 from draftlab.train.optimizer import learning_rate
-from draftlab.train.settings import TrainKnobs
+from draftlab.train.settings import TrainSettings
 from tests.helpers.plain_chain import PlainChain
 from tests.helpers.synthetic import HIDDEN, VOCAB, family_loss, head, parts, record
 from tests.train.objectives.test_ttt import server_log, spans_of
@@ -165,11 +165,11 @@ def test_noise_lies_on_the_normed_features_and_nowhere_else() -> None:
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_schedules_rise_and_fall_where_they_should(schedule: str) -> None:
-    knobs = TrainKnobs(steps=100, schedule=schedule, warmup=0.1, decay=0.2, learning_rate=2.0)
-    rates = [learning_rate(step, knobs) for step in range(100)]
+    settings = TrainSettings(steps=100, schedule=schedule, warmup=0.1, decay=0.2, learning_rate=2.0)
+    rates = [learning_rate(step, settings) for step in range(100)]
     assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
     assert rates[9] == max(rates) == 2.0
-    end = 2.0 * knobs.final_learning_rate
+    end = 2.0 * settings.final_learning_rate
     assert rates[-1] == pytest.approx(end, abs=0.12)
     assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
     if schedule == "wsd":

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.heads.peagle import PtdHead
+from draftlab.heads.peagle import PeagleHead
 from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.loss_rows import deal, depths_kept, loss_reach
@@ -29,7 +29,7 @@ def records_of(target: TargetParts) -> list[Record]:
     return [record(spans_of(turns), target, seed) for seed, turns in enumerate(TURNS)]
 
 
-def pass_of(model: PtdHead, record: Record, anchor: int, depths: int) -> Tensor:
+def pass_of(model: PeagleHead, record: Record, anchor: int, depths: int) -> Tensor:
     """log q [depths, D] of a server's pass (servers §1.5), from methods §4 alone.
 
     The sequence is the pairs (x_{p+1}, g_p), p ≤ anchor, then depths − 1 mask tokens with
@@ -85,7 +85,7 @@ def pass_of(model: PtdHead, record: Record, anchor: int, depths: int) -> Tensor:
 
 
 def reference(
-    model: PtdHead,
+    model: PeagleHead,
     target: TargetParts,
     records: list[Record],
     kept: dict[str, Tensor],
@@ -111,7 +111,7 @@ def reference(
     return total, [len(rows) for rows in losses]
 
 
-def loud(**changes: object) -> PtdHead:
+def loud(**changes: object) -> PeagleHead:
     """A float64 head whose norms are not all one, and whose masked slots are not zero."""
     model = head(parts(), family="ptd", **changes).double()
     generator = torch.Generator().manual_seed(9)
@@ -123,7 +123,7 @@ def loud(**changes: object) -> PtdHead:
     return model
 
 
-def gradients(model: PtdHead) -> dict[str, Tensor]:
+def gradients(model: PeagleHead) -> dict[str, Tensor]:
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
@@ -174,7 +174,7 @@ def test_loss_and_gradients_equal_a_server_run_anchor_by_anchor(
 
 @pytest.mark.parametrize("changes", [{}, {"num_layers": 3, "qk_norm": True}], ids=str)
 def test_a_whole_pass_of_the_head_is_that_of_a_server(changes: dict) -> None:
-    """`PtdHead.run`, which decoding uses: true pairs, then masked slots, plainly causal."""
+    """`PeagleHead.run`, which decoding uses: true pairs, then masked slots, plainly causal."""
     target, model = parts(), loud(**changes)
     (r,) = records_of(target)[:1]
     pairs = 5
