@@ -1,6 +1,6 @@
 """Every architecture of the tests' zoo on a GPU: captured steps, checked and timed.
 
-    python eval/gpu/architectures.py [--kinds llama,gpt_oss] [--device cpu]
+    python tests/engine/test_on_gpu.py [--kinds llama,gpt_oss] [--device cpu]
 
 Random models of four layers, hidden size 256, plain and with a random EAGLE3 head, K = 4. A line
 for each:

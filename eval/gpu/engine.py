@@ -1,6 +1,6 @@
 """The engine on a GPU against the reference engine: equal tokens and counters, float32.
 
-    python eval/gpu/engine.py
+    python tests/engine/test_on_gpu.py
 
 Decodes held-out prompts with the embedded target and the reference head, greedily and sampled, with
 CUDA graphs, at several batch sizes, and with a pool so small that requests are evicted.

@@ -1,6 +1,6 @@
 """Skinny products on a GPU: checked against the reference, timed against the memory's speed.
 
-    python eval/gpu/linear.py [--json FILE] [--table]
+    python eval/lab/tune_linear.py [--json FILE] [--table]
 
 Prints per shape and number of rows: our time with and without programmatic dependent launch, the
 time of F.linear, the share of 4.15 TB/s (an H200's measured streaming rate) of ours and of

@@ -1,6 +1,6 @@
 """Conversations side by side in a row on a GPU: every architecture of the tests' zoo.
 
-    python eval/gpu/side_by_side.py [--kinds llama,gpt_oss] [--device cpu]
+    python tests/target_model/test_on_gpu.py [--kinds llama,gpt_oss] [--device cpu]
 
 Random models of four layers, hidden size 256; conversations longer than windows, chunks and steps
 of temperatures. A line for each:

@@ -1,6 +1,6 @@
 """A target spread over several GPUs (`target.gpus`) against the same target on one.
 
-    python eval/gpu/spread.py [--kinds llama4,gpt_oss,llama] [--gpus 2]
+    python tests/target_model/test_on_gpu.py [--kinds llama4,gpt_oss,llama] [--gpus 2]
 
 Random models of the tests' zoo, as recorded and as decoded, a line for each kind:
 

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.kernels import chain_layout as chains
 from draftlab.kernels import head_inputs as inputs
 from draftlab.kernels import step_layout as steps
-from draftlab.kernels.rows import RowKeys
+from draftlab.kernels.sampling import argmax_draft, sample_draft
+from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
 from draftlab.kernels.step_layout import SlotBuffers
-from draftlab.kernels.verify import Verdict, argmax_draft, sample_draft
 
 BLOCK, WIDTH, VOCAB, DRAFTS = 64, 128, 128_256, 32_000
 LIMIT = BLOCK * (WIDTH - 1)  # tables are a block longer than the limit
@@ -45,7 +45,7 @@ def make_slots(entries: int, k: int, dtype: torch.dtype) -> SlotBuffers:
     table = torch.randint(0, 9999, (entries, WIDTH), device="cuda", dtype=torch.int32)
     table[torch.rand(entries, WIDTH, device="cuda") < 0.1] = 0
     temperature = torch.rand(entries, device="cuda")
-    keys = RowKeys(temperature, ints(), temperature + 1, ints(), -ints() << 30)
+    keys = SamplingMetadata(temperature, ints(), temperature + 1, ints(), -ints() << 30)
     return SlotBuffers(
         length,
         ints(),
@@ -65,11 +65,11 @@ def make_index(rows: int, dummy: int) -> Tensor:
     return index.cuda()
 
 
-def make_verdict(layout: steps.StepLayout) -> Verdict:
+def make_verdict(layout: steps.StepLayout) -> VerifyResult:
     rows, width = layout.tokens.shape
     accepted = (torch.rand(rows, device="cuda") * (layout.num_drafts + 1)).long()
     emitted = torch.randint(0, VOCAB, (rows,), device="cuda")
-    return Verdict(accepted, emitted, torch.rand(rows, width - 1, device="cuda"))
+    return VerifyResult(accepted, emitted, torch.rand(rows, width - 1, device="cuda"))
 
 
 def make_proposal(rows: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,11 +148,11 @@ def check_drafts(rows: int, dtype: torch.dtype) -> float:
     sampled = torch.rand(rows, device="cuda") < 0.8
     out = torch.zeros(3, rows, dtype=torch.int64, device="cuda"), torch.zeros(3, rows).cuda()
     given = logits, positions, slots.keys, temperature, sampled
-    sample_draft(*given, ids=ids, ahead=5, out=(out[0][1], out[1][1]))
+    sample_draft(*given, ids=ids, offset=5, out=(out[0][1], out[1][1]))
     assert not out[0][::2].any()
     on_cpu = [x.cpu() for x in (logits, positions, temperature, sampled, ids)]
-    keys = RowKeys(*(x.cpu() for x in vars(slots.keys).values()))
-    expected = sample_draft(on_cpu[0], on_cpu[1], keys, *on_cpu[2:4], ids=on_cpu[4], ahead=5)
+    keys = SamplingMetadata(*(x.cpu() for x in vars(slots.keys).values()))
+    expected = sample_draft(on_cpu[0], on_cpu[1], keys, *on_cpu[2:4], ids=on_cpu[4], offset=5)
     torch.testing.assert_close(out[1][1].cpu(), expected[1], rtol=1e-5, atol=1e-4)
     return float((out[0][1].cpu() == expected[0]).float().mean())
 
@@ -161,7 +161,7 @@ def check_replays() -> None:
     """A captured step sees what its buffers hold when it is replayed, at the right addresses."""
     slots, index = make_slots(20, 4, torch.bfloat16), make_index(8, 19)
     accepted = torch.zeros(8, dtype=torch.int64, device="cuda")
-    verdict = Verdict(accepted, accepted + 7, torch.rand(8, 4, device="cuda"))
+    verdict = VerifyResult(accepted, accepted + 7, torch.rand(8, 4, device="cuda"))
     proposal = make_proposal(8, 4, torch.bfloat16)
 
     def work() -> tuple:
@@ -253,7 +253,7 @@ def times(rows: int, k: int) -> None:
             lambda: argmax_draft(logits, ids=ids),
             lambda: ids[logits.argmax(-1)],
         ),
-        "sample_draft": (lambda: sample_draft(*drawn, ids=ids, ahead=3), None),
+        "sample_draft": (lambda: sample_draft(*drawn, ids=ids, offset=3), None),
     }
     for name, (ours, eager) in pairs.items():
         slow = f"{microseconds(eager):9.1f}" if eager else f"{'—':>9}"

@@ -3,7 +3,7 @@
     python eval/gpu/step_profile.py [--k 3,8] [--batch 1] [--layers 8] [--list]
 
 Shapes of Llama-3.1-8B with fewer layers (a layer is like the next) and an EAGLE3 head, as in
-eval/bench_decode.py. Prints, for the target's part, one pass of the head and the rest of the step:
+eval/bench/bench_decode.py. Prints, for the target's part, one pass of the head and the rest of the step:
 the time from the first kernel's start to the last one's end, and what each kind of kernel adds to
 it. A kernel adds the time from the end of all before it to its own end, so overlapped launches are
 counted once and the additions sum up to the whole.

@@ -2,7 +2,7 @@
 
     python eval/gpu/train_profile.py [--family eagle3] [--layers 1] [--top 30] [--least 30]
 
-The work of eval/bench_train.py, some steps profiled one behind the other without a word to the
+The work of eval/bench/bench_train.py, some steps profiled one behind the other without a word to the
 device between them. Of the last one are printed: how long kernels ran and how long none did; what
 each kind of kernel adds, overlapping ones counted once; each time that the GPU was idle for
 `--least` microseconds or longer, and between which kernels; and how often the host called what may

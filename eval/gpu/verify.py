@@ -1,6 +1,6 @@
 """Verification and sampling kernels on a GPU: equal to the reference, lossless, and how fast.
 
-    python eval/gpu/verify.py [--samples 200000] [--skip-times]
+    python tests/kernels/test_lossless.py [--samples 200000] [--skip-times]
 
 1. Random batches (greedy, sampled with and without draft probabilities, limited rows; odd sizes and
    big vocabularies) against the eager reference on the CPU: every token equal, Σ min(p, q) close.
@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from draftlab.kernels.rows import DraftDistribution, RowKeys, draft_index
-from draftlab.kernels.verify import sample_draft, sample_first, verify
+from draftlab.kernels.sampling import sample_draft, sample_token
+from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata, draft_index
+from draftlab.kernels.verify import verify
 
 BANDWIDTH = 4.15e12
 # rows, drafts, vocabulary, draft vocabulary, dtype
@@ -41,10 +42,12 @@ SHAPES = [
 TEMPERATURES = (0.0, 0.7, 1.0, 1.5, 0.01, 5.0)
 
 
-def make_keys(count: int, temperatures: tuple[float, ...], *, limited: bool = False) -> RowKeys:
+def make_keys(
+    count: int, temperatures: tuple[float, ...], *, limited: bool = False
+) -> SamplingMetadata:
     generator = torch.Generator().manual_seed(count)
     row = torch.arange(count)
-    return RowKeys(
+    return SamplingMetadata(
         torch.tensor(temperatures)[row % len(temperatures)],
         row % 3 * 20 * limited,
         1.0 - (row % 4 == 1) * 0.3 * limited,
@@ -104,8 +107,8 @@ def check() -> bool:
                 (found.emitted, again.emitted),
                 (found.probability, again.probability),
                 (
-                    sample_first(logits[:, 0], positions, keys),
-                    sample_first(on_gpu[0][:, 0], *on_gpu[4:]),
+                    sample_token(logits[:, 0], positions, keys),
+                    sample_token(on_gpu[0][:, 0], *on_gpu[4:]),
                 ),
             ]
             if q is not None:
@@ -255,7 +258,9 @@ def timed(count: int, k: int, vocab: int, size: int) -> Iterator[tuple[str, int,
     )
     least, table = logits.numel() * 2, logits.numel() * 2 + head.numel() * 2
 
-    def step(keys: RowKeys, q: DraftDistribution | None, **options: bool) -> Callable[[], Any]:
+    def step(
+        keys: SamplingMetadata, q: DraftDistribution | None, **options: bool
+    ) -> Callable[[], Any]:
         settings = {"limited": False, "expect": True} | options
         return lambda: verify(logits, drafts, number, q, positions, keys, **settings)
 
@@ -269,7 +274,7 @@ def timed(count: int, k: int, vocab: int, size: int) -> Iterator[tuple[str, int,
     yield (
         "sample_first",
         count * vocab * 2,
-        seconds(lambda: sample_first(first, positions, warm, limited=False)),
+        seconds(lambda: sample_token(first, positions, warm, limited=False)),
     )
     for name, flags in (("sampled", every), ("argmax", ~every)):
         one = head[:, 0].contiguous()

@@ -97,7 +97,9 @@ def load_subject(head: str | None, target: str | None, prompts: int) -> Subject:
     return Subject(
         folder.parent.name if folder.name == "head" else folder.name,
         folder,
-        load_head(folder, lent=loaded.parts.lent, dtype=torch.float32, device="cpu"),
+        load_head(
+            folder, target_tensors=loaded.parts.shared_tensors, dtype=torch.float32, device="cpu"
+        ),
         settings,
         loaded,
         verbs.load_suite("embedded:heldout", tokenizer, Monitor()).prompts[:prompts],

@@ -39,6 +39,7 @@ from common import (
     subject_options,
     versions,
 )
+from draftlab.train.families import OBJECTIVES
 from random_heads import chosen_subjects
 from speculators_library import answer, library_rows, loading_fault, request
 from torch import Tensor
@@ -51,7 +52,6 @@ from draftlab.heads.peagle import PeagleHead
 from draftlab.store.store import Record
 from draftlab.target_model.model import Target
 from draftlab.train.batch.packing import Batch, pack
-from draftlab.train.families import OBJECTIVES
 
 TOLERANCE = 1e-5
 PAGE = ("speculators, equal outputs of training's forward", (
@@ -205,7 +205,7 @@ def compare_case(case: Case, attention: str) -> tuple[list[str], bool]:
     library, report = answer(case.answer, case.subject, case.num_steps)
     steps = ours(head, case.batch)
     worst, same, fault = compare(steps, library, case.batch.documents[0], TOLERANCE)
-    fused = torch.cat([head.fuse(r.features[:-1]) for r in case.records])
+    fused = torch.cat([head.project_features(r.features[:-1]) for r in case.records])
     if isinstance(head, PeagleHead):
         masked = head.mask_state().expand(len(library["fc"]) - len(fused), -1)
         fused = torch.cat([fused, masked])

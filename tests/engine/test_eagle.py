@@ -54,7 +54,7 @@ def test_engines_agree(
         )
         assert isinstance(drafter.passes, PackedHead)
         assert told(run(packed, asked)) == expected
-    # A GPU's passes, on the references of their kernels; `eval/gpu/engine.py` has them on one.
+    # A GPU's passes, on the references of their kernels; `tests/engine/test_on_gpu.py` has them on one.
     monkeypatch.setattr(FusedHead, "suits", staticmethod(lambda _head: True))
     fused = Engine(target, drafter, batch=5, max_length=128)
     assert isinstance(drafter.passes, FusedHead)

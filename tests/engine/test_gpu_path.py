@@ -2,7 +2,7 @@
 
 Tensors that claim to be on a GPU send every dispatch down the device's path, and the interpreter
 carries the kernels out on a CPU, in float32, so that tokens can be compared. What is left to a real
-GPU is speed, order and bfloat16 (`eval/gpu/engine.py`).
+GPU is speed, order and bfloat16 (`tests/engine/test_on_gpu.py`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,10 @@ from draftlab.engine.drafter import new_drafter
 from draftlab.errors import UserError
 from draftlab.target_model.model import Target, TargetSettings, load_target
 from tests.helpers.decoding import PARALLEL, untrained_head
+from tests.helpers.drivers import load
 from tests.helpers.toys import toy_target_folder
 
-FOLDER = str(Path(__file__).resolve().parents[2] / "eval")
-if FOLDER not in sys.path:
-    sys.path.append(FOLDER)
-bench = importlib.import_module("bench_decode")
+bench = load("bench/bench_decode")
 ROW = bench.Bench(1, 3, False, 5.0, 4.0, None, 0.9, 400.0, 21.5)
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from draftlab.errors import UserError
+from tests.helpers.drivers import load
 
-FOLDER = str(Path(__file__).resolve().parents[2] / "eval")
-if FOLDER not in sys.path:
-    sys.path.append(FOLDER)
-bench = importlib.import_module("bench_train")
+bench = load("bench/bench_train")
 TINY = ["--shape", "tiny", "--device", "cpu", "--precision", "float32"]
 
 

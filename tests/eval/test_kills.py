@@ -1,4 +1,4 @@
-"""eval/kills.py with a few kills: killed in recording and in training, the run ends the same."""
+"""eval/lab/kills.py with a few kills: a run killed while recording or training ends the same."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.helpers.small_run import copy_of_finished
 
-SCRIPT = Path(__file__).parents[2] / "eval" / "kills.py"
+SCRIPT = Path(__file__).parents[2] / "eval" / "lab" / "kills.py"
 
 
 def test_a_few_random_kills(tmp_path: Path) -> None:

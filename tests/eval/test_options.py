@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.helpers.drivers import load
 from tests.helpers.small_run import copy_of_finished
 
-FOLDER = str(Path(__file__).resolve().parents[2] / "eval")
-if FOLDER not in sys.path:
-    sys.path.append(FOLDER)
-options = importlib.import_module("options")
+options = load("lab/options")
 
 
 def test_variants_are_measured_against_the_base(

@@ -8,7 +8,9 @@ import pytest
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
-from tests.helpers.drivers import llamacpp
+from tests.helpers.drivers import load
+
+llamacpp = load("parity/parity_llamacpp")
 
 
 def decoded(name: str, steps: tuple[int, ...], k: int = 3, finish: str = "length") -> Generation:

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.drivers import library as library_side
-from tests.helpers.drivers import speculators as driver
+from tests.helpers.drivers import load
+
+library_side = load("parity/speculators_library")
+driver = load("parity/parity_speculators")
 
 # Three conversations of 4, 3 and 5 tokens in one row; the library keeps 3 + 2 + 4 rows of them.
 DOCUMENTS = torch.tensor([0] * 4 + [1] * 3 + [2] * 5)

@@ -9,8 +9,10 @@ import pytest
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
-from tests.helpers.drivers import common, transformers
+from tests.helpers.drivers import load
 from tests.helpers.zoo import zoo_config
+
+common, transformers = load("parity/common"), load("parity/parity_transformers")
 
 FOUND = [
     Generation(name, tokens, "length", Counters(3), (), (), 0.1, 0.2)

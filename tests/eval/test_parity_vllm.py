@@ -13,7 +13,10 @@ import pytest
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
 from draftlab.errors import UserError
-from tests.helpers.drivers import common, random_heads, vllm
+from tests.helpers.drivers import load
+
+common, random_heads = load("parity/common"), load("parity/random_heads")
+vllm = load("parity/parity_vllm")
 
 
 def decoded(name: str, steps: tuple[int, ...], k: int = 3) -> Generation:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-FOLDER = str(Path(__file__).resolve().parents[2] / "eval")
-if FOLDER not in sys.path:
-    sys.path.append(FOLDER)
-plot = importlib.import_module("plot_training")
+from tests.helpers.drivers import load
+
+plot = load("lab/plot_training")
 
 
 def trained(step: int, speed: float) -> dict[str, Any]:

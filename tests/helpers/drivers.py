@@ -1,19 +1,18 @@
-"""The parity drivers as modules: they are programs beside the package, not part of it."""
+"""Programs of eval/ as modules; they are beside the package, not part of it."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
-FOLDER = str(Path(__file__).resolve().parents[2] / "eval" / "parity")
-if FOLDER not in sys.path:
-    sys.path.append(FOLDER)
+EVAL = Path(__file__).resolve().parents[2] / "eval"
 
-common = importlib.import_module("common")
-vllm = importlib.import_module("parity_vllm")
-transformers = importlib.import_module("parity_transformers")
-speculators = importlib.import_module("parity_speculators")
-llamacpp = importlib.import_module("parity_llamacpp")
-random_heads = importlib.import_module("random_heads")
-library = importlib.import_module("speculators_library")
+
+def load(name: str) -> ModuleType:
+    """Return eval/`name`.py as a module; its folder joins sys.path, as if the program ran."""
+    path = EVAL / f"{name}.py"
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    return importlib.import_module(path.stem)

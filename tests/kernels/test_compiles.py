@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
-from draftlab.kernels.verify import DraftDistribution, RowKeys
+from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata
 from draftlab.target_model.model import TargetSettings, load_target
 from tests.helpers.decoding import PARALLEL, untrained_head
 from tests.helpers.hopper import compiled, most_shared, on_gpu, pretend
@@ -204,9 +204,9 @@ def test_a_whole_step(
         assert once in launched, once
 
 
-def row_keys(rows: int) -> RowKeys:
+def row_keys(rows: int) -> SamplingMetadata:
     reals, ints = on_gpu(rows, dtype=torch.float32), on_gpu(rows, **INT)
-    return RowKeys(*({"temperature": reals, "top_p": reals}.get(f, ints) for f in FIELDS))
+    return SamplingMetadata(*({"temperature": reals, "top_p": reals}.get(f, ints) for f in FIELDS))
 
 
-FIELDS = tuple(RowKeys.__dataclass_fields__)
+FIELDS = tuple(SamplingMetadata.__dataclass_fields__)

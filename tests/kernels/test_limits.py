@@ -11,16 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftlab.kernels.noise import prompt_key
-from draftlab.kernels.rows import DraftDistribution, RowKeys
-from draftlab.kernels.verify import limit_logits, sample_first, target_probabilities, verify
+from draftlab.kernels.sampling import sample_token, target_probabilities
+from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata
+from draftlab.kernels.top_k_top_p import apply_top_k_top_p
+from draftlab.kernels.verify import verify
+from tests.helpers.lossless import by_definition
 
 
 def rows(
     *settings_: tuple[float, int, float], seed: int = 0, names: list[str] | None = None
-) -> RowKeys:
+) -> SamplingMetadata:
     """Rows of (temperature, top_k, top_p)."""
     names = names or [str(i) for i in range(len(settings_))]
-    return RowKeys(
+    return SamplingMetadata(
         torch.tensor([s[0] for s in settings_]),
         torch.tensor([s[1] for s in settings_]),
         torch.tensor([s[2] for s in settings_]),
@@ -38,26 +41,6 @@ def drawn_from(logits: torch.Tensor) -> DraftDistribution:
         torch.ones(len(logits), dtype=torch.bool),
         torch.arange(logits.shape[-1]),
     )
-
-
-def by_definition(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
-    """Brute force: tokens one at a time, most likely first, lowest id first among equals."""
-    size = len(logits)
-    if temperature == 0:
-        best = logits.index(max(logits))
-        return [float(i == best) for i in range(size)]
-    top = max(logits)
-    weights = [math.exp((z - top) / temperature) for z in logits]
-    order = sorted(range(size), key=lambda i: (-logits[i], i))[: top_k or size]
-    total = sum(weights[i] for i in order)
-    kept, mass = [], 0.0
-    for i in order:
-        if top_p < 1 and mass >= top_p:
-            break
-        kept.append(i)
-        mass += weights[i] / total
-    total = sum(weights[i] for i in kept)
-    return [weights[i] / total if i in kept else 0.0 for i in range(size)]
 
 
 # Logits on a grid give ties; masses that only rounding tells from top_p are excluded below.
@@ -91,7 +74,7 @@ def test_top_p_off_drops_nothing_beside_top_k() -> None:
 
 def test_greedy_ties_go_to_the_lowest_id() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0]])
-    assert sample_first(logits, torch.tensor([1]), rows((0.0, 0, 1.0))).tolist() == [1]
+    assert sample_token(logits, torch.tensor([1]), rows((0.0, 0, 1.0))).tolist() == [1]
     for draft, accepted in ((1, 1), (3, 0), (4, 0)):
         verdict = verify(
             logits[:, None].expand(1, 2, 5),
@@ -173,7 +156,7 @@ def test_rows_with_fewer_drafts_ignore_their_padding() -> None:
         assert int(alone.emitted) == int(found.emitted[i])
         torch.testing.assert_close(alone.probability[0], found.probability[i, :n])
     undrafted = number == 0
-    first = sample_first(logits[:, 0], positions, keys)
+    first = sample_token(logits[:, 0], positions, keys)
     assert torch.equal(found.emitted[undrafted], first[undrafted])
 
 
@@ -217,5 +200,5 @@ def test_top_k_alone_is_what_sorting_gives(values: list[int], counts: list[int])
     logits[:, 1] = logits[:, 1].flip(-1)
     alone = [(1.0, count, 1.0) for count in counts]
     with_top_p = rows(*alone, (1.0, 0, 0.5))  # which asks for sorting
-    sorted_ = limit_logits(torch.cat([logits, logits[:1]]), with_top_p)[:-1]
-    assert torch.equal(limit_logits(logits, rows(*alone)), sorted_)
+    sorted_ = apply_top_k_top_p(torch.cat([logits, logits[:1]]), with_top_p)[:-1]
+    assert torch.equal(apply_top_k_top_p(logits, rows(*alone)), sorted_)

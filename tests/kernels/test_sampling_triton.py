@@ -55,7 +55,7 @@ def test_where_drafts_come_from_and_go() -> None:
     for module in (verify, sampling_triton):
         out = torch.zeros(3, 24, dtype=torch.int64), torch.zeros(3, 24)
         places = out[0][1], out[1][1]
-        found = module.sample_draft(logits, positions, *settings, ids=ids, ahead=5, out=places)
+        found = module.sample_draft(logits, positions, *settings, ids=ids, offset=5, out=places)
         assert all(a is b for a, b in zip(found, places, strict=True))
         assert torch.equal(out[0][1], ids[index])
         torch.testing.assert_close(out[1][1], log_sum)

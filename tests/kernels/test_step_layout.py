@@ -13,9 +13,8 @@ from torch import Tensor
 
 from draftlab.engine.step import StepResult
 from draftlab.kernels import step_layout
-from draftlab.kernels.rows import RowKeys
+from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
 from draftlab.kernels.step_layout import SlotBuffers, StepLayout
-from draftlab.kernels.verify import Verdict
 from tests.helpers.interpreter import INTERPRETED, run_in_the_interpreter, runs_the_others
 
 LAY_OUT: list[Callable] = [step_layout.lay_out_reference]
@@ -55,7 +54,7 @@ def make_slots(
         ints(),
         ints(k),
         table,
-        RowKeys(floats(), ints(), floats(), ints() << 40, -ints()),
+        SamplingMetadata(floats(), ints(), floats(), ints() << 40, -ints()),
     )
     if vocab is not None:
         slots.sampling = floats(), ints(high=2).bool()
@@ -130,7 +129,7 @@ def test_advance(case: tuple[SlotBuffers, Tensor, int, int], seed: int) -> None:
     layout = step_layout.lay_out(slots, index, max_length=limit, block_size=block_size)
     generator = torch.Generator().manual_seed(seed)
     rows, width = layout.tokens.shape
-    verdict = Verdict(
+    verdict = VerifyResult(
         (torch.rand(rows, generator=generator) * (layout.num_drafts + 1)).long(),
         torch.randint(100, 2**31 - 1, (rows,), generator=generator),
         torch.rand(rows, width - 1, generator=generator),

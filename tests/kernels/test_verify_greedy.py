@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from draftlab.kernels.rows import RowKeys
+from draftlab.kernels.sampling_types import SamplingMetadata
 from draftlab.kernels.verify import verify
 
 
@@ -20,7 +20,7 @@ def test_greedy_rows_are_verified_alike_alone_and_beside_a_sampled_one() -> None
     drafts = torch.where(wrong, (drafts + 1) % vocab, drafts)
     num_drafts = torch.randint(0, k + 1, (rows,), generator=generator)
     ints = torch.zeros(rows, dtype=torch.int64)
-    keys = RowKeys(torch.zeros(rows), ints, torch.ones(rows), ints, torch.arange(rows))
+    keys = SamplingMetadata(torch.zeros(rows), ints, torch.ones(rows), ints, torch.arange(rows))
     temperature = keys.temperature.clone()
     temperature[-1] = 1.0
     alone, beside = (

@@ -1,6 +1,6 @@
 """Verification and sampling kernels in Triton's interpreter: the tokens of the reference.
 
-The certificate needs 200,000 samples and runs on a GPU (`eval/gpu/verify.py`); here every token of
+The certificate needs 200,000 samples and runs on a GPU (`tests/kernels/test_lossless.py`); here every token of
 many kinds of rows must be the one that the certified reference emits.
 """
 
@@ -14,8 +14,12 @@ from torch import Tensor
 
 from draftlab.kernels import noise, verify
 from draftlab.kernels.noise import Purpose
-from draftlab.kernels.rows import DraftDistribution, RowKeys, draft_index
-from draftlab.kernels.verify import Verdict
+from draftlab.kernels.sampling_types import (
+    DraftDistribution,
+    SamplingMetadata,
+    VerifyResult,
+    draft_index,
+)
 from tests.helpers.interpreter import INTERPRETED, inside, run_in_the_interpreter, runs_the_others
 
 if INTERPRETED:
@@ -48,7 +52,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_blocks(monkeypatch: pytest.MonkeyPatch, survey: int, race: int) -> None:
-    monkeypatch.setattr(verify_launch, "SURVEY_BLOCK", survey)
+    monkeypatch.setattr(verify_launch, "REDUCE_BLOCK", survey)
     monkeypatch.setattr(verify_launch, "RACE_BLOCK", race)
     monkeypatch.setattr(sampling_triton, "BLOCK", race)
 
@@ -56,11 +60,11 @@ def set_blocks(monkeypatch: pytest.MonkeyPatch, survey: int, race: int) -> None:
 TEMPERATURES = (0.0, 0.7, 1.0, 1.5, 0.01, 5.0)
 
 
-def make_keys(count: int, *, limited: bool = False, seed: int = 0) -> RowKeys:
+def make_keys(count: int, *, limited: bool = False, seed: int = 0) -> SamplingMetadata:
     """All temperatures in turn; limited: with and without top-k and top-p."""
     generator = torch.Generator().manual_seed(seed)
     row = torch.arange(count)
-    return RowKeys(
+    return SamplingMetadata(
         torch.tensor(TEMPERATURES)[row % len(TEMPERATURES)],
         row % 3 * 20 * limited,
         1.0 - (row % 4 == 1) * 0.3 * limited,
@@ -78,7 +82,7 @@ def make_batch(
     *,
     limited: bool = False,
     seed: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, DraftDistribution | None, Tensor, RowKeys]:
+) -> tuple[Tensor, Tensor, Tensor, DraftDistribution | None, Tensor, SamplingMetadata]:
     """Arguments of `verify`: a target and a head that knows it roughly; each sixth row drafts its
     argmax at every temperature, and there are 0 to K drafts, mostly K.
     """
@@ -103,7 +107,7 @@ def make_batch(
     return logits, drafts, number, distribution, positions, keys
 
 
-def assert_same(found: Verdict, expected: Verdict) -> None:
+def assert_same(found: VerifyResult, expected: VerifyResult) -> None:
     assert torch.equal(found.accepted, expected.accepted)
     assert torch.equal(found.emitted, expected.emitted)
     torch.testing.assert_close(found.probability, expected.probability, atol=1e-5, rtol=0)

@@ -152,7 +152,7 @@ def test_what_waits_is_caught(
 
 
 def test_a_pass_that_waits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own mode finds it on a GPU (eval/gpu/architectures.py); here a stand-in for that."""
+    """torch's own mode finds it on a GPU (tests/engine/test_on_gpu.py); here a stand-in for that."""
     mode: list[Any] = [1]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)

@@ -1,7 +1,7 @@
 """A target whose layers lie on several devices.
 
 A CPU stands in for GPUs: "cpu" and "cpu:0" are two devices by name. What moves between real ones is
-proven by eval/gpu/spread.py.
+proven by tests/target_model/test_on_gpu.py.
 """
 
 from __future__ import annotations

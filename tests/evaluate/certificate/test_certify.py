@@ -25,12 +25,13 @@ from draftlab.evaluate.certificate.certify import Certificate, CertifySettings, 
 from draftlab.evaluate.certificate.contexts import Sampled
 from draftlab.evaluate.certificate.known_faults import Fault, emitted
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.kernels.verify import Verdict, verify
+from draftlab.kernels.sampling_types import VerifyResult
+from draftlab.kernels.verify import verify
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target, TargetSettings, load_target
 from tests.helpers.decoding import untrained_head
+from tests.helpers.lossless import ARGMAX_DRAFT_FAULTS, FAULTS, broken
 from tests.helpers.zoo import zoo_folder
-from tests.kernels.test_lossless import FAULTS, FAULTS_WITHOUT, broken
 
 VOCAB, SEED = 5, 2
 # Hot enough for every cell to be seen; drafts a little cooler, as in the product.
@@ -84,7 +85,7 @@ Try = Callable[..., Certificate]
 def tried(small: Target, poor_head: Eagle3Head) -> Try:
     """The certificate of an engine with another verifier, under changed settings."""
 
-    def run(verifier: Callable[..., Verdict] = verify, **changes: Any) -> Certificate:
+    def run(verifier: Callable[..., VerifyResult] = verify, **changes: Any) -> Certificate:
         def engine(target: Target, drafter: ChainDrafter | None, **options: Any) -> Engine:
             return Engine(target, drafter, **options, verifier=verifier if drafter else verify)
 
@@ -148,7 +149,7 @@ def test_a_broken_sampler_fails(tried: Try, monkeypatch: pytest.MonkeyPatch, fau
     assert found.lines[-1].startswith("FAILED")
 
 
-@pytest.mark.parametrize("fault", FAULTS_WITHOUT.values(), ids=FAULTS_WITHOUT.keys())
+@pytest.mark.parametrize("fault", ARGMAX_DRAFT_FAULTS.values(), ids=ARGMAX_DRAFT_FAULTS.keys())
 def test_a_broken_judge_of_argmax_drafts_fails(
     tried: Try, monkeypatch: pytest.MonkeyPatch, fault: tuple[str, str]
 ) -> None:
@@ -158,12 +159,12 @@ def test_a_broken_judge_of_argmax_drafts_fails(
 
 
 def test_a_wrong_verdict_at_temperature_zero_fails(tried: Try) -> None:
-    def eager(*arguments: Any, **options: Any) -> Verdict:
+    def eager(*arguments: Any, **options: Any) -> VerifyResult:
         """Accepts one draft more than it should, at T = 0."""
         found = verify(*arguments, **options)
         more = (found.accepted + 1).clamp(max=arguments[1].shape[1])
         greedy = arguments[5].temperature == 0
-        return Verdict(more.where(greedy, found.accepted), found.emitted, found.probability)
+        return VerifyResult(more.where(greedy, found.accepted), found.emitted, found.probability)
 
     found = tried(eager, samples=500)
     assert found.prompts_equal < 1
@@ -175,12 +176,12 @@ MARK = 10.0  # of a step whose bonus was dropped
 
 def without_bonus(
     logits: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor, *rest: Any, **options: Any
-) -> Verdict:
+) -> VerifyResult:
     """A step that accepted all emits its drafts only: lossless, since the next step goes on."""
     found = verify(logits, drafts, num_drafts, *rest, **options)
     full = (found.accepted == num_drafts) & (num_drafts > 0)
     last = drafts.gather(1, (found.accepted - 1).clamp(min=0)[:, None])[:, 0]
-    return Verdict(
+    return VerifyResult(
         found.accepted - full.long(),
         last.where(full, found.emitted),
         found.probability + MARK * full[:, None],

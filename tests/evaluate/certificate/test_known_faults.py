@@ -17,7 +17,7 @@ from draftlab.evaluate.certificate.exact_tree import Tree
 from draftlab.evaluate.certificate.gtest import g_test, samples_for
 from draftlab.evaluate.certificate.known_faults import Fault, emitted
 from draftlab.kernels import verify as verify_module
-from tests.kernels.test_lossless import (
+from tests.helpers.lossless import (
     DRAFT_IDS,
     FAULTS,
     HEAD,

@@ -1,6 +1,6 @@
 """Which configurations of the four products make a chain of decoder layers fastest.
 
-    python eval/gpu/tune_layers.py [--tokens 4,9] [--layers 8] [--rounds 2] [--workers 14]
+    python eval/lab/tune_linear.py [--tokens 4,9] [--layers 8] [--rounds 2] [--workers 14]
 
 A product's best configuration on its own need not be the best between its neighbours, whose tails
 and heads it overlaps. So each candidate is timed inside the chain of `fused_layers.py`, the other

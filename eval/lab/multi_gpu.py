@@ -1,8 +1,8 @@
 """Training on several GPUs: the curve of one process, and how speed grows with their number.
 
-    python eval/gpu/several.py                        # on 1, 2 and 4 GPUs, as far as there are
-    python eval/gpu/several.py --parallel ddp fsdp2   # not those of DeepSpeed
-    python eval/gpu/several.py --device cpu --shape tiny --curve-shape tiny --counts 1 2
+    python eval/lab/multi_gpu.py                        # on 1, 2 and 4 GPUs, as far as there are
+    python eval/lab/multi_gpu.py --parallel ddp fsdp2   # not those of DeepSpeed
+    python eval/lab/multi_gpu.py --device cpu --shape tiny --curve-shape tiny --counts 1 2
 
 For each wrapper and number of processes there are two takes:
 
@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from train_work import GAMMA, SHAPES, Shape, Work, new_work
 
 from draftlab.cli.launch import launch
-from draftlab.kernels.current import give_back_memory
+from draftlab.kernels.cuda_device import free_memory
 from draftlab.progress import Monitor
 from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.distributed.backends import Whole, wrap
@@ -126,7 +126,7 @@ def rank_main(options: argparse.Namespace) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     ranks, (parallel,) = Ranks.join(options.device), options.parallel
     found = curve(ranks, parallel, CURVES[options.curve_shape], 2 * max(options.counts))
-    give_back_memory()
+    free_memory()
     found |= speed(ranks, parallel, SHAPES[options.shape], options.steps)
     if ranks.is_main:
         Path(options.out).write_text(json.dumps(found))

@@ -6,7 +6,7 @@
 First in float32 with the embedded target and `--head` (without: random weights): tokens and steps
 of the engine, with CUDA graphs, at several batch sizes and with a pool so small that requests are
 evicted, are the reference engine's. Then at the shapes of Llama-3.1-8B with random weights, as in
-eval/bench_decode.py: a step with a parallel head of each number of layers beside the chain's, over
+eval/bench/bench_decode.py: a step with a parallel head of each number of layers beside the chain's, over
 their floors (the head's weights are read once whatever K, the chain's K times) and over the fastest
 K of the same head; tokens a second, all accepted alike (so what a parallel head accepts less is not
 in them); and the time to first token.
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from bench_decode import STREAM, VLLM_COPY, copy_rate, measure, random_head, random_target
 
 from draftlab.engine.drafter import HeadDrafter, new_drafter

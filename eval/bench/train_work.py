@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
+from draftlab.train.families import OBJECTIVES
 from torch import Tensor
 
 from draftlab.heads.config import HeadConfig, TargetIdentity
@@ -22,7 +23,6 @@ from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.loader import in_one_row
 from draftlab.train.batch.packer import Packer, StepWork
 from draftlab.train.batch.packing import Batch, pinned
-from draftlab.train.families import OBJECTIVES
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.settings import TrainSettings
 

@@ -1,6 +1,6 @@
 """Decoding on one CPU thread: draftlab's engine beside a cached loop of Hugging Face's model.
 
-    python eval/bench_cpu.py [--prompts 24] [--start 0] [--tokens 64] [--k 2,3,4] [--plain]
+    python eval/bench/bench_cpu.py [--prompts 24] [--start 0] [--tokens 64] [--k 2,3,4] [--plain]
 
 The embedded target and the reference head, greedy, one prompt at a time, stop tokens ignored. The
 baseline is the loop that `model.generate` runs, without its bookkeeping: one token a call, a

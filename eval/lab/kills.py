@@ -1,6 +1,6 @@
 """Kills a run again and again while it records and trains; it must end with the same bytes.
 
-    python eval/kills.py [--kills 200] [--seed 0] [--recipe small.yaml]
+    python eval/lab/kills.py [--kills 200] [--seed 0] [--recipe small.yaml]
 
 A process with everything imported forks one that carries out the recipe up to the head, and kills
 it (SIGKILL) after a random part of the time an uninterrupted run takes. When the run is whole
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.pipeline.pipeline import Pipeline
 from draftlab.pipeline.recipe import load_recipe
 from draftlab.progress import Monitor

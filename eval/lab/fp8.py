@@ -1,7 +1,7 @@
 """What features in 8 bits do to a head: the same recipe on bfloat16 and fp8 stores.
 
-    python eval/fp8.py ARM --out DIR [--recipe recipes/quickstart.yaml] [--answers answers.jsonl]
-    python eval/fp8.py table --out DIR
+    python eval/lab/fp8.py ARM --out DIR [--recipe recipes/quickstart.yaml] [--answers answers.jsonl]
+    python eval/lab/fp8.py table --out DIR
 
 An ARM is a store dtype, bfloat16 or fp8, alone or with `-massive`: two channels of every boundary
 are recorded 1,000 times as large, as the massive activations of large models are, and made small
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.heads.folder import save_head
 from draftlab.pipeline.api import evaluate
 from draftlab.pipeline.recipe import load_recipe

@@ -1,6 +1,6 @@
 """Predicted AL of training runs against seconds of training and against tokens seen.
 
-    python eval/plot_training.py 'chain=RUN' '2 layers=metrics.jsonl' --out training.png
+    python eval/lab/plot_training.py 'chain=RUN' '2 layers=metrics.jsonl' --out training.png
 
 RUN is a run's folder or its metrics.jsonl. AL is that of validation: the teacher-forced walk with
 as many drafts as were trained. Seconds are those of optimizer steps, from the speed in the rows

@@ -1,12 +1,12 @@
 """Training steps at given shapes: timed by phase, beside peers, and proven to have the same loss.
 
-    python eval/bench_train.py                          # Llama-3.1-8B's shapes, one JSON line
-    python eval/bench_train.py --dense                  # no position left out
-    python eval/bench_train.py --host                   # batches packed and copied on the way
-    python eval/bench_train.py --same-loss 20 --precision float32
-    python eval/bench_train.py --peer speculators       # or specforge; prints the ratio
-    python eval/bench_train.py --family ptd --layers 2  # a parallel head, 8 depths; with peers too
-    python eval/bench_train.py --shape tiny --device cpu
+    python eval/bench/bench_train.py                          # Llama-3.1-8B's shapes, one JSON line
+    python eval/bench/bench_train.py --dense                  # no position left out
+    python eval/bench/bench_train.py --host                   # batches packed and copied on the way
+    python eval/bench/bench_train.py --same-loss 20 --precision float32
+    python eval/bench/bench_train.py --peer speculators       # or specforge; prints the ratio
+    python eval/bench/bench_train.py --family ptd --layers 2  # a parallel head, 8 depths; with peers too
+    python eval/bench/bench_train.py --shape tiny --device cpu
 
 Features are random but fixed; what is timed is what `draftlab train` runs:
 `train/distillation_module.py`,

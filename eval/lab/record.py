@@ -1,7 +1,7 @@
 """Recording on a GPU: the same numbers as without overlap, and its speed against the bare pass.
 
-    python eval/gpu/record.py [--tokens 400000] [--folder DIR]      # Llama-3.1-8B's shapes
-    python eval/gpu/record.py --tiny                                # the same on a CPU, in seconds
+    python eval/lab/record.py [--tokens 400000] [--folder DIR]      # Llama-3.1-8B's shapes
+    python eval/lab/record.py --tiny                                # the same on a CPU, in seconds
 
 Checks first: what recording stores equals states taken pass by pass with a copy that waits, bit for
 bit, in bfloat16 and fp8 (against features quantised on the CPU). Then, twice for both dtypes, after
@@ -39,7 +39,7 @@ from draftlab.store.fp8 import dequantise, quantise
 from draftlab.store.manifest import Manifest, Shard, StoreIdentity
 from draftlab.store.record import RecordSettings, record
 from draftlab.store.shard_writer import SHARDS_AT_ONCE
-from draftlab.store.store import Sample, Store, teachers
+from draftlab.store.store import Sample, Store, teacher_mask
 from draftlab.target_model.attention import ATTENTION
 from draftlab.target_model.boundaries import default_boundaries
 from draftlab.target_model.model import Target
@@ -180,7 +180,7 @@ def compare(
     ids = torch.tensor([[token for s in samples for token in s.token_ids]], device=target.device)
     documents = Documents.of(lengths, target.device)
     states = target.states(ids, store.identity.boundaries, documents=documents)
-    asked = [teachers(torch.tensor(s.spans)) for s in samples]
+    asked = [teacher_mask(torch.tensor(s.spans)) for s in samples]
     wanted = states.last[0][torch.cat(asked).to(target.device)]
     sums, tokens = (t.cpu() for t in summarise(target, wanted))
     features, last = states.features[0].cpu(), states.last[0].cpu()
@@ -264,7 +264,7 @@ def main() -> None:
         folder = Path(name) / "store"
         check(target, conversations(options.tokens // 10, target, longest), folder)
         samples = conversations(options.tokens, target, longest)
-        size = options.tokens * identity(target, "bfloat16").token_bytes
+        size = options.tokens * identity(target, "bfloat16").bytes_per_token
         print(f"touched {size / 1e9:.1f} GB in {touch(folder, size):.1f} s", flush=True)
         for dtype in ("bfloat16", "fp8"):
             run(target, samples[: len(samples) // 10], folder, dtype)  # warms up

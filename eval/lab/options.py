@@ -1,7 +1,7 @@
 """What each option of a head does to AL: one option changed at a time, the seed kept.
 
-    python eval/options.py --out runs/options --write PAGE
-    python eval/options.py --recipe recipes/quickstart_ptd.yaml --out runs/options_ptd --write PAGE
+    python eval/lab/options.py --out runs/options --write PAGE
+    python eval/lab/options.py --recipe recipes/quickstart_ptd.yaml --out runs/options_ptd --write PAGE
 
 Every variant is a run of the recipe with settings changed, and takes over what the base run's
 stages
@@ -38,7 +38,7 @@ from draftlab.target_model.model import Target, load_target, load_tokenizer
 from draftlab.text.render import stop_ids
 from draftlab.text.suites import load_suite
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 FULL_VOCABULARY = ("draft_vocab.size=null",)
 EAGLE = ("head.family=eagle", "export.formats=[vllm]")
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -154,7 +154,10 @@ def measure(name: str, options: argparse.Namespace, target: Target, tokenizer: A
     pipeline.make("head")
     seconds = time.perf_counter() - started
     head = load_head(
-        folder / "head", lent=target.parts.lent, dtype=target.dtype, device=target.device
+        folder / "head",
+        target_tensors=target.parts.shared_tensors,
+        dtype=target.dtype,
+        device=target.device,
     )
     longest = target.max_length - recipe.eval.max_new_tokens
     suite = load_suite(recipe.eval.suite, tokenizer, Monitor(), longest=longest)
@@ -177,7 +180,7 @@ def measure(name: str, options: argparse.Namespace, target: Target, tokenizer: A
     return Result(
         name,
         asked,
-        sum(p.numel() for n, p in weights if n not in head.borrowed()),
+        sum(p.numel() for n, p in weights if n not in head.shared_tensors()),
         str(target.dtype).removeprefix("torch."),
         torch.cuda.get_device_name() if target.device.type == "cuda" else "CPU",
         seconds,
@@ -249,7 +252,7 @@ def page(results: Sequence[Result], options: argparse.Namespace) -> str:
     if options.recipe != RECIPE:
         settings = f" --recipe recipes/{options.recipe.name}{settings}"
     return PAGE.format(
-        command=f"eval/options.py --prompts {options.prompts} --k {options.k}{settings}",
+        command=f"eval/lab/options.py --prompts {options.prompts} --k {options.k}{settings}",
         recipe=f"`recipes/{options.recipe.name}`",
         prompts=options.prompts,
         k=options.k,

@@ -1,6 +1,6 @@
 """Decode steps at the shapes of Llama-3.1-8B, beside their bandwidth floor and vLLM's step.
 
-    python eval/bench_decode.py [--out docs/data/decode_steps.csv] [--batches 1,8,32] [--k 3,5,8]
+    python eval/bench/bench_decode.py [--out docs/data/decode_steps.csv] [--batches 1,8,32] [--k 3,5,8]
 
 Random weights, an EAGLE3 head of one layer with a draft vocabulary of 32,000, prompts of 512 random
 tokens, 256 new tokens a request. Acceptance is synthetic (draft i passes with probability 0.6 given
@@ -37,7 +37,8 @@ from draftlab.heads.config import HeadConfig, TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
 from draftlab.kernels.noise import Purpose, keyed_uniform
-from draftlab.kernels.verify import Verdict, verify
+from draftlab.kernels.sampling_types import VerifyResult
+from draftlab.kernels.verify import verify
 from draftlab.target_model.attention import ATTENTION
 from draftlab.target_model.model import Target
 
@@ -83,7 +84,7 @@ class Measured:
 
 def synthetic_verify(
     logits: Tensor, drafts: Tensor, num_drafts: Tensor, *rest: Any, **options: Any
-) -> Verdict:
+) -> VerifyResult:
     """The real verifier's work, then acceptance by a coin of `SYNTHETIC` for each draft."""
     found = verify(logits, drafts, num_drafts, *rest, **options)
     positions, rows = rest[1], rest[2]
@@ -94,7 +95,7 @@ def synthetic_verify(
     passed = (coin < SYNTHETIC) & (depth < num_drafts[:, None])
     accepted = passed.long().cumprod(-1).sum(-1)
     # + 0 · …: the real verdict stays part of the captured graph
-    return Verdict(accepted + 0 * found.accepted, found.emitted, found.probability)
+    return VerifyResult(accepted + 0 * found.accepted, found.emitted, found.probability)
 
 
 def random_target(device: torch.device, layers: int = 32) -> Target:

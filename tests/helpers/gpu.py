@@ -1,0 +1,73 @@
+"""Helpers of the tests marked `gpu`: moving cases to a device, CUDA graphs, host waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+on_devices = pytest.mark.parametrize("device", DEVICES)
+"""Runs a test on the CPU and, marked `gpu`, on a GPU."""
+
+
+def to_device(value: Any, device: str | torch.device) -> Any:
+    """Return `value` with every tensor in it on `device`; containers and dataclasses are copied."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: to_device(each, device) for name, each in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(to_device(each, device) for each in value)
+    if is_dataclass(value):
+        return type(value)(*(to_device(getattr(value, f.name), device) for f in fields(value)))
+    return value
+
+
+def capture(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Return a CUDA graph of one call of `work` and the tensors that its replays write."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()  # compiles the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        result = work()
+    return graph, result
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    """Raise RuntimeError where the host waits for the device inside the block."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Assert that two values hold equal tensors of equal dtypes, nested tensors included."""
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif is_dataclass(expected):
+        for field in fields(expected):
+            assert_same(getattr(found, field.name), getattr(expected, field.name))
+    elif isinstance(expected, tuple | list):
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return ‖found − expected‖ / ‖expected‖, computed in float64."""
+    exact = expected.detach().double()
+    return float((found.detach().double() - exact).norm() / exact.norm().clamp(min=1e-9))
