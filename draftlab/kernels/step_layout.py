@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from draftlab.kernels.paged_attention import slot_mapping
-from draftlab.kernels.rows import RowKeys
-from draftlab.kernels.verify import Verdict
+from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
 
 
 @dataclass(eq=False)
@@ -39,7 +38,7 @@ class SlotBuffers:
     newest: Tensor
     drafts: Tensor
     block_table: Tensor
-    keys: RowKeys
+    keys: SamplingMetadata
     sampling: tuple[Tensor, Tensor] | None = None
     draft_logits: Tensor | None = None
     draft_log_sum: Tensor | None = None
@@ -68,7 +67,7 @@ class StepLayout:
     slots: Tensor
     num_drafts: Tensor
     block_table: Tensor
-    keys: RowKeys
+    keys: SamplingMetadata
     sampling: tuple[Tensor, Tensor] | None
 
 
@@ -110,7 +109,7 @@ def lay_out(slots: SlotBuffers, index: Tensor, *, max_length: int, block_size: i
     return operation(slots, index, max_length=max_length, block_size=block_size)
 
 
-def advance(slots: SlotBuffers, layout: StepLayout, verdict: Verdict) -> Outcome:
+def advance(slots: SlotBuffers, layout: StepLayout, verdict: VerifyResult) -> Outcome:
     """Books a verdict: `slots.length` and `slots.newest` of the rows are written in place."""
     if layout.index.is_cuda:
         from draftlab.kernels.step_layout_triton import advance_triton as operation
@@ -181,7 +180,7 @@ def lay_out_reference(
     )
 
 
-def advance_reference(slots: SlotBuffers, layout: StepLayout, verdict: Verdict) -> Outcome:
+def advance_reference(slots: SlotBuffers, layout: StepLayout, verdict: VerifyResult) -> Outcome:
     """`advance`, eager."""
     length, accepted, drafts = layout.length, verdict.accepted, layout.tokens[:, 1:]
     live = length > 0

@@ -8,9 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from draftlab.kernels.dependent_launch import launch_options
-from draftlab.kernels.rows import RowKeys
+from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
 from draftlab.kernels.step_layout import Outcome, SlotBuffers, StepLayout
-from draftlab.kernels.verify import Verdict
 
 _TABLE_TILE = 256  # entries of a block table copied at once
 _LOGITS_TILE = 8192  # draft logits one program copies
@@ -150,7 +149,7 @@ def lay_out_triton(
         *index.new_empty(3, rows, width),
         index.new_empty(rows),
         slots.block_table.new_empty(rows, slots.block_table.shape[1]),
-        RowKeys(*found[:5]),
+        SamplingMetadata(*found[:5]),
         None if sampling is None else (found[5], found[6]),
     )
     none = () if sampling else (None, None)
@@ -183,7 +182,7 @@ def lay_out_triton(
     return layout
 
 
-def advance_triton(slots: SlotBuffers, layout: StepLayout, verdict: Verdict) -> Outcome:
+def advance_triton(slots: SlotBuffers, layout: StepLayout, verdict: VerifyResult) -> Outcome:
     """`advance` in one launch."""
     tokens = layout.tokens
     rows, width = tokens.shape

@@ -1,4 +1,4 @@
-"""Launching the kernels of `verify_triton.py`: `verify.verify` for tensors on a GPU."""
+"""The launch of `verify.verify` on a GPU; kernels in `verify_triton.py`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import triton
 from torch import Tensor
 
 from draftlab.kernels.dependent_launch import launch_options
-from draftlab.kernels.rows import DraftDistribution, RowKeys, draft_index
-from draftlab.kernels.verify import Verdict, has_limits, limit_logits
-from draftlab.kernels.verify_triton import resample, settle, survey
+from draftlab.kernels.sampling_types import (
+    DraftDistribution,
+    SamplingMetadata,
+    VerifyResult,
+    draft_index,
+)
+from draftlab.kernels.top_k_top_p import apply_top_k_top_p, uses_top_k_top_p
+from draftlab.kernels.verify_triton import finalize, reduce_logits, reject_and_resample
 
-SURVEY_BLOCK = 4096  # tokens a program surveys
-RACE_BLOCK = 1024  # tokens a program races over, or sums min(p, q) over
+REDUCE_BLOCK = 4096  # tokens of one program of `reduce_logits`
+RACE_BLOCK = 1024  # tokens of one program of `reject_and_resample`
 
 
 def verify(
@@ -21,18 +26,18 @@ def verify(
     num_drafts: Tensor,
     distribution: DraftDistribution | None,
     positions: Tensor,
-    rows: RowKeys,
+    rows: SamplingMetadata,
     *,
     limited: bool | None = None,
     expect: bool = True,
-) -> Verdict:
-    """As `verify.verify`.
+) -> VerifyResult:
+    """Launch `verify.verify`.
 
     Raises:
-        ValueError: if the distribution's `index` is of another vocabulary than the logits.
+        ValueError: if the distribution's `index` does not fit the logits' vocabulary.
     """
-    if has_limits(rows, limited):
-        logits = limit_logits(logits, rows)
+    if uses_top_k_top_p(rows, limited):
+        logits = apply_top_k_top_p(logits, rows)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     num_rows, width, vocab = logits.shape
     q = distribution if width > 1 else None
@@ -43,15 +48,15 @@ def verify(
             raise ValueError(f"expected a draft index of {vocab} target ids, found {len(index)}")
         q_logits = q.logits if q.logits.stride(-1) == 1 else q.logits.contiguous()
         num_overlaps = triton.cdiv(len(q.ids), RACE_BLOCK) if expect else 0
-    num_blocks, num_races = triton.cdiv(vocab, SURVEY_BLOCK), triton.cdiv(vocab, RACE_BLOCK)
+    num_blocks, num_races = triton.cdiv(vocab, REDUCE_BLOCK), triton.cdiv(vocab, RACE_BLOCK)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    tops, sums = scratch(2, num_rows, width, num_blocks)
-    bests = scratch(num_rows, width, num_blocks, dtype=torch.int32)
-    values = scratch(num_rows, 2, num_races)
-    tokens = scratch(num_rows, 2, num_races, dtype=torch.int32)
+    block_max, block_sum = scratch(2, num_rows, width, num_blocks)
+    block_argmax = scratch(num_rows, width, num_blocks, dtype=torch.int32)
+    race_values = scratch(num_rows, 2, num_races)
+    race_tokens = scratch(num_rows, 2, num_races, dtype=torch.int32)
     overlaps = scratch(num_rows, width - 1, num_overlaps)
     accepted = scratch(num_rows, dtype=torch.int64)
     emitted = scratch(num_rows, dtype=torch.int64)
@@ -62,19 +67,19 @@ def verify(
     depths = triton.next_power_of_2(width)
     drafts = drafts if drafts.stride(-1) == 1 else drafts.contiguous()
     options = launch_options(logits.device)
-    survey[(num_rows * width, num_blocks)](
+    reduce_logits[(num_rows * width, num_blocks)](
         *target,
         temperatures,
-        tops,
-        sums,
-        bests,
+        block_max,
+        block_sum,
+        block_argmax,
         num_blocks,
         WIDTH=width,
-        SIZE=SURVEY_BLOCK,
+        SIZE=REDUCE_BLOCK,
         num_warps=8,
         **options,
     )
-    resample[(num_rows, num_races + (width - 1) * num_overlaps)](
+    reject_and_resample[(num_rows, num_races + (width - 1) * num_overlaps)](
         *target,
         drafts,
         drafts.stride(0),
@@ -92,15 +97,15 @@ def verify(
         None if q is None else q.ids,
         None if q is None else index,
         0 if q is None else len(q.ids),
-        tops,
-        sums,
-        bests,
+        block_max,
+        block_sum,
+        block_argmax,
         num_blocks,
         accepted,
         emitted,
         probability,
-        values,
-        tokens,
+        race_values,
+        race_tokens,
         num_races,
         overlaps,
         num_overlaps,
@@ -111,14 +116,14 @@ def verify(
         HAS_Q=q is not None,
         **options,
     )
-    settle[(num_rows,)](
+    finalize[(num_rows,)](
         num_drafts,
         temperatures,
         sampled,
         emitted,
         probability,
-        values,
-        tokens,
+        race_values,
+        race_tokens,
         num_races,
         overlaps,
         num_overlaps,
@@ -128,4 +133,4 @@ def verify(
         OVERLAPS=triton.next_power_of_2(num_overlaps) if num_overlaps else 0,
         **options,
     )
-    return Verdict(accepted, emitted, probability)
+    return VerifyResult(accepted, emitted, probability)

@@ -9,14 +9,14 @@ import torch
 
 from draftlab.heads.folder import load_head
 from draftlab.heads.head import DraftHead
-from draftlab.kernels.current import give_back_memory, made_current
+from draftlab.kernels.cuda_device import free_memory, use_device
 from draftlab.pipeline.api import head_path
 from draftlab.pipeline.head_spec import draft_vocabulary, head_config, mask_token
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.run_folder import git_commit
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
-from draftlab.target_model.model import resolve_target
+from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.parts import TargetParts, load_parts
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.distributed.ranks import Ranks
@@ -47,7 +47,7 @@ def train_head(
     )
     config = head_config(recipe, store.identity, len(vocabulary.target_ids), monitor, mask=mask)
     ranks = ranks or Ranks.join(recipe.train.device)
-    with made_current(ranks.device):
+    with use_device(ranks.device):
         trainer = Trainer(
             store,
             parts,
@@ -67,7 +67,7 @@ def train_head(
         update={"provenance": _provenance(trainer, validation, vocabulary)}
     )
     del trainer
-    give_back_memory()  # what comes next, maybe in another process, has a target to load
+    free_memory()  # what comes next, maybe in another process, has a target to load
     return head
 
 
@@ -76,7 +76,7 @@ def _initial_head(recipe: Recipe, parts: TargetParts) -> DraftHead | None:
         return None
     return load_head(
         head_path(recipe.head.init),
-        lent={name: tensor.float() for name, tensor in parts.lent.items()},
+        target_tensors={name: tensor.float() for name, tensor in parts.shared_tensors.items()},
         dtype=torch.float32,
         device="cpu",
     )

@@ -1,8 +1,8 @@
-"""A store that holds nothing: the target makes the states of records when they are asked for.
+"""A store without files: the target computes the states of records on demand.
 
-What a recording would write to disk is made in memory by the same passes, copies and checks, so
-training sees the same records. Only which of them share a pass differs, and with that, in most
-dtypes and devices, their last bits; with record.batch_tokens = 1 each has a pass of its own.
+The forward passes, copies and checks of a recording run in memory, so training sees the same
+records. Only the records that share a pass differ, and with them, for most dtypes and devices, the
+states' last bits; with record.batch_tokens = 1 each record has a pass of its own.
 """
 
 from __future__ import annotations
@@ -14,38 +14,40 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftlab.kernels.current import made_current
+from draftlab.kernels.cuda_device import use_device
 from draftlab.store.extraction import HiddenStateExtractor
 from draftlab.store.manifest import Manifest, Shard
 from draftlab.store.plan import cut_batches
-from draftlab.store.shard_writer import Filling
+from draftlab.store.shard_writer import ShardBuffer
 from draftlab.store.store import Record, Sample, Store
 from draftlab.target_model.model import Target
 
 
 class OnlineStore(Store):
-    """What a `Store` offers, computed on demand. Threads may share it; they take turns.
+    """A `Store` whose records are computed on demand. Threads that share it take turns.
 
     Args:
-        target: on devices of its own, or on that of the training.
-        samples: what a recording would keep, in stored order.
-        plan: its manifest (`data.record.planned`).
+        target: on its own devices, or on the one of the training.
+        samples: the samples that a recording stores, in stored order.
+        plan: the plan of such a recording (`plan_recording`).
     """
+
+    on_disk = False
 
     def __init__(self, target: Target, samples: Sequence[Sample], plan: Manifest) -> None:
         super().__init__(Path(), plan)
         self.samples, self.device = samples, target.device
-        self.capture = HiddenStateExtractor(target, plan)
-        self._turn = threading.Lock()  # a pass hooks the model, and fills the device
+        self.extractor = HiddenStateExtractor(target, plan)
+        self._lock = threading.Lock()  # a pass hooks the model and needs the device's memory
 
     def view(self, index: int) -> Record:
         return self.views([index])[0]
 
     def views(self, indices: Sequence[int]) -> list[Record]:
-        """Records, computed together in as few passes as record.batch_tokens allows.
+        """Compute records together, in as few passes as record.batch_tokens allows.
 
         Raises:
-            UserError: a pass does not fit the device, or a state is not finite.
+            UserError: a pass runs out of device memory, or a state is not finite.
         """
         settings, samples = self.manifest.settings, [self.samples[i] for i in indices]
         lengths = [len(sample.token_ids) for sample in samples]
@@ -54,16 +56,16 @@ class OnlineStore(Store):
             ids=[sample.id for sample in samples],
             lengths=lengths,
             temperatures=[sample.temperature for sample in samples],
-            batches=cut_batches(lengths, settings["batch_tokens"], padded=self.capture.padded),
+            batches=cut_batches(lengths, settings["batch_tokens"], padded=self.extractor.padded),
         )
-        filling = Filling(shard, samples, self.identity, settings["not_finite"])
-        with self._turn, made_current(self.device):
-            captured = list(self.capture.batches(shard, samples))
-        for batch, states in zip(shard.batches, captured, strict=True):
-            filling.take(batch, states)
+        buffer = ShardBuffer(shard, samples, self.identity, settings["not_finite"])
+        with self._lock, use_device(self.device):
+            futures = list(self.extractor.batches(shard, samples))
+        for batch, future in zip(shard.batches, futures, strict=True):
+            buffer.add(batch, future)
         plan = self.manifest.model_copy(update={"shards": [shard]})
-        made = Store(self.folder, plan, {0: filling.tensors})
-        return [made.view(number) for number in range(len(made))]
+        store = Store(self.folder, plan, {0: buffer.tensors})
+        return [store.view(number) for number in range(len(store))]
 
     def tokens_and_spans(self, index: int) -> tuple[Tensor, Tensor]:
         sample = self.samples[index]

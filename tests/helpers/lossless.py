@@ -20,6 +20,7 @@ from torch import Tensor
 
 from draftlab.engine.drafter import ChainDrafter, Observed, Proposal
 from draftlab.engine.eager_head import Pass
+from draftlab.kernels import sampling as sampling_module
 from draftlab.kernels import verify as verify_module
 from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
 
@@ -206,11 +207,12 @@ def assert_rejected(tokens: Tensor, joint: np.ndarray) -> None:
 
 
 def broken(old: str, new: str) -> ModuleType:
-    """Return the module verify.py with `old` replaced by `new` in its source."""
-    source = inspect.getsource(verify_module)
-    assert source.count(old) == 1, f"verify.py no longer reads {old!r}: adapt this fault"
-    module = ModuleType(verify_module.__name__)
-    exec(compile(source.replace(old, new), "broken verify", "exec"), module.__dict__)
+    """Return verify.py or sampling.py, whichever contains `old`, with `new` in its place."""
+    modules = (verify_module, sampling_module)
+    sources = {module.__name__: inspect.getsource(module) for module in modules}
+    (name,) = [name for name, source in sources.items() if source.count(old) == 1]
+    module = ModuleType(name)
+    exec(compile(sources[name].replace(old, new), f"broken {name}", "exec"), module.__dict__)
     return module
 
 

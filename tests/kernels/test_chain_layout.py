@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftlab.heads.config import HeadConfig, TargetIdentity
+from draftlab.heads.config import TargetIdentity, make_head_config
 from draftlab.heads.eagle3 import Eagle3Layer
 from draftlab.kernels import chain_layout as module
 from draftlab.kernels.head_inputs import Masks, head_inputs_reference, launch
@@ -89,7 +89,7 @@ def make_layer(size: int, norm_before_residual: bool) -> Eagle3Layer:
     identity = TargetIdentity(
         name="", fingerprint="", architecture="", tokenizer_sha256="", template_sha256=""
     )
-    config = HeadConfig(
+    config = make_head_config(
         boundaries=(0,),
         target_num_layers=1,
         target_hidden_size=size,

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata
-from draftlab.target_model.model import TargetSettings, load_target
+from draftlab.target_model.loading import load_target
+from draftlab.target_model.settings import TargetSettings
 from tests.helpers.decoding import PARALLEL, untrained_head
 from tests.helpers.hopper import compiled, most_shared, on_gpu, pretend
 from tests.helpers.interpreter import compiles
@@ -152,7 +153,7 @@ def test_verification(kernels: dict[str, list[Any]], dtype: torch.dtype, drawn: 
     drafts, ints = on_gpu(rows, k, **INT), on_gpu(rows, **INT)
     logits = on_gpu(rows, k + 1, vocab, dtype=dtype)
     verify(logits, drafts, ints, q if drawn else None, ints, keys, limited=False)
-    assert kernels.keys() == {"survey", "resample", "settle"}
+    assert kernels.keys() == {"reduce_logits", "reject_and_resample", "finalize"}
 
 
 @pytest.mark.parametrize("draft_probs", [False, True])
@@ -197,10 +198,14 @@ def test_a_whole_step(
     assert launched["rope_write_kernel"] == launched["attend_kernel"]
     assert launched["head_inputs_kernel"] == passes
     assert launched["last_rows_kernel"] == rows
-    assert launched["_join"] == launched["_draw"] == (3 if draft_probs or kind == "chain" else 1)
+    assert (
+        launched["reduce_blocks"]
+        == launched["sample_blocks"]
+        == (3 if draft_probs or kind == "chain" else 1)
+    )
     lay_out = "chain_layout_kernel" if kind == "chain" else "layout_kernel"
-    for once in ("lay_out_kernel", "survey", "resample", "settle", "advance_kernel",
-                 lay_out, "keep_kernel"):  # fmt: skip
+    for once in ("lay_out_kernel", "reduce_logits", "reject_and_resample", "finalize",
+                 "advance_kernel", lay_out, "keep_kernel"):  # fmt: skip
         assert once in launched, once
 
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from draftlab.kernels.noise import (
     Purpose,
+    exponential_race,
     first_argmax,
     keyed_bits,
     keyed_exponential,
     keyed_uniform,
     prompt_key,
-    race,
 )
 
 COUNT = 50_000
@@ -136,7 +136,9 @@ def test_no_state_and_no_batch() -> None:
 
 def test_race_draws_in_proportion() -> None:
     weights = torch.tensor([0.0, 2.0, 1.0, 0.0, 5.0])
-    won = race(weights, keyed_exponential(*keys(), Purpose.EMIT, 5)).bincount(minlength=5)
+    won = exponential_race(weights, keyed_exponential(*keys(), Purpose.EMIT, 5)).bincount(
+        minlength=5
+    )
     assert won[[0, 3]].tolist() == [0, 0]
     expected = weights[[1, 2, 4]] / weights.sum() * COUNT
     assert (
@@ -150,4 +152,4 @@ def test_first_of_equals() -> None:
     x[1, [70, 4000]] = 2.0
     x[2, 4999] = 1.0
     assert first_argmax(x).tolist() == [0, 70, 4999]
-    assert int(race(torch.tensor([0.0, 1.0, 1.0]), torch.ones(3))) == 1
+    assert int(exponential_race(torch.tensor([0.0, 1.0, 1.0]), torch.ones(3))) == 1

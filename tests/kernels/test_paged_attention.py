@@ -10,106 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.kernels.paged_attention import attend_paged, write_paged
-from tests.helpers.interpreter import INTERPRETED, inside, outside, run_in_the_interpreter
+from draftlab.kernels.paged_attention import write_paged
+from tests.helpers.gpu import on_devices, on_gpu
+from tests.helpers.interpreter import (
+    INTERPRETED,
+    inside,
+    outside,
+    run_in_the_interpreter,
+    runs_the_others,
+)
+from tests.helpers.paged_attention_cases import Case
 
 
-@outside
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="eval/gpu/attention.py checks them there")
+@runs_the_others
 def test_in_the_interpreter() -> None:
     run_in_the_interpreter(__file__)
-
-
-class Case:
-    """Rows of a paged cache. What no query sees is NaN; what no row owns, too.
-
-    Args:
-        lengths: keys of each row before its new tokens.
-        counts: real new tokens of each row, out of m.
-    """
-
-    def __init__(
-        self,
-        lengths: list[int],
-        counts: list[int],
-        m: int,
-        *,
-        heads: int = 4,
-        kv_heads: int = 2,
-        head_dim: int = 8,
-        block_size: int = 4,
-        spare: int = 2,
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).to(dtype)
-
-        num_rows = len(lengths)
-        width = max(-(-(n + m) // block_size) for n in lengths) + spare
-        num_blocks = num_rows * width + 1
-        self.key_pool = torch.full((num_blocks, block_size, kv_heads, head_dim), math.nan).to(dtype)
-        self.value_pool = self.key_pool.clone()
-        order = torch.randperm(num_blocks, generator=generator)[: num_rows * width]
-        self.table = order.view(num_rows, width).int()
-        self.counts, self.m = counts, m
-        self.positions = torch.full((num_rows, m), -1)
-        self.keys, self.values = [], []
-        for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-            self.positions[b, :count] = torch.arange(length, length + count)
-            self.keys.append(random(length + count, kv_heads, head_dim))
-            self.values.append(random(length + count, kv_heads, head_dim))
-            for j in range(length + count):
-                at = self.table[b, j // block_size], j % block_size
-                self.key_pool[at], self.value_pool[at] = self.keys[b][j], self.values[b][j]
-        # As transformers hands it over: heads before tokens in memory. Padding holds rubbish.
-        self.query = random(num_rows, heads, m, head_dim).transpose(1, 2)
-        self.query[self.positions < 0] = math.nan
-        self.scale = 1.3 * head_dim**-0.5
-
-    def run(self, attend=attend_paged, **options) -> Tensor:
-        pools = self.key_pool, self.value_pool
-        return attend(self.query, *pools, self.table, self.positions, scale=self.scale, **options)
-
-    def hide(self, window: int | None, chunk: int | None) -> None:
-        """Makes the keys NaN that lie before what a row's first query sees."""
-        block_size = self.key_pool.shape[1]
-        for b, first in enumerate(self.positions[:, 0].tolist()):
-            for j in range(first):
-                if (window and j <= first - window) or (chunk and j < first // chunk * chunk):
-                    at = self.table[b, j // block_size], j % block_size
-                    self.key_pool[at] = self.value_pool[at] = math.nan
-
-    def expected(self, *, window=None, chunk=None, softcap=None, sinks=None) -> Tensor:
-        """Query by query, head by head, in float64 and by the definition."""
-        output = torch.zeros(self.query.shape, dtype=torch.float64)
-        group = self.query.shape[2] // self.key_pool.shape[2]
-        for b, count in enumerate(self.counts):
-            for i in range(count):
-                q = self.positions[b, i].item()
-                low = max(0, q - window + 1 if window else 0, q // chunk * chunk if chunk else 0)
-                for h in range(self.query.shape[2]):
-                    keys = self.keys[b][low : q + 1, h // group].double()
-                    scores = keys @ self.query[b, i, h].double() * self.scale
-                    if softcap is not None:
-                        scores = softcap * (scores / softcap).tanh()
-                    weights = scores.exp()
-                    total = weights.sum() + (sinks[h].double().exp() if sinks is not None else 0)
-                    output[b, i, h] = weights @ self.values[b][low : q + 1, h // group].double()
-                    output[b, i, h] /= total
-        return output
-
-    def check(self, attend=attend_paged, tolerance: float = 1e-5, **options) -> None:
-        self.hide(options.get("window"), options.get("chunk"))
-        found = self.run(attend, **options)
-        assert found.dtype == self.query.dtype
-        assert found.is_contiguous()
-        expected = self.expected(**options)
-        torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
-        assert not found[self.positions < 0].any()
 
 
 def sinks(heads: int) -> Tensor:
@@ -191,8 +107,15 @@ def test_heads_that_do_not_divide() -> None:
         case.run()
 
 
-def write(dtype: torch.dtype, block_size: int, kv_heads: int, head_dim: int) -> None:
-    """Checks every entry of both pools: the new ones, and the old ones bit by bit."""
+@on_devices
+@pytest.mark.parametrize(
+    ("block_size", "kv_heads", "head_dim"), [(4, 2, 8), (3, 3, 5), (64, 8, 128)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_write(
+    dtype: torch.dtype, block_size: int, kv_heads: int, head_dim: int, device: str
+) -> None:
+    """New entries are in both pools; all others keep their bits."""
     if INTERPRETED:
         from draftlab.kernels.paged_attention_launch import write_paged_triton as run
     else:
@@ -200,7 +123,7 @@ def write(dtype: torch.dtype, block_size: int, kv_heads: int, head_dim: int) -> 
     generator = torch.Generator().manual_seed(1)
     shape = 5, block_size, kv_heads, head_dim
     pools = [torch.randn(*shape, generator=generator).to(dtype) for _ in range(2)]
-    pools[0][2], pools[1][3] = math.nan, math.inf  # old bits survive whatever they mean
+    pools[0][2], pools[1][3] = math.nan, math.inf  # their bits must survive, too
     order = torch.randperm(5 * block_size, generator=generator)[:6]
     slots = torch.stack([order[:3], order[3:]])
     slots[0, 1] = slots[1, 2] = -1
@@ -210,27 +133,16 @@ def write(dtype: torch.dtype, block_size: int, kv_heads: int, head_dim: int) -> 
     ]
     bits = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
     expected = [pool.clone().view(bits).flatten(0, 1) for pool in pools]
-    for b in range(2):
-        for i in range(3):
-            if slots[b, i] >= 0:
-                for target, source in zip(expected, new, strict=True):
-                    target[slots[b, i]] = source[b, i].contiguous().view(bits)
-    run(*new, *pools, slots)
-    for pool, wanted in zip(pools, expected, strict=True):
-        assert torch.equal(pool.view(bits).flatten(0, 1), wanted)
-    before = [pool.clone() for pool in pools]
-    run(*new, *pools, torch.full_like(slots, -1))
-    for pool, old in zip(pools, before, strict=True):
-        assert torch.equal(pool.view(bits), old.view(bits))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_write(dtype: torch.dtype) -> None:
-    write(dtype, block_size=4, kv_heads=2, head_dim=8)
-
-
-def test_write_odd_sizes() -> None:
-    write(torch.float32, block_size=3, kv_heads=3, head_dim=5)
+    for b, i in ((b, i) for b in range(2) for i in range(3) if slots[b, i] >= 0):
+        for rows, source in zip(expected, new, strict=True):
+            rows[slots[b, i]] = source[b, i].contiguous().view(bits)
+    pools, new, slots = ([x.to(device) for x in pools], [x.to(device) for x in new],
+                         slots.to(device))  # fmt: skip
+    for _ in range(2):  # slots of -1 alone change nothing
+        run(*new, *pools, slots)
+        for pool, rows in zip(pools, expected, strict=True):
+            assert torch.equal(pool.cpu().view(bits).flatten(0, 1), rows)
+        slots = torch.full_like(slots, -1)
 
 
 @outside
@@ -299,3 +211,32 @@ def test_scores_far_from_zero() -> None:
     case.scale = 40.0
     for splits in (1, 4):
         triton_case((16, 16, splits), case)
+
+
+# lengths, counts, m, heads, kv heads, head_dim, block size, options
+REAL = [
+    ((700, 0, 33), (5, 3, 0), 5, 32, 8, 128, 16, {}),
+    ((700, 0, 33), (9, 5, 0), 9, 32, 8, 128, 64, {}),
+    ((2000,), (1,), 1, 32, 8, 128, 64, {}),
+    ((130, 257), (7, 4), 7, 14, 2, 80, 16, {"window": 40}),
+    ((130, 257), (3, 2), 3, 6, 6, 96, 16, {"chunk": 64}),
+    ((512, 90), (4, 2), 4, 16, 4, 64, 32, {"window": 128, "sinks": True}),
+    ((512, 90), (4, 2), 4, 8, 4, 256, 16, {"softcap": 30.0, "window": 300}),
+    ((37, 300, 0), (150, 75, 0), 150, 12, 4, 128, 16, {}),
+    ((0, 900), (333, 167), 333, 4, 4, 112, 24, {"sinks": True, "window": 70}),
+    ((100,) * 40, (9, 5, 0) + (9,) * 37, 9, 16, 8, 32, 16, {}),
+]
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("shape", REAL, ids=str)
+def test_kernel_at_real_sizes(shape: tuple, dtype: torch.dtype, device: str) -> None:
+    """Relative errors against dense attention in float64; repeated runs give equal bits."""
+    lengths, counts, m, heads, kv_heads, head_dim, block_size, options = shape
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
+    case = Case(lengths, counts, m, **sizes, dtype=dtype, scale=head_dim**-0.5)
+    if "sinks" in options:
+        options = options | {"sinks": sinks(heads).to(dtype)}
+    case.check_norm(device, BOUNDS[dtype], **options)

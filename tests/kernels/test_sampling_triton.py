@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftlab.kernels import verify
+from draftlab.kernels import sampling
 from tests.helpers.interpreter import INTERPRETED, inside, run_in_the_interpreter, runs_the_others
 from tests.kernels.test_verify_triton import TEMPERATURES, make_keys
 
@@ -34,7 +34,7 @@ def test_drafts(dtype: torch.dtype) -> None:
     sampled = torch.arange(48) // len(TEMPERATURES) % 2 == 0
     for temperature in (keys.temperature, torch.full((48,), 0.6)):
         settings = positions, keys, temperature, sampled
-        index, log_sum = verify.sample_draft(logits, *settings)
+        index, log_sum = sampling.sample_draft(logits, *settings)
         found, found_sum = sampling_triton.sample_draft(logits, *settings)
         assert torch.equal(found, index)
         torch.testing.assert_close(found_sum, log_sum)
@@ -51,8 +51,8 @@ def test_where_drafts_come_from_and_go() -> None:
     keys, positions = make_keys(24), torch.arange(24)
     ids = torch.randint(0, 2**40, (1003,), generator=generator)
     settings = keys, keys.temperature, keys.temperature > 0.5
-    index, log_sum = verify.sample_draft(logits, positions + 5, *settings)
-    for module in (verify, sampling_triton):
+    index, log_sum = sampling.sample_draft(logits, positions + 5, *settings)
+    for module in (sampling, sampling_triton):
         out = torch.zeros(3, 24, dtype=torch.int64), torch.zeros(3, 24)
         places = out[0][1], out[1][1]
         found = module.sample_draft(logits, positions, *settings, ids=ids, offset=5, out=places)
@@ -74,7 +74,7 @@ def test_argmax_drafts(dtype: torch.dtype) -> None:
     logits[1] = float("-inf")
     ids = 5 * torch.arange(1003) + 2
     out = torch.zeros(2, 9, dtype=torch.int64)
-    for module in (verify, sampling_triton):
+    for module in (sampling, sampling_triton):
         assert torch.equal(module.argmax_draft(logits), logits.argmax(-1))
         module.argmax_draft(logits, ids=ids, out=out[1])
         assert out[1].tolist() == (5 * logits.argmax(-1) + 2).tolist()

@@ -16,13 +16,13 @@ from draftlab.kernels.ttt_attention import (
     ttt_attention,
     ttt_attention_reference,
 )
-from tests.helpers.interpreter import inside, outside, run_in_the_interpreter
+from tests.helpers.gpu import on_gpu, relative_error
+from tests.helpers.interpreter import inside, outside, run_in_the_interpreter, runs_the_others
 from tests.helpers.ttt_attention_cases import Case
 
 
-@outside
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="eval/gpu/ttt_attention.py checks them there")
+@runs_the_others
 def test_in_the_interpreter() -> None:
     run_in_the_interpreter(__file__)
 
@@ -207,3 +207,32 @@ def test_kernels_on_any_documents(data: st.DataObject) -> None:
         lengths.append(row)
     share, steps = data.draw(st.floats(0, 1)), data.draw(st.integers(0, 3))
     check(Case(lengths, width, share=share, steps=steps))
+
+
+# documents of each row, share, steps, heads, kv heads, head_dim
+REAL = [
+    ([[700, 1, 300], [90, 33], [1001]], 0.7, 0, 32, 8, 128),
+    ([[700, 1, 300], [90, 33], [1001]], 0.7, 6, 32, 8, 128),
+    ([[511], [2, 3, 500]], 1.0, 3, 14, 2, 80),
+    ([[257, 260]], 0.5, 1, 8, 8, 64),
+    ([[130], [77, 40]], 0.9, 9, 8, 1, 256),
+    ([[37]], 0.3, 2, 6, 6, 32),
+]
+BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("shape", REAL, ids=str)
+def test_kernels_at_real_sizes(shape: tuple, dtype: torch.dtype, device: str) -> None:
+    """Relative errors of output and gradients against float64; repeated runs give equal bits."""
+    lengths, share, steps, heads, kv_heads, head_dim = shape
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    width = max(map(sum, lengths))
+    case = Case(lengths, width, share=share, steps=steps, **sizes, dtype=dtype, device=device)
+    results = case.run(ttt_attention)
+    expected = case.run(ttt_attention_reference, torch.float64)
+    for first, second, exact in zip(results, case.run(ttt_attention), expected, strict=True):
+        assert torch.equal(first, second), "two runs differ"
+        assert relative_error(first, exact) < BOUNDS[dtype]
+    assert not results[0][case.starts > case.index].any()

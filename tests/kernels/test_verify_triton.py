@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftlab.kernels import noise, verify
+from draftlab.kernels import noise, sampling, verify
 from draftlab.kernels.noise import Purpose
 from draftlab.kernels.sampling_types import (
     DraftDistribution,
@@ -99,7 +99,7 @@ def make_batch(
         return logits, positions.new_empty(count, 0), number, None, positions, keys
     head = head.to(dtype)
     settings = keys.temperature, sampled
-    found = [verify.sample_draft(head[:, i], positions + i, keys, *settings) for i in range(k)]
+    found = [sampling.sample_draft(head[:, i], positions + i, keys, *settings) for i in range(k)]
     distribution = DraftDistribution(
         head, torch.stack([f[1] for f in found], 1), *settings, ids, draft_index(ids, vocab)
     )
@@ -168,8 +168,8 @@ def test_big_vocabularies(vocab: int, dtype: torch.dtype, monkeypatch: pytest.Mo
     assert int(expected.emitted.max()) > 2**16
     assert_same(verify_launch.verify(*batch), expected)
     logits, *_, positions, keys = batch
-    first = verify.sample_first(logits[:, 0], positions, keys)
-    assert torch.equal(sampling_triton.sample_first(logits[:, 0], positions, keys), first)
+    first = sampling.sample_token(logits[:, 0], positions, keys)
+    assert torch.equal(sampling_triton.sample_token(logits[:, 0], positions, keys), first)
 
 
 @inside
@@ -250,7 +250,7 @@ def test_ties_go_to_the_lowest_id() -> None:
         assert found.accepted.tolist() == accepted
         assert found.emitted.tolist() == [300, 5]
     flat = logits[:, 0]
-    assert sampling_triton.sample_first(flat, positions, keys).tolist() == [300, 5]
+    assert sampling_triton.sample_token(flat, positions, keys).tolist() == [300, 5]
     sampled = torch.zeros(2, dtype=torch.bool)
     drafted, _ = sampling_triton.sample_draft(flat, positions, keys, torch.ones(2), sampled)
     assert drafted.tolist() == [300, 5]
@@ -263,7 +263,7 @@ def test_a_perfect_head_is_always_accepted() -> None:
     rows = keys.temperature >= 0.5
     logits, positions, keys = logits[rows], positions[rows], keys[rows]
     settings = keys.temperature, torch.ones(len(positions), dtype=torch.bool)
-    found = [verify.sample_draft(logits[:, i], positions + i, keys, *settings) for i in range(3)]
+    found = [sampling.sample_draft(logits[:, i], positions + i, keys, *settings) for i in range(3)]
     q = DraftDistribution(
         logits[:, :3], torch.stack([f[1] for f in found], 1), *settings, torch.arange(600)
     )
@@ -298,6 +298,6 @@ def test_broken_logits_still_give_a_token() -> None:
     assert found.emitted[1::4].tolist() == [0] * 6
     assert torch.equal(found.emitted[::4], healthy.emitted[::4])
     assert bool((found.emitted[3::4][found.accepted[3::4] == 0] == 17).all())
-    first = sampling_triton.sample_first(logits[:, 0], positions, keys)
+    first = sampling_triton.sample_token(logits[:, 0], positions, keys)
     assert bool(((first >= 0) & (first < 1003)).all())
     assert first[3::4].tolist() == [17] * 6

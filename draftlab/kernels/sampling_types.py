@@ -1,4 +1,4 @@
-"""What the rows of a batch ask for: sampling, noise keys, what their drafts were drawn from."""
+"""Per-row inputs and results of sampling and verification, shared by references and kernels."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ import torch
 from torch import Tensor
 
 
-def divisor(temperature: Tensor) -> Tensor:
-    """Temperatures to divide by: 1 for greedy rows, whose quotients are not used."""
-    return temperature.where(temperature > 0, 1.0)
-
-
 @dataclass(frozen=True)
-class RowKeys:
-    """Per row of a batch: sampling parameters and the keys of its noise, each [B].
+class SamplingMetadata:
+    """Sampling parameters and noise keys of a batch's rows, each [B].
 
     Attributes:
         temperature: float32; 0 means greedy.
@@ -31,8 +26,8 @@ class RowKeys:
     seed: Tensor
     prompt: Tensor
 
-    def __getitem__(self, index: Tensor) -> RowKeys:
-        return RowKeys(
+    def __getitem__(self, index: Tensor) -> SamplingMetadata:
+        return SamplingMetadata(
             self.temperature[index],
             self.top_k[index],
             self.top_p[index],
@@ -43,7 +38,7 @@ class RowKeys:
 
 @dataclass(frozen=True)
 class DraftDistribution:
-    """What B rows' drafts were drawn from, as logits: q(w) = exp(logits / temperature − log_sum).
+    """The distribution q of B rows' drafts: q(w) = exp(logits / temperature − log_sum).
 
     Attributes:
         logits: [B, K, W] over the draft vocabulary, in the head's dtype; [R, K, W] with `rows`.
@@ -51,10 +46,10 @@ class DraftDistribution:
         temperature: float32 [B], of the drafts; > 0 where `sampled`, not read elsewhere.
         sampled: bool [B]; False: the row's drafts are the argmax and q is one-hot.
         ids: int64 [W], ascending target ids of the draft vocabulary.
-        index: int32 [V], the inverse of `ids`, −1 outside; made once a head by `draft_index`. The
-            reference does without; the kernels make it anew in every call when it is missing.
-        rows: int64 [B], which of R rows of `logits` and `log_sum` is whose; None: their own. It
-            spares a copy of what is large.
+        index: int32 [V], the inverse of `ids`, −1 outside; computed once a head by `draft_index`.
+            The reference does not need it; the kernels compute it in every call if it is missing.
+        rows: int64 [B], the row of `logits` and `log_sum` (R rows) that belongs to each row of the
+            batch; None: the same row. It saves a copy of the logits.
     """
 
     logits: Tensor
@@ -66,19 +61,19 @@ class DraftDistribution:
     rows: Tensor | None = None
 
     def __getitem__(self, rows: Tensor | slice) -> DraftDistribution:
-        own = self.rows is None
+        direct = self.rows is None
         return DraftDistribution(
-            self.logits[rows] if own else self.logits,
-            self.log_sum[rows] if own else self.log_sum,
+            self.logits[rows] if direct else self.logits,
+            self.log_sum[rows] if direct else self.log_sum,
             self.temperature[rows],
             self.sampled[rows],
             self.ids,
             self.index,
-            None if own else self.rows[rows],
+            None if direct else self.rows[rows],
         )
 
     def probabilities(self) -> Tensor:
-        """q, float32 [B, K, W]; of no meaning in rows that are not `sampled`."""
+        """Return q, float32 [B, K, W]; undefined in rows that are not `sampled`."""
         logits, log_sum = self.logits, self.log_sum
         if self.rows is not None:
             logits, log_sum = logits[self.rows], log_sum[self.rows]
@@ -86,7 +81,28 @@ class DraftDistribution:
         return (logits.float() / temperature - log_sum[..., None]).exp()
 
 
+@dataclass(frozen=True)
+class VerifyResult:
+    """The outcome of verification, per row.
+
+    Attributes:
+        accepted: int64 [B], number of accepted drafts.
+        emitted: int64 [B], the token after them: the argmax, the recovered or the bonus token.
+        probability: float32 [B, K], expected acceptance of each draft given that it was reached:
+            Σ min(p, q) for sampled drafts, p(draft) for others; 0 where nothing was drafted.
+    """
+
+    accepted: Tensor
+    emitted: Tensor
+    probability: Tensor
+
+
+def divisor(temperature: Tensor) -> Tensor:
+    """Return temperatures to divide by: 1 for greedy rows, whose quotients are not used."""
+    return temperature.where(temperature > 0, 1.0)
+
+
 def draft_index(ids: Tensor, vocab: int) -> Tensor:
-    """Where each target id sits in the draft vocabulary: int32 [vocab], −1 outside of `ids` [W]."""
+    """Return each target id's index in the draft vocabulary `ids` [W], else −1: int32 [vocab]."""
     index = torch.full((vocab,), -1, dtype=torch.int32, device=ids.device)
     return index.scatter_(0, ids, torch.arange(len(ids), dtype=torch.int32, device=ids.device))
