@@ -54,11 +54,11 @@ def examine(folder: Path, witness: TargetSession) -> Diagnosis:
         return case.closed()
     case.findings += config_findings(files.config, text)
     case.findings += identity_findings(files.config, witness.target.fingerprint, witness.tokenizer)
-    tensors, found = whole_tensors(files, witness.lent)
+    tensors, found = whole_tensors(files, witness.shared_tensors)
     case.findings += found
     if tensors is None:
         return case.closed()
-    case.findings += kinship_findings(files.config, tensors, witness.lent)
+    case.findings += kinship_findings(files.config, tensors, witness.shared_tensors)
     k = witness.settings.k or min(files.config.k_trained, DEFAULT_K)
     stored = Reading(files.config, tensors, template=witness.has_template)
     case.conditions = witness.conditions(stored.template, k)
@@ -72,7 +72,7 @@ def score_readings(stored: Reading, files: HeadFiles, witness: TargetSession, k:
     about = About(
         num_layers=target.num_layers,
         rope=getattr(witness.text, "rope_parameters", None),
-        lent=witness.lent,
+        target_tensors=witness.shared_tensors,
         entered=frozenset(
             b for b in range(target.num_layers + 1) if entered_norm(target, b) is not None
         ),

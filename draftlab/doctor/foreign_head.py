@@ -43,7 +43,7 @@ def read_other(folder: Path, witness: TargetSession) -> tuple[HeadFiles | None, 
     config = foreign_head_config(
         foreign, folder, witness.target_settings, lists[0], bool(flag), None, _no_one
     )
-    own = "own" if EMBEDDINGS in tensors or config.family == "ptd" else "target"
+    own = "own" if EMBEDDINGS in tensors or foreign.family.has_mask_token else "target"
     config = config.model_copy(update={"embeddings": own})
     return HeadFiles(foreign.kind, config, tensors, lists[1:]), findings
 
@@ -84,7 +84,7 @@ def _config_findings(foreign: Foreign, witness: TargetSession) -> list[Finding]:
                 do=f"write {positions}, the target's",
             )
         )
-    if config.norm_before_residual is None and foreign.family != "eagle":
+    if config.norm_before_residual is None and "norm_before_residual" in foreign.family.options:
         findings.append(
             Finding(
                 kind="norm flags",

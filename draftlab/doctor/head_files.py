@@ -14,11 +14,11 @@ from draftlab.doctor.findings import Finding
 from draftlab.doctor.weight_hypotheses import can_lift, in_order, lifted_mask
 from draftlab.export.weight_files import read_weights
 from draftlab.files import read_json
-from draftlab.heads.config import FROM_LAST_STATE, HeadConfig
-from draftlab.heads.eagle import LM_HEAD, TARGET_NORM
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.family import get_family
 from draftlab.heads.folder import NATIVE, load_config, new_head
-from draftlab.heads.head import EMBEDDINGS
-from draftlab.heads.native import native_config
+from draftlab.heads.head import EMBEDDINGS, LM_HEAD, TARGET_NORM
+from draftlab.heads.native_config import native_config
 
 MASK_HIDDEN, NORM = "mask_hidden", "norm.weight"
 UNREAD = "this head has no use for it; programs refuse it, or leave it out in silence"
@@ -106,7 +106,7 @@ def whole_tensors(
     config, stored = files.config, {n: _readable(t) for n, t in files.tensors.items()}
     head = new_head(config)
     wanted = {name: tensor.shape for name, tensor in head.tensors().items()}
-    borrowed = head.borrowed()
+    borrowed = head.shared_tensors()
     findings = [
         Finding(
             kind="unknown tensor",
@@ -200,7 +200,7 @@ def _shaped(
             )
         else:
             what = f"{name}: expected shape {list(wanted[name])}, found {list(tensor.shape)}"
-            if name == "fc.weight" and config.family not in FROM_LAST_STATE:
+            if name == "fc.weight" and not get_family(config.family).reads_last_state:
                 count = tensor.shape[-1] / config.target_hidden_size
                 what += (
                     f", which reads {count:g} states of {config.target_hidden_size}; the config "

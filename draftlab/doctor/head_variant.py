@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from draftlab.heads.config import HeadConfig
+from draftlab.heads.config import HeadConfig, make_head_config
 
 Norm = Literal["usual", "last", "entered", "before"]
 
@@ -35,4 +35,4 @@ class Reading:
     def with_config(self, **changes: Any) -> Reading:
         """A reading whose config differs; checked as any other."""
         fields = self.config.model_dump(by_alias=True) | changes
-        return replace(self, config=HeadConfig.model_validate(fields))
+        return replace(self, config=make_head_config(**fields))

@@ -12,10 +12,10 @@ from torch import Tensor
 from draftlab.doctor.findings import Finding
 from draftlab.doctor.head_files import membership
 from draftlab.errors import UserError
-from draftlab.heads.config import FROM_LAST_STATE, HeadConfig
-from draftlab.heads.eagle import LM_HEAD
-from draftlab.heads.head import EMBEDDINGS
-from draftlab.text.render import template_sha256, tokenizer_sha256
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.family import get_family
+from draftlab.heads.head import EMBEDDINGS, LM_HEAD
+from draftlab.text.chat_template import template_sha256, tokenizer_sha256
 
 ALIKE = 0.1  # cosine of weights that have something to do with each other; strangers have 0
 
@@ -141,7 +141,10 @@ def kinship_findings(
                     do="another target's head, or embeddings that were never loaded",
                 )
             )
-    if head.family not in FROM_LAST_STATE and head.hidden_size == head.target_hidden_size:
+    if (
+        not get_family(head.family).uses_target_lm_head
+        and head.hidden_size == head.target_hidden_size
+    ):
         known = membership(tensors["d2t"], head.vocab_size)
         ids = (torch.arange(len(tensors["d2t"])) + tensors["d2t"].long()).clamp(
             0, head.vocab_size - 1

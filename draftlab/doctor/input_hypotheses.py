@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from draftlab.doctor.head_variant import Reading
 from draftlab.doctor.hypothesis import MARGIN, About, Hypothesis
-from draftlab.heads.config import FROM_LAST_STATE
+from draftlab.heads.family import get_family
 from draftlab.target_model.boundaries import default_boundaries
 
 FORETOLD = 0.5
@@ -52,7 +52,7 @@ def boundaries(reading: Reading, about: About) -> Iterator[Hypothesis]:
 def features(reading: Reading, about: About) -> Iterator[Hypothesis]:
     """States before and after norms, and the shift against tokens."""
     ids = reading.config.boundaries
-    last_state = reading.config.family in FROM_LAST_STATE
+    last_state = get_family(reading.config.family).reads_last_state
     if last_state:
         yield Hypothesis(
             "features",

@@ -10,7 +10,8 @@ from draftlab.files import read_json
 from draftlab.heads.folder import CONFIG, NATIVE
 from draftlab.pipeline.api import REFERENCE, reference_head
 from draftlab.pipeline.run_folder import RUNS
-from draftlab.target_model.model import EMBEDDED, TargetSettings, resolve_target
+from draftlab.target_model.locate import resolve_target
+from draftlab.target_model.settings import EMBEDDED, TargetSettings
 
 GIVE = 'give a head folder, a run (its name, or its folder), or "reference"'
 

@@ -14,13 +14,12 @@ from torch import Tensor
 from draftlab.doctor.head_variant import Reading
 from draftlab.doctor.scoring_set import ScoringSet
 from draftlab.engine.counters import Counters
-from draftlab.evaluate.statistics import acceptance_interval, percentile_interval, resampled
+from draftlab.evaluate.statistics import acceptance_interval, percentile_interval, resample_sums
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
 from draftlab.target_model.model import Target
 from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import Batch
-from draftlab.train.families import OBJECTIVES
 from draftlab.train.validation import walk
 
 LEVEL = 0.999  # of an interval that tells readings apart: some thirty are tried
@@ -67,7 +66,9 @@ class Score:
         """Nats by which a token is likelier than to another, and their interval over prompts."""
         mine, theirs = self.positions * self.k, over.positions * over.k
         difference = _ratio(self.likelihood, mine) - _ratio(over.likelihood, theirs)
-        a, n, b, m = resampled(self.likelihood, mine, over.likelihood, theirs, samples=RESAMPLES)
+        a, n, b, m = resample_sums(
+            self.likelihood, mine, over.likelihood, theirs, samples=RESAMPLES
+        )
         with np.errstate(invalid="ignore", divide="ignore"):
             return difference, percentile_interval(a / n - b / m, LEVEL)
 
@@ -130,9 +131,9 @@ def draft(head: DraftHead, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
     draft_of[ids[inside]] = inside.nonzero()[:, 0]
     hits = torch.zeros(rows * width, k, dtype=torch.bool, device=tokens.device)
     likelihood = torch.zeros(rows * width, k, device=tokens.device)
-    for number, step in enumerate(OBJECTIVES[head.config.family].outputs(head, batch)):
+    for number, step in enumerate(head.family.objective().forward(head, batch)):
         logits = head.logits(step.output).float()
-        at, token = step.teacher - 1 - number, tokens[step.teacher + 1]
+        at, token = step.teacher_index - 1 - number, tokens[step.teacher_index + 1]
         known = draft_of[token]
         chance = logits.log_softmax(-1).gather(1, known.clamp(min=0)[:, None])[:, 0]
         hits[at, number] = ids[logits.argmax(-1)] == token

@@ -13,8 +13,10 @@ from draftlab.engine.sampling import Generation, Request
 from draftlab.evaluate.statistics import repetition_rate
 from draftlab.pipeline.head_spec import target_config
 from draftlab.progress import Monitor
-from draftlab.target_model.model import Target, TargetSettings, load_target, load_tokenizer
-from draftlab.text.render import stop_ids
+from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.chat_template import stop_ids
 from draftlab.text.suites import load_suite
 
 
@@ -49,15 +51,19 @@ class TargetSession:
         return self.tokenizer.chat_template is not None
 
     @cached_property
-    def lent(self) -> dict[str, Tensor]:
+    def shared_tensors(self) -> dict[str, Tensor]:
         """What a head may use of it, on the CPU, where heads' files are read."""
-        return {name: tensor.cpu() for name, tensor in self.target.parts.lent.items()}
+        return {name: tensor.cpu() for name, tensor in self.target.parts.shared_tensors.items()}
 
     def _ask(self, template: bool) -> tuple[list[Request], list[Generation]]:
         target, settings = self.target, self.settings
         longest = max(target.max_length - settings.max_new_tokens, 1)
         suite = load_suite(
-            settings.prompts, self.tokenizer, self.monitor, raw=not template, longest=longest
+            settings.prompts,
+            self.tokenizer,
+            self.monitor,
+            raw=not template,
+            max_prompt_tokens=longest,
         )
         stops = stop_ids(self.tokenizer, target.folder)
         requests = greedy(suite.prompts[: settings.max_prompts], settings.max_new_tokens, stops)

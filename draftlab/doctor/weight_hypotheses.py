@@ -13,7 +13,8 @@ from torch import Tensor
 
 from draftlab.doctor.head_variant import Reading
 from draftlab.doctor.hypothesis import About, Hypothesis
-from draftlab.heads.config import FROM_LAST_STATE, HeadConfig
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS
 
 ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0)
@@ -23,10 +24,12 @@ ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0)
 def norms(reading: Reading, about: About) -> Iterator[Hypothesis]:
     """Flags that no tensor gives away."""
     for flag in ("norm_before_residual", "norm_output"):
+        if flag not in reading.config.options():
+            continue
         other = not getattr(reading.config, flag)
         try:
             changed = reading.with_config(**{flag: other})
-        except ValidationError:  # not of this family
+        except ValidationError:  # parallel heads have no norm_output
             continue
         value = str(other).lower()
         yield Hypothesis(
@@ -85,7 +88,7 @@ def layouts(reading: Reading, about: About) -> Iterator[Hypothesis]:
             "exchange the halves of the columns of layers.0.self_attn.{q,k,v}_proj.weight",
             replace(reading, tensors=tensors | swapped),
         )
-    if config.llama4 is None:
+    if not get_family(config.family).rotates_pairs:
         wrong, right, order, program = "interleaved", "half-split", half_split, "Llama"
     else:  # rotates neighbouring pairs
         wrong, right, order, program = "half-split", "interleaved", interleaved, "Llama 4"
@@ -102,7 +105,7 @@ def layouts(reading: Reading, about: About) -> Iterator[Hypothesis]:
         f"permute the rows of q_proj and k_proj to the {right} layout (transformers' {program})",
         replace(reading, tensors=tensors | turned),
     )
-    if config.family not in FROM_LAST_STATE:
+    if not get_family(config.family).reads_last_state:
         yield from orders(reading)
 
 
@@ -161,7 +164,7 @@ def vocabularies(reading: Reading, about: About) -> Iterator[Hypothesis]:
             "store d2t − arange(len(d2t)): target id = draft id + d2t[draft id]",
             replace(reading, tensors=reading.tensors | {"d2t": d2t.long() - ids}),
         )
-    own, lent = reading.tensors[EMBEDDINGS], about.lent.get(EMBEDDINGS)
+    own, lent = reading.tensors[EMBEDDINGS], about.shared_tensors.get(EMBEDDINGS)
     others = [
         (lent, "the target's embeddings", "the head's own embeddings are not the trained ones"),
         (about.own_embeddings, "the file's embeddings", "the head was trained with its own"),
@@ -184,9 +187,9 @@ def vocabularies(reading: Reading, about: About) -> Iterator[Hypothesis]:
 
 def with_mask_row(table: Tensor, reading: Reading) -> Tensor:
     """Embeddings that keep a parallel head's own row of the mask token."""
-    mask = reading.config.mask_token_id
-    if mask is None:
+    if not get_family(reading.config.family).has_mask_token:
         return table
+    mask = reading.config.mask_token_id
     table = table.clone()
     table[mask] = reading.tensors[EMBEDDINGS][mask].to(table)
     return table
@@ -215,8 +218,9 @@ def masks(reading: Reading, about: About) -> Iterator[Hypothesis]:
 
 def can_lift(config: HeadConfig, tensors: Mapping[str, Tensor]) -> bool:
     """Whether a vector before fc can be found for one behind it: not where norms lie between."""
-    normed = config.norm_before_fc or config.fc_norm
-    return config.family == "ptd" and not normed and "fc.weight" in tensors
+    if not get_family(config.family).has_mask_token or "fc.weight" not in tensors:
+        return False
+    return not (config.norm_before_fc or config.fc_norm)
 
 
 def lifted_mask(projected: Tensor, fc: Tensor) -> Tensor:

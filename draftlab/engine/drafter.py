@@ -12,10 +12,9 @@ from draftlab.engine.eager_head import HeadPasses, Pass, PlainHead, Pools
 from draftlab.engine.fused_head import FusedHead
 from draftlab.engine.prepacked_head import PackedHead
 from draftlab.heads.head import DraftHead
-from draftlab.heads.peagle import PeagleHead
 from draftlab.kernels.chain_layout import chain_layout
-from draftlab.kernels.rows import DraftDistribution, RowKeys, draft_index
-from draftlab.kernels.verify import argmax_draft, sample_draft
+from draftlab.kernels.sampling import argmax_draft, sample_draft
+from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata, draft_index
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Observed:
     positions: Tensor
     counts: Tensor
     block_table: Tensor
-    keys: RowKeys
+    keys: SamplingMetadata
     sampling: tuple[Tensor, Tensor] | None = None
 
     def first_columns(self, width: int) -> Observed:
@@ -98,7 +97,7 @@ class Drafter(Protocol):
     def propose(self, observed: Observed) -> Proposal:
         """Takes in true features and drafts K tokens beyond each row's last pair."""
 
-    def sampling(self, keys: RowKeys) -> tuple[Tensor, Tensor]:
+    def sampling(self, keys: SamplingMetadata) -> tuple[Tensor, Tensor]:
         """Draft temperature float32 [B], and bool [B]: which rows sample their drafts."""
 
 
@@ -171,7 +170,7 @@ class HeadDrafter:
         else:
             self.passes = PlainHead(self.head)
 
-    def sampling(self, keys: RowKeys) -> tuple[Tensor, Tensor]:
+    def sampling(self, keys: SamplingMetadata) -> tuple[Tensor, Tensor]:
         sampled = (keys.temperature > 0) & (keys.temperature >= self.greedy_below)
         temperature = keys.temperature
         if self.draft_temperature is not None:
@@ -204,7 +203,7 @@ class HeadDrafter:
 
     def _observe(self, observed: Observed, place: Pass) -> Tensor:
         """Outputs [B, A, H] that a pass over what was observed is asked for."""
-        hidden = self.passes.fuse(observed.features.to(self.dtype))
+        hidden = self.passes.project_features(observed.features.to(self.dtype))
         return self._forward(observed.tokens, hidden, place, observed.block_table)
 
     def _forward(self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor) -> Tensor:
@@ -263,15 +262,12 @@ class ChainDrafter(HeadDrafter):
                 keys,
                 *sampling,
                 ids=self.draft_ids,
-                ahead=2 + step,  # pair p predicts position p + 2
+                offset=2 + step,  # pair p predicts position p + 2
                 out=(tokens[step], log_sum[step]),
             )
         return self._proposal(tokens, logits, log_sum, sampling)
 
 
 def new_drafter(head: DraftHead, k: int, **options: Any) -> HeadDrafter:
-    """The drafter of a head's family; `options` are those of `HeadDrafter`."""
-    from draftlab.engine.parallel_drafter import ParallelDrafter  # which is built on this file
-
-    kind = ParallelDrafter if isinstance(head, PeagleHead) else ChainDrafter
-    return kind(head, k, **options)
+    """Return the drafter of a head's family; `options` are those of `HeadDrafter`."""
+    return head.family.new_drafter(head, k, **options)

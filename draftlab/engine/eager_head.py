@@ -9,12 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from draftlab.heads.head import DraftHead
 from draftlab.heads.layers import Angles
-from draftlab.heads.peagle import PeagleHead
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.head_inputs import Masks
 from draftlab.kernels.paged_attention import attend_paged, write_paged
@@ -57,8 +55,8 @@ class Pass:
 class HeadPasses(Protocol):
     """How a head's passes run."""
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """`DraftHead.fuse`."""
+    def project_features(self, features: Tensor) -> Tensor:
+        """`DraftHead.project_features`."""
 
     def angles(self, positions: Tensor) -> Angles:
         """Of positions [T], what `forward` takes of them, each [T, …]; −1 is padding."""
@@ -86,9 +84,9 @@ class PlainHead:
     def __init__(self, head: DraftHead) -> None:
         self.head = head
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def project_features(self, features: Tensor) -> Tensor:
         """See `HeadPasses`."""
-        return self.head.fuse(features)
+        return self.head.project_features(features)
 
     def angles(self, positions: Tensor) -> Angles:
         """See `HeadPasses`."""
@@ -109,7 +107,7 @@ class PlainHead:
         parts = place.parts(len(layers))
         for layer, pool, (counts, positions) in zip(layers, pools, parts, strict=True):
             if layer is layers[0]:
-                x, residual = self.head.inputs(self.head.embed(tokens), hidden)
+                x, residual = self.head.layer_inputs(self.head.embed(tokens), hidden)
             else:
                 x, residual = layer.input_layernorm(hidden), hidden
             angles = place.angles
@@ -124,18 +122,4 @@ class PlainHead:
                 query, *pool, block_table, positions, chunk=layer.chunk, scale=scale
             )
             hidden = layer.output(attended, residual)
-        return self.head.finish(hidden)
-
-
-def embedding_table(head: DraftHead) -> Tensor:
-    """Embeddings [V, H] as `head.embed` looks them up: the mask token's row is the trained one.
-
-    A copy only where the table has another row there, which that of a loaded head has not.
-    """
-    table = head.embed_tokens.weight.detach()
-    if isinstance(head, PeagleHead):
-        row = head.mask_embedding.detach().to(table.dtype)
-        if not torch.equal(table[head.mask_token_id], row):
-            table = table.clone()
-            table[head.mask_token_id] = row
-    return table
+        return self.head.output_norm(hidden)

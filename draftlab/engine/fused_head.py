@@ -14,9 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.engine.eager_head import Pass, Pools, embedding_table
-from draftlab.heads.eagle import EagleHead
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.engine.eager_head import Pass, Pools
 from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.head_inputs import head_inputs
@@ -67,26 +65,24 @@ class FusedHead:
         self.layers = [_read_layer(layer) for layer in head.layers]
         # The norm before each later layer's qkv.
         self.norms = [layer.input_layernorm.weight for layer in head.layers[1:]]
-        self.embeddings = embedding_table(head)
-        self.norms_logits = isinstance(head, Eagle3Head) and not head.config.norm_output
+        self.embeddings = head.embedding_table()
 
     @staticmethod
     def suits(head: DraftHead) -> bool:
         """Whether a head's passes can run so."""
         weight = head.fc.weight
         return (
-            isinstance(head, Eagle3Head | EagleHead)
+            head.has_fused_passes
             and weight.is_cuda
             and weight.dtype in (torch.bfloat16, torch.float16)
             and {p.dtype for p in head.parameters()} == {weight.dtype}
-            and head.config.llama4 is None
         )
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def project_features(self, features: Tensor) -> Tensor:
         """See `HeadPasses`."""
-        if isinstance(self.head, Eagle3Head):
-            return self._fc(self.head.normed_features(features))
-        return self.head.fuse(features)
+        if self.head.fc_in_every_pass:
+            return self.head.project_features(features)
+        return self._fc(self.head.normed_features(features))
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """See `HeadPasses`."""
@@ -94,9 +90,8 @@ class FusedHead:
 
     def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See `HeadPasses`."""
-        head = self.head
-        norm = head.norm.weight if self.norms_logits else None
-        return linear(output, head.lm_head.weight, norm_weight=norm, eps=self.eps, out=out)
+        norm, weight = self.head.logits_norm_weight(), self.head.lm_head.weight
+        return linear(output, weight, norm_weight=norm, eps=self.eps, out=out)
 
     def forward(
         self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor, pools: Pools
@@ -134,7 +129,7 @@ class FusedHead:
                 y = linear(inner, layer.down, residual=y)
             else:
                 y, x = linear_then_norm(inner, layer.down, self.norms[number], eps, residual=y)
-        return self.head.finish(y.view(len(tokens), asked, -1))
+        return self.head.output_norm(y.view(len(tokens), asked, -1))
 
     def _fc(self, x: Tensor) -> Tensor:
         """fc, [B, M, H]."""
@@ -143,7 +138,7 @@ class FusedHead:
     def _inputs(self, tokens: Tensor, hidden: Tensor, place: Pass) -> tuple[Tensor, Tensor]:
         """What the first layer reads [B·M, 2H or H], and its residual [B·M or B·A, H]."""
         first = self.head.layer
-        if isinstance(self.head, EagleHead):
+        if self.head.fc_in_every_pass:
             pairs = torch.cat([F.embedding(tokens, self.embeddings), hidden], -1)
             x = self._fc(pairs).flatten(0, 1)
             return x, x

@@ -9,26 +9,26 @@ from torch import Tensor
 
 from draftlab.engine.drafter import HeadDrafter, Observed, Proposal
 from draftlab.engine.eager_head import Pass
-from draftlab.heads.peagle import PeagleHead
+from draftlab.heads.head import DraftHead
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.head_inputs import Masks
 from draftlab.kernels.parallel_layout import parallel_layout
-from draftlab.kernels.rows import RowKeys
-from draftlab.kernels.verify import argmax_draft, sample_draft
+from draftlab.kernels.sampling import argmax_draft, sample_draft
+from draftlab.kernels.sampling_types import SamplingMetadata
 
 
 class ParallelDrafter(HeadDrafter):
-    """A PTD head: the last true pair drafts the first token, masked slots behind it the others.
+    """A parallel head: the last true pair drafts the first token, masked slots the others.
 
     Keys of masked slots lie where true pairs will come. They are never seen later: the next pass
     writes every position that its queries see beyond the pairs that were there before.
 
-    Args: those of `HeadDrafter`; the head is a `PeagleHead`.
+    Args: those of `HeadDrafter`; the head has a mask token and `mask_hidden`.
     """
 
     kind: Literal["parallel"] = "parallel"
 
-    def __init__(self, head: PeagleHead, k: int, **options: Any) -> None:
+    def __init__(self, head: DraftHead, k: int, **options: Any) -> None:
         super().__init__(head, k, **options)
         self.mask_token_id = head.mask_token_id
 
@@ -42,7 +42,7 @@ class ParallelDrafter(HeadDrafter):
     ) -> None:
         super().start(num_blocks, block_size, max_length=max_length, packed=packed)
         with torch.inference_mode():  # the same in every pass
-            self.mask_state = self.passes.fuse(self.head.mask_hidden)[0]
+            self.mask_state = self.passes.project_features(self.head.mask_hidden)[0]
 
     @torch.inference_mode()
     def propose(self, observed: Observed) -> Proposal:
@@ -67,7 +67,7 @@ class ParallelDrafter(HeadDrafter):
             counts,
             Masks(layout.is_mask, self.mask_state),
         )
-        hidden = self.passes.fuse(observed.features.to(self.dtype))
+        hidden = self.passes.project_features(observed.features.to(self.dtype))
         outputs = self._forward(layout.tokens, hidden, place, table)
         sampling = observed.sampling or self.sampling(observed.keys)
         return self._draw(outputs, place.asked[:, 0].contiguous(), observed.keys, sampling)
@@ -78,7 +78,7 @@ class ParallelDrafter(HeadDrafter):
         return cos.unflatten(0, positions.shape), sin.unflatten(0, positions.shape)
 
     def _draw(
-        self, outputs: Tensor, last: Tensor, keys: RowKeys, sampling: tuple[Tensor, Tensor]
+        self, outputs: Tensor, last: Tensor, keys: SamplingMetadata, sampling: tuple[Tensor, Tensor]
     ) -> Proposal:
         """A draft from each of the outputs [B, K, H]; `last` [B]: positions of the first."""
         shape = self.k, len(outputs)
@@ -97,7 +97,7 @@ class ParallelDrafter(HeadDrafter):
                 keys,
                 *sampling,
                 ids=self.draft_ids,
-                ahead=2 + depth,  # slot p predicts position p + 2
+                offset=2 + depth,  # slot p predicts position p + 2
                 out=(tokens[depth], log_sum[depth]),
             )
         return self._proposal(tokens, logits, log_sum, sampling)

@@ -6,9 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftlab.engine.eager_head import Pass, Pools, embedding_table
-from draftlab.heads.eagle import EagleHead
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.engine.eager_head import Pass, Pools
 from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import RMSNorm
 from draftlab.kernels.chain_layout import last_rows
@@ -45,29 +43,26 @@ class PackedHead:
 
     @torch.no_grad()
     def __init__(self, head: DraftHead) -> None:
-        self.head, self.embeddings = head, embedding_table(head)
+        self.head, self.embeddings = head, head.embedding_table()
         attention = head.layer.self_attn
         self.head_dim, self.num_kv_heads = attention.head_dim, attention.num_kv_heads
         self.fc, self.lm_head = PackedLinear(head.fc.weight), PackedLinear(head.lm_head.weight)
         self.hidden_norm = _norm(getattr(head.layer, "hidden_norm", None))
         self.norm = _norm(head.norm)
+        self.norms_logits = head.logits_norm_weight() is not None
         self.layers = [_Layer(layer) for layer in head.layers]
 
     @staticmethod
     def suits(head: DraftHead) -> bool:
         """Whether a head's passes can run so."""
         weight = head.fc.weight
-        return (
-            isinstance(head, Eagle3Head | EagleHead)
-            and head.config.llama4 is None
-            and why_not_packed(weight.device, weight.dtype) is None
-        )
+        return head.has_fused_passes and why_not_packed(weight.device, weight.dtype) is None
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def project_features(self, features: Tensor) -> Tensor:
         """See `HeadPasses`."""
-        if isinstance(self.head, Eagle3Head):
-            return self._fc(self.head.normed_features(features))
-        return self.head.fuse(features)
+        if self.head.fc_in_every_pass:
+            return self.head.project_features(features)
+        return self._fc(self.head.normed_features(features))
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """See `HeadPasses`."""
@@ -75,8 +70,7 @@ class PackedHead:
 
     def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
         """See `HeadPasses`."""
-        plain = self.norm is None or self.head.config.norm_output
-        found = self.lm_head(output if plain else self.norm(output))
+        found = self.lm_head(self.norm(output) if self.norms_logits else output)
         return found if out is None else out.copy_(found)
 
     def forward(
@@ -106,7 +100,7 @@ class PackedHead:
             y = layer.out.added_to(residual.flatten(0, 1), attended.flatten(2).flatten(0, 1))
             y = layer.mlp.added_to(y, layer.mlp_norm(y))
             hidden = y.view(*attended.shape[:2], -1)
-        return self.norm(hidden) if self.head.config.norm_output else hidden
+        return hidden if self.norms_logits or self.norm is None else self.norm(hidden)
 
     def _fc(self, x: Tensor) -> Tensor:
         """fc, [B, M, H]."""

@@ -9,10 +9,9 @@ from importlib import import_module
 from typing import Any
 
 _WHERE = {
-    "LAYOUTS": "layouts",
     "ExportSettings": "settings",
     "export_head": "write",
-    "find_layout": "layouts",
+    "layout_for": "layouts",
     "verify_export": "write",
 }
 __all__ = sorted(_WHERE)

@@ -15,9 +15,7 @@ from torch import Tensor
 from draftlab.export.launch_text import sglang_text, vllm_text
 from draftlab.export.layout import Export, Layout, check_width
 from draftlab.export.native import refuse_own_embeddings
-from draftlab.heads.native import native_config
-
-METHOD, ALGORITHM = "eagle", "EAGLE"
+from draftlab.heads.native_config import native_config
 
 
 class VllmEagle(Layout):
@@ -34,7 +32,7 @@ class VllmEagle(Layout):
         return native_config(head, export.dtype_name)
 
     def launch(self, export: Export, place: Path) -> str:
-        return vllm_text(export, place, method=METHOD)
+        return vllm_text(export, place)
 
 
 class SglangEagle(VllmEagle):
@@ -55,4 +53,4 @@ class SglangEagle(VllmEagle):
         return tensors | {"fc.bias": weight.new_zeros(len(weight))}
 
     def launch(self, export: Export, place: Path) -> str:
-        return sglang_text(export, place, algorithm=ALGORITHM)
+        return sglang_text(export, place, algorithm="EAGLE")

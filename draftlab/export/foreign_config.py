@@ -18,22 +18,10 @@ from transformers import PretrainedConfig
 
 from draftlab.errors import UserError
 from draftlab.files import read_json
+from draftlab.heads.family import Family, families
 
-FAMILIES = {
-    "LlamaForCausalLMEagle3": "eagle3",
-    "Eagle3LlamaForCausalLM": "eagle3",
-    "Eagle3Qwen3ForCausalLM": "eagle3",
-    "LlamaForCausalLM": "eagle3",  # SafeAILab's; without hidden_norm an EAGLE head
-    "EagleLlamaForCausalLM": "eagle",
-    "LlamaForCausalLMEagle": "eagle",
-    "PeagleLlamaForCausalLM": "ptd",
-    "PeagleQwen3ForCausalLM": "ptd",
-    "PEagleDraftModel": "ptd",
-}
-"""Architectures of native configs that are read, and the family each names."""
 LLAMA4 = ("Llama4ForCausalLM", "EagleLlama4ForCausalLM")
 """Of dense Llama 4 drafters, which are not read."""
-_TYPES = {"eagle3": "eagle3", "peagle": "ptd"}
 # fmt: off
 _OF_TRAINING = {
     "attention_dropout", "auto_map", "bos_token_id", "embed_requires_grad", "eos_token_id",
@@ -101,6 +89,11 @@ class ForeignConfig(BaseModel):
     logit_scale: Literal[1.0] | None = None
     quantization_config: None = None
 
+    @property
+    def names_mask_token(self) -> bool:
+        """Return whether it names a mask token, as configs of parallel heads do."""
+        return any(getattr(self, name) is not None for name in _MASKS)
+
 
 @dataclass(frozen=True)
 class Foreign:
@@ -108,14 +101,14 @@ class Foreign:
 
     Attributes:
         kind: "speculators" or "native".
-        family: of draftlab's.
+        family: draftlab's.
         config: its keys.
         k: tokens it says a server drafts.
         verifier: the target it names.
     """
 
     kind: Literal["speculators", "native"]
-    family: Literal["eagle3", "ptd", "eagle"]
+    family: Family
     config: ForeignConfig
     k: int | None = None
     verifier: str | None = None
@@ -170,9 +163,10 @@ def _speculators(config: dict[str, Any], where: Path, ignore: frozenset[str]) ->
     rest = dict(config)
     kind, said = rest.pop("speculators_model_type"), rest.pop("speculators_config", None)
     layer = rest.pop("transformer_layer_config", None)
-    if kind not in _TYPES:
+    by_type = {f.speculators_type: f for f in families() if f.speculators_type is not None}
+    if kind not in by_type:
         raise UserError(
-            f"expected a speculators_model_type out of {', '.join(_TYPES)}, found {kind!r}",
+            f"expected a speculators_model_type out of {', '.join(by_type)}, found {kind!r}",
             where=where,
         )
     try:
@@ -191,7 +185,7 @@ def _speculators(config: dict[str, Any], where: Path, ignore: frozenset[str]) ->
         raise UserError(
             f"{doubled[0]} stands at the top and in transformer_layer_config", where=where
         )
-    return Foreign("speculators", _TYPES[kind], _parse(rest | layer, where, ignore), k, verifier)
+    return Foreign("speculators", by_type[kind], _parse(rest | layer, where, ignore), k, verifier)
 
 
 def _native(
@@ -199,20 +193,17 @@ def _native(
 ) -> Foreign:
     names = config.get("architectures") or []
     name = names[0] if isinstance(names, list) and names else None
-    if name not in FAMILIES:
+    known = dict.fromkeys(a for family in families() for a in family.architectures)
+    if name not in known:
         raise UserError(
-            f"expected a draft head of an architecture out of {', '.join(FAMILIES)}, found {name}",
+            f"expected a draft head of an architecture out of {', '.join(known)}, found {name}",
             where=where,
             do="dense Llama 4 drafters are not read back: use the head folder it was exported from"
             if name in LLAMA4
             else "",
         )
     parsed = _parse(config, where, ignore)
-    family = FAMILIES[name]
-    if any(getattr(parsed, n) is not None for n in _MASKS):
-        family = "ptd"
-    elif name == "LlamaForCausalLM" and not any("hidden_norm" in n for n in tensors):
-        family = "eagle"
+    family = next(f for f in families() if f.reads(name, parsed, tensors))
     return Foreign("native", family, parsed)
 
 

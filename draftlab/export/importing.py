@@ -25,13 +25,15 @@ from draftlab.export.renaming import fill, read_maps, rename
 from draftlab.export.weight_files import read_weights, weight_files
 from draftlab.export.write import FLOATING, check_maps, floating_dtype
 from draftlab.files import sha256_file
-from draftlab.heads.config import HeadConfig, TargetIdentity
+from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
 from draftlab.heads.folder import check_tensors, new_head, save_head
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
-from draftlab.target_model.model import TargetSettings, load_tokenizer, resolve_target
+from draftlab.target_model.loading import load_tokenizer
+from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.parts import load_parts
-from draftlab.text.render import template_sha256, tokenizer_sha256
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.chat_template import template_sha256, tokenizer_sha256
 
 DEFAULT_K = 7
 """Unrolled steps of the usual EAGLE3 training, of heads whose files do not say."""
@@ -96,7 +98,7 @@ def import_head(
     if whole:
         head.set_draft_vocabulary(torch.arange(made.vocab_size))
     maps = {"d2t": head.d2t, "t2d": head.t2d} if whole else {}
-    lent = {name: parts.lent[name] for name in head.borrowed()}
+    lent = {name: parts.shared_tensors[name] for name in head.shared_tensors()}
     if stray := sorted(lent.keys() & tensors.keys()):
         raise UserError(f"unknown {stray[0]}: such a head uses its target's", where=where)
     check_tensors(head, tensors | maps | lent, where)
@@ -181,7 +183,7 @@ def foreign_head_config(
                 where=where,
                 do="give the target the head was trained for with --target",
             )
-    if foreign.family == "eagle":  # reads the last state, whatever a config says
+    if foreign.family.reads_last_state:  # reads the last state, whatever a config says
         chosen = (text.num_hidden_layers,)
     else:
         chosen = read_boundaries(foreign, text.num_hidden_layers, boundaries, where, say)
@@ -211,8 +213,8 @@ def foreign_head_config(
     nested = config.eagle_config
     before_fc = config.norm_before_fc or (nested.norm_before_fc if nested else None)
     try:
-        return HeadConfig(
-            family=foreign.family,
+        return make_head_config(
+            family=foreign.family.name,
             boundaries=chosen,
             target_num_layers=text.num_hidden_layers,
             target_hidden_size=text.hidden_size,
@@ -233,7 +235,7 @@ def foreign_head_config(
             norm_output=bool(config.norm_output),
             qk_norm=config.model_type == "qwen3",
             mask_token_id=mask,
-            embeddings="own" if foreign.family == "ptd" else "target",
+            embeddings="own" if foreign.family.has_mask_token else "target",
             k_trained=k,
             target=TargetIdentity(
                 name=settings.path,
@@ -262,7 +264,7 @@ def _norm_before_residual(foreign: Foreign, asked: bool | None, where: Path) -> 
     said = foreign.config.norm_before_residual
     if asked is not None or said is not None:
         return bool(said if asked is None else asked)
-    if foreign.kind == "speculators" and foreign.family == "eagle3":
+    if foreign.kind == "speculators" and foreign.family.norm_flag_must_be_named:
         raise UserError(
             "norm_before_residual is not in the config: the library reads that as false, vLLM as "
             "true",

@@ -10,14 +10,8 @@ from pathlib import Path
 from draftlab.export.gguf import OUT_TYPES
 from draftlab.export.layout import Export
 from draftlab.heads.config import HeadConfig
+from draftlab.heads.family import get_family
 from draftlab.vllm.vllm_client.own_config import generation_override
-
-_FAMILIES = {
-    "eagle3": "EAGLE3",
-    "ptd": "Parallel draft (P-EAGLE)",
-    "eagle": "EAGLE",
-    "eagle_llama4": "Dense Llama 4 EAGLE",
-}
 
 
 def is_hub_id(name: str) -> bool:
@@ -34,15 +28,15 @@ def block(*lines: str) -> str:
     return "```\n" + "\n".join(lines) + "\n```\n"
 
 
-def vllm_text(export: Export, place: Path, *, alone: bool = False, method: str = "eagle3") -> str:
+def vllm_text(export: Export, place: Path, *, alone: bool = False) -> str:
     """launch.md: how vLLM serves an export.
 
     Args:
         alone: vLLM takes target, method and K from config.json.
-        method: of drafting, as vLLM calls it.
     """
-    chosen = {"model": str(place), "method": method, "num_speculative_tokens": export.k}
-    parallel = export.head.family == "ptd"
+    family = get_family(export.head.family)
+    chosen = {"model": str(place), "method": family.vllm_method, "num_speculative_tokens": export.k}
+    parallel = family.drafting == "parallel"
     # Only of an export served alone does vLLM read it from config.json.
     chosen |= {"parallel_drafting": True} if parallel else {}
     options = json.dumps(chosen, ensure_ascii=False)
@@ -125,8 +119,9 @@ def readme_text(head: HeadConfig, target_name: str, layout: str) -> str:
         version = metadata.version("draftlab")
     except metadata.PackageNotFoundError:  # run from a source tree that is not installed
         version = "(not installed)"
+    title = get_family(head.family).title
     return (
-        f"{_FAMILIES[head.family]} head for {target_name}: {layout}, written by draftlab "
+        f"{title[0].upper()}{title[1:]} head for {target_name}: {layout}, written by draftlab "
         f"{version}. launch.md says how to serve it. Fingerprint of the target: "
         f"{head.target.fingerprint}\n"
     )

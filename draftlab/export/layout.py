@@ -93,7 +93,7 @@ def check_width(export: Export, what: str) -> None:
         UserError: the heads of attention do not divide the hidden size.
     """
     head = export.head
-    if not head.qk_norm and head.hidden_size % head.num_attention_heads:
+    if not head.options().get("qk_norm") and head.hidden_size % head.num_attention_heads:
         raise UserError(
             f"{what} Llama layers need num_attention_heads to divide hidden_size; this head "
             f"has {head.num_attention_heads} and {head.hidden_size}"

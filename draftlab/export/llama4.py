@@ -12,7 +12,7 @@ from typing import Any
 
 from draftlab.export.launch_text import vllm_text
 from draftlab.export.layout import Export, Layout
-from draftlab.heads.native import native_config
+from draftlab.heads.native_config import native_config
 
 
 class VllmLlama4(Layout):
@@ -29,4 +29,4 @@ class VllmLlama4(Layout):
         return native_config(head, export.dtype_name)
 
     def launch(self, export: Export, place: Path) -> str:
-        return vllm_text(export, place, method="eagle")
+        return vllm_text(export, place)

@@ -16,7 +16,7 @@ from draftlab.errors import UserError
 from draftlab.export.launch_text import sglang_text, vllm_text
 from draftlab.export.layout import Export, Layout, check_width
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.native import native_config
+from draftlab.heads.native_config import native_config
 
 MIDLAYER, LAYER = "midlayer.", "layers.0."
 
@@ -114,7 +114,7 @@ def refuse_flags(head: HeadConfig, reasons: dict[str, str], program: str) -> Non
         UserError: naming the flag, the reason, and vLLM's layout.
     """
     for flag, reason in reasons.items():
-        if getattr(head, flag):
+        if getattr(head, flag, False):
             raise UserError(
                 f"{program} cannot hold a head with {flag}: {reason}", do="use --to vllm"
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.heads.config import HeadConfig
+from draftlab.heads.family import get_family
 
 Say = Callable[[str], None]
 _FC_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
@@ -134,7 +135,7 @@ def fill(
     Raises:
         UserError: no embeddings in a head that is not as wide as its target.
     """
-    tensors, name = dict(tensors), "embed_tokens.weight"
+    tensors, name, family = dict(tensors), "embed_tokens.weight", get_family(config.family)
     if "mask_hidden" in tensors:
         tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
     floating = [t.dtype for t in tensors.values() if t.is_floating_point()]
@@ -145,17 +146,17 @@ def fill(
             f"{config.hidden_size}"
         )
     if own is None:
-        if config.family == "ptd":
+        if family.has_mask_token:
             raise UserError(f"missing {name}, whose mask token's row a parallel head has trained")
         say("import: the embeddings are the target's, the head has none of its own")
-    elif config.family != "ptd":
+    elif not family.has_mask_token:
         if own.shape == embeddings.shape and torch.equal(own, embeddings.to(own.dtype)):
             del tensors[name]
             say("import: the embeddings equal the target's, which are used")
         else:
             config = config.model_copy(update={"embeddings": "own"})
             say("import: the embeddings differ from the target's and are the head's own")
-    whole = config.draft_vocab_size == config.vocab_size and config.family != "eagle"
+    whole = config.draft_vocab_size == config.vocab_size and not family.uses_target_lm_head
     if "lm_head.weight" not in tensors and whole and floating:
         tensors["lm_head.weight"] = lm_head.to(floating[0])
         say("import: lm_head is the target's, the head has none of its own")

@@ -11,7 +11,7 @@ from draftlab.errors import UserError
 from draftlab.settings import Listed, Settings
 
 PROGRAMS = ("speculators", "vllm", "sglang", "llamacpp")
-"""Those that `layouts.LAYOUTS` knows."""
+"""Programs whose layouts are known; each family says which of them can load its heads."""
 MAX_SHARD = "5GB"
 """Largest safetensors file by default, as transformers writes them."""
 

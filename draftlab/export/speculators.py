@@ -17,25 +17,25 @@ from draftlab.errors import UserError
 from draftlab.export.launch_text import is_hub_id, vllm_text
 from draftlab.export.layout import Export, Layout, check_width
 from draftlab.heads.config import HeadConfig
+from draftlab.heads.family import get_family
 
 LAYOUT_VERSION = "0.9.0"
 """Version of the speculators library whose files this layout follows."""
 MASK_HIDDEN = "mask_hidden"
-
-_CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}
 
 
 class Speculators(Layout):
     """The library's layout of one of its types.
 
     Args:
-        kind: the library's name of the family, eagle3 or peagle.
+        kind: the library's name of the family, its `speculators_model_type`.
+        architecture: the library's class.
     """
 
     ships_embeddings = True  # the library reads uninitialised memory where they are missing
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, architecture: str) -> None:
+        self.kind, self.architecture = kind, architecture
 
     def title(self) -> str:
         return f"speculators layout {LAYOUT_VERSION} (`speculators_model_type: {self.kind}`)"
@@ -49,7 +49,7 @@ class Speculators(Layout):
                 f"({head.target_hidden_size}); this one has hidden_size {head.hidden_size}",
                 do="use --to vllm",
             )
-        if self.kind == "peagle" and head.fc_norm:
+        if _has_mask_token(head) and head.fc_norm:
             raise UserError(
                 "vLLM does not read fc_norm of a parallel head in the speculators layout",
                 do="use --to vllm",
@@ -63,9 +63,9 @@ class Speculators(Layout):
         """
         head = export.head
         # vLLM calls it pard_token; the library embeds it in masked slots.
-        masks = {} if head.mask_token_id is None else {"mask_token_id": head.mask_token_id}
+        masks = {"mask_token_id": head.mask_token_id} if _has_mask_token(head) else {}
         return {
-            "architectures": [_CLASSES[self.kind]],
+            "architectures": [self.architecture],
             "speculators_model_type": self.kind,
             "speculators_version": LAYOUT_VERSION,
             "dtype": export.dtype_name,
@@ -77,7 +77,7 @@ class Speculators(Layout):
             "norm_before_fc": head.norm_before_fc,
             "fc_norm": head.fc_norm,
             "norm_output": head.norm_output,
-            "embed_requires_grad": self.kind == "peagle",
+            "embed_requires_grad": _has_mask_token(head),
             **masks,
             "speculators_config": {
                 "algorithm": self.kind,
@@ -113,6 +113,10 @@ class Speculators(Layout):
             "k": said["proposal_methods"][0]["speculative_tokens"],
             "target_name": said["verifier"]["name_or_path"],
         }
+
+
+def _has_mask_token(head: HeadConfig) -> bool:
+    return get_family(head.family).has_mask_token
 
 
 def _layer_config(head: HeadConfig, positions: int) -> dict[str, Any]:

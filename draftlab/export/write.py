@@ -13,8 +13,8 @@ from draftlab.export.compare import compare_tensors, first_difference
 from draftlab.export.destination import check_place, whole_folder
 from draftlab.export.launch_text import is_hub_id, readme_text
 from draftlab.export.layout import CONFIG, LAUNCH, README, Export
-from draftlab.export.layouts import find_layout, layout_for
-from draftlab.export.settings import MAX_SHARD
+from draftlab.export.layouts import layout_for
+from draftlab.export.settings import MAX_SHARD, check_program
 from draftlab.export.weight_files import read_file, write_weights
 from draftlab.files import read_json, write_json, write_text
 from draftlab.heads.config import HeadConfig
@@ -60,7 +60,7 @@ def export_head(
     """
     say = (monitor or Monitor()).say
     place = Path(out).expanduser().resolve()
-    find_layout(program)
+    check_program(program)
     check_place(place)
     head = load_config(head_folder)
     layout = layout_for(program, head.family)
@@ -159,13 +159,13 @@ def _head_tensors(folder: Path, export: Export, embeddings: Tensor | None) -> di
     with torch.device("meta"):
         head = new_head(export.head)
         wanted = head.tensors()
-    if stray := sorted(head.borrowed() & tensors.keys()):
+    if stray := sorted(head.shared_tensors() & tensors.keys()):
         raise UserError(
             f"draftlab.json says that the target lends {stray[0]}, and the file holds one",
             where=folder / WEIGHTS,
         )
     # What the target lends is not in the file; nothing of it but its shape is looked at here.
-    lent = {name: torch.zeros(1).expand(wanted[name].shape) for name in head.borrowed()}
+    lent = {name: torch.zeros(1).expand(wanted[name].shape) for name in head.shared_tensors()}
     if embeddings is not None:
         lent[EMBEDDINGS] = embeddings
     whole = export.head.draft_vocab_size == export.head.vocab_size

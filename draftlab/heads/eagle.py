@@ -8,13 +8,35 @@ head has neither a norm nor an lm_head of its own, and its vocabulary is the tar
 from __future__ import annotations
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.head import DecoderLayer, DraftHead
+from draftlab.heads.head import LM_HEAD, TARGET_NORM, DecoderLayer, DraftHead
 from draftlab.heads.layers import RMSNorm
 
-LM_HEAD, TARGET_NORM = "lm_head.weight", "target_norm.weight"
+
+class EagleConfig(HeadConfig):
+    """draftlab.json of an EAGLE head, which reads and imitates the target's last state."""
+
+    @model_validator(mode="after")
+    def _check_eagle(self) -> EagleConfig:
+        if self.boundaries != (self.target_num_layers,):
+            raise ValueError(
+                f"an EAGLE head reads the last state, boundaries [{self.target_num_layers}], found "
+                f"{list(self.boundaries)}"
+            )
+        if self.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"an EAGLE head is as wide as its target ({self.target_hidden_size}), whose states "
+                f"it imitates; found hidden_size {self.hidden_size}"
+            )
+        if self.draft_vocab_size != self.vocab_size:
+            raise ValueError(
+                f"an EAGLE head drafts with its target's lm_head, all {self.vocab_size} tokens, "
+                f"found draft_vocab_size {self.draft_vocab_size}"
+            )
+        return self
 
 
 class EagleHead(DraftHead):
@@ -23,7 +45,10 @@ class EagleHead(DraftHead):
     Parameters: `lm_head` [V, H] and `target_norm` [H] are the target's, frozen, and in no file.
     """
 
-    def __init__(self, config: HeadConfig) -> None:
+    fc_in_every_pass = True
+    has_fused_passes = True
+
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__(config, self.new_layers(config), fc_width=2 * config.hidden_size)
         self.norm = nn.Identity()
         self.target_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -31,21 +56,24 @@ class EagleHead(DraftHead):
         self.lm_head.requires_grad_(False)
 
     @staticmethod
-    def new_layers(config: HeadConfig) -> list[DecoderLayer]:
-        """The decoder layers."""
+    def new_layers(config: EagleConfig) -> list[DecoderLayer]:
+        """Return the decoder layers."""
         return [DecoderLayer(config, input_norm=n > 0) for n in range(config.num_layers)]
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def project_features(self, features: Tensor) -> Tensor:
         return self.target_norm(features)
 
-    def inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def logits_norm_weight(self) -> Tensor | None:
+        return None
+
+    def layer_inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         residual = self.fc(torch.cat([embedding, hidden], -1))
         return self.layer.input_layernorm(residual), residual
 
-    def borrowed(self) -> frozenset[str]:
-        return super().borrowed() | {LM_HEAD, TARGET_NORM}
+    def shared_tensors(self) -> frozenset[str]:
+        return super().shared_tensors() | {LM_HEAD, TARGET_NORM}
 
-    def take_over(self, embeddings: Tensor, final_norm: Tensor, lm_head: Tensor) -> None:
+    def init_from_target(self, embeddings: Tensor, final_norm: Tensor, lm_head: Tensor) -> None:
         self.embed_tokens.weight.copy_(embeddings)
         self.target_norm.weight.copy_(final_norm)
         self.lm_head.weight.copy_(lm_head)

@@ -1,13 +1,15 @@
 """The EAGLE3 head (methods §2; servers §1.3).
 
-fc reads the target's states at the head's boundaries, as they are or normed (`norm_before_fc` over
-all of them, `fc_norm` one by one); the layer reads a token's embedding and the hidden state, normed
-side by side. What is fed back is the pre-norm output, with `norm_output` the normed one.
+fc reads the target's states at the head's boundaries, as they are or normed (`norm_before_fc`: one
+norm over all of them; `fc_norm`: one norm for each). The first layer reads the token's embedding
+and the hidden state, each normed, side by side. A chain is fed back the pre-norm output, or with
+`norm_output` the normed one.
 """
 
 from __future__ import annotations
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from draftlab.heads.config import HeadConfig
@@ -15,26 +17,52 @@ from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import RMSNorm
 
 
-class Eagle3Layer(DecoderLayer):
-    """A first layer; its attention reads cat[norm(embedding), norm(hidden)], in that order."""
+class Eagle3Config(HeadConfig):
+    """draftlab.json of an EAGLE3 head.
 
-    def __init__(self, config: HeadConfig) -> None:
-        super().__init__(config, width=2)
+    Attributes:
+        norm_before_residual: the first layer's residual is the normed hidden state.
+        norm_before_fc: one RMSNorm over the features side by side. fc_norm: one for each boundary.
+        norm_output: the normed output is fed back.
+        qk_norm: queries and keys are normed.
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
+
+    @model_validator(mode="after")
+    def _check_eagle3(self) -> Eagle3Config:
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm exclude each other, found both")
+        return self
+
+
+class Eagle3Layer(DecoderLayer):
+    """The first layer: its attention reads cat[norm(embedding), norm(hidden)], in that order."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config, width=2, qk_norm=config.qk_norm)
         self.norm_before_residual = config.norm_before_residual
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads [..., 2H], and the residual [..., H]."""
+        """Return what attention reads [..., 2H], and the residual [..., H]."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         return torch.cat([self.input_layernorm(embedding), normed], dim=-1), residual
 
 
 class Eagle3Head(DraftHead):
-    """An EAGLE3 head: `DraftHead` whose fc reads features, and whose layers read 2H, H, H, …."""
+    """An EAGLE3 head: fc reads the features, the layers read 2H, H, H, …."""
 
-    def __init__(self, config: HeadConfig) -> None:
-        later = (DecoderLayer(config) for _ in range(config.num_layers - 1))
+    has_fused_passes = True
+    config: Eagle3Config
+
+    def __init__(self, config: Eagle3Config) -> None:
+        later = (DecoderLayer(config, qk_norm=config.qk_norm) for _ in range(config.num_layers - 1))
         super().__init__(config, [Eagle3Layer(config), *later], fc_width=config.feature_size)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(config.feature_size, config.rms_norm_eps)
@@ -44,7 +72,6 @@ class Eagle3Head(DraftHead):
             )
 
     def normed_features(self, features: Tensor) -> Tensor:
-        """What fc reads, from the target's features [..., F]."""
         if self.config.norm_before_fc:
             return self.input_norm(features)
         if self.config.fc_norm:
@@ -53,8 +80,14 @@ class Eagle3Head(DraftHead):
             return torch.cat([*normed], -1)
         return features
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return self.fc(self.normed_features(features))
+    def output_norm(self, output: Tensor) -> Tensor:
+        return self.norm(output) if self.config.norm_output else output
 
-    def inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def normed(self, output: Tensor) -> Tensor:
+        return output if self.config.norm_output else self.norm(output)
+
+    def logits_norm_weight(self) -> Tensor | None:
+        return None if self.config.norm_output else self.norm.weight
+
+    def layer_inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return self.layer.inputs(embedding, hidden)

@@ -1,13 +1,12 @@
-"""A head on disk: draftlab.json (source of truth), model.safetensors, and a generated config.json.
+"""The head folder: draftlab.json (source of truth), model.safetensors, a generated config.json.
 
-config.json is the vLLM-native description generated from draftlab.json, so that vLLM loads the
-folder as it stands; embeddings equal to the target's are left out there and here (vLLM shares the
-target's, and so do we).
+config.json is vLLM's native description, generated from draftlab.json, so that vLLM loads the
+folder as it stands. Tensors that the head shares with its target are in no file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
@@ -20,34 +19,24 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, read_json, save_tensors, write_json
-from draftlab.heads.config import HeadConfig
-from draftlab.heads.eagle import LM_HEAD, TARGET_NORM, EagleHead
-from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.heads.head import EMBEDDINGS, DraftHead
-from draftlab.heads.llama4 import EagleLlama4Head
-from draftlab.heads.native import native_config
-from draftlab.heads.peagle import PeagleHead
+from draftlab.heads.config import HeadConfig, read_head_config
+from draftlab.heads.family import get_family
+from draftlab.heads.head import EMBEDDINGS, LM_HEAD, TARGET_NORM, DraftHead
+from draftlab.heads.native_config import native_config
 from draftlab.settings import complaints
 
 CONFIG, WEIGHTS, NATIVE = "draftlab.json", "model.safetensors", "config.json"
-_BORROWED = {EMBEDDINGS: "embeddings", LM_HEAD: "lm_head", TARGET_NORM: "final norm"}
-"""What a head may use of its target."""
-
-_FAMILIES: dict[str, Callable[[HeadConfig], DraftHead]] = {
-    "eagle3": Eagle3Head,
-    "ptd": PeagleHead,
-    "eagle": EagleHead,
-    "eagle_llama4": EagleLlama4Head,
-}
+_SHARED = {EMBEDDINGS: "embeddings", LM_HEAD: "lm_head", TARGET_NORM: "final norm"}
+"""What a head may share with its target."""
 
 
 def new_head(config: HeadConfig) -> DraftHead:
-    """A head of the family that `config` names, its values yet to be set."""
-    return _FAMILIES[config.family](config)
+    """Return a head of the family that `config` names; its values are yet to be set."""
+    return get_family(config.family).new_head(config)
 
 
 def head_tensors(head: DraftHead, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Every tensor by its name in files, floating ones cast to `dtype`, on the CPU."""
+    """Return every tensor by its name in files, on the CPU; floating ones are cast to `dtype`."""
     return {
         name: (t.to(dtype) if t.is_floating_point() else t).detach().cpu().contiguous()
         for name, t in head.tensors().items()
@@ -55,33 +44,42 @@ def head_tensors(head: DraftHead, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def save_head(folder: Path, head: DraftHead, dtype: torch.dtype) -> None:
-    """Writes the head folder; draftlab.json comes last, so a folder that has it is whole."""
-    # An older head here is no head any more from the first changed file on.
+    """Write the head folder; draftlab.json comes last, so a folder that has it is complete."""
+    # Once the first file has changed, an older head in this folder is no head any more.
     (folder / CONFIG).unlink(missing_ok=True)
     tensors = head_tensors(head, dtype)
-    for name in head.borrowed():
+    for name in head.shared_tensors():
         del tensors[name]
     if head.config.draft_vocab_size == head.config.vocab_size:
-        # A reader without a draft vocabulary has no place for the two maps (servers §1.3).
+        # A reader without a draft vocabulary has no place for d2t and t2d (servers §1.3).
         del tensors["d2t"], tensors["t2d"]
     with atomic_path(folder / WEIGHTS) as temporary:
         save_tensors(tensors, temporary, metadata={"format": "pt"})
-    name = str(dtype).removeprefix("torch.")
-    write_json(folder / NATIVE, native_config(head.config, name))
+    native = native_config(head.config, str(dtype).removeprefix("torch."))
+    if native:
+        write_json(folder / NATIVE, native)
+    else:
+        (folder / NATIVE).unlink(missing_ok=True)
     write_json(folder / CONFIG, head.config.model_dump(mode="json", by_alias=True))
 
 
 def load_config(folder: Path) -> HeadConfig:
-    """Reads draftlab.json strictly."""
+    """Read draftlab.json strictly.
+
+    Raises:
+        UserError: the file is missing, or does not describe a head of a known family.
+    """
     if (folder / NATIVE).is_file() and not (folder / CONFIG).is_file():
         raise UserError(
-            "expected a head's folder with draftlab.json, found a head in another program's layout",
+            "expected a head folder with draftlab.json, found a head in another program's layout",
             where=folder,
             do=f"`draftlab import {quote(str(folder))} --to FOLDER` makes a head folder of it",
         )
     fields = read_json(folder / CONFIG, kind="head's draftlab.json")
+    if not isinstance(fields, dict):
+        raise UserError("expected an object in draftlab.json, found none", where=folder / CONFIG)
     try:
-        return HeadConfig.model_validate(fields)
+        return read_head_config(fields)
     except ValidationError as error:
         raise UserError(
             f"draftlab.json does not describe a head:\n  {complaints(error)}",
@@ -104,10 +102,10 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in a head's file, by name; only its header is read.
+    """Return the shapes of the tensors in a head's file, by name; only its header is read.
 
     Raises:
-        UserError: when the file is missing, or cut.
+        UserError: the file is missing or truncated.
     """
     with _reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, "pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -117,30 +115,32 @@ def load_head(
     folder: Path,
     *,
     embeddings: Tensor | None = None,
-    lent: Mapping[str, Tensor] | None = None,
+    target_tensors: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> DraftHead:
-    """Loads a head for inference, of the family that draftlab.json names.
+    """Load a head for inference, of the family that draftlab.json names.
 
     Args:
         folder: the head folder.
         embeddings: the target's embeddings [V, H], used when the head ships none of its own.
-        lent: all that a head may use of its target, by its name there (`TargetParts.lent`). What
-            has this dtype and device already is shared, not copied.
+        target_tensors: all that a head may share with its target, by the head's name for it
+            (`TargetParts.shared_tensors`). A tensor that has this dtype and device is not copied.
         dtype: of floating tensors.
         device: where it runs.
 
     Raises:
-        UserError: for missing, unknown or misshapen tensors, each named, or NaN.
+        UserError: tensors are missing, unknown, misshapen or not finite; each is named.
     """
     config = load_config(folder)
     with _reading(folder / WEIGHTS):
         tensors = load_file(folder / WEIGHTS)
     head = new_head(config)
-    given = dict(lent or {}) | ({} if embeddings is None else {EMBEDDINGS: embeddings})
-    borrowed = {name: _borrow(name, tensors, given, folder) for name in sorted(head.borrowed())}
-    tensors |= borrowed
+    available = dict(target_tensors or {}) | (
+        {} if embeddings is None else {EMBEDDINGS: embeddings}
+    )
+    shared = {n: _share(n, tensors, available, folder) for n in sorted(head.shared_tensors())}
+    tensors |= shared
     if config.draft_vocab_size == config.vocab_size:
         head.set_draft_vocabulary(torch.arange(config.vocab_size))
         tensors |= {"d2t": head.d2t, "t2d": head.t2d}
@@ -154,33 +154,33 @@ def load_head(
             do="`draftlab doctor HEAD --target TARGET` tells what it holds, absolute ids for one",
         )
     head = head.to(device=device, dtype=dtype).eval().requires_grad_(False)
-    for name, tensor in borrowed.items():
+    for name, tensor in shared.items():
         own = head.get_parameter(name)
         if (own.dtype, own.device) == (tensor.dtype, tensor.device):
             own.data = tensor.detach()
     return head
 
 
-def _borrow(
-    name: str, stored: Mapping[str, Tensor], given: Mapping[str, Tensor], folder: Path
+def _share(
+    name: str, stored: Mapping[str, Tensor], available: Mapping[str, Tensor], folder: Path
 ) -> Tensor:
-    """A tensor that is the target's, which the head's file must not hold."""
+    """Return a tensor of the target, which the head's file must not hold."""
     if name in stored:
         own = 'say "embeddings": "own" if these are the ones the head was trained with'
         raise UserError(
-            f"draftlab.json says that the target lends {name}, and the file holds one",
+            f"draftlab.json says that {name} is shared with the target, but the file holds one",
             where=folder / WEIGHTS,
             do=own if name == EMBEDDINGS else "remove the tensor: it would not be used",
         )
-    if name not in given:
+    if name not in available:
         raise UserError(
-            f"the head uses its target's {_BORROWED[name]}, and none were given", where=folder
+            f"the head needs its target's {_SHARED[name]}, and none were given", where=folder
         )
-    return given[name]
+    return available[name]
 
 
 def check_tensors(head: DraftHead, tensors: dict[str, Tensor], where: Path) -> None:
-    """Raises a `UserError` that lists every missing, unknown, misshapen or non-finite tensor."""
+    """Raise a `UserError` that lists every missing, unknown, misshapen or non-finite tensor."""
     expected = head.tensors()
     faults = [
         f"missing {name}: expected shape {list(expected[name].shape)}"
@@ -205,7 +205,7 @@ def check_tensors(head: DraftHead, tensors: dict[str, Tensor], where: Path) -> N
 
 
 def _of_boundaries(config: HeadConfig, name: str) -> str:
-    """Where the expected width comes from, of a tensor that reads features."""
+    """Return where the expected width comes from, if the tensor reads features."""
     if name not in ("fc.weight", "mask_hidden"):
         return ""
     count, size = len(config.boundaries), config.target_hidden_size

@@ -1,34 +1,40 @@
-"""What the heads of all families have in common.
+"""The base class of all draft heads.
 
 Parameter names are those that vLLM and speculators read.
 
-A head at position t is fed (x_{t+1}, g_t) at RoPE position t and predicts x_{t+2}. One pass is:
-`fuse` the features (of a chain's later drafts, the state fed back is the hidden state instead),
-`inputs`, the layers, `finish`; `logits` reads what `finish` left, and that is also what a chain
-feeds back.
+A head at position t is fed (x_{t+1}, g_t) at RoPE position t and predicts x_{t+2}. One pass is
+`project_features` (a chain's later drafts take the head's previous output instead), `layer_inputs`,
+the decoder layers, and `output_norm`. `logits` reads the output, which a chain also feeds back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftlab.heads.config import HeadConfig
+from draftlab.heads.family import Family, get_family
 from draftlab.heads.layers import Attention, RMSNorm, Rope, SwiGLU
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Layer number, rotated query, rotated key, value → attended values, shaped like the query."""
 
-EMBEDDINGS = "embed_tokens.weight"
+EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+TARGET_NORM = "target_norm.weight"
+"""Names of the tensors that a head may share with its target."""
 
 
 class DecoderLayer(nn.Module):
-    """A plain decoder layer; `width` times the hidden size is what its attention reads.
+    """A pre-norm decoder layer with grouped-query attention and a SwiGLU feed-forward.
 
-    Without `input_norm` (EAGLE's first layer) attention reads its input as it is.
+    Args:
+        width: attention reads `width` times the hidden size.
+        input_norm: without it (EAGLE's first layer) attention reads its input as it is.
+        qk_norm: whether queries and keys are normed, as in Qwen3.
 
     Attributes:
         chunk: a query at position q sees keys from q // chunk · chunk on; None: all before it.
@@ -36,7 +42,14 @@ class DecoderLayer(nn.Module):
 
     chunk: int | None = None
 
-    def __init__(self, config: HeadConfig, *, width: int = 1, input_norm: bool = True) -> None:
+    def __init__(
+        self,
+        config: HeadConfig,
+        *,
+        width: int = 1,
+        input_norm: bool = True,
+        qk_norm: bool = False,
+    ) -> None:
         super().__init__()
         size = config.hidden_size
         self.input_layernorm = RMSNorm(size, config.rms_norm_eps) if input_norm else nn.Identity()
@@ -46,27 +59,37 @@ class DecoderLayer(nn.Module):
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
-            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+            qk_norm_eps=config.rms_norm_eps if qk_norm else None,
         )
         self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
         self.mlp = SwiGLU(size, config.intermediate_size)
 
     def output(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """Pre-norm output [..., H] from attended values [..., heads, head_dim]."""
+        """Return the pre-norm output [..., H] from attended values [..., heads, head_dim]."""
         hidden = residual + self.self_attn.o_proj(attended.flatten(-2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class DraftHead(nn.Module):
-    """fc, layers, norm and lm_head over the draft vocabulary; embeddings are frozen.
+    """A draft head: fc, decoder layers, norm and lm_head over the draft vocabulary.
 
-    Buffers: `d2t` int64 [D], offsets (target id = draft id + d2t); `t2d` bool [V], membership.
+    Embeddings are frozen. Buffers: `d2t` int64 [D], offsets (target id = draft id + d2t); `t2d`
+    bool [V], membership.
 
     Args:
-        config: of the family that the subclass is.
-        layers: the decoder layers, the first of its own kind.
-        fc_width: what fc reads.
+        config: of the subclass's family.
+        layers: the decoder layers; the first may be of another class than the others.
+        fc_width: width of what fc reads.
+
+    Attributes:
+        fc_in_every_pass: whether fc reads the token's embedding too, so that a chain runs it in
+            every pass and not for true features alone.
+        has_fused_passes: whether the engine's kernels compute `layer_inputs` and the layers
+            (`engine/fused_head.py`, `engine/prepacked_head.py`); otherwise the modules run.
     """
+
+    fc_in_every_pass: ClassVar[bool] = False
+    has_fused_passes: ClassVar[bool] = False
 
     def __init__(
         self, config: HeadConfig, layers: Sequence[DecoderLayer], *, fc_width: int
@@ -85,75 +108,95 @@ class DraftHead(nn.Module):
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
 
     @property
+    def family(self) -> Family:
+        """Return the head's family."""
+        return get_family(self.config.family)
+
+    @property
     def layer(self) -> DecoderLayer:
-        """The first layer, often the only one."""
+        """Return the first layer, often the only one."""
         return self.layers[0]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [..., H] of token ids [...]."""
+        """Return embeddings [..., H] of token ids [...]."""
         return self.embed_tokens(tokens)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """Hidden state [..., H] of the first draft from the target's features [..., F]."""
-        raise NotImplementedError
+    def embedding_table(self) -> Tensor:
+        """Return the embeddings [V, H] that `embed` looks up, without a gradient."""
+        return self.embed_tokens.weight.detach()
 
-    def inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer's attention reads, and its residual [..., H].
+    def normed_features(self, features: Tensor) -> Tensor:
+        """Return what fc, or the first layer, reads of the target's features [..., F]."""
+        return features
+
+    def project_features(self, features: Tensor) -> Tensor:
+        """Return the hidden state [..., H] of true pairs from the target's features [..., F]."""
+        return self.fc(self.normed_features(features))
+
+    def layer_inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the first layer's attention reads, and its residual [..., H].
 
         Args:
-            embedding: [..., H]. hidden: [..., H], of `fuse` or of `finish`.
+            embedding: [..., H].
+            hidden: [..., H], of `project_features`, or the output that is fed back.
         """
         raise NotImplementedError
 
-    def finish(self, output: Tensor) -> Tensor:
-        """The head's output [..., H], which a chain feeds back, from the last layer's."""
-        return self.norm(output) if self.config.norm_output else output
+    def output_norm(self, output: Tensor) -> Tensor:
+        """Return the head's output [..., H], which a chain feeds back, from the last layer's."""
+        return output
 
     def normed(self, output: Tensor) -> Tensor:
-        """What lm_head reads [..., H], from the head's output."""
-        return output if self.config.norm_output else self.norm(output)
+        """Return what lm_head reads [..., H], from the head's output."""
+        return self.norm(output)
+
+    def logits_norm_weight(self) -> Tensor | None:
+        """Return the weight of the RMSNorm in `normed`; None: lm_head reads the output itself."""
+        return self.norm.weight
 
     def logits(self, output: Tensor) -> Tensor:
-        """Draft-vocabulary logits [..., D] of the head's outputs [..., H]."""
+        """Return draft-vocabulary logits [..., D] of the head's outputs [..., H]."""
         return F.linear(self.normed(output), self.lm_head.weight.to(output.dtype))
 
     def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Outputs [..., M, H] of a pass whose inputs are all at hand.
+        """Return the outputs [..., M, H] of one pass.
 
         Args:
             tokens: int64 [..., M].
-            hidden: [..., M, H], `fuse`d features, or the head's own earlier output.
+            hidden: [..., M, H], projected features, or the head's own earlier output.
             positions: int64 [..., M].
-            attend: what a slot sees is its business; it is called once a layer, in order.
+            attend: computes attention; it is called once a layer, in order.
         """
         angles = self.rope.angles(positions)
         for number, layer in enumerate(self.layers):
             if number == 0:
-                x, residual = self.inputs(self.embed(tokens), hidden)
+                x, residual = self.layer_inputs(self.embed(tokens), hidden)
             else:
                 x, residual = layer.input_layernorm(hidden), hidden
             key, value = layer.self_attn.key_value(x, angles)
             attended = attend(number, layer.self_attn.query(x, angles), key, value)
             hidden = layer.output(attended, residual)
-        return self.finish(hidden)
+        return self.output_norm(hidden)
 
-    def borrowed(self) -> frozenset[str]:
-        """Names of those of `tensors` that are the target's own, which its files leave out."""
+    def shared_tensors(self) -> frozenset[str]:
+        """Return the names of the tensors that are the target's, which its files leave out."""
         return frozenset({EMBEDDINGS} if self.config.embeddings == "target" else ())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by the name it has in files."""
+        """Return every tensor by the name it has in files."""
         return self.state_dict()
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Takes in what `tensors` gives, from a file."""
+        """Load `tensors`, by the names they have in files."""
         self.load_state_dict(tensors)
 
-    def take_over(self, embeddings: Tensor, final_norm: Tensor, lm_head: Tensor) -> None:
-        """Takes initial values from the target, once the draft vocabulary is set.
+    def init_from_target(self, embeddings: Tensor, final_norm: Tensor, lm_head: Tensor) -> None:
+        """Copy initial values from the target, once the draft vocabulary is set.
 
         Args:
-            embeddings: [V, H]. final_norm: [H], weights. lm_head: [V, H].
+            embeddings: [V, H].
+            final_norm: [H], weights.
+            lm_head: [V, H].
         """
         ids = self.target_ids(torch.arange(len(self.d2t), device=self.d2t.device))
         self.embed_tokens.weight.copy_(embeddings)
@@ -161,10 +204,10 @@ class DraftHead(nn.Module):
         self.lm_head.weight.copy_(lm_head[ids])
 
     def initialise_masks(self, generator: torch.Generator) -> None:
-        """Initial values of what stands in masked slots, of which most families have none."""
+        """Set initial values of the masked slots; heads without a mask token have none."""
 
     def set_draft_vocabulary(self, target_ids: Tensor) -> None:
-        """Sets d2t and t2d from ascending unique target ids, int64 [D]."""
+        """Set d2t and t2d from ascending unique target ids, int64 [D]."""
         size = self.config.draft_vocab_size
         if target_ids.shape != (size,) or not bool((target_ids.diff() > 0).all()):
             raise ValueError(f"expected {size} ascending unique target ids")
@@ -173,7 +216,7 @@ class DraftHead(nn.Module):
         self.t2d[target_ids] = True
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Target token ids of draft-vocabulary ids, same shape."""
+        """Return the target token ids of draft-vocabulary ids, in the same shape."""
         return draft_ids + self.d2t[draft_ids]
 
 
@@ -186,7 +229,7 @@ def initialise_head(
     target_ids: Tensor,
     seed: int,
 ) -> None:
-    """Initial values before training (methods §2).
+    """Set the initial values of training (methods §2).
 
     Embeddings [V, H], final norm [H] and the draft vocabulary's lm_head rows come from the target
     (so logits of a perfect imitation would be the target's); projections are normal with standard
@@ -195,7 +238,7 @@ def initialise_head(
     Args:
         lm_head: the target's projection, [V, H].
         target_ids: ascending draft vocabulary, int64 [D].
-        seed: of a generator local to this call.
+        seed: of a generator that is local to this call.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -207,5 +250,5 @@ def initialise_head(
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(noise * scale)
         head.set_draft_vocabulary(target_ids)
-        head.take_over(embeddings, final_norm, lm_head)
+        head.init_from_target(embeddings, final_norm, lm_head)
         head.initialise_masks(generator)

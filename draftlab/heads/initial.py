@@ -1,4 +1,4 @@
-"""Starting a new head from one that is trained."""
+"""Start a new head from a trained one (`head.init`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from draftlab.errors import UserError
 from draftlab.formatting import counted
 from draftlab.heads.config import HeadConfig
+from draftlab.heads.family import get_family
 from draftlab.heads.head import DraftHead
 
 _SHARED = (
@@ -22,47 +23,44 @@ _SHARED = (
     "num_key_value_heads",
     "head_dim",
     "rope_parameters",
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-    "qk_norm",
-    "llama4",
     "vocab_size",
 )
-"""What both heads must agree on for one's weights to mean the same in the other."""
+"""Fields in which both heads must agree, beside their families' options."""
 
 _COPIED = ("fc.", "fc_norm.", "input_norm.", "layers.", "norm.", "mask_")
 
 
-def check_start(mine: HeadConfig, theirs: HeadConfig, where: Path | str) -> None:
-    """Refuses a new head that cannot start from a trained one.
+def check_start(new: HeadConfig, trained: HeadConfig, where: Path | str) -> None:
+    """Refuse a new head that cannot start from a trained one.
 
     Args:
-        mine: of the new head; one that is only planned may have a target without a fingerprint.
-        where: the trained one's place, for errors.
+        new: the new head's config; if it is only planned, its target may have no fingerprint.
+        trained: the trained head's.
+        where: the trained head's place, for errors.
 
     Raises:
-        UserError: the two differ in shape, conventions or target, each difference named.
+        UserError: the two differ in shape, options or target; each difference is named.
     """
+    options = sorted((new.options().keys() | trained.options().keys()) - {"mask_token_id"})
     faults = [
-        f"{name}: the new head has {getattr(mine, name)}, this one {getattr(theirs, name)}"
-        for name in _SHARED
-        if getattr(mine, name) != getattr(theirs, name)
+        f"{name}: the new head has {getattr(new, name, None)}, this one "
+        f"{getattr(trained, name, None)}"
+        for name in (*_SHARED, *options)
+        if (getattr(new, name, None) or None) != (getattr(trained, name, None) or None)
     ]
-    if (mine.family == "eagle") != (theirs.family == "eagle"):
-        faults.append(f"family: the new head is {mine.family}, this one {theirs.family}")
-    if theirs.num_layers > mine.num_layers:
+    if trained.family not in {new.family, *get_family(new.family).starts_from}:
+        faults.append(f"family: the new head is {new.family}, this one {trained.family}")
+    if trained.num_layers > new.num_layers:
         faults.append(
-            f"num_layers: the new head has {mine.num_layers}, this one {theirs.num_layers}"
+            f"num_layers: the new head has {new.num_layers}, this one {trained.num_layers}"
         )
-    if mine.target.fingerprint not in ("", theirs.target.fingerprint):
-        # The reason for most of the others.
+    if new.target.fingerprint not in ("", trained.target.fingerprint):
+        # Other differences mostly follow from this one.
         faults.insert(
             0,
-            f"target: the new head is for {mine.target.name} "
-            f"({mine.target.fingerprint[:12]}), this one for {theirs.target.name} "
-            f"({theirs.target.fingerprint[:12]})",
+            f"target: the new head is for {new.target.name} "
+            f"({new.target.fingerprint[:12]}), this one for {trained.target.name} "
+            f"({trained.target.fingerprint[:12]})",
         )
     if faults:
         raise UserError(
@@ -73,46 +71,46 @@ def check_start(mine: HeadConfig, theirs: HeadConfig, where: Path | str) -> None
 
 
 def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
-    """Copies fc, layers, norms and lm_head of `source` into a head that has its initial values.
+    """Copy fc, layers, norms and lm_head of `source` into a head that has its initial values.
 
-    Layers that `source` lacks begin as the identity: what they write into the residual stream is
-    zero. Rows of lm_head are matched by target id; those that `source` has not keep their values.
-    Masked slots take over the source's, where it has them.
+    Layers that `source` lacks begin as the identity: they write zeros into the residual stream.
+    Rows of lm_head are matched by target id; rows that `source` lacks keep their values. Masked
+    slots are copied where `source` has them.
 
     Args:
         where: the source's place, for errors.
 
     Returns:
-        What was done, in a line.
+        A line that says what was copied.
 
     Raises:
-        UserError: as `check_start`.
+        UserError: as in `check_start`.
     """
-    mine, theirs = head.config, source.config
-    check_start(mine, theirs, where)
-    state, found = head.state_dict(), source.state_dict()
-    copied = [name for name in found if name in state and name.startswith(_COPIED)]
+    new, trained = head.config, source.config
+    check_start(new, trained, where)
+    state, source_state = head.state_dict(), source.state_dict()
+    copied = [name for name in source_state if name in state and name.startswith(_COPIED)]
     with torch.no_grad():
         for name in copied:
-            state[name].copy_(found[name])
-        for layer in head.layers[theirs.num_layers :]:
+            state[name].copy_(source_state[name])
+        for layer in head.layers[trained.num_layers :]:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         ids = head.target_ids(torch.arange(len(head.d2t)))
         known = source.t2d[ids]
         place = source.t2d.cumsum(0)[ids[known]] - 1
         head.lm_head.weight[known] = source.lm_head.weight[place]
-    added = mine.num_layers - theirs.num_layers
+    added = new.num_layers - trained.num_layers
     begin = "begins" if added == 1 else "begin"
     return (
-        f"starts from a trained head ({theirs.family}, {counted(theirs.num_layers, 'layer')}), "
+        f"starts from a trained head ({trained.family}, {counted(trained.num_layers, 'layer')}), "
         f"with {int(known.sum()):,} of {len(ids):,} rows of lm_head in common"
         + (f"; {added} more {begin} as the identity" if added else "")
     )
 
 
 def fingerprint(head: DraftHead) -> str:
-    """Hex SHA-256 of a head's tensors."""
+    """Return the hex SHA-256 of a head's tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(head.state_dict().items()):
         digest.update(name.encode())

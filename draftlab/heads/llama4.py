@@ -12,39 +12,76 @@ not (queries then have a temperature that grows with their position).
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from draftlab.heads.config import HeadConfig, Llama4Config
-from draftlab.heads.eagle import EagleHead
+from draftlab.heads.eagle import EagleConfig, EagleHead
 from draftlab.heads.head import DecoderLayer
 from draftlab.heads.layers import Angles, Attention, RMSNorm, Rope, SwiGLU
 
 
-class Llama4Rope(Rope):
-    """Angles of rotations, and the temperature of layers that have none."""
+class Llama4Config(BaseModel):
+    """What is particular to Llama 4's attention, in the names of its configs (servers §1.2).
 
-    def __init__(self, config: HeadConfig, kind: Llama4Config) -> None:
+    Layers with RoPE (1 in `no_rope_layers`, a number for each layer) see `attention_chunk_size`
+    positions at a time (None: all) and, with `use_qk_norm`, norm rotated queries and keys without
+    weights. With `attn_temperature_tuning`, layers without RoPE (0) multiply queries at position p
+    by 1 + attn_scale · log(1 + ⌊(p + 1) / floor_scale⌋).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    no_rope_layers: tuple[Literal[0, 1], ...]
+    attention_chunk_size: int | None = Field(ge=1)
+    use_qk_norm: bool
+    attn_temperature_tuning: bool
+    floor_scale: int = Field(gt=0)
+    attn_scale: float
+
+
+class EagleLlama4Config(EagleConfig):
+    """draftlab.json of a dense Llama 4 drafter."""
+
+    llama4: Llama4Config
+
+    @model_validator(mode="after")
+    def _check_llama4(self) -> EagleLlama4Config:
+        if len(self.llama4.no_rope_layers) != self.num_layers:
+            raise ValueError(
+                f"no_rope_layers has one number for each of the head's {self.num_layers} layers, "
+                f"found {list(self.llama4.no_rope_layers)}"
+            )
+        return self
+
+
+class Llama4Rope(Rope):
+    """Angles of rotations, and the temperature of layers without RoPE."""
+
+    def __init__(self, config: EagleLlama4Config) -> None:
         super().__init__(config.head_dim, config.rope_parameters)
-        self.floor_scale, self.attn_scale = kind.floor_scale, kind.attn_scale
+        self.floor_scale, self.attn_scale = config.llama4.floor_scale, config.llama4.attn_scale
 
     def angles(self, positions: Tensor) -> Angles:
-        """Cosines and sines [..., 1, head_dim / 2], and factors of queries [..., 1, 1]; float32."""
+        """Return cosines and sines [..., 1, head_dim / 2], and query factors [..., 1, 1];
+        float32."""
         steps = torch.floor((positions[..., None, None].float() + 1) / self.floor_scale)
         return *super().angles(positions), 1 + self.attn_scale * torch.log1p(steps)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates neighbouring pairs of x [..., heads, head_dim], in float32."""
+    """Rotate neighbouring pairs of x [..., heads, head_dim], in float32."""
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
-    return turned.flatten(-2).to(x.dtype)
+    rotated = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
+    return rotated.flatten(-2).to(x.dtype)
 
 
 class Llama4Attention(Attention):
-    """Projections of one of Llama 4's layers, number `number` of the head."""
+    """The projections of layer `number` of the head."""
 
-    def __init__(self, config: HeadConfig, kind: Llama4Config, number: int) -> None:
+    def __init__(self, config: EagleLlama4Config, number: int) -> None:
         super().__init__(
             config.hidden_size,
             config.hidden_size,
@@ -52,6 +89,7 @@ class Llama4Attention(Attention):
             config.num_key_value_heads,
             config.head_dim,
         )
+        kind = config.llama4
         self.rotates = bool(kind.no_rope_layers[number])
         self.has_unit_norm = kind.use_qk_norm and self.rotates
         self.has_temperature = kind.attn_temperature_tuning and not self.rotates
@@ -61,14 +99,14 @@ class Llama4Attention(Attention):
         query = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         if self.has_temperature:
             return (query.float() * angles[2]).to(query.dtype)
-        return self._placed(query, angles)
+        return self._rotated(query, angles)
 
     def key_value(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         shape = (self.num_kv_heads, self.head_dim)
         key, value = (project(x).unflatten(-1, shape) for project in (self.k_proj, self.v_proj))
-        return self._placed(key, angles), value
+        return self._rotated(key, angles), value
 
-    def _placed(self, x: Tensor, angles: Angles) -> Tensor:
+    def _rotated(self, x: Tensor, angles: Angles) -> Tensor:
         if not self.rotates:
             return x
         x = rotate_pairs(x, *angles[:2])
@@ -81,19 +119,19 @@ class Llama4Attention(Attention):
 class Llama4Layer(DecoderLayer):
     """A dense layer of Llama 4."""
 
-    def __init__(self, config: HeadConfig, kind: Llama4Config, number: int) -> None:
-        nn.Module.__init__(self)  # of other parts than its base class
+    def __init__(self, config: EagleLlama4Config, number: int) -> None:
+        nn.Module.__init__(self)  # it has other submodules than its base class
         size = config.hidden_size
         self.input_layernorm, self.post_attention_layernorm = (
             RMSNorm(size, config.rms_norm_eps) for _ in range(2)
         )
-        self.self_attn = Llama4Attention(config, kind, number)
-        self.chunk = kind.attention_chunk_size if self.self_attn.rotates else None
+        self.self_attn = Llama4Attention(config, number)
+        self.chunk = config.llama4.attention_chunk_size if self.self_attn.rotates else None
         self.feed_forward = SwiGLU(size, config.intermediate_size)
 
     @property
     def mlp(self) -> SwiGLU:
-        """Its feed-forward, which Llama 4 calls by another name."""
+        """Return the feed-forward, which Llama 4 calls by another name."""
         return self.feed_forward
 
 
@@ -104,26 +142,23 @@ class EagleLlama4Head(EagleHead):
     `norm` is the head's own.
     """
 
-    def __init__(self, config: HeadConfig) -> None:
+    has_fused_passes = False
+
+    def __init__(self, config: EagleLlama4Config) -> None:
         super().__init__(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rope = Llama4Rope(config, _kind(config))
+        self.rope = Llama4Rope(config)
 
     @staticmethod
-    def new_layers(config: HeadConfig) -> list[DecoderLayer]:
-        return [Llama4Layer(config, _kind(config), n) for n in range(config.num_layers)]
+    def new_layers(config: EagleLlama4Config) -> list[DecoderLayer]:
+        return [Llama4Layer(config, n) for n in range(config.num_layers)]
 
-    def finish(self, output: Tensor) -> Tensor:
+    def output_norm(self, output: Tensor) -> Tensor:
         return self.norm(output)
 
     def normed(self, output: Tensor) -> Tensor:
         return output
 
-    def take_over(self, embeddings: Tensor, final_norm: Tensor, lm_head: Tensor) -> None:
-        super().take_over(embeddings, final_norm, lm_head)
+    def init_from_target(self, embeddings: Tensor, final_norm: Tensor, lm_head: Tensor) -> None:
+        super().init_from_target(embeddings, final_norm, lm_head)
         self.norm.weight.copy_(final_norm)
-
-
-def _kind(config: HeadConfig) -> Llama4Config:
-    assert config.llama4 is not None  # HeadConfig sees to it
-    return config.llama4

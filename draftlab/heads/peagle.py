@@ -1,4 +1,5 @@
-"""The parallel draft head (PTD, P-EAGLE; methods §4, servers §1.5): K drafts in one pass.
+"""The parallel draft head (P-EAGLE, also called PTD; methods §4, servers §1.5): K drafts in one
+pass.
 
 Slot 0 is the pair (x_{t+1}, g_t), as in EAGLE3; the slots of depth d ≥ 1, at positions t + d, all
 hold the same mask token and the same learned feature `mask_hidden`. Attention is plainly causal.
@@ -7,10 +8,35 @@ hold the same mask token and the same learned feature `mask_hidden`. Attention i
 from __future__ import annotations
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
-from draftlab.heads.config import HeadConfig
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.config import embedding_row_fault
+from draftlab.heads.eagle3 import Eagle3Config, Eagle3Head
+
+
+class PeagleConfig(Eagle3Config):
+    """draftlab.json of a parallel head.
+
+    Attributes:
+        mask_token_id: the token of masked slots. Its row of the embeddings is trained, so the head
+            ships embeddings of its own.
+    """
+
+    mask_token_id: int
+
+    @model_validator(mode="after")
+    def _check_peagle(self) -> PeagleConfig:
+        if self.norm_output:
+            raise ValueError("a parallel head feeds no output back: norm_output does nothing there")
+        if fault := embedding_row_fault(self.mask_token_id, self.vocab_size):
+            raise ValueError(f"mask_token_id {self.mask_token_id} {fault}")
+        if self.embeddings != "own":
+            raise ValueError(
+                'a parallel head has "embeddings": "own" (the mask token\'s row is trained), found '
+                f'"{self.embeddings}"'
+            )
+        return self
 
 
 class PeagleHead(Eagle3Head):
@@ -22,9 +48,10 @@ class PeagleHead(Eagle3Head):
     and keeps it.
     """
 
-    def __init__(self, config: HeadConfig) -> None:
+    config: PeagleConfig
+
+    def __init__(self, config: PeagleConfig) -> None:
         super().__init__(config)
-        assert config.mask_token_id is not None  # HeadConfig sees to it
         self.mask_token_id = config.mask_token_id
         self.mask_hidden = nn.Parameter(torch.zeros(1, config.feature_size))
         self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
@@ -34,17 +61,25 @@ class PeagleHead(Eagle3Head):
         known = self.embed_tokens(tokens)
         return torch.where(masked, self.mask_embedding.to(known.dtype), known)
 
+    def embedding_table(self) -> Tensor:
+        table, row = super().embedding_table(), self.mask_embedding.detach()
+        row = row.to(table.dtype)
+        if not torch.equal(table[self.mask_token_id], row):  # a loaded head's are equal
+            table = table.clone()
+            table[self.mask_token_id] = row
+        return table
+
     def mask_state(self) -> Tensor:
-        """The hidden state [H] of every masked slot, where `fuse` gives the others'."""
-        return self.fuse(self.mask_hidden)[0]
+        """Return the hidden state [H] that every masked slot starts from."""
+        return self.project_features(self.mask_hidden)[0]
 
     def initialise_masks(self, generator: torch.Generator) -> None:
-        """A feature of standard normals, and an embedding as loud as the others."""
-        loudness = self.embed_tokens.weight.std()
+        """Draw the feature from standard normals, and the embedding with the table's deviation."""
+        deviation = self.embed_tokens.weight.std()
         with torch.no_grad():
             self.mask_hidden.copy_(torch.randn(self.mask_hidden.shape, generator=generator))
             noise = torch.randn(self.mask_embedding.shape, generator=generator)
-            self.mask_embedding.copy_(noise.to(loudness.device) * loudness)
+            self.mask_embedding.copy_(noise.to(deviation.device) * deviation)
 
     def tensors(self) -> dict[str, Tensor]:
         tensors = self.state_dict()

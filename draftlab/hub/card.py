@@ -9,16 +9,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from draftlab.evaluate.results import Report, Row
 from draftlab.heads.config import HeadConfig
+from draftlab.heads.family import get_family
 from draftlab.report import formatting as wording
 
 TAG = "draftlab"
 """Tag of every repository that draftlab pushes; it tells them from others'."""
-_FAMILIES = {
-    "eagle3": "EAGLE3 draft head (a chain: one draft token a pass)",
-    "ptd": "parallel draft head (P-EAGLE: all draft tokens in one pass)",
-    "eagle": "EAGLE draft head of the first generation",
-    "eagle_llama4": "dense Llama 4 EAGLE draft head",
-}
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ def _head(facts: CardFacts) -> str:
     name = target if facts.base_model else f"`{facts.report.target.get('name', 'a local target')}`"
     vocabulary = f"{head.draft_vocab_size:,} of {head.vocab_size:,} tokens"
     facts_of = [
-        ("kind", _FAMILIES.get(head.family, head.family)),
+        ("kind", get_family(head.family).description),
         ("target", f"{name}, {head.target.architecture}, {head.target_num_layers} layers"),
         ("target's fingerprint", f"`{head.target.fingerprint}`"),
         ("tokenizer, template", _hashes(head)),

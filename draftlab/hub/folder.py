@@ -21,7 +21,7 @@ from draftlab.hub.card import CardFacts, model_card, own_rows
 from draftlab.hub.names import check_repo
 from draftlab.pipeline.resolve import Subject
 from draftlab.progress import Monitor
-from draftlab.target_model.model import resolve_target
+from draftlab.target_model.locate import resolve_target
 
 README, LAUNCH, RECIPE, REPORT = "README.md", "launch.md", "recipe.yaml", "report.json"
 HEAD = "head.json"

@@ -18,14 +18,11 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config, load_head
 from draftlab.progress import Monitor
 from draftlab.report import write_html
-from draftlab.target_model.model import (
-    Target,
-    TargetSettings,
-    load_target,
-    load_tokenizer,
-    resolve_target,
-)
-from draftlab.text.render import stop_ids, template_sha256, tokenizer_sha256
+from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.locate import resolve_target
+from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.chat_template import stop_ids, template_sha256, tokenizer_sha256
 from draftlab.text.suites import load_suite
 
 REFERENCE = "reference"
@@ -85,7 +82,7 @@ def _load_named(folder: Path, name: str, target: Target) -> NamedHead:
     """A head for a target's device and dtype."""
     head = load_head(
         folder,
-        lent=target.parts.lent,
+        target_tensors=target.parts.shared_tensors,
         dtype=target.dtype,
         device=target.device,
     )
@@ -148,7 +145,9 @@ def new_evaluator(
     return Evaluator(
         target,
         heads,
-        load_suite(settings.suite, tokenizer, monitor, raw=settings.raw, longest=max(longest, 1)),
+        load_suite(
+            settings.suite, tokenizer, monitor, raw=settings.raw, max_prompt_tokens=max(longest, 1)
+        ),
         stop_ids(tokenizer, target.folder),
         settings,
         monitor=monitor,

@@ -145,7 +145,7 @@ def _of_conversations(
         return [_answers(recipe, target, talk, gpu) if talk else unknown, stored]
     if talk is None:
         why = f"{recipe.prompts.source} is not there, and prompts.max_prompts not given"
-        each = f"{_bytes(identity.token_bytes)} a token"
+        each = f"{_bytes(identity.bytes_per_token)} a token"
         return [Need("answers", f"unknown: {why}", known=False), Need("store", each)]
     return [_answers(recipe, target, talk, gpu), _store(recipe, identity, target, talk, gpu)]
 
@@ -186,8 +186,8 @@ def _store(
     tokens = talk.count * min(talk.length, asked)
     return Need(
         "store",
-        f"up to about {_count(tokens)} tokens of {_bytes(identity.token_bytes)}, {states}{limit}",
-        disk=tokens * identity.token_bytes,
+        f"up to about {_count(tokens)} tokens of {_bytes(identity.bytes_per_token)}, {states}{limit}",
+        disk=tokens * identity.bytes_per_token,
         seconds=gpu and 2 * target.active * tokens / gpu.products / 1e12,
     )
 

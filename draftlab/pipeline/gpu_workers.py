@@ -14,7 +14,7 @@ import torch
 from draftlab.errors import UserError
 from draftlab.formatting import ended_text
 from draftlab.progress import Monitor
-from draftlab.target_model.model import resolve_device
+from draftlab.target_model.locate import resolve_device
 
 
 def helper_devices(processes: int, device: str) -> list[str]:

@@ -5,24 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, Llama4TextConfig
+from transformers import AutoConfig
 
 from draftlab.errors import UserError
 from draftlab.evaluate.vllm_compare import check_settings
 from draftlab.export.layouts import layout_for
-from draftlab.heads.config import FROM_LAST_STATE, HeadConfig, Llama4Config, TargetIdentity
+from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
+from draftlab.heads.family import get_family
 from draftlab.heads.layers import ROPE_TYPES
 from draftlab.pipeline.recipe import Recipe
 from draftlab.progress import Monitor
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.store import Store
 from draftlab.target_model.boundaries import check_boundaries, default_boundaries
-from draftlab.target_model.model import TargetSettings, load_tokenizer, local_target, resolve_target
+from draftlab.target_model.loading import load_tokenizer
+from draftlab.target_model.locate import local_target, resolve_target
 from draftlab.target_model.parts import check_llama_style
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.chat_template import stop_ids
 from draftlab.text.draft_vocabulary import DraftVocabulary, build_draft_vocabulary
 from draftlab.text.mask_token import MASK, check_mask_id, choose_mask_token, token_counts
-from draftlab.text.render import stop_ids
-from draftlab.train.settings import HeadSettings
 from draftlab.vllm.process import find_python
 
 
@@ -47,7 +49,7 @@ def choose_boundaries(recipe: Recipe, num_layers: int, monitor: Monitor) -> tupl
     For a head of the last state there need be none: every store holds that.
     """
     chosen = recipe.record.boundaries
-    if chosen is None and recipe.head.family in FROM_LAST_STATE:
+    if chosen is None and get_family(recipe.head.family).reads_last_state:
         monitor.say(f"boundaries: none, {recipe.head.family} heads read the last state alone")
         return ()
     if chosen is None:
@@ -74,11 +76,12 @@ def check_early(recipe: Recipe) -> None:
     _check_vllm(recipe)
     config = target_config(recipe.target).get_text_config()
     check_shapes(recipe, config)
-    if recipe.head.family in FROM_LAST_STATE:
+    family = get_family(recipe.head.family)
+    if family.uses_target_lm_head:
         check_llama_style(
             resolve_target(recipe.target), trust_remote_code=recipe.target.trust_remote_code
         )
-    if recipe.head.family == "ptd":
+    if family.has_mask_token:
         tokenizer = load_tokenizer(recipe.target)
         stops = stop_ids(tokenizer, resolve_target(recipe.target))
         choose_mask_token(recipe.head.mask_token, tokenizer, config.vocab_size, stops, None)
@@ -97,13 +100,13 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
             lent, a program that cannot hold such a head, a dtype that the store has no use for,
             processes that pack states which only the one that trains has.
     """
-    layers, read_last = config.num_hidden_layers, recipe.head.family in FROM_LAST_STATE
+    family, layers = get_family(recipe.head.family), config.num_hidden_layers
     if recipe.record.boundaries is not None:
         try:
             check_boundaries(recipe.record.boundaries, layers)
         except UserError as error:
             usual = f"takes this target's default ones, {list(default_boundaries(layers))}"
-            if read_last:
+            if family.reads_last_state:
                 usual = f"records none, which is enough for {recipe.head.family} heads"
             raise UserError(
                 error.what, where="record.boundaries", do=f"record.boundaries=null {usual}"
@@ -118,9 +121,13 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
                 where="export.formats",
                 do="in a recipe --to vllm is export.formats=[vllm]",
             ) from None
-    if recipe.head.family == "ptd":
+    if family.has_mask_token:
         check_mask_id(recipe.head.mask_token, config.vocab_size)
-    if read_last and recipe.record.dtype == "fp8" and recipe.record.boundaries is None:
+    if (
+        family.reads_last_state
+        and recipe.record.dtype == "fp8"
+        and recipe.record.boundaries is None
+    ):
         raise UserError(
             f"fp8 is for features at boundaries, of which {recipe.head.family} heads need none",
             where="record.dtype",
@@ -149,7 +156,7 @@ def _check_vllm(recipe: Recipe) -> None:
 
 def mask_token(recipe: Recipe, store: Store, tokenizer: Any, monitor: Monitor) -> int | None:
     """The token of a parallel head's masked slots, which the store never holds, said; else None."""
-    if recipe.head.family != "ptd":
+    if not get_family(recipe.head.family).has_mask_token:
         return None
     stops = stop_ids(tokenizer, resolve_target(recipe.target))
     rows = store.identity.vocab_size
@@ -163,7 +170,7 @@ def draft_vocabulary(
     recipe: Recipe, store: Store, tokenizer: Any, monitor: Monitor, *, mask: int | None = None
 ) -> DraftVocabulary:
     """The store's draft vocabulary under the recipe, without the mask token; coverage said."""
-    if recipe.head.family in FROM_LAST_STATE:
+    if get_family(recipe.head.family).uses_target_lm_head:
         rows = store.identity.vocab_size
         monitor.say(f"draft vocabulary: all {rows:,} tokens, drafted by the target's lm_head")
         return DraftVocabulary(torch.arange(rows), 1.0)
@@ -197,8 +204,8 @@ def head_config(
     Args:
         mask: of `mask_token`. target: of `target_config`, where it has been read.
     """
-    settings = recipe.head
-    if not identity.boundaries and settings.family not in FROM_LAST_STATE:
+    settings, family = recipe.head, get_family(recipe.head.family)
+    if not identity.boundaries and not family.reads_last_state:
         raise UserError(
             f"the store holds the last state alone, and {settings.family} heads read states at "
             "boundaries",
@@ -219,21 +226,17 @@ def head_config(
             f"(rope_theta {rope['rope_theta']:g})"
         )
         rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    return HeadConfig(
-        family=settings.family,
+    return make_head_config(
+        **family.config_fields(settings, config),
+        family=family.name,
         num_layers=settings.num_layers,
-        qk_norm=settings.qk_norm,
-        llama4=llama4_attention(settings, config),
-        norm_before_fc=settings.norm_before_fc,
-        fc_norm=settings.fc_norm,
-        norm_output=settings.norm_output,
         mask_token_id=mask,
         embeddings="target" if mask is None else "own",
-        boundaries=last if settings.family in FROM_LAST_STATE else identity.boundaries,
+        boundaries=last if family.reads_last_state else identity.boundaries,
         target_num_layers=identity.num_layers,
         target_hidden_size=identity.hidden_size,
         hidden_size=size,
-        intermediate_size=settings.intermediate_size or _feed_forward(settings, config),
+        intermediate_size=settings.intermediate_size or family.default_intermediate_size(config),
         num_attention_heads=heads,
         num_key_value_heads=settings.num_key_value_heads or config.num_key_value_heads,
         head_dim=settings.head_dim or getattr(config, "head_dim", None) or size // heads,
@@ -242,7 +245,6 @@ def head_config(
         max_position_embeddings=config.max_position_embeddings,
         vocab_size=identity.vocab_size,
         draft_vocab_size=draft_vocab_size,
-        norm_before_residual=settings.norm_before_residual,
         k_trained=recipe.train.ttt_steps,
         target=TargetIdentity(
             name=identity.target_name,
@@ -252,28 +254,6 @@ def head_config(
             template_sha256=identity.template_sha256,
         ),
     )
-
-
-def llama4_attention(settings: HeadSettings, target: Any) -> Llama4Config | None:
-    """What is particular to an eagle_llama4 head's attention; None: it is of another family.
-
-    Args:
-        target: the config of its text tower, of any architecture.
-    """
-    if settings.family != "eagle_llama4":
-        return None
-    usual = Llama4TextConfig(num_hidden_layers=settings.num_layers)
-    names = Llama4Config.model_fields.keys() - {"no_rope_layers"}
-    found = {name: getattr(target, name, getattr(usual, name)) for name in names}
-    found["no_rope_layers"] = usual.no_rope_layers
-    found |= {k: v for k, v in settings.llama4.model_dump().items() if v is not None}
-    return Llama4Config(**found | {"attention_chunk_size": found["attention_chunk_size"] or None})
-
-
-def _feed_forward(settings: HeadSettings, target: Any) -> int:
-    """The width of the target's dense feed-forward; Llama 4 calls that of its experts so."""
-    dense = getattr(target, "intermediate_size_mlp", None)
-    return int(dense if settings.family == "eagle_llama4" and dense else target.intermediate_size)
 
 
 def _rope(target: TargetSettings, config: Any) -> dict[str, Any]:

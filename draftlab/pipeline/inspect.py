@@ -8,6 +8,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
@@ -15,7 +16,7 @@ from draftlab.errors import UserError
 from draftlab.evaluate.results import Report
 from draftlab.files import read_json
 from draftlab.formatting import counted, plain_values, size_text
-from draftlab.heads.config import FROM_LAST_STATE, OPTIONS
+from draftlab.heads.family import get_family
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config, stored_shapes
 from draftlab.pipeline.api import REFERENCE, reference_head
 from draftlab.pipeline.resolve import recipe_of
@@ -26,8 +27,8 @@ from draftlab.report import print_report, print_suites
 from draftlab.store.manifest import MANIFEST
 from draftlab.store.store import Store
 from draftlab.target_model.boundaries import default_boundaries
-from draftlab.target_model.model import load_tokenizer
-from draftlab.text.render import Rendered, coloured
+from draftlab.target_model.loading import load_tokenizer
+from draftlab.text.samples import highlight_answers
 
 REPORT = "report.json"
 OF_A_FOLDER = (CONFIG, WEIGHTS, NATIVE, MANIFEST, "report.html", "recipe.yaml")
@@ -131,10 +132,10 @@ def _run(folder: Path, sample: int, console: Console, verify: bool) -> None:
 def _head(folder: Path, console: Console) -> None:
     config, shapes = load_config(folder), stored_shapes(folder)
     weights = sum(math.prod(shape) for shape in shapes.values())
-    last, llama4 = config.target_num_layers, config.llama4
+    last, options = config.target_num_layers, config.options()
     imported = config.provenance.get("imported")
     usual, default = default_boundaries(last), ""
-    if config.family not in FROM_LAST_STATE and config.boundaries != usual:
+    if not get_family(config.family).reads_last_state and config.boundaries != usual:
         default = f" (by default {list(usual)})"
     _table(
         f"head {folder}",
@@ -151,15 +152,23 @@ def _head(folder: Path, console: Console) -> None:
             f"{size_text((folder / WEIGHTS).stat().st_size)}",
             "draft vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,}",
             "trained K": config.k_trained,
-            "options": ", ".join(name for name in OPTIONS if getattr(config, name)) or "none",
+            "options": ", ".join(name for name, value in options.items() if value is True)
+            or "none",
             "embeddings": config.embeddings,
-            **({"mask token": config.mask_token_id} if config.mask_token_id is not None else {}),
-            **({"Llama 4's attention": _fields(llama4.model_dump(mode="json"))} if llama4 else {}),
+            **{
+                name.replace("_", " "): _option(v)
+                for name, v in options.items()
+                if type(v) is not bool
+            },
             **({"imported from": f"{imported['layout']} layout"} if imported else {}),
             **dict(plain_values(config.provenance)),
         },
         console,
     )
+
+
+def _option(value: Any) -> Any:
+    return _fields(value.model_dump(mode="json")) if isinstance(value, BaseModel) else value
 
 
 def _fields(values: dict[str, Any]) -> str:
@@ -210,4 +219,4 @@ def _conversation(store: Store, tokenizer: Any, index: int, console: Console) ->
         )
     tokens, spans = store.tokens_and_spans(index)
     console.print(f"\nconversation {store.ids[index]}: coloured tokens are the target's answer")
-    console.print(coloured(Rendered(tuple(tokens.tolist()), tuple(spans.tolist())), tokenizer))
+    console.print(highlight_answers(tokens.tolist(), spans.tolist(), tokenizer))

@@ -36,8 +36,9 @@ from draftlab.pipeline.stages import STAGES
 from draftlab.pipeline.training import train_head
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
-from draftlab.target_model.model import EMBEDDED, resolve_target
-from draftlab.text.conversations import conversation_file
+from draftlab.target_model.locate import resolve_target
+from draftlab.target_model.settings import EMBEDDED
+from draftlab.text.prompts import prompt_file
 from draftlab.train.distributed.ranks import Ranks, started_together
 
 
@@ -69,7 +70,7 @@ class Pipeline:
         files = {
             "answers": {
                 "target.fingerprint": fingerprint(target),
-                "prompts.sha256": sha256_file(conversation_file(self.recipe.prompts.source)),
+                "prompts.sha256": sha256_file(prompt_file(self.recipe.prompts.source)),
             },
             "eval": input_files(self.recipe.eval),
         }
@@ -103,7 +104,7 @@ class Pipeline:
         """An input file of a stage that is not there, if there is one."""
         recipe = self.recipe
         inputs: dict[str, Callable[[], object]] = {
-            "answers": lambda: conversation_file(recipe.prompts.source),
+            "answers": lambda: prompt_file(recipe.prompts.source),
             "head": lambda: recipe.head.init and head_path(recipe.head.init),
             "eval": lambda: input_files(recipe.eval),
         }

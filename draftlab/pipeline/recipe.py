@@ -99,12 +99,28 @@ class Recipe(Settings):
         return {"path": value} if isinstance(value, str) else value
 
 
+RENAMED_SETTINGS = {
+    "train.reach": "train.acceptance_weighting",
+    "train.packers": "train.data_workers",
+}
+"""Former names of settings. A recipe that uses one is refused; recipes in run folders are read."""
+
+
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads a recipe and applies `key=value` overrides (dotted keys, YAML values).
 
     Raises:
         UserError: missing file, bad YAML, unknown keys (with the nearest known name), bad values.
     """
+    tree = _read_yaml(path)
+    tree.setdefault("name", path.stem)
+    for override in overrides:
+        _override(tree, override)
+    return parse_recipe(tree, where=path)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file that holds a mapping."""
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (FileNotFoundError, IsADirectoryError):
@@ -117,10 +133,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise UserError(f"expected YAML, found text that is not: {error}", where=path) from None
     if not isinstance(tree, dict):
         raise UserError(f"expected a mapping of settings, found {type(tree).__name__}", where=path)
-    tree.setdefault("name", path.stem)
-    for override in overrides:
-        _override(tree, override)
-    return parse_recipe(tree, where=path)
+    return tree
 
 
 def parse_recipe(tree: dict[str, Any], *, where: Path | str = "recipe") -> Recipe:
@@ -134,6 +147,21 @@ def parse_recipe(tree: dict[str, Any], *, where: Path | str = "recipe") -> Recip
             where=where,
             do="`draftlab recipe schema` prints every setting with its unit and default",
         ) from None
+
+
+def read_run_recipe(path: Path) -> Recipe:
+    """Read the resolved recipe of a run folder, in which settings may have their former names.
+
+    Raises:
+        UserError: as in `load_recipe`.
+    """
+    tree = _read_yaml(path)
+    for old, new in RENAMED_SETTINGS.items():
+        (section, former), (_, name) = old.split("."), new.split(".")
+        fields = tree.get(section)
+        if isinstance(fields, dict) and former in fields:
+            fields[name] = fields.pop(former)
+    return parse_recipe(tree, where=path)
 
 
 def _override(tree: dict[str, Any], text: str) -> None:
@@ -177,6 +205,8 @@ def _explain(fault: Any) -> str:
         model = typing.cast(type[BaseModel], model.model_fields[str(part)].annotation)
     near = difflib.get_close_matches(str(loc[-1]), model.model_fields, n=1, cutoff=0.5)
     path = ".".join([*map(str, loc[:-1]), near[0]]) if near else ""
+    if key in RENAMED_SETTINGS:
+        return f"{key}: this setting is called {RENAMED_SETTINGS[key]} now"
     known = f"did you mean {path}?" if near else f"known: {', '.join(model.model_fields)}"
     return f"{key}: unknown setting; {known}"
 

@@ -17,18 +17,20 @@ from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.online import OnlineStore
-from draftlab.store.record import Part, planned, record
+from draftlab.store.record import Role, plan_recording, record
 from draftlab.store.store import Sample, Store, StoreIdentity
+from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.metadata import TargetMetadata
-from draftlab.target_model.model import Target, load_target, load_tokenizer
-from draftlab.text.answer_workers import answering
+from draftlab.target_model.model import Target
+from draftlab.text.answer_workers import start_answer_workers
 from draftlab.text.answers import regenerate
-from draftlab.text.conversations import Conversation, load_prompts, read_conversations
-from draftlab.text.render import template_sha256, tokenizer_sha256
-from draftlab.text.samples import samples
+from draftlab.text.chat_template import template_sha256, tokenizer_sha256
+from draftlab.text.conversations import Conversation, read_conversations
+from draftlab.text.prompts import load_prompts
+from draftlab.text.samples import build_samples
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.vllm.answers import VllmAnswers
-from draftlab.vllm.hidden_states import VllmStates
+from draftlab.vllm.hidden_states import VllmStateSource
 
 
 @dataclass
@@ -82,7 +84,7 @@ class Recording:
                 decode = stack.enter_context(VllmAnswers(target, settings, self.monitor))
             elif settings.enabled:
                 devices = helper_devices(gpus, self.recipe.target.device)
-                started = answering(self.recipe.target, devices, settings.batch)
+                started = start_answer_workers(self.recipe.target, devices, settings.batch)
                 others = stack.enter_context(started)
                 target = self.target
             regenerate(
@@ -94,7 +96,7 @@ class Recording:
                 seed=self.recipe.seed,
                 monitor=self.monitor,
                 decode=decode,
-                others=others,
+                extra_decoders=others,
             )
 
     def lead(self, folder: Path, gpus: int) -> None:
@@ -107,11 +109,11 @@ class Recording:
         """Takes shards of a recording that another process leads."""
         self._record(folder, "help")
 
-    def _record(self, folder: Path, part: Part) -> None:
-        settings, monitor, opened = self.recipe.record, self.monitor, None
+    def _record(self, folder: Path, role: Role) -> None:
+        settings, monitor, open_source = self.recipe.record, self.monitor, None
         identity, recorded = self._asked(monitor)
         if settings.backend == "vllm":
-            opened = partial(VllmStates, self.outline, settings, monitor)
+            open_source = partial(VllmStateSource, self.outline, settings, monitor)
         record(
             self._recorded,
             recorded,
@@ -119,8 +121,8 @@ class Recording:
             settings,
             identity,
             monitor=monitor,
-            part=part,
-            opened=opened,
+            role=role,
+            open_source=open_source,
         )
 
     def _asked(self, monitor: Monitor) -> tuple[StoreIdentity, list[Sample]]:
@@ -135,12 +137,14 @@ class Recording:
             dtype=self.recipe.record.dtype,
         )
         answers = read_conversations(self.run / STAGES["answers"].artefact)
-        return identity, samples(answers, self.tokenizer, monitor)
+        return identity, build_samples(answers, self.tokenizer, monitor)
 
     def _planned(self, monitor: Monitor) -> tuple[Manifest, list[Sample]]:
         """The plan of the recording, and the samples in it."""
         identity, recorded = self._asked(monitor)
-        return planned(self._recorded, recorded, self.recipe.record, identity, monitor=monitor)
+        return plan_recording(
+            self._recorded, recorded, self.recipe.record, identity, monitor=monitor
+        )
 
     def write_plan(self, folder: Path) -> None:
         """The manifest of a store whose states are made while training (record.online)."""

@@ -15,11 +15,11 @@ from draftlab.export import ExportSettings
 from draftlab.files import check_folder, sha256_file
 from draftlab.heads.folder import CONFIG, WEIGHTS, load_config
 from draftlab.pipeline.api import export, head_name_of, head_path, new_evaluator, write_report
-from draftlab.pipeline.recipe import Recipe, flat, load_recipe
+from draftlab.pipeline.recipe import Recipe, flat, read_run_recipe
 from draftlab.pipeline.run_folder import RUNS, find_run, lock, making_otherwise
 from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
-from draftlab.target_model.model import EMBEDDED, TargetSettings
+from draftlab.target_model.settings import EMBEDDED, TargetSettings
 from draftlab.text.suites import suite_sha256
 
 
@@ -139,4 +139,4 @@ def eval_subject(run_name: str | None, head: str | None, target: str | None) -> 
 
 def recipe_of(run_folder: Path) -> Recipe:
     """The resolved recipe a run was made with."""
-    return load_recipe(run_folder / "recipe.yaml")
+    return read_run_recipe(run_folder / "recipe.yaml")

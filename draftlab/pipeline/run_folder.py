@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, read_json, sha256_text, write_json, write_text
+from draftlab.heads.family import get_family
+from draftlab.pipeline.recipe import RENAMED_SETTINGS
 from draftlab.pipeline.stages import ADDED, FREE, STAGES, Stage
 from draftlab.store.store import check_store
 
@@ -75,7 +77,8 @@ class Run:
             return Status(stage, "missing", {})
         found = read_book(record)
         inputs = self.inputs(stage)
-        made = {key: ADDED[key] for key in ADDED.keys() & inputs.keys()} | found["inputs"]
+        made = {key: ADDED[key] for key in ADDED.keys() & inputs.keys()}
+        made |= _with_current_names(found["inputs"])
         # Round-trip through JSON, so that 1.0 and 1 compare as they were written.
         changes = {
             key: (made.get(key), inputs.get(key))
@@ -236,6 +239,14 @@ def lock(folder: Path) -> Iterator[None]:
                 do="wait for it to finish, or start a run of another name",
             ) from None
         yield
+
+
+def _with_current_names(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a stage's inputs with the present names of renamed settings and families."""
+    current = {RENAMED_SETTINGS.get(key, key): value for key, value in inputs.items()}
+    if "head.family" in current:
+        current["head.family"] = get_family(current["head.family"]).name
+    return current
 
 
 def find_run(name: str | None) -> Path:

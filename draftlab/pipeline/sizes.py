@@ -13,7 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from draftlab.errors import UserError
-from draftlab.heads.config import FROM_LAST_STATE, HeadConfig
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.family import get_family
 from draftlab.heads.folder import load_config, new_head
 from draftlab.heads.head import DraftHead
 from draftlab.heads.initial import check_start
@@ -25,7 +26,7 @@ from draftlab.progress import Monitor
 from draftlab.store.manifest import StoreIdentity
 from draftlab.target_model.parts import text_decoder
 from draftlab.target_model.replacements import freeze_rope
-from draftlab.text.conversations import conversation_file
+from draftlab.text.prompts import prompt_file
 from draftlab.train.flops import dense_flops, kept_bytes
 
 PROMPT_TOKENS = 256
@@ -145,7 +146,7 @@ class Conversations:
         """
         settings, asked = recipe.prompts, recipe.regenerate
         try:
-            with open(conversation_file(settings.source), "rb") as file:
+            with open(prompt_file(settings.source), "rb") as file:
                 sizes = [len(line) for line in file][: settings.max_prompts]
             count, prompt = len(sizes), sum(sizes) / max(len(sizes), 1) / BYTES_A_TOKEN
         except UserError:
@@ -178,7 +179,7 @@ class HeadSize:
         """Of a head as the recipe trains it, without counting what compaction saves."""
         settings, shape = recipe.train, head.config
         steps = float(settings.ttt_steps)
-        if shape.family == "ptd":
+        if head.family.objective().drops_anchors:
             steps = sum(
                 max(settings.cod_ratio**d, settings.cod_min) for d in range(settings.ttt_steps)
             )
@@ -227,8 +228,9 @@ def check_initial(recipe: Recipe, planned: HeadConfig) -> None:
 def planned_head(recipe: Recipe, config: Any, identity: StoreIdentity) -> DraftHead:
     """The head to be made, without memory."""
     asked, rows = recipe.draft_vocab.size, identity.vocab_size
-    whole = asked is None or recipe.head.family in FROM_LAST_STATE
-    mask = 0 if recipe.head.family == "ptd" else None
+    family = get_family(recipe.head.family)
+    whole = asked is None or family.uses_target_lm_head
+    mask = 0 if family.has_mask_token else None
     size = rows if whole else min(asked, rows)
     shape = head_config(recipe, identity, size, Monitor(), mask=mask, target=config)
     with torch.device("meta"):

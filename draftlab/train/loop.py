@@ -15,6 +15,7 @@ from draftlab.errors import UserError
 from draftlab.files import canonical_json, sha256_text
 from draftlab.formatting import rounded_text
 from draftlab.heads.config import HeadConfig
+from draftlab.heads.family import get_family
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead, initialise_head
 from draftlab.heads.initial import fingerprint, start_from
@@ -31,13 +32,12 @@ from draftlab.train.checkpoint import Checkpoint, checkpoints, read_checkpoint, 
 from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.distributed.backends import wrap
 from draftlab.train.distributed.ranks import Ranks, share
-from draftlab.train.families import OBJECTIVES
 from draftlab.train.flops import dense_flops, matrix_rate, mean_context
 from draftlab.train.metrics import MetricsLog, Window, speed_line
 from draftlab.train.objectives.loss import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
 from draftlab.train.profiler import OUTSIDE, Clock
-from draftlab.train.settings import FREE_SETTINGS, TrainSettings
+from draftlab.train.settings import TrainSettings
 from draftlab.train.validation import Validation, validate
 
 
@@ -73,14 +73,14 @@ class Trainer:
     ) -> None:
         self.store, self.settings, self.seed = store, settings, seed
         self.folder, self.monitor = folder, monitor
-        self.objective = OBJECTIVES[config.family]
+        self.objective = get_family(config.family).objective()
         self.ranks = ranks or Ranks.join(settings.device)
         self.device = self.ranks.device
         self.dtype = product_dtype(settings.precision, self.device)
         self.training, self.held_out = hold_out(store.ids, settings.validation_share, seed)
         if settings.validation_share and not self.held_out:
             monitor.say("validation: none, since all records answer one prompt")
-        drops, imitates = self.objective.drops, self.objective.imitates
+        drops, imitates = self.objective.drops_anchors, self.objective.imitates_states
         one_row = in_one_row(self.device)
         packer = Packer(store, settings, seed, drops, imitates, one_row)
         self.pack = choose_packing(packer, self.ranks)
@@ -104,8 +104,8 @@ class Trainer:
         self.key = sha256_text(
             canonical_json(
                 [
-                    settings.model_dump(exclude=set(FREE_SETTINGS)),
-                    config.model_dump(mode="json", exclude={"provenance"}),
+                    settings.identity(),
+                    config.identity(),
                     vocabulary.target_ids.tolist(),
                     store.manifest.model_dump(mode="json"),
                     seed,
@@ -132,7 +132,9 @@ class Trainer:
             "MFU: the share of that; rows without loss are left out, which lifts it, above 100% "
             "even)"
         )
-        self.monitor.say(f"how steps are run: {lesson.how}; batches are packed by {self.pack.how}")
+        self.monitor.say(
+            f"how steps are run: {lesson.description}; batches are packed by {self.pack.how}"
+        )
 
     def _resume(self) -> None:
         found = self.ranks.told(checkpoints(self.folder / "checkpoints")[-1:])

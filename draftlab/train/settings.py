@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from draftlab.heads.config import shape_fault
+from draftlab.errors import UserError
+from draftlab.heads.family import family_names, get_family
 from draftlab.settings import Settings
 
 FREE_SETTINGS = frozenset(
@@ -25,8 +26,12 @@ FREE_SETTINGS = frozenset(
 """Settings of `TrainSettings` that change how training runs, never what it makes."""
 
 
+FIRST_NAMES = {"acceptance_weighting": "reach"}
+"""Settings of `TrainSettings` that were renamed, with their first names."""
+
+
 class Llama4Settings(Settings):
-    """Attention of an eagle_llama4 head; what is None follows the target, or else Llama 4."""
+    """Attention of an eagle_llama4 head; what is None follows the target, else Llama 4."""
 
     no_rope_layers: tuple[Literal[0, 1], ...] | None = None
     """For each layer, 1: with RoPE, 0: without; None: every fourth without, as in Llama 4."""
@@ -45,12 +50,12 @@ class Llama4Settings(Settings):
 class HeadSettings(Settings):
     """Shape of the head; what is None follows the target."""
 
-    family: Literal["eagle3", "ptd", "eagle", "eagle_llama4"] = "eagle3"
-    """eagle3: drafts one token a pass, from its own last. ptd: all K tokens in one pass. eagle: the
-    first generation, one a pass, from an imitation of the target's last state. eagle_llama4: that
-    with the layers of Llama 4, dense ones."""
-    num_layers: int = Field(default=1, ge=1, le=4)
-    """Decoder layers; more than one for ptd and eagle only."""
+    family: str = "eagle3"
+    """eagle3: drafts one token a pass, each from the head's previous output. peagle (formerly ptd):
+    all K tokens in one pass. eagle: the first generation, which imitates the target's last state.
+    eagle_llama4: the same with dense Llama 4 layers. Families of other packages can be registered."""
+    num_layers: int = Field(default=1, ge=1)
+    """Decoder layers: 1 for eagle3, up to 4 for the others."""
     intermediate_size: int | None = None
     """Width of the feed-forward; None: the target's."""
     num_attention_heads: int | None = None
@@ -62,9 +67,9 @@ class HeadSettings(Settings):
     norm_before_residual: bool = False
     """Whether the residual is the normed hidden state. SGLang cannot serve True."""
     norm_before_fc: bool = False
-    """eagle3, ptd: whether the features are normed side by side before fc."""
+    """eagle3, peagle: whether one norm over all features comes before fc."""
     fc_norm: bool = False
-    """eagle3, ptd: whether the features of each boundary are normed before fc, each alone."""
+    """eagle3, peagle: whether the features of each boundary are normed before fc."""
     norm_output: bool = False
     """eagle3: whether the normed output is fed back, in place of the output before its norm."""
     qk_norm: bool = False
@@ -72,27 +77,34 @@ class HeadSettings(Settings):
     llama4: Llama4Settings = Llama4Settings()
     """eagle_llama4: its attention; what is null follows the target, or else Llama 4."""
     mask_token: int | str = "auto"
-    """ptd: token of the masked slots, by name or id; "auto": a mask or reserved token, or an
+    """peagle: token of the masked slots, by name or id; "auto": a mask or reserved token, or an
     embedding that no token has."""
     init: str | None = None
     """Head to start from, such as "reference" or runs/NAME/head; None: from the target's parts."""
 
+    @field_validator("family")
+    @classmethod
+    def _known_family(cls, value: str) -> str:
+        try:
+            return get_family(value).name  # an alias becomes the name
+        except UserError:
+            names = " or ".join(map(repr, family_names()))
+            raise ValueError(f"expected {names}, found {value!r}") from None
+
     @model_validator(mode="after")
     def _fits_family(self) -> HeadSettings:
-        if fault := shape_fault(self):
-            raise ValueError(fault)
-        chosen = [name for name, value in self.llama4 if value is not None]
-        if self.family != "eagle_llama4" and chosen:
-            raise ValueError(f"family {self.family} has no llama4.{chosen[0]}")
-        ropes = self.llama4.no_rope_layers
-        if ropes is not None and len(ropes) != self.num_layers:
-            raise ValueError(
-                f"llama4.no_rope_layers has one number for each of the {self.num_layers} layers, "
-                f"found {list(ropes)}"
-            )
-        if self.family != "ptd" and self.mask_token != "auto":
-            raise ValueError(f"family {self.family} has no mask_token, found {self.mask_token!r}")
+        get_family(self.family).check_settings(self)
         return self
+
+    def chosen_options(self) -> set[str]:
+        """Return the names of the settings, beside the shape, that the recipe sets."""
+        flags = {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm"}
+        chosen = {name for name in flags if getattr(self, name)}
+        if self.mask_token != "auto":
+            chosen.add("mask_token")
+        if any(value is not None for _, value in self.llama4):
+            chosen.add("llama4")
+        return chosen
 
 
 class TrainSettings(Settings):
@@ -120,13 +132,13 @@ class TrainSettings(Settings):
     """eagle: largest noise on features, times 512 / length of the conversation; 0: none."""
     gamma: float = Field(default=0.8, gt=0, le=1)
     """Weight of step (depth) k is gamma^k."""
-    reach: float = Field(default=0.0, ge=0, le=1)
-    """Share of a row's weight that goes with the chance that its draft is reached: the product of
-    its anchor's α at the steps before."""
+    acceptance_weighting: float = Field(default=0.0, ge=0, le=1)
+    """Share of a row's weight that is multiplied by the probability that its draft is reached: the
+    product of its anchor's α at the steps before."""
     cod_ratio: float = Field(default=0.8, gt=0, le=1)
-    """ptd: share of the anchors that keep depth d is cod_ratio^d (conditional drop); 1: all."""
+    """peagle: share of the anchors that keep depth d is cod_ratio^d (conditional drop); 1: all."""
     cod_min: float = Field(default=0.2, ge=0, le=1)
-    """ptd: smallest share of the anchors that a depth keeps."""
+    """peagle: smallest share of the anchors that a depth keeps."""
     anchor_parts: int = Field(default=1, ge=1)
     """Parts that the anchors of a forward pass are dealt to, to run one after the other: less
     memory for long rows, with the same result."""
@@ -150,7 +162,7 @@ class TrainSettings(Settings):
     """Autocast dtype over float32 weights; "auto": bfloat16 on a GPU, float32 on a CPU."""
     compile: Literal["auto"] | bool = "auto"
     """Whether norms, rotations and gates of a step are compiled (torch.compile); "auto": on a
-    GPU. eagle3 and ptd; other families have no use for it."""
+    GPU. eagle3 and peagle; other families have no use for it."""
     recompute: Literal["auto"] | bool = "auto"
     """Whether steps are computed again in the backward pass in place of being kept: less memory for
     long rows, a third more time; "auto": on a GPU that could not keep them. eagle3 only."""
@@ -174,3 +186,11 @@ class TrainSettings(Settings):
     None: up to 4 for a GPU, whose work starts more slowly beside threads; on a CPU 0."""
     wandb: str | None = None
     """Project on Weights & Biases; None: off."""
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a training checkpoint is tied to: all settings that change its weights.
+
+        Renamed settings keep their first name, so that older checkpoints can be continued.
+        """
+        fields = self.model_dump(exclude=set(FREE_SETTINGS))
+        return {FIRST_NAMES.get(name, name): value for name, value in fields.items()}

@@ -10,7 +10,6 @@ from torch import Tensor
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.distill import distill
 from draftlab.train.batch.packing import Batch
-from draftlab.train.families import OBJECTIVES
 from draftlab.train.objectives.loss import DraftTeacher, step_of_row
 
 BUFFER = 64 << 20
@@ -45,10 +44,10 @@ def score(head: DraftHead, target: DraftTeacher, batch: Batch) -> Scores:
     device = batch.tokens.device
     kinds = (torch.bool,) * 3 + (torch.float32,) * 3
     found = [torch.zeros(shape, dtype=kind, device=device) for kind in kinds]
-    outputs = list(OBJECTIVES[head.config.family].outputs(head, batch))
+    outputs = list(head.family.objective().forward(head, batch))
     if outputs:
-        step = step_of_row([len(o.teacher) for o in outputs], device)
-        row = torch.cat([o.teacher for o in outputs])
+        step = step_of_row([len(o.teacher_index) for o in outputs], device)
+        row = torch.cat([o.teacher_index for o in outputs])
         values = _judged(head, target, batch, torch.cat([o.output for o in outputs]), row)
         for whole, value in zip(
             found, (torch.ones_like(row, dtype=torch.bool), *values), strict=True

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftlab.heads.config import HeadConfig, TargetIdentity
+from draftlab.heads.config import TargetIdentity, make_head_config
 from draftlab.heads.folder import new_head, save_head
 from draftlab.target_model.fingerprint import fingerprint
 from tests.helpers.export_toys import BOUNDARIES, HIDDEN, LAYERS, VOCAB, make_target
@@ -48,7 +48,7 @@ def make_head(target: Path, tmp_path: Path) -> Callable[..., Path]:
             ),
             **changed,
         }
-        head = new_head(HeadConfig(**fields))
+        head = new_head(make_head_config(**fields))
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for parameter in head.parameters():

@@ -65,7 +65,7 @@ def test_tensors_and_config(
 def test_the_exports_forward_is_the_heads(
     make_head: MakeHead, target: Path, tmp_path: Path, program: str
 ) -> None:
-    folder, lent = make_head(**EAGLE, dtype=torch.float32), load_parts(target).lent
+    folder, lent = make_head(**EAGLE, dtype=torch.float32), load_parts(target).shared_tensors
     lent = {name: tensor.float() for name, tensor in lent.items()}
     out = export(folder, target, tmp_path / "out", program, dtype="float32")
     c = json.loads((out / "config.json").read_text())
@@ -75,17 +75,17 @@ def test_the_exports_forward_is_the_heads(
     )
     found = load_file(out / "model.safetensors")
     plain = PlainChain({n: t.double() for n, t in (lent | found).items()}, config)
-    head = load_head(folder, lent=lent, dtype=torch.float32, device="cpu").double()
+    head = load_head(folder, target_tensors=lent, dtype=torch.float32, device="cpu").double()
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(VOCAB, (9,), generator=generator)
     states = torch.randn(9, HIDDEN, generator=generator, dtype=torch.float64)
     caches, logits = plain.empty, []
     for t in range(9):
-        _, row, caches = plain.step(int(tokens[t]), plain.fuse(states[t]), t, caches)
+        _, row, caches = plain.step(int(tokens[t]), plain.project_features(states[t]), t, caches)
         logits.append(row)
     expected = torch.stack(logits)
     torch.testing.assert_close(
-        logits_of(head, tokens, head.fuse(states)), expected, rtol=1e-4, atol=1e-4
+        logits_of(head, tokens, head.project_features(states)), expected, rtol=1e-4, atol=1e-4
     )
     assert expected.std() > 1
 

@@ -9,7 +9,8 @@ import pytest
 
 from draftlab.errors import UserError
 from draftlab.export import ExportSettings, gguf
-from draftlab.target_model.model import TargetSettings, resolve_target
+from draftlab.target_model.locate import resolve_target
+from draftlab.target_model.settings import TargetSettings
 
 SCRIPT = """
 import argparse, json, sys

@@ -54,7 +54,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-PTD = {"family": "ptd", "mask_token_id": 11, "embeddings": "own", "num_layers": 2}
+PEAGLE = {"family": "peagle", "mask_token_id": 11, "embeddings": "own", "num_layers": 2}
 SHAPES = {
     "plain": {},
     "whole vocabulary": {"draft_vocab_size": VOCAB},
@@ -67,8 +67,8 @@ SHAPES = {
     "llama3": {"rope_parameters": LLAMA3},
     "norms of q and k": {"qk_norm": True},
     "first generation": {"family": "eagle", "boundaries": (LAYERS,), "draft_vocab_size": VOCAB},
-    "parallel": PTD,
-    "parallel, norms of q and k": PTD | {"qk_norm": True, "draft_vocab_size": VOCAB},
+    "parallel": PEAGLE,
+    "parallel, norms of q and k": PEAGLE | {"qk_norm": True, "draft_vocab_size": VOCAB},
 }
 
 
@@ -226,7 +226,7 @@ def test_sglangs_names_of_later_norms_are_taken_where_they_agree(
         usual = "layers.1.input_layernorm.weight"
         tensors["layers.1.hidden_norm.weight"] = tensors[usual].clone()
 
-    export = change_tensors(exported(**PTD), rename)
+    export = change_tensors(exported(**PEAGLE), rename)
     back = import_head(export, tmp_path / "back", target=str(target))
     wanted = (tmp_path / "head" / "model.safetensors").read_bytes()
     assert (back / "model.safetensors").read_bytes() == wanted

@@ -16,7 +16,7 @@ from draftlab.errors import UserError
 from draftlab.export.launch_text import vllm_text
 from draftlab.export.layout import Export
 from draftlab.heads.folder import load_config, load_head
-from draftlab.heads.native import native_config
+from draftlab.heads.native_config import native_config
 from draftlab.target_model.parts import load_parts
 from tests.heads.test_llama4_head import run
 from tests.helpers.export_toys import HIDDEN, LAYERS, MAX_LENGTH, VOCAB, export, verify
@@ -114,7 +114,9 @@ def test_vllm_is_told_whether_a_llama4_targets_attention_is_tempered(
 def test_an_independent_reader_computes_the_head(out: Path, target: Path, tmp_path: Path) -> None:
     folder = tmp_path / "head"
     parts = load_parts(target)
-    head = load_head(folder, lent=parts.lent, dtype=torch.float32, device="cpu").double()
+    head = load_head(
+        folder, target_tensors=parts.shared_tensors, dtype=torch.float32, device="cpu"
+    ).double()
     reader = Reader(
         json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
     )
@@ -122,7 +124,7 @@ def test_an_independent_reader_computes_the_head(out: Path, target: Path, tmp_pa
     tokens = torch.randint(0, VOCAB, (13,), generator=generator)
     states = torch.randn(13, HIDDEN, generator=generator, dtype=torch.float64)
     found = run(head, tokens, states)
-    normed = head.fuse(states)
+    normed = head.project_features(states)
     for position, (token, state) in enumerate(zip(tokens.tolist(), normed, strict=True)):
         expected = reader.step(token, state, position)
         torch.testing.assert_close(found[position], expected, rtol=0, atol=1e-5)

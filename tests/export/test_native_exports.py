@@ -13,9 +13,18 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from draftlab.errors import UserError
-from draftlab.export import LAYOUTS
+from draftlab.heads.family import families
 from draftlab.target_model.parts import load_parts
-from tests.helpers.export_toys import HIDDEN, LAYERS, MASK, MAX_LENGTH, PTD, VOCAB, export, verify
+from tests.helpers.export_toys import (
+    HIDDEN,
+    LAYERS,
+    MASK,
+    MAX_LENGTH,
+    PEAGLE,
+    VOCAB,
+    export,
+    verify,
+)
 from tests.helpers.plain_reader import read_and_run
 
 MakeHead = Callable[..., Path]
@@ -87,7 +96,7 @@ def test_config_says_what_every_reader_looks_for(
 def test_a_parallel_head_names_its_mask_for_every_version_of_vllm(
     make_head: MakeHead, target: Path, tmp_path: Path
 ) -> None:
-    head = make_head(**PTD)
+    head = make_head(**PEAGLE)
     out = export(head, target, tmp_path / "out", "vllm", k=5)
     config, tensors = config_of(out), load_file(out / "model.safetensors")
     assert {config[n] for n in ("mask_token_id", "ptd_token_id", "pard_token")} == {MASK}
@@ -129,8 +138,8 @@ def test_a_plain_reader_gets_the_heads_logits(
 @pytest.mark.parametrize(
     ("program", "fields", "reason"),
     [
-        ("sglang", PTD, "no masked slots.*--to vllm"),
-        ("llamacpp", PTD, "no masked slots.*--to vllm"),
+        ("sglang", PEAGLE, "no masked slots.*--to vllm"),
+        ("llamacpp", PEAGLE, "no masked slots.*--to vllm"),
         ("sglang", {"norm_before_residual": True}, "norm_before_residual.*(?s:.*)--to vllm"),
         ("sglang", {"qk_norm": True}, "norms of queries and keys"),
         ("sglang", {"embeddings": "own"}, "embeddings of its own"),
@@ -236,6 +245,6 @@ def test_launch_lines_of_the_other_servers(
 
 
 def test_what_is_refused_names_the_layout_to_use_instead() -> None:
-    reasons = [held for of in LAYOUTS.values() for held in of.values() if isinstance(held, str)]
+    reasons = [x for f in families() for x in f.layouts().values() if isinstance(x, str)]
     assert reasons
     assert all("--to" in reason for reason in reasons)

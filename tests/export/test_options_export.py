@@ -56,7 +56,7 @@ def test_an_exports_drafts_are_the_heads(
     lent = {"embed_tokens.weight": load_parts(target).embeddings.float()}
     out = export(folder, target, tmp_path / "out", program, dtype="float32")
     plain, ids = plain_reader(out, lent)
-    head = load_head(folder, lent=lent, dtype=torch.float32, device="cpu").double()
+    head = load_head(folder, target_tensors=lent, dtype=torch.float32, device="cpu").double()
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(VOCAB, (7,), generator=generator)
     features = torch.randn(
@@ -64,8 +64,8 @@ def test_an_exports_drafts_are_the_heads(
     )
     caches, hidden, expected, fed = plain.empty, None, [], []
     for t in range(7):  # two drafts behind five true pairs
-        hidden = plain.fuse(features[t]) if t < 5 else hidden
-        fed.append(head.fuse(features[t]) if t < 5 else hidden)
+        hidden = plain.project_features(features[t]) if t < 5 else hidden
+        fed.append(head.project_features(features[t]) if t < 5 else hidden)
         hidden, row, caches = plain.step(int(tokens[t]), hidden, t, caches)
         expected.append(row)
     logits = torch.stack(expected)

@@ -22,7 +22,7 @@ from tests.helpers.export_toys import (
     HIDDEN,
     MASK,
     MAX_LENGTH,
-    PTD,
+    PEAGLE,
     VOCAB,
     export,
     verify,
@@ -77,7 +77,7 @@ def shapes(layers: int, qk_norm: bool) -> dict[str, list[int]]:
 def test_tensors_and_config_of_a_parallel_head(
     make_head: MakeHead, target: Path, tmp_path: Path, layers: int, qk_norm: bool
 ) -> None:
-    head = make_head(**PTD | {"num_layers": layers, "qk_norm": qk_norm})
+    head = make_head(**PEAGLE | {"num_layers": layers, "qk_norm": qk_norm})
     out = export(head, target, tmp_path / "out", dtype="float32")
     tensors = load_file(out / WEIGHTS)
     assert {name: list(t.shape) for name, t in tensors.items()} == shapes(layers, qk_norm)
@@ -123,7 +123,7 @@ def test_layers_read_the_same_by_model_config_and_by_bare_config(
     make_head: MakeHead, target: Path, tmp_path: Path, qk_norm: bool
 ) -> None:
     """The library builds a model's own config; vLLM sets attributes of a bare one."""
-    head = make_head(**PTD, qk_norm=qk_norm, rope_parameters=dict(LLAMA3))
+    head = make_head(**PEAGLE, qk_norm=qk_norm, rope_parameters=dict(LLAMA3))
     out = export(head, target, tmp_path / "out")
 
     def layer() -> dict:
@@ -154,7 +154,7 @@ def test_a_plain_reader_drafts_the_heads_logits_in_one_pass(
 ) -> None:
     folder = make_head(
         dtype=torch.float32,
-        **PTD | {"num_layers": layers},
+        **PEAGLE | {"num_layers": layers},
         qk_norm=qk_norm,
         norm_before_residual=before,
         rope_parameters=dict(LLAMA3),
@@ -172,7 +172,7 @@ def test_a_plain_reader_drafts_the_heads_logits_in_one_pass(
         torch.cat([features, written["mask_hidden"].flatten().expand(3, -1)]),
     )
     head = load_head(folder, embeddings=None, dtype=torch.float32, device="cpu")
-    hidden = torch.cat([head.fuse(features), head.mask_state().expand(3, -1)])
+    hidden = torch.cat([head.project_features(features), head.mask_state().expand(3, -1)])
     expected = head.logits(head.run(torch.cat([tokens, slots]), hidden, torch.arange(12), causal))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(ids, head.target_ids(torch.arange(DRAFT)))
@@ -185,7 +185,7 @@ def test_a_plain_reader_drafts_the_heads_logits_in_one_pass(
 def test_a_changed_tensor_is_found(
     make_head: MakeHead, target: Path, tmp_path: Path, name: str
 ) -> None:
-    head = make_head(**PTD)
+    head = make_head(**PEAGLE)
     out = export(head, target, tmp_path / "out")
     tensors = load_file(out / WEIGHTS)
     tensors[name].view(-1)[0] += 1
@@ -197,7 +197,7 @@ def test_a_changed_tensor_is_found(
 def test_a_missing_or_flat_mask_hidden_is_found(
     make_head: MakeHead, target: Path, tmp_path: Path
 ) -> None:
-    head = make_head(**PTD)
+    head = make_head(**PEAGLE)
     out = export(head, target, tmp_path / "out")
     tensors = load_file(out / WEIGHTS)
     mask = tensors.pop("mask_hidden")
@@ -214,7 +214,7 @@ def test_a_missing_or_flat_mask_hidden_is_found(
 def test_another_mask_token_in_the_config_is_found(
     make_head: MakeHead, target: Path, tmp_path: Path, value: object
 ) -> None:
-    head = make_head(**PTD)
+    head = make_head(**PEAGLE)
     out = export(head, target, tmp_path / "out")
     config = json.loads((out / "config.json").read_text())
     del config["mask_token_id"]
@@ -229,7 +229,7 @@ def test_another_mask_token_in_the_config_is_found(
 def test_a_parallel_head_without_its_mask_or_of_another_width_is_refused(
     make_head: MakeHead, target: Path, tmp_path: Path, drop: str
 ) -> None:
-    head = make_head(**PTD)
+    head = make_head(**PEAGLE)
     tensors = load_file(head / WEIGHTS)
     mask = tensors.pop("mask_hidden")
     if drop == "width":
@@ -245,7 +245,7 @@ def test_a_parallel_head_without_its_mask_or_of_another_width_is_refused(
 def test_launch_lines_ask_for_parallel_drafting(
     make_head: MakeHead, target: Path, tmp_path: Path
 ) -> None:
-    out = export(make_head(**PTD), target, tmp_path / "out", k=5)
+    out = export(make_head(**PEAGLE), target, tmp_path / "out", k=5)
     lines = (out / "launch.md").read_text().splitlines()
     alone, explicit = [shlex.split(line) for line in lines if line.startswith("vllm")]
     assert alone == ["vllm", "serve", str(out.resolve())]
@@ -259,7 +259,7 @@ def test_launch_lines_ask_for_parallel_drafting(
     assert "`speculators_model_type: peagle`" in (out / "README.md").read_text()
 
 
-@pytest.mark.parametrize("changed", [{}, PTD])
+@pytest.mark.parametrize("changed", [{}, PEAGLE])
 def test_more_drafts_than_trained_are_warned_of_and_more_than_positions_refused(
     make_head: MakeHead, target: Path, tmp_path: Path, changed: dict
 ) -> None:

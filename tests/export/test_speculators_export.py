@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from draftlab.errors import UserError
-from draftlab.export import LAYOUTS, ExportSettings, find_layout
+from draftlab.export import ExportSettings, layout_for
 from draftlab.export.settings import PROGRAMS
+from draftlab.heads.family import get_family
 from draftlab.heads.folder import load_head
 from draftlab.progress import Monitor
 from draftlab.target_model.parts import load_parts
@@ -182,7 +183,7 @@ def test_a_plain_reader_of_the_folder_gets_the_heads_logits(
         folder, embeddings=load_parts(target).embeddings, dtype=torch.float32, device="cpu"
     )
     layer = head.layer
-    x, residual = layer.inputs(head.embed_tokens(tokens), head.fuse(features))
+    x, residual = layer.inputs(head.embed_tokens(tokens), head.project_features(features))
     angles = head.rope.angles(torch.arange(12))
     query, (key, value) = layer.self_attn.query(x, angles), layer.self_attn.key_value(x, angles)
     q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
@@ -257,14 +258,13 @@ def test_chosen_defaults_are_said(make_head: MakeHead, target: Path, tmp_path: P
 
 
 def test_layouts_and_settings() -> None:
-    assert LAYOUTS.keys() == set(PROGRAMS)
-    assert find_layout("speculators") is LAYOUTS["speculators"]
+    assert get_family("eagle3").layouts().keys() == set(PROGRAMS)
     with pytest.raises(UserError, match="did you mean 'speculators'"):
-        find_layout("speculator")
+        layout_for("speculator", "eagle3")
     with pytest.raises(UserError, match="expected a layout out of llamacpp, sglang, speculators"):
-        find_layout("onnx")
+        layout_for("onnx", "eagle3")
     with pytest.raises(UserError, match="did you mean 'llamacpp'"):
-        find_layout("gguf")
+        layout_for("gguf", "eagle3")
     assert ExportSettings() == ExportSettings(formats=("speculators",), dtype=None, k=None)
     with pytest.raises(ValueError, match="did you mean 'speculators'"):
         ExportSettings(formats=("Speculators",))

@@ -12,11 +12,11 @@ from transformers import AutoConfig, Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextModel
 
 from draftlab.errors import UserError
-from draftlab.heads.config import HeadConfig
+from draftlab.heads.config import make_head_config
 from draftlab.heads.folder import load_config, load_head, save_head
 from draftlab.heads.initial import start_from
 from draftlab.heads.llama4 import EagleLlama4Head
-from draftlab.heads.native import native_config
+from draftlab.heads.native_config import native_config
 from tests.helpers.head_toys import LLAMA3, make_config, make_head
 from tests.helpers.llama4_reader import Reader, half_split, pairs
 
@@ -78,7 +78,7 @@ def run(head: EagleLlama4Head, tokens: Tensor, states: Tensor) -> Tensor:
         )
         return found.transpose(0, 1)
 
-    return head.run(tokens, head.fuse(states), positions, attend)
+    return head.run(tokens, head.project_features(states), positions, attend)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,7 +141,7 @@ def test_layers_are_transformers_own() -> None:
     tensors = {n: t for n, t in head.tensors().items() if n.startswith(("layers", "norm"))}
     assert model.load_state_dict(tensors, strict=False).unexpected_keys == []
     tokens, states = inputs()
-    fed = head.fc(torch.cat([head.embed(tokens), head.fuse(states)], -1))
+    fed = head.fc(torch.cat([head.embed(tokens), head.project_features(states)], -1))
     with torch.no_grad():
         expected = model(inputs_embeds=fed[None], use_cache=False).last_hidden_state[0]
     # transformers rotates in float32.
@@ -152,9 +152,9 @@ def test_a_folder_is_what_vllm_loads(tmp_path: Path) -> None:
     """Names, shapes and keys of servers §1.2; embeddings, norm and lm_head of the target stay."""
     head = make_head(**changed(**ALONE) | {"num_layers": 1}).float()
     save_head(tmp_path, head, torch.float32)
-    lent = {n: head.tensors()[n] for n in head.borrowed()}
+    lent = {n: head.tensors()[n] for n in head.shared_tensors()}
     assert sorted(lent) == ["embed_tokens.weight", "lm_head.weight", "target_norm.weight"]
-    again = load_head(tmp_path, lent=lent, dtype=torch.float32, device="cpu")
+    again = load_head(tmp_path, target_tensors=lent, dtype=torch.float32, device="cpu")
     for name, tensor in head.tensors().items():
         assert torch.equal(again.tensors()[name], tensor), name
     found = AutoConfig.from_pretrained(tmp_path)
@@ -162,7 +162,7 @@ def test_a_folder_is_what_vllm_loads(tmp_path: Path) -> None:
     assert found.draft_vocab_size == found.vocab_size == 50
     assert found.yoco_global_kv_layer is found.yoco_local_kv_layer is None
     before = json.dumps(load_config(tmp_path).model_dump(mode="json"))
-    load_head(tmp_path, lent=lent, dtype=torch.float32, device="cpu")
+    load_head(tmp_path, target_tensors=lent, dtype=torch.float32, device="cpu")
     assert json.dumps(load_config(tmp_path).model_dump(mode="json")) == before
 
 
@@ -196,7 +196,7 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
     file.write_text(json.dumps(fields))
     with pytest.raises(UserError, match="attention_chunk_size"):
         load_config(tmp_path)
-    assert HeadConfig.model_validate(head.config.model_dump(by_alias=True)) == head.config
+    assert make_head_config(**head.config.model_dump(by_alias=True)) == head.config
 
 
 def test_a_head_starts_from_one_of_its_kind_alone() -> None:

@@ -52,11 +52,11 @@ def test_forward_and_fed_back_steps_equal_a_plain_chain(kind: str) -> None:
     plain = PlainChain({n: t.double() for n, t in head.state_dict().items()}, head.config)
     caches, wanted, logits = plain.empty, [], []
     for t in range(size + drafts):
-        hidden = plain.fuse(features[t]) if t < size else wanted[-1]
+        hidden = plain.project_features(features[t]) if t < size else wanted[-1]
         out, row, caches = plain.step(int(tokens[t]), hidden, t, caches)
         wanted.append(out)
         logits.append(row)
-    hidden = head.fuse(features)
+    hidden = head.project_features(features)
     for t in range(size, size + drafts + 1):
         out = head.run(tokens[:t], hidden, torch.arange(t), causal)
         # float32 angles are the only rounding: everything else runs in float64 here.
@@ -78,7 +78,9 @@ def test_an_option_is_not_without_effect(kind: str) -> None:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(50, (4,), generator=generator)
     features = torch.randn(4, head.config.feature_size, generator=generator, dtype=torch.float64)
-    outputs = [h.run(tokens, h.fuse(features), torch.arange(4), causal) for h in (head, plain)]
+    outputs = [
+        h.run(tokens, h.project_features(features), torch.arange(4), causal) for h in (head, plain)
+    ]
     assert not torch.allclose(*outputs, atol=1e-2)
 
 
@@ -88,9 +90,9 @@ def test_a_folder_gives_the_same_head(kind: str, tmp_path: Path) -> None:
     save_head(tmp_path, head, torch.float32)
     stored = load_file(tmp_path / "model.safetensors")
     state = head.state_dict()
-    lent = {n: state[n] for n in head.borrowed()}
+    lent = {n: state[n] for n in head.shared_tensors()}
     assert not lent.keys() & stored.keys()
-    found = load_head(tmp_path, lent=lent, dtype=torch.float32, device="cpu")
+    found = load_head(tmp_path, target_tensors=lent, dtype=torch.float32, device="cpu")
     assert found.config == head.config == load_config(tmp_path)
     for name, tensor in found.state_dict().items():
         assert torch.equal(tensor, state[name]), name
@@ -108,21 +110,24 @@ def test_what_the_target_lends_an_eagle_head_is_in_no_file(tmp_path: Path) -> No
     assert stored.keys() == wanted  # servers §1.1, which vLLM loads as it stands
     assert stored["fc.weight"].shape == (24, 48)
     state = head.state_dict()
-    lent = {n: state[n] for n in head.borrowed()}
+    lent = {n: state[n] for n in head.shared_tensors()}
     for name, words in (("lm_head.weight", "lm_head"), ("target_norm.weight", "final norm")):
         fewer = {n: t for n, t in lent.items() if n != name}
         with pytest.raises(UserError, match=f"target's {words}, and none were given"):
-            load_head(tmp_path, lent=fewer, dtype=torch.float32, device="cpu")
+            load_head(tmp_path, target_tensors=fewer, dtype=torch.float32, device="cpu")
     save_file(stored | {"lm_head.weight": state["lm_head.weight"]}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"lends lm_head\.weight, and the file holds one"):
-        load_head(tmp_path, lent=lent, dtype=torch.float32, device="cpu")
+        load_head(tmp_path, target_tensors=lent, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
         ({"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
-        ({"family": "ptd", "mask_token_id": 7, "embeddings": "own", "norm_output": True}, "feeds"),
+        (
+            {"family": "peagle", "mask_token_id": 7, "embeddings": "own", "norm_output": True},
+            "feeds",
+        ),
         (EAGLE | {"boundaries": (4,)}, r"last state, boundaries \[5\], found \[4\]"),
         (EAGLE | {"target_hidden_size": 20}, r"as wide as its target \(20\).* found .* 24"),
         (EAGLE | {"draft_vocab_size": 21}, "all 50 tokens, found draft_vocab_size 21"),

@@ -1,4 +1,4 @@
-"""PTD heads: the head folder, and heads that start from others."""
+"""PEAGLE heads: the head folder, and heads that start from others."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from draftlab.heads.folder import load_config, load_head, native_config, save_he
 from draftlab.heads.initial import fingerprint, start_from
 from draftlab.heads.peagle import PeagleHead
 from draftlab.pipeline.api import reference_head
-from tests.helpers.head_toys import PTD, make_config, make_head
+from tests.helpers.head_toys import PEAGLE, make_config, make_head
 
 FILE, MASK, FEATURES = "model.safetensors", 7, 80
 
 
-def make_ptd(seed: int = 0, **changed: object) -> PeagleHead:
-    head = make_head(seed, **(PTD | changed))
+def make_peagle(seed: int = 0, **changed: object) -> PeagleHead:
+    head = make_head(seed, **(PEAGLE | changed))
     assert isinstance(head, PeagleHead)
     return head
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_head(tmp_path / "head", make_ptd(qk_norm=True).float(), torch.float32)
+    save_head(tmp_path / "head", make_peagle(qk_norm=True).float(), torch.float32)
     return tmp_path / "head"
 
 
@@ -38,8 +38,8 @@ def load(folder: Path) -> Eagle3Head:
     return load_head(folder, embeddings=None, dtype=torch.float32, device="cpu")
 
 
-def test_a_ptd_head_comes_back_whole(folder: Path) -> None:
-    head, loaded = make_ptd(qk_norm=True).float(), load(folder)
+def test_a_parallel_head_comes_back_whole(folder: Path) -> None:
+    head, loaded = make_peagle(qk_norm=True).float(), load(folder)
     assert isinstance(loaded, PeagleHead)
     assert loaded.config == head.config == load_config(folder)
     found = loaded.state_dict()
@@ -53,7 +53,7 @@ def test_a_ptd_head_comes_back_whole(folder: Path) -> None:
 
 
 def test_files_hold_what_servers_read(folder: Path) -> None:
-    head, tensors = make_ptd(qk_norm=True).float(), load_file(folder / FILE)
+    head, tensors = make_peagle(qk_norm=True).float(), load_file(folder / FILE)
     assert tensors["mask_hidden"].shape == (1, FEATURES)
     assert "mask_embedding" not in tensors
     table = tensors["embed_tokens.weight"]
@@ -70,7 +70,7 @@ def test_files_hold_what_servers_read(folder: Path) -> None:
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_config_json_names_the_mask_token_thrice(qk_norm: bool) -> None:
-    found = native_config(make_config(**PTD, qk_norm=qk_norm), "bfloat16")
+    found = native_config(make_config(**PEAGLE, qk_norm=qk_norm), "bfloat16")
     assert [found[f"{name}"] for name in ("mask_token_id", "ptd_token_id", "pard_token")] == [7] * 3
     assert found["num_hidden_layers"] == 2
     architecture = "Eagle3Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLMEagle3"
@@ -151,7 +151,7 @@ def test_a_head_from_before_loads_as_before(tmp_path: Path) -> None:
 
 def test_a_head_starts_from_one_with_other_drafts_and_fewer_layers() -> None:
     chain = make_head(seed=1)
-    head = make_ptd(seed=2, num_layers=3, draft_vocab_size=30)
+    head = make_peagle(seed=2, num_layers=3, draft_vocab_size=30)
     before = head.lm_head.weight.clone()
     masks = head.mask_hidden.clone(), head.mask_embedding.clone()
     said = start_from(head, chain, "head")
@@ -179,7 +179,7 @@ def test_a_head_starts_from_one_with_other_drafts_and_fewer_layers() -> None:
 
 
 def test_a_deeper_head_takes_over_the_masked_slots_too() -> None:
-    shallow, deep = make_ptd(seed=1, num_layers=1), make_ptd(seed=2, num_layers=2)
+    shallow, deep = make_peagle(seed=1, num_layers=1), make_peagle(seed=2, num_layers=2)
     start_from(deep, shallow, "head")
     assert torch.equal(deep.mask_hidden, shallow.mask_hidden)
     assert torch.equal(deep.mask_embedding, shallow.mask_embedding)
@@ -199,6 +199,6 @@ def test_a_deeper_head_takes_over_the_masked_slots_too() -> None:
     ],
 )
 def test_a_head_that_differs_is_no_beginning(change: dict, message: str) -> None:
-    source = make_ptd(**change)
+    source = make_peagle(**change)
     with pytest.raises(UserError, match=message):
-        start_from(make_ptd(), source, "head")
+        start_from(make_peagle(), source, "head")

@@ -17,7 +17,8 @@ from draftlab.pipeline.recipe import Recipe, load_recipe, parse_recipe
 from draftlab.pipeline.sizes import Conversations, HeadSize, TargetSize, planned_head
 from draftlab.pipeline.stages import STAGES
 from draftlab.store.manifest import StoreIdentity
-from draftlab.target_model.model import TargetSettings, load_target
+from draftlab.target_model.loading import load_target
+from draftlab.target_model.settings import TargetSettings
 from tests.helpers.small_run import draftlab, write_prompts
 from tests.helpers.zoo import zoo_config, zoo_folder
 from tests.pipeline.test_recipes_run import RECIPES
@@ -113,7 +114,9 @@ def test_training_an_8b_head(eight: Path) -> None:
     parallel = train | {"ttt_steps": 8, "cod_ratio": 0.8, "cod_min": 0.2}
     dropped, whole = (
         head_size(
-            recipe(eight, draft_vocab={"size": 32000}, head={"family": "ptd"}, train=parallel | c)
+            recipe(
+                eight, draft_vocab={"size": 32000}, head={"family": "peagle"}, train=parallel | c
+            )
         )
         for c in ({}, {"cod_ratio": 1.0})
     )

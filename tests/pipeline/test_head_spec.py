@@ -8,8 +8,9 @@ import pytest
 from transformers import Llama4TextConfig, LlamaConfig
 
 from draftlab.errors import UserError
+from draftlab.heads.family import get_family
 from draftlab.pipeline.estimate import needs
-from draftlab.pipeline.head_spec import check_early, choose_boundaries, llama4_attention
+from draftlab.pipeline.head_spec import check_early, choose_boundaries
 from draftlab.pipeline.recipe import parse_recipe
 from draftlab.progress import Monitor
 from draftlab.train.settings import HeadSettings
@@ -55,9 +56,7 @@ LLAMA4 = Llama4TextConfig(
 def attention(target: Any, **settings: Any) -> dict[str, Any]:
     layers = settings.pop("num_layers", 1)
     head = HeadSettings(family="eagle_llama4", num_layers=layers, llama4=settings)
-    found = llama4_attention(head, target)
-    assert found is not None
-    return found.model_dump()
+    return get_family("eagle_llama4").config_fields(head, target)["llama4"].model_dump()
 
 
 def test_a_llama4_head_follows_its_target() -> None:
@@ -82,8 +81,7 @@ def test_or_the_recipe_or_llama4_itself() -> None:
 
 
 def test_other_families_have_no_such_settings() -> None:
-    assert llama4_attention(HeadSettings(), LLAMA4) is None
-    with pytest.raises(UserError, match="family eagle3 has no llama4"):
+    with pytest.raises(UserError, match="EAGLE3 heads have no llama4"):
         parse_recipe({"name": "r", "head": {"llama4": {"use_qk_norm": True}}})
     with pytest.raises(UserError, match=r"one number for each of the 1 layers, found \[1, 0\]"):
         parse_recipe(
@@ -119,7 +117,7 @@ def test_other_families_have_no_such_settings() -> None:
             "at: record.dtype",
         ),
         (
-            {"head": {"family": "ptd", "mask_token": 6144}, "export": {"formats": ["vllm"]}},
+            {"head": {"family": "peagle", "mask_token": 6144}, "export": {"formats": ["vllm"]}},
             "found id 6144, which lies outside the 6144 rows of embeddings (ids 0 to 6143)\nat: "
             "head.mask_token",
         ),

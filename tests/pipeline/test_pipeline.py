@@ -97,7 +97,7 @@ def test_interrupted_and_gone_on_with_ends_the_same(
     assert states[unfinished] == "unfinished"
     heard = Heard()
     pipeline("name=other", monitor=heard).make("head")
-    assert ("were there; going on" if unfinished == "answers" else "resuming") in heard.text
+    assert "resuming" in heard.text
     for artefact in ("head", "store", "answers.jsonl"):
         ours, theirs = Path("runs/other", artefact), Path("runs/small", artefact)
         if ours.is_dir():

@@ -49,7 +49,7 @@ def tiny_target(folder: Path, kind: str, layers: int = 4) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "layers"), [("llama3_ptd", "llama", 2), ("gpt_oss_ptd", "gpt_oss", 4)]
+    ("name", "kind", "layers"), [("llama3_peagle", "llama", 2), ("gpt_oss_peagle", "gpt_oss", 4)]
 )
 def test_a_recipe_runs_from_prompts_to_export(
     tmp_path: Path, name: str, kind: str, layers: int
@@ -63,7 +63,7 @@ def test_a_recipe_runs_from_prompts_to_export(
 
     run = tmp_path / "runs" / name
     config = load_config(run / "head")
-    assert (config.family, config.num_layers, config.k_trained) == ("ptd", layers, 8)
+    assert (config.family, config.num_layers, config.k_trained) == ("peagle", layers, 8)
     assert (config.qk_norm, config.intermediate_size) == (
         asked.head.qk_norm,
         asked.head.intermediate_size or 48,

@@ -15,7 +15,8 @@ from draftlab.errors import UserError
 from draftlab.pipeline import recording
 from draftlab.pipeline.gpu_workers import helper_devices, launched_helper
 from draftlab.store.store import Store
-from draftlab.target_model.model import TargetSettings, load_target
+from draftlab.target_model.loading import load_target
+from draftlab.target_model.settings import TargetSettings
 from draftlab.text.answer_workers import Decode, engine_decode
 from draftlab.vllm import hidden_states as vllm_states
 from tests.helpers.small_run import contents, copy_of_finished, draftlab
@@ -46,13 +47,13 @@ def test_answers_are_made_on_as_many_devices(
     expected, asked = made.read_bytes(), []
 
     @contextmanager
-    def answering(
+    def start_answer_workers(
         settings: TargetSettings, devices: list[str], batch: int
     ) -> Iterator[list[Decode]]:
         asked.append((devices, batch))
         yield [engine_decode(load_target(settings), batch) for _ in devices]
 
-    monkeypatch.setattr(recording, "answering", answering)
+    monkeypatch.setattr(recording, "start_answer_workers", start_answer_workers)
     monkeypatch.setattr(recording.Recording, "lead", lambda *_: None)
     shutil.rmtree(workshop / "runs")
     result = draftlab(workshop, verb, "small.yaml", "--gpus", "3")

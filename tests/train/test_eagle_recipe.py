@@ -55,7 +55,7 @@ def test_a_store_with_boundaries_serves_it_too(tmp_path: Path) -> None:
         ((*EAGLE, "head.norm_output=true"), "none of ['norm_output']"),
         ((*EAGLE, "head.mask_token=5"), "family eagle has no mask_token, found 5"),
         (("head.fc_norm=true", "head.norm_before_fc=true"), "exclude each other"),
-        (("head.family=ptd", "head.norm_output=true"), "a PTD head feeds no output back"),
+        (("head.family=peagle", "head.norm_output=true"), "a PEAGLE head feeds no output back"),
         (("train.loss=kl",), "'soft_ce' or 'lk'"),
     ],
 )

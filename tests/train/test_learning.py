@@ -14,7 +14,7 @@ from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.progress import Monitor
 from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
-from draftlab.text.conversations import further_id
+from draftlab.text.conversations import answer_id
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.batch.packing import pack
 from draftlab.train.loop import Trainer
@@ -231,7 +231,7 @@ def test_a_validation_that_falls_is_said_at_the_end(
 def test_further_answers_are_on_their_prompts_side(tmp_path: Path) -> None:
     target, heard = orthogonal_parts(), Heard()
     records = [
-        replace(toy_answer(target, i), id=further_id(f"p-{i % 4}", i // 4)) for i in range(12)
+        replace(toy_answer(target, i), id=answer_id(f"p-{i % 4}", i // 4)) for i in range(12)
     ]
     trainer = trained(tmp_path / "four", ListStore(records), target, heard, steps=1)
     assert len(trainer.held_out) == 3

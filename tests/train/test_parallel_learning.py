@@ -31,8 +31,8 @@ from tests.train.test_learning import (
 DEPTHS = 4
 
 
-def ptd(**changes: object) -> HeadConfig:
-    return synthetic.config(family="ptd", k_trained=DEPTHS, **changes)
+def peagle_config(**changes: object) -> HeadConfig:
+    return synthetic.config(family="peagle", k_trained=DEPTHS, **changes)
 
 
 def store(count: int) -> ListStore:
@@ -55,7 +55,7 @@ def test_every_depth_is_learnt(num_layers: int, tmp_path: Path) -> None:
         tmp_path,
         store(300),
         target,
-        config=ptd(num_layers=num_layers),
+        config=peagle_config(num_layers=num_layers),
         steps=150,
         ttt_steps=DEPTHS,
     )
@@ -70,7 +70,9 @@ def test_every_depth_is_learnt(num_layers: int, tmp_path: Path) -> None:
 
 def test_only_the_mask_token_s_embedding_changes(tmp_path: Path) -> None:
     target = orthogonal_parts()
-    trainer = trained(tmp_path, store(20), target, config=ptd(), steps=3, ttt_steps=DEPTHS)
+    trainer = trained(
+        tmp_path, store(20), target, config=peagle_config(), steps=3, ttt_steps=DEPTHS
+    )
     before = torch.nn.functional.normalize(synthetic.parts().embeddings) * 4
     head = trainer.head
     assert isinstance(head, PeagleHead)
@@ -86,7 +88,12 @@ def test_only_the_mask_token_s_embedding_changes(tmp_path: Path) -> None:
 
 def test_masked_slots_are_trained(tmp_path: Path) -> None:
     target = orthogonal_parts()
-    settings = {"config": ptd(), "ttt_steps": DEPTHS, "learning_rate": 1e-2, "warmup": 0.0}
+    settings = {
+        "config": peagle_config(),
+        "ttt_steps": DEPTHS,
+        "learning_rate": 1e-2,
+        "warmup": 0.0,
+    }
     one, two = (trained(tmp_path / str(n), store(20), target, steps=n, **settings) for n in (1, 4))
     for name in ("mask_hidden", "mask_embedding"):
         moved = one.head.get_parameter(name) - two.head.get_parameter(name)
@@ -99,7 +106,7 @@ def test_vectors_do_not_decay_even_as_matrices_of_one_row(tmp_path: Path) -> Non
         tmp_path,
         store(10),
         target,
-        config=ptd(num_layers=2, qk_norm=True),
+        config=peagle_config(num_layers=2, qk_norm=True),
         steps=1,
         ttt_steps=DEPTHS,
         weight_decay=0.1,
@@ -116,7 +123,12 @@ def test_vectors_do_not_decay_even_as_matrices_of_one_row(tmp_path: Path) -> Non
 
 def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
     target = orthogonal_parts()
-    fields = {"config": ptd(num_layers=2), "ttt_steps": DEPTHS, "steps": 12, "anchor_parts": 2}
+    fields = {
+        "config": peagle_config(num_layers=2),
+        "ttt_steps": DEPTHS,
+        "steps": 12,
+        "anchor_parts": 2,
+    }
     whole = trained(tmp_path / "whole", store(40), target, **fields)
 
     class Interrupts(Monitor):
@@ -133,7 +145,7 @@ def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [{"micro_rows": 1}, {"anchor_parts": 3}], ids=str)
 def test_how_a_step_is_cut_changes_nothing(cut: dict, tmp_path: Path) -> None:
     target = orthogonal_parts()
-    fields = {"config": ptd(num_layers=2), "ttt_steps": DEPTHS, "steps": 5}
+    fields = {"config": peagle_config(num_layers=2), "ttt_steps": DEPTHS, "steps": 5}
     whole = trained(tmp_path / "a", store(30), target, **fields)
     pieces = trained(tmp_path / "b", store(30), target, **fields, **cut)
     for (name, a), (_, b) in zip(
@@ -149,7 +161,7 @@ def entries(batches: list[Batch]) -> list[tuple]:
         for batch in batches
         for steps in batch.passes
         for depth, rows in enumerate(steps)
-        for teacher in rows.teacher
+        for teacher in rows.teacher_index
     )
 
 
@@ -157,7 +169,13 @@ def test_what_is_dropped_depends_on_the_step_and_not_on_how_it_is_cut(tmp_path: 
     target = orthogonal_parts()
     made = [
         trained(
-            tmp_path / str(i), store(24), target, config=ptd(), steps=1, ttt_steps=DEPTHS, **cut
+            tmp_path / str(i),
+            store(24),
+            target,
+            config=peagle_config(),
+            steps=1,
+            ttt_steps=DEPTHS,
+            **cut,
         )
         for i, cut in enumerate(({}, {"micro_rows": 1}, {"anchor_parts": 2}))
     ]
@@ -178,7 +196,7 @@ def test_validation_sees_every_depth_of_every_anchor(tmp_path: Path) -> None:
     """Nothing is dropped where a head is measured."""
     target = orthogonal_parts()
     data = store(12)
-    head = synthetic.head(target, family="ptd")
+    head = synthetic.head(target, family="peagle")
     found = validate(head, DraftTeacher.of(target, head), data, range(12), num_steps=DEPTHS)
     everything = pack([[r] for r in data.records], 64, DEPTHS)
     assert len(found.alpha) == len(found.accuracy) == DEPTHS
@@ -200,9 +218,9 @@ def test_a_trained_chain_head_is_a_beginning(tmp_path: Path) -> None:
         def say(self, line: str) -> None:
             said.append(line)
 
-    fields = {"config": ptd(num_layers=2), "ttt_steps": DEPTHS, "steps": 1, "warmup": 0.9}
+    fields = {"config": peagle_config(num_layers=2), "ttt_steps": DEPTHS, "steps": 1, "warmup": 0.9}
     trainer = trained(
-        tmp_path / "ptd", store(300), target, monitor=Says(), initial=chain.head, **fields
+        tmp_path / "peagle", store(300), target, monitor=Says(), initial=chain.head, **fields
     )
     assert "1 more begins as the identity" in said[0]
     records = [toy_answer(target, 1000 + i) for i in range(30)]

@@ -1,7 +1,7 @@
-"""Noise on the features that an EAGLE head is trained with (methods §3).
+"""Noise on the features that an EAGLE head is trained with (docs/methods.md §3).
 
-A function of seed, optimizer step, record and position alone. The host says which records lie
-where; the numbers are made on the device, where they are added.
+The noise is a pure function of seed, optimizer step, record and position. The host only sends keys;
+the device that adds the noise also computes it.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from torch import Tensor
 
 from draftlab.kernels.noise import Purpose, keyed_bits, keyed_spread
 
-_LENGTH = 512
-"""The conversation length at which the largest noise is the setting's own."""
+_REFERENCE_LENGTH = 512
+"""Tokens of a conversation whose noise is within ±largest."""
 
 
 @dataclass(frozen=True)
 class StepNoise:
-    """What the noise of an optimizer step is made of: ±largest at 512 tokens, seed and step."""
+    """The noise settings of an optimizer step: ±largest at 512 tokens, seed and step."""
 
     largest: float
     seed: int
     step: int
 
     def key(self) -> Tensor:
-        """int64 []."""
-        seed, step, nowhere = torch.tensor([self.seed, self.step, 0])
-        return keyed_bits(seed, step, nowhere, Purpose.FEATURE)
+        """Return the step's key: int64 []."""
+        seed, step, no_position = torch.tensor([self.seed, self.step, 0])
+        return keyed_bits(seed, step, no_position, Purpose.FEATURE)
 
-    def scale(self, tokens: int) -> float:
-        """The largest noise in a conversation; longer ones get less."""
-        return self.largest * _LENGTH / tokens
+    def scale(self, num_tokens: int) -> float:
+        """Return the largest noise in a conversation; longer conversations get less."""
+        return self.largest * _REFERENCE_LENGTH / num_tokens
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,9 @@ class FeatureNoise:
     """The noise on a batch.
 
     Attributes:
-        key: int64 [], of the step. records: int64 [B, S], each slot's record (`prompt_key`).
-        scale: float32 [B, S], the largest there is.
+        key: int64 [], of the optimizer step.
+        records: int64 [B, S], the `prompt_key` of the record at each position.
+        scale: float32 [B, S], the largest noise at each position.
     """
 
     key: Tensor
@@ -49,6 +50,6 @@ class FeatureNoise:
     scale: Tensor
 
     def values(self, positions: Tensor, size: int) -> Tensor:
-        """Uniform float32 [B, S, size] in ±scale; positions: int64 [B, S]."""
+        """Return uniform noise in ±scale, float32 [B, S, size]; positions: int64 [B, S]."""
         keys = keyed_bits(self.key, self.records, positions, Purpose.FEATURE)
         return keyed_spread(keys, size) * self.scale[..., None]

@@ -1,46 +1,55 @@
-"""The way of the batches: packed ahead, copied ahead on a stream of their own (CUDA).
+"""Loading of batches: packed in data workers, copied to the GPU on a side stream.
 
-    order ─► pack (processes or threads, pinned memory) ─► copy (a thread, a stream) ─► training
+    optimizer steps ─► DataLoader (workers pack, pinned memory) ─► copy on a stream ─► training
 
-Each stage is an iterator that keeps the order, so what training sees does not depend on how many
-threads there are or on who was first.
+Every stage keeps the order, so training sees the same batches for any number of workers.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
+import shutil
+import signal
+import sys
+import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
+from draftlab.errors import UserError
+from draftlab.formatting import counted
+from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import Batch, map_tensors
 
-THREADS = {"cpu": 1, "cuda": 6}
-"""Threads that pack, where no processes do."""
-QUEUED = 2
+if TYPE_CHECKING:  # a data worker does not need it, and would import it for seconds
+    from draftlab.train.distributed.ranks import Ranks
+
+MAX_DEFAULT_WORKERS = 4
+"""One worker alone keeps up with small heads; the copies of large heads are bound by memory."""
+MAX_QUEUED_STEPS = 2
 """Batches whose work may be queued on a GPU: one that runs, one that follows without a gap."""
+SHARED_MEMORY = "/dev/shm"
+_WORKER_ENVIRONMENT = {"PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 Item = TypeVar("Item")
 _END: Any = object()
 
 
-def in_one_row(device: torch.device) -> bool:
-    """Whether a batch is laid in one row, in which nothing is padded: on a GPU, whose attention
-    skips other documents. The CPU's looks at whole rows, and costs the square of their length."""
-    return device.type == "cuda"
-
-
 @dataclass(frozen=True)
-class Piece:
-    """A micro-batch of an optimizer step.
+class MicroBatch:
+    """A micro-batch of an optimizer step, on the device.
 
     Attributes:
-        counts, tokens: N_k and real positions of this process's share of the optimizer step.
-        first, last: of that share; behind the last the step's gradients are whole.
+        counts, tokens: N_k and the positions without padding of this rank's part of the step.
+        first, last: whether it is the first or last one of the step on this rank.
     """
 
     batch: Batch
@@ -50,97 +59,204 @@ class Piece:
     last: bool
 
 
-def feed(
-    steps: Iterable[Any],
-    pack: Callable[[Any], list[Batch]],
-    device: torch.device,
-    threads: int | None = None,
-) -> Iterator[Piece]:
-    """The pieces of optimizer steps, in order, on the device, made ahead.
+class BatchLoader:
+    """Loads the micro-batches of optimizer steps ahead of the training that uses them.
 
     Args:
-        steps: one item an optimizer step.
-        pack: makes a step's micro-batches, on threads; pinned for a GPU.
-        threads: how many; None: as many as pack well on them.
+        packer: the data set.
+        ranks: its device is where batches go; its ranks on this machine share the CPU cores.
+
+    Raises:
+        UserError: `train.data_workers` asks for workers where none can work.
     """
-    packed = in_threads(pack, iter(steps), threads or THREADS.get(device.type, 1))
-    pieces = _pieces(packed)
-    if device.type != "cuda":
-        return ahead(pieces, 1)
-    return _arrived(ahead(_copied(pieces, device), 1), device)
+
+    def __init__(self, packer: Packer, ranks: Ranks) -> None:
+        self.packer, self.device = packer, ranks.device
+        self.num_workers = _choose_num_workers(packer, ranks)
+
+    def describe(self) -> str:
+        """Return where batches are packed, for the console."""
+        return counted(self.num_workers, "data worker") if self.num_workers else "this process"
+
+    def micro_batches(self, steps: Iterable[OptimizerStep]) -> Generator[MicroBatch]:
+        """Yield the micro-batches of the steps in order, on the device, loaded ahead.
+
+        Data workers end with the generator: close it.
+
+        Raises:
+            UserError: a data worker ended. Also raises whatever packing raises.
+        """
+        loaded = _micro_batches(self._packed(steps))
+        if self.device.type != "cuda":
+            arrived = (replace(m, batch=m.batch.to(self.device)) for m in loaded)
+            return prefetch(_closed_with(loaded, arrived))
+        return _wait_for_copies(prefetch(_start_copies(loaded, self.device)), self.device)
+
+    def _packed(self, steps: Iterable[OptimizerStep]) -> Generator[list[Batch]]:
+        """Yield the packed micro-batches of each step, in pinned memory for a GPU."""
+        on_gpu, workers = self.device.type == "cuda", self.num_workers
+        loader = DataLoader(
+            _WorkerPacker(self.packer) if workers else self.packer,
+            batch_size=None,
+            sampler=steps,
+            num_workers=workers,
+            prefetch_factor=1 if workers else None,  # a step may have gigabytes
+            pin_memory=on_gpu,
+            # A forked process cannot use CUDA, nor locks that other threads hold.
+            multiprocessing_context="spawn" if workers else None,
+            worker_init_fn=_ignore_interrupts,
+            generator=torch.Generator(),  # or it would draw from the global one
+        )
+        with _worker_start(), torch.cuda.device(self.device) if on_gpu else nullcontext():
+            packed = iter(loader)
+        lost = None
+        try:
+            while (batches := next(packed, None)) is not None:
+                if isinstance(batches, Exception):
+                    raise batches
+                yield batches
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            lost = str(error)
+        finally:
+            del packed  # ends the workers
+        if lost is not None:  # outside of `except`: its traceback would keep the workers alive
+            raise UserError(
+                f"a data worker ended: {lost}",
+                do=f"check whether memory or {SHARED_MEMORY} is full, and run the same command "
+                "again; train.data_workers=0 packs batches in the process that trains",
+            )
+
+
+class _WorkerPacker(Dataset[Any]):
+    """A `Packer` in a data worker: opens the store on first use, and returns its errors.
+
+    DataLoader would raise an error of the same type with a traceback as its only argument.
+    """
+
+    def __init__(self, packer: Packer) -> None:
+        self.packer: Packer | bytes = pickle.dumps(packer)
+
+    def __getitem__(self, step: OptimizerStep) -> list[Batch] | Exception:
+        try:
+            if isinstance(self.packer, bytes):
+                self.packer = pickle.loads(self.packer)
+            return [batch.shared() for batch in self.packer[step]]
+        except Exception as error:
+            sent: Exception = error
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:
+                sent = RuntimeError(repr(error))  # of an error that cannot be pickled
+            sent.add_note(f"in a data worker:\n{traceback.format_exc()}")
+            return sent
+
+
+def _ignore_interrupts(_: int) -> None:
+    """Leave Ctrl-C to the process that trains, which ends the workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager
-def _ended(items: Iterator[Any]) -> Iterator[None]:
-    """Ends a generator behind the block, and with it the threads that it waits for.
+def _worker_start() -> Iterator[None]:
+    """Start processes without the user's script, the working directory's modules and the GPUs.
 
-    Left to itself it ends with the last reference, and the traceback of an exception keeps those.
+    A spawned process runs the main module again, and Python looks for modules in the working
+    directory first.
     """
+    main, environment = sys.modules["__main__"], {n: os.environ.get(n) for n in _WORKER_ENVIRONMENT}
+    sys.modules["__main__"] = ModuleType("__main__")
+    os.environ.update(_WORKER_ENVIRONMENT)
     try:
         yield
     finally:
-        if isinstance(items, Generator):
-            items.close()
+        sys.modules["__main__"] = main
+        for name, value in environment.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
-def _pieces(packed: Iterator[list[Batch]]) -> Iterator[Piece]:
-    with _ended(packed):
-        for micro in packed:
-            counts = tuple(map(sum, zip(*(batch.counts for batch in micro), strict=True)))
-            tokens = sum(batch.num_tokens for batch in micro)
-            for number, batch in enumerate(micro, 1):
-                yield Piece(batch, counts, tokens, first=number == 1, last=number == len(micro))
+def _micro_batches(packed: Generator[list[Batch]]) -> Generator[MicroBatch]:
+    with closing(packed):
+        for batches in packed:
+            counts = tuple(map(sum, zip(*(batch.counts for batch in batches), strict=True)))
+            tokens = sum(batch.num_tokens for batch in batches)
+            for number, batch in enumerate(batches, 1):
+                yield MicroBatch(batch, counts, tokens, number == 1, number == len(batches))
 
 
-def in_threads(make: Callable[[Item], Any], items: Iterator[Item], threads: int) -> Iterator[Any]:
-    """make(item) of each item, in their order, begun ahead by so many threads."""
-    with ThreadPoolExecutor(threads, "pack") as pool:
-        begun: deque[Any] = deque()
-        try:
-            for item in items:
-                begun.append(pool.submit(make, item))
-                if len(begun) > threads + 1:
-                    yield begun.popleft().result()
-            while begun:
-                yield begun.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+def _closed_with(source: Generator[Any], items: Iterator[Item]) -> Generator[Item]:
+    with closing(source):
+        yield from items
 
 
-def ahead(items: Iterator[Item], number: int) -> Iterator[Item]:
-    """The items, so many of them made ahead by a thread of its own."""
-    with _ended(items), ThreadPoolExecutor(1, "ahead") as thread:
-        begun = deque(thread.submit(next, items, _END) for _ in range(number))
-        while (item := begun.popleft().result()) is not _END:
-            begun.append(thread.submit(next, items, _END))
+def prefetch(items: Generator[Item]) -> Generator[Item]:
+    """Yield the items; a thread prepares the next one meanwhile."""
+    with closing(items), ThreadPoolExecutor(1, "prefetch") as thread:
+        following = thread.submit(next, items, _END)
+        while (item := following.result()) is not _END:
+            following = thread.submit(next, items, _END)
             yield item
 
 
-def _copied(
-    pieces: Iterator[Piece], device: torch.device
-) -> Iterator[tuple[Piece, torch.cuda.Event]]:
-    """Each piece on its way to the GPU, and the event at which it is there."""
+def _start_copies(
+    micro_batches: Generator[MicroBatch], device: torch.device
+) -> Generator[tuple[MicroBatch, torch.cuda.Event]]:
+    """Copy each micro-batch to the GPU on a stream, and yield it with the event of its arrival."""
     stream = torch.cuda.Stream(device)
-    with _ended(pieces):
-        for piece in pieces:
+    with closing(micro_batches):
+        for micro in micro_batches:
             with torch.cuda.stream(stream):
-                batch = piece.batch.to(device)
-            yield replace(piece, batch=batch), stream.record_event()
+                batch = micro.batch.to(device)
+            yield replace(micro, batch=batch), stream.record_event()
 
 
-def _arrived(
-    pieces: Iterator[tuple[Piece, torch.cuda.Event]], device: torch.device
-) -> Iterator[Piece]:
-    """The pieces; what is queued after taking one runs once it has arrived."""
+def _wait_for_copies(
+    micro_batches: Generator[tuple[MicroBatch, torch.cuda.Event]], device: torch.device
+) -> Generator[MicroBatch]:
+    """Yield micro-batches; the current stream waits for the arrival of each, the host does not."""
     queued: deque[torch.cuda.Event] = deque()
-    with _ended(pieces):
-        for piece, copied in pieces:
+    with closing(micro_batches):
+        for micro, arrival in micro_batches:
             stream = torch.cuda.current_stream(device)
-            stream.wait_event(copied)
-            # The memory belongs to the copying stream, which must not have it back too early.
-            map_tensors(piece.batch, lambda t, stream=stream: t.record_stream(stream))
-            yield piece
+            stream.wait_event(arrival)
+            # The memory belongs to the copying stream, which must not reuse it too early.
+            map_tensors(micro.batch, lambda t, stream=stream: t.record_stream(stream))
+            yield micro
             # A host that ran far ahead would fill the GPU's memory with batches.
             queued.append(stream.record_event())
-            if len(queued) == QUEUED:
+            if len(queued) == MAX_QUEUED_STEPS:
                 queued.popleft().synchronize()
+
+
+def _choose_num_workers(packer: Packer, ranks: Ranks) -> int:
+    requested = packer.settings.data_workers
+    if requested == 0 or (requested is None and ranks.device.type != "cuda"):
+        return 0
+    if not packer.store.on_disk:
+        reason = "a data worker cannot open this store, which is no folder (record.online)"
+    else:
+        number = requested or default_num_workers(ranks.local_gpus)
+        needed = (number + 1) * packer.step_bytes(ranks.size) * ranks.local_gpus
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        if needed <= free:
+            return number
+        reason = (
+            f"batches need about {needed / 2**30:.1f} GiB of {SHARED_MEMORY}, found "
+            f"{free / 2**30:.1f} GiB free"
+        )
+    if requested:
+        raise UserError(
+            f"train.data_workers asks for {counted(requested, 'data worker')}, and {reason}",
+            where="train.data_workers",
+            do="set it to 0, or leave it out",
+        )
+    return 0
+
+
+def default_num_workers(num_gpus: int) -> int:
+    """Return the data workers of one GPU: half of its share of this machine's CPU cores."""
+    cores = len(os.sched_getaffinity(0)) // num_gpus
+    return max(1, min(MAX_DEFAULT_WORKERS, cores // 2))

@@ -1,4 +1,4 @@
-"""In which order training meets the records, and which of them share a row (methods §1)."""
+"""The order of records in training, and which records share a row (docs/methods.md §1)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import numpy as np
 from draftlab.errors import UserError
 
 OPEN_ROWS = 64
-"""Rows that still take records: more fill rows better, fewer keep neighbours from one draw."""
+"""Rows that still accept records. More rows waste less padding, but mix records less well."""
 
 
 def epoch_rows(
     lengths: Sequence[int], row_tokens: int, *, seed: int, epoch: int
 ) -> list[list[int]]:
-    """Assigns every record to a row of at most `row_tokens`, in an order fixed by seed and epoch.
+    """Assign every record to a row of at most `row_tokens`, in an order fixed by seed and epoch.
 
     Records come in random order and go into the fullest open row that has room; a new row closes
-    the fullest of `OPEN_ROWS`. The rows are then shuffled, so that late, emptier rows do not
-    end up together.
+    the fullest of `OPEN_ROWS`. The rows are shuffled at the end, since the last rows are emptier.
     """
     longest = max(lengths)
     if longest > row_tokens:
@@ -31,25 +30,26 @@ def epoch_rows(
         )
     generator = np.random.default_rng([seed, epoch])
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, row), ascending
+    open_rows: list[tuple[int, int]] = []  # (free tokens, row), ascending
     for record in generator.permutation(len(lengths)).tolist():
-        at = bisect_left(room, (lengths[record], 0))
-        if at < len(room):
-            left, row = room.pop(at)
+        fullest = bisect_left(open_rows, (lengths[record], 0))
+        if fullest < len(open_rows):
+            free, row = open_rows.pop(fullest)
         else:
-            left, row = row_tokens, len(rows)
+            free, row = row_tokens, len(rows)
             rows.append([])
-            if len(room) == OPEN_ROWS:
-                del room[0]
+            if len(open_rows) == OPEN_ROWS:
+                del open_rows[0]
         rows[row].append(record)
-        insort(room, (left - lengths[record], row))
+        insort(open_rows, (free - lengths[record], row))
     return [rows[i] for i in generator.permutation(len(rows))]
 
 
 def batches(
     lengths: Sequence[int], row_tokens: int, batch_rows: int, *, seed: int
 ) -> Iterator[list[list[int]]]:
-    """Endless optimizer steps, each a list of rows of record indices; no record is left out."""
+    """Yield the rows of record indices of each optimizer step, without end; every epoch has each
+    record once."""
     epoch = 0
     while True:
         rows = epoch_rows(lengths, row_tokens, seed=seed, epoch=epoch)

@@ -1,40 +1,46 @@
-"""From the rows of an optimizer step to its micro-batches, in whichever process packs them."""
+"""The data set of training: packed micro-batches, indexed by optimizer steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
+from torch import Tensor
+from torch.utils.data import Dataset
+
 from draftlab.store.store import Record, Store
 from draftlab.train.batch.feature_noise import StepNoise
-from draftlab.train.batch.loss_rows import depths_kept
-from draftlab.train.batch.packing import Batch, Room, pack
+from draftlab.train.batch.loss_rows import sample_depths
+from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.settings import TrainSettings
 
 Rows = list[list[int]]
-"""Records of each row, by number."""
+"""Record indices of each row."""
 
 
-class StepWork(NamedTuple):
-    """The number of an optimizer step, and one process's micro-batches: rows, and whether idle."""
+class OptimizerStep(NamedTuple):
+    """The number of an optimizer step, and one rank's micro-batches: rows, and whether idle."""
 
-    step: int
-    micro: Sequence[tuple[Rows, bool]]
+    number: int
+    micro_batches: Sequence[tuple[Rows, bool]]
 
 
 @dataclass(frozen=True)
-class Packer:
-    """Packs micro-batches; what it makes is a function of the work, whoever does it.
+class Packer(Dataset[list[Batch]]):
+    """Packs the micro-batches of an optimizer step.
 
-    It may be pickled. This module imports little, for the processes that pack.
+    A batch is a function of the step, whichever process packs it. A packer can be pickled, and this
+    module imports little, since every data worker imports it.
 
     Attributes:
-        store: holds the records.
-        settings, seed: the training's.
-        drops, imitates: the objective's.
+        store: the records.
+        settings, seed: of the training.
+        drops: whether the objective drops depths at random (`sample_depths`).
+        imitates: whether the objective adds noise to the features.
         one_row: see `pack`.
     """
 
@@ -45,32 +51,41 @@ class Packer:
     imitates: bool
     one_row: bool
 
-    def batches(self, work: StepWork, room: Room | None = None) -> Iterator[Batch]:
-        """The micro-batches of an optimizer step, one after the other, in `room` (see `pack`)."""
+    def __getitem__(self, step: OptimizerStep) -> list[Batch]:
         settings = self.settings
-        keep = partial(
-            depths_kept,
+        max_steps = partial(
+            sample_depths,
             num_depths=settings.ttt_steps,
             ratio=settings.cod_ratio,
             least=settings.cod_min,
             seed=self.seed,
-            step=work.step,
+            step=step.number,
         )
-        noise = StepNoise(settings.noise, self.seed, work.step)
-        for rows, idle in work.micro:
-            yield pack(
+        noise = StepNoise(settings.noise, self.seed, step.number)
+        return [
+            pack(
                 self._records(rows),
                 settings.row_tokens,
                 settings.ttt_steps,
-                keep=keep if self.drops else None,
+                max_steps=max_steps if self.drops else None,
                 noise=noise if self.imitates and settings.noise else None,
-                passes=settings.anchor_parts,
-                room=room,
+                num_passes=settings.anchor_parts,
                 one_row=self.one_row,
                 idle=idle,
             )
+            for rows, idle in step.micro_batches
+        ]
+
+    def step_bytes(self, num_ranks: int) -> int:
+        """Return about how many bytes one rank's batches of an optimizer step have."""
+        (record,) = self.store.views([0])
+        states = sum(value.nbytes for value in vars(record).values() if isinstance(value, Tensor))
+        rows = 5 * 8 * self.settings.ttt_steps  # `StepRows` has five integers for each prediction
+        per_token = states / len(record.tokens) + rows
+        num_rows = math.ceil(self.settings.batch_rows / num_ranks)
+        return int(num_rows * self.settings.row_tokens * per_token)
 
     def _records(self, rows: Rows) -> list[list[Record]]:
-        """The records of a micro-batch, asked for all at once."""
-        found = iter(self.store.views([i for row in rows for i in row]))
-        return [list(islice(found, len(row))) for row in rows]
+        """Return the records of a micro-batch, read by one call."""
+        records = iter(self.store.views([i for row in rows for i in row]))
+        return [list(islice(records, len(row))) for row in rows]

@@ -1,4 +1,4 @@
-"""How conversations share rows of a batch (methods §1)."""
+"""Packing of conversations into the rows of a batch (docs/methods.md §1)."""
 
 from __future__ import annotations
 
@@ -15,37 +15,26 @@ from draftlab.kernels.noise import prompt_key
 from draftlab.store.fp8 import E4M3, dequantise
 from draftlab.store.store import Record
 from draftlab.train.batch.feature_noise import FeatureNoise, StepNoise
-from draftlab.train.batch.loss_rows import StepRows, deal, joint_reach, step_rows
+from draftlab.train.batch.loss_rows import StepRows, joint_reach, split_anchors, step_rows
 
-Room = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Makes a tensor of a shape and dtype, holding anything, where a batch is to lie."""
-
-
-def anywhere(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor in ordinary memory."""
-    return torch.empty(tuple(shape), dtype=dtype)
-
-
-def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor in pages that a GPU reads while the host goes on."""
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+_ALIGNMENT = 64
+"""Bytes: a multiple of the size of every dtype."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Conversations packed into B rows of S positions; `documents` keeps them apart.
+    """Conversations packed into B rows of S positions; `documents` separates them.
 
     Attributes:
         tokens, documents, positions: int64 [B, S]; document −1 is padding; positions restart with
             each conversation.
-        features: [B, S, F]; with `scales` (float32 [B, S, b]) they are codes of fp8, which `to`
-            turns into features on the device: half the bytes to copy, and work that it does faster.
+        features: [B, S, F]; with `scales` (float32 [B, S, b]) they are fp8 codes.
         last: [B, S, Ht]. logsumexp: float32 [B, S]. argmax: int64 [B, S].
         passes: the rows of each step, for each pass over the batch (see `pack`).
-        plans: of each pass, all its rows, step after step, by where their teachers are.
-        records: how many conversations. num_tokens: how many real positions.
-        noise: on what is made from the features; None: there is none.
-        idle: whether it counts for nothing: another process trains on the same rows.
+        plans: for each pass, all its rows ordered by their teachers.
+        num_records: conversations. num_tokens: positions that are not padding.
+        noise: on what is made from the features; None: no noise.
+        idle: whether the batch counts for nothing, since another rank trains on the same rows.
     """
 
     tokens: Tensor
@@ -57,7 +46,7 @@ class Batch:
     argmax: Tensor
     passes: tuple[tuple[StepRows, ...], ...]
     plans: tuple[RowPlan, ...]
-    records: int
+    num_records: int
     num_tokens: int
     noise: FeatureNoise | None = None
     idle: bool = False
@@ -65,21 +54,21 @@ class Batch:
 
     @property
     def steps(self) -> tuple[StepRows, ...]:
-        """The rows of each step, of a batch of one pass."""
+        """The rows of each step; the batch must have one pass."""
         (steps,) = self.passes
         return steps
 
     @property
     def plan(self) -> RowPlan:
-        """In which order the rows of all steps meet their teachers, of a batch of one pass."""
+        """The order of the rows of all steps by their teachers; the batch must have one pass."""
         (plan,) = self.plans
         return plan
 
     @property
     def counts(self) -> list[int]:
-        """N_k: how many positions carry loss at each step, over all passes."""
-        found = [sum(len(rows.loss) for rows in step) for step in zip(*self.passes, strict=True)]
-        return [0] * len(found) if self.idle else found
+        """N_k: the number of positions with loss at each step, over all passes."""
+        counts = [sum(len(rows.valid_rows) for rows in s) for s in zip(*self.passes, strict=True)]
+        return [0] * len(counts) if self.idle else counts
 
     @property
     def num_anchors(self) -> int:
@@ -87,48 +76,102 @@ class Batch:
         return self.counts[0]
 
     def split(self) -> Iterator[Batch]:
-        """A batch for each pass; they share all but their rows."""
+        """Yield a batch for each pass; they share everything but their rows."""
         for steps, plan in zip(self.passes, self.plans, strict=True):
             yield replace(self, passes=(steps,), plans=(plan,))
 
+    def pin_memory(self) -> Batch:
+        """Return a copy in pinned memory, from which a GPU reads asynchronously.
+
+        `torch.utils.data.DataLoader` calls this method.
+        """
+        return _in_one_block(
+            self, torch.empty(_num_bytes(self), dtype=torch.uint8, pin_memory=True)
+        )
+
+    def shared(self) -> Batch:
+        """Return a copy in shared memory, which goes to another process without a further copy."""
+        block = torch.empty(_num_bytes(self), dtype=torch.uint8).share_memory_()
+        return _in_one_block(self, block)
+
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device, features decoded; tensors of one memory are copied as one."""
-        # By address, since views of one memory may each have another object for it; the memory is
-        # kept with its copy, so that no other has its address meanwhile.
+        """Move the batch to a device, each block of memory by one copy, and dequantise features."""
+        # By address: two views of one block may have different storage objects. The block is kept
+        # beside its copy, so that no other block gets its address meanwhile.
         moved: dict[int, tuple[Any, Tensor]] = {}
 
         def move(tensor: Tensor) -> Tensor:
-            memory = tensor.untyped_storage()
-            if memory.data_ptr() not in moved:
-                whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
-                moved[memory.data_ptr()] = memory, whole.to(device, non_blocking=True)
-            _, copy = moved[memory.data_ptr()]
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in moved:
+                block = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                moved[storage.data_ptr()] = storage, block.to(device, non_blocking=True)
+            _, copy = moved[storage.data_ptr()]
             copy = copy.view(tensor.dtype)
             return copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-        return map_tensors(self, move).decoded()
+        return map_tensors(self, move).dequantised()
 
-    def decoded(self) -> Batch:
-        """The batch with features that are no codes."""
+    def dequantised(self) -> Batch:
+        """Return the batch with features that are not fp8 codes."""
         if self.scales is None:
             return self
         return replace(self, features=dequantise(self.features, self.scales), scales=None)
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A batch, or part of one, with every tensor changed but those that the host reads."""
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to every tensor of a batch except those that stay on the host."""
     if isinstance(value, Tensor):
-        return change(value)
+        return function(value)
     if isinstance(value, tuple):
-        return tuple(map_tensors(part, change) for part in value)
-    if isinstance(value, RowPlan):
-        return RowPlan(
-            change(value.order), change(value.place), change(value.positions), value.host
-        )
+        return tuple(map_tensors(item, function) for item in value)
     if is_dataclass(value):
-        parts = vars(value).items()
-        return type(value)(**{name: map_tensors(part, change) for name, part in parts})
+        host = {"host"} if isinstance(value, RowPlan) else set()
+        fields = {n: map_tensors(v, function) for n, v in vars(value).items() if n not in host}
+        return replace(value, **fields)
     return value
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    map_tensors(batch, lambda t: tensors.append(t) or t)
+    return tensors
+
+
+def _aligned_bytes(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _num_bytes(batch: Batch) -> int:
+    return sum(map(_aligned_bytes, _tensors(batch)))
+
+
+def _in_one_block(batch: Batch, block: Tensor) -> Batch:
+    """Copy all tensors of a batch into one block of memory, which is then transferred as a whole.
+
+    Args:
+        block: uint8 [`_num_bytes`].
+    """
+    start = 0
+
+    def copy(tensor: Tensor) -> Tensor:
+        nonlocal start
+        view = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += _aligned_bytes(tensor)
+        np.copyto(_array(view), _array(tensor))
+        return view
+
+    copied = map_tensors(batch, copy)
+    return replace(copied, plans=tuple(replace(p, host=p.place) for p in copied.plans))
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    """Return a tensor's memory as an array; dtypes that numpy lacks become their bits.
+
+    numpy copies on the calling thread. torch would start threads, which packing workers do not
+    need.
+    """
+    bits = {torch.bfloat16: torch.int16, E4M3: torch.uint8}.get(tensor.dtype)
+    return (tensor if bits is None else tensor.view(bits)).numpy()
 
 
 def pack(
@@ -136,106 +179,83 @@ def pack(
     row_tokens: int,
     num_steps: int,
     *,
-    keep: Callable[[Record], Tensor] | None = None,
+    max_steps: Callable[[Record], Tensor] | None = None,
     noise: StepNoise | None = None,
-    passes: int = 1,
-    room: Room | None = None,
+    num_passes: int = 1,
     one_row: bool = False,
     idle: bool = False,
 ) -> Batch:
-    """Builds a batch from the records of each row; rows are trimmed to the longest one.
+    """Pack the records of each row into a batch; rows are trimmed to the longest one.
 
     Args:
-        keep: how many steps each position of a record may have at most, int64 [T]; None: all.
-        noise: on the features; None: there is none.
-        passes: parts that the anchors are dealt to, to be run one after the other: less memory, the
-            same sum of losses.
-        room: where it is to lie, to be copied to a device: its integers in one tensor, features of
-            an fp8 store as codes. None: anywhere, decoded.
-        one_row: whether all rows become one, in which none is padded to the longest of a step.
+        max_steps: returns how many steps each position of a record may have, int64 [T]; None: all.
+        noise: on the features; None: no noise.
+        num_passes: parts that the anchors are split into. The passes run one after the other, which
+            takes less memory and gives the same sum of losses.
+        one_row: whether all rows become one. One row has no padding to the longest row of a step.
         idle: see `Batch`.
+
+    Returns:
+        The batch on the CPU; with fp8 codes if the records have them (`Batch.to` dequantises).
     """
     flat = [record for row in records for record in row]
     if one_row:
         records, row_tokens = [flat], len(records) * row_tokens
-    sizes = [[len(record.tokens) for record in row] for row in records]
-    totals = [sum(row) for row in sizes]
+    row_lengths = [[len(record.tokens) for record in row] for row in records]
+    totals = [sum(row) for row in row_lengths]
     width = max(totals)
     if width > row_tokens:
         raise ValueError(f"a row of {width} tokens exceeds row_tokens {row_tokens}")
+    lengths = torch.tensor([length for row in row_lengths for length in row])
 
-    def lay(
-        rows: Sequence[Sequence[Tensor]], dtype: torch.dtype | None = None, rest: int = 0
+    def concatenate(
+        rows: Sequence[Sequence[Tensor]], dtype: torch.dtype | None = None, padding: int = 0
     ) -> Tensor:
-        """[B, S, …] of each row's tensors [T, …], one behind the other, and `rest` behind them."""
-        like = rows[0][0]
-        shape = (len(rows), width, *like.shape[1:])
-        whole = (room or anywhere)(shape, dtype or like.dtype)
-        for row, values, total in zip(_array(whole), rows, totals, strict=True):
+        """Return [B, S, …]: the tensors [T, …] of each row, concatenated and padded."""
+        first = rows[0][0]
+        out = torch.empty(len(rows), width, *first.shape[1:], dtype=dtype or first.dtype)
+        for row, values, total in zip(_array(out), rows, totals, strict=True):
             np.concatenate([_array(value) for value in values], out=row[:total])
-            row[total:] = rest
-        return whole
+            row[total:] = padding
+        return out
 
-    def every(name: str) -> list[list[Tensor]]:
-        return [[getattr(record, name) for record in row] for row in records]
+    def field(name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return [B, S, …] of a field of the records."""
+        return concatenate([[getattr(record, name) for record in row] for row in records], dtype)
 
-    def lay_joint(values: Tensor, rest: int = 0) -> Tensor:
-        """[B, S] of what belongs to all records, one behind the other."""
-        return lay([[part] for part in values.split(totals)], rest=rest)
+    def by_row(values: Tensor, padding: int = 0) -> Tensor:
+        """Return [B, S] of values [Σ T] of all records, concatenated."""
+        return concatenate([[part] for part in values.split(totals)], padding=padding)
 
-    def lay_numbers(numbers: Sequence[float], dtype: torch.dtype, rest: int = 0) -> Tensor:
-        """[B, S] of a number for each record."""
-        return lay_joint(torch.tensor(numbers, dtype=dtype).repeat_interleave(lengths), rest)
+    def by_record(numbers: Sequence[float], dtype: torch.dtype, padding: int = 0) -> Tensor:
+        """Return [B, S] of one number for each record."""
+        return by_row(torch.tensor(numbers, dtype=dtype).repeat_interleave(lengths), padding)
 
-    lengths = torch.tensor([size for row in sizes for size in row])
     reach = joint_reach(flat)
-    if keep is not None:
-        reach = reach.minimum(torch.cat([keep(record) for record in flat]))
-    reach = lay_joint(reach)
+    if max_steps is not None:
+        reach = reach.minimum(torch.cat([max_steps(record) for record in flat]))
+    passes = tuple(
+        step_rows(part, num_steps) for part in split_anchors(by_row(reach), num_steps, num_passes)
+    )
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    added = None
+    feature_noise = None
     if noise is not None:
-        keys = lay_numbers([prompt_key(r.id) for r in flat], torch.int64)
-        largest = lay_numbers([noise.scale(len(r.tokens)) for r in flat], torch.float32)
-        added = FeatureNoise(noise.key(), keys, largest)
-    steps = tuple(step_rows(part, num_steps) for part in deal(reach, num_steps, passes))
-    batch = Batch(
-        lay(every("tokens"), torch.int64),
-        lay_numbers([n for row in sizes for n in range(len(row))], torch.int64, rest=-1),
-        lay_joint(torch.arange(len(starts)) - starts),
-        lay(every("features")),
-        lay(every("last")),
-        lay(every("logsumexp")),
-        lay(every("argmax"), torch.int64),
-        steps,
-        tuple(plan_rows(torch.cat([rows.teacher for rows in each])) for each in steps),
+        keys = by_record([prompt_key(r.id) for r in flat], torch.int64)
+        largest = by_record([noise.scale(len(r.tokens)) for r in flat], torch.float32)
+        feature_noise = FeatureNoise(noise.key(), keys, largest)
+    return Batch(
+        field("tokens", torch.int64),
+        by_record([n for row in row_lengths for n in range(len(row))], torch.int64, padding=-1),
+        by_row(torch.arange(len(starts)) - starts),
+        field("features"),
+        field("last"),
+        field("logsumexp"),
+        field("argmax", torch.int64),
+        passes,
+        tuple(plan_rows(torch.cat([rows.teacher_index for rows in steps])) for steps in passes),
         len(flat),
         0 if idle else sum(totals),
-        added,
+        feature_noise,
         idle,
-        None if flat[0].scales is None else lay(every("scales")),
+        None if flat[0].scales is None else field("scales"),
     )
-    return batch.decoded() if room is None else _gathered(batch, room)
-
-
-def _array(tensor: Tensor) -> np.ndarray:
-    """A tensor's memory; of dtypes that numpy lacks, their bits.
-
-    numpy copies on the thread that asks. torch would start others, which the packing threads have
-    no use for.
-    """
-    bits = {torch.bfloat16: torch.int16, E4M3: torch.uint8}.get(tensor.dtype)
-    return (tensor if bits is None else tensor.view(bits)).numpy()
-
-
-def _gathered(batch: Batch, room: Room) -> Batch:
-    """The batch with all its integers in one tensor, to be copied at once."""
-    found: list[Tensor] = []
-    map_tensors(batch, lambda t: found.append(t) or t)
-    integers = {id(t): t for t in found if t.dtype == torch.int64}
-    sizes = [t.numel() for t in integers.values()]
-    whole = room((sum(sizes),), torch.int64)
-    views = dict(zip(integers, whole.split(sizes), strict=True))
-    for key, tensor in integers.items():
-        views[key] = views[key].view(tensor.shape).copy_(tensor)
-    return map_tensors(batch, lambda t: views.get(id(t), t))

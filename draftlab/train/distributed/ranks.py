@@ -22,7 +22,7 @@ from accelerate import PartialState
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.target_model.model import resolve_device
+from draftlab.target_model.locate import resolve_device
 
 T = TypeVar("T")
 STARTED = "WORLD_SIZE"

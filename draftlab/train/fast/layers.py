@@ -141,11 +141,11 @@ def padded(x: Tensor, rows: StepRows) -> Tensor:
     """x [n, …] at the places [B, R, …] of its rows; shapes say whether there are others."""
     size = rows.index.numel()
     if len(x) < size:
-        x = x.new_zeros(size, *x.shape[1:]).index_copy(0, rows.loss, x)
+        x = x.new_zeros(size, *x.shape[1:]).index_copy(0, rows.valid_rows, x)
     return x.unflatten(0, rows.index.shape)
 
 
 def real(x: Tensor, rows: StepRows) -> Tensor:
     """Rows [n, C] of x [B, R, C]."""
     flat = x.flatten(0, 1)
-    return branch(flat, rows.loss)[1] if len(rows.loss) < len(flat) else flat
+    return branch(flat, rows.valid_rows)[1] if len(rows.valid_rows) < len(flat) else flat

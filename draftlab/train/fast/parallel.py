@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftlab.heads.eagle3 import Eagle3Layer
-from draftlab.heads.head import DecoderLayer
+from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import Attention
 from draftlab.heads.peagle import PeagleHead
 from draftlab.kernels.ttt_attention import OwnKeys, document_starts, ttt_attention
@@ -25,16 +25,6 @@ from draftlab.train.fast.shared_gradients import Shared, branch
 from draftlab.train.objectives.loss import StepOutput, row_starts
 
 
-def fits(head: object) -> bool:
-    """Whether `FastParallel` knows the head: a parallel one whose layers have plain attention."""
-    return (
-        type(head) is PeagleHead
-        and type(head.layer) is Eagle3Layer
-        and all(type(layer) is DecoderLayer for layer in head.layers[1:])
-        and all(type(layer.self_attn) is Attention for layer in head.layers)
-    )
-
-
 class FastParallel:
     """Callable as `parallel_outputs`.
 
@@ -42,6 +32,19 @@ class FastParallel:
         dtype: of products, of norms and of what is kept for the backward pass.
         pieces: `PIECES`, or the same compiled.
     """
+
+    description = "all depths run side by side"
+    can_recompute = False
+
+    @staticmethod
+    def supports(head: DraftHead) -> bool:
+        """Return whether the head is a parallel one whose layers have plain attention."""
+        return (
+            type(head) is PeagleHead
+            and type(head.layer) is Eagle3Layer
+            and all(type(layer) is DecoderLayer for layer in head.layers[1:])
+            and all(type(layer.self_attn) is Attention for layer in head.layers)
+        )
 
     def __init__(self, dtype: torch.dtype, *, pieces: Pieces = PIECES) -> None:
         self.dtype, self.pieces = dtype, pieces
@@ -54,8 +57,8 @@ class FastParallel:
         # All is of one dtype already. Autocast would widen norms, and cast again what reads them.
         with torch.autocast(batch.tokens.device.type, enabled=False):
             made = _Parallel(head, batch, steps, self.dtype, self.pieces).run()
-        outputs = made.split([len(rows.loss) for rows in steps])
-        return [StepOutput(o, rows.teacher) for o, rows in zip(outputs, steps, strict=True)]
+        outputs = made.split([len(rows.valid_rows) for rows in steps])
+        return [StepOutput(o, rows.teacher_index) for o, rows in zip(outputs, steps, strict=True)]
 
 
 class _Parallel:
@@ -72,9 +75,9 @@ class _Parallel:
         self.head, self.batch, self.steps, self.dtype = head, batch, steps, dtype
         self.pieces, self.eps = pieces, head.config.rms_norm_eps
         positions = batch.positions.flatten()
-        self.size, self.widths = len(positions), [len(rows.loss) for rows in steps[1:]]
+        self.size, self.widths = len(positions), [len(rows.valid_rows) for rows in steps[1:]]
         self.num_masked = sum(self.widths)
-        places = [positions[rows.teacher] - 1 for rows in steps[1:]]
+        places = [positions[rows.teacher_index] - 1 for rows in steps[1:]]
         self.angles = head.rope.angles(torch.cat([positions, *places]))
         self.starts = document_starts(batch.documents)
         self.step_starts = [row_starts(self.starts, rows) for rows in steps]

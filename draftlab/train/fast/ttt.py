@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from draftlab.heads.eagle3 import Eagle3Head, Eagle3Layer
+from draftlab.heads.head import DraftHead
 from draftlab.heads.layers import Attention
 from draftlab.kernels.ttt_attention import OwnKeys, document_starts, ttt_attention
 from draftlab.train.batch.packing import Batch
@@ -35,16 +36,6 @@ from draftlab.train.fast.shared_gradients import Shared, branch
 from draftlab.train.objectives.loss import StepOutput, row_starts
 
 
-def fits(head: object) -> bool:
-    """Whether `FastUnroll` knows the head: one EAGLE3 layer with plain attention."""
-    return (
-        type(head) is Eagle3Head
-        and len(head.layers) == 1
-        and type(head.layer) is Eagle3Layer
-        and type(head.layer.self_attn) is Attention
-    )
-
-
 class FastUnroll:
     """Callable as `unroll`.
 
@@ -53,6 +44,19 @@ class FastUnroll:
         recompute: whether steps are computed again in the backward pass in place of being kept.
         pieces: `PIECES`, or the same compiled.
     """
+
+    description = "the embeddings' part of q, k and v is computed once a token"
+    can_recompute = True
+
+    @staticmethod
+    def supports(head: DraftHead) -> bool:
+        """Return whether the head is one EAGLE3 layer with plain attention."""
+        return (
+            type(head) is Eagle3Head
+            and len(head.layers) == 1
+            and type(head.layer) is Eagle3Layer
+            and type(head.layer.self_attn) is Attention
+        )
 
     def __init__(
         self,
@@ -80,7 +84,7 @@ class FastUnroll:
                 before, output, own = made
                 outputs.append(before)
         taught = zip([*outputs[1:], output], batch.steps, strict=False)
-        return [StepOutput(each, rows.teacher) for each, rows in taught] if outputs else []
+        return [StepOutput(each, rows.teacher_index) for each, rows in taught] if outputs else []
 
 
 class _Unrolled:
@@ -131,12 +135,12 @@ class _Unrolled:
         output, hidden = branch(output, rows.origin)
         read = pieces.normed((hidden,), self.hidden_norm, self.eps)
         # Row t reads the token of slot t + 1 + k at position t + k.
-        angles = head.rope.angles(self.positions[rows.teacher] - 1)
-        embedded = self.embedded.rows(rows.teacher, self.of_queries)
+        angles = head.rope.angles(self.positions[rows.teacher_index] - 1)
+        embedded = self.embedded.rows(rows.teacher_index, self.of_queries)
         asked = (weights.query.product(read), embedded, *angles)
         query = pieces.queries(asked, weights.query_norm, self.eps)
         if k > 0:
-            embedded = self.embedded.rows(rows.teacher, self.of_keys)
+            embedded = self.embedded.rows(rows.teacher_index, self.of_keys)
             given = (weights.key_value.product(read), embedded, *angles)
             made = pieces.keys_values(given, weights.key_norm, self.eps)
             own = OwnKeys.extended(own, *(padded(x, rows) for x in made), rows.select)
@@ -151,4 +155,4 @@ class _Unrolled:
         residual = read if head.layer.norm_before_residual else hidden
         attended = real(attended.flatten(2), rows)
         made = weights.run_output(pieces, attended, residual, self.eps)
-        return output, head.finish(made), own
+        return output, head.output_norm(made), own

@@ -30,32 +30,33 @@ class StepOutput:
 
     Attributes:
         output: [n, H], the head's (`DraftHead.finish`).
-        teacher: int64 [n], flat positions b·S + t + 1 + k of their teachers.
+        teacher_index: int64 [n], flat positions b·S + t + 1 + k of their teachers.
     """
 
     output: Tensor
-    teacher: Tensor
+    teacher_index: Tensor
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What the loss of a row is: distillation · ℓ + regression · smooth L1 (methods §2, §3).
+class LossTerms:
+    """The loss of a row: distillation · ℓ + regression · smooth L1 (methods §2, §3).
 
     Smooth L1 is a mean over H, of the head's output and the normed state of its teacher: what the
     next draft is fed, and what it would be fed if the target had written this one.
 
     Attributes:
         loss: ℓ of `kernels/distill.py`; "lk" takes its share from the α of the batch at hand.
-        reach: share of a row's weight that goes with the chance that its draft is reached.
+        acceptance_weighting: share of a row's weight that is multiplied by the probability that its
+            draft is reached.
     """
 
     loss: Literal["soft_ce", "lk"] = "soft_ce"
     distillation: float = 1.0
     regression: float = 0.0
-    reach: float = 0.0
+    acceptance_weighting: float = 0.0
 
 
-SOFT_CE = Terms()
+SOFT_CE = LossTerms()
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ def row_starts(starts: Tensor, rows: StepRows) -> Tensor:
         starts: int64 [B, S], of each slot (`document_starts`).
     """
     found = torch.full_like(rows.index, starts.shape[1]).flatten()
-    found[rows.loss] = starts.gather(1, rows.index).flatten()[rows.loss]
+    found[rows.valid_rows] = starts.gather(1, rows.index).flatten()[rows.valid_rows]
     return found.view_as(rows.index)
 
 
@@ -138,7 +139,7 @@ def weighted_loss(
     target: DraftTeacher,
     batch: Batch,
     weights: Sequence[float],
-    terms: Terms = SOFT_CE,
+    terms: LossTerms = SOFT_CE,
 ) -> tuple[Tensor, Sums]:
     """Σ_k weight_k Σ ℓ over the rows that carry loss, not yet divided by N_0; the sums to report.
 
@@ -148,7 +149,7 @@ def weighted_loss(
     steps = list(outputs)
     if not steps:
         return torch.zeros((), device=batch.tokens.device), sums
-    row, sizes = torch.cat([s.teacher for s in steps]), [len(s.teacher) for s in steps]
+    row, sizes = torch.cat([s.teacher_index for s in steps]), [len(s.teacher_index) for s in steps]
     weight = torch.cat(
         [torch.full((n,), w, device=row.device) for n, w in zip(sizes, weights, strict=False)]
     )
@@ -156,16 +157,17 @@ def weighted_loss(
     output, plan = torch.cat([s.output for s in steps]), batch.plan
     with torch.autocast(output.device.type, enabled=False):  # which would widen the norm on a GPU
         hidden, share = head.normed(output), None
-    if terms.loss == "lk" or terms.reach:
+    if terms.loss == "lk" or terms.acceptance_weighting:
         step = step_of_row(sizes, row.device)
         with torch.no_grad():
             alpha = distill_linear(hidden, head.lm_head.weight, teacher, plan, weight).alpha
         if terms.loss == "lk":
             share = lk_share(alpha, step, len(sizes))
-        if terms.reach:
-            chance = reached(alpha, step, row - 1 - step, len(sizes), batch.tokens.numel())
-            lighter = weight * (1 - terms.reach + terms.reach * chance)
-            weight = torch.where(weight != 0, lighter, 0)  # not 0 · NaN
+        if share_by_reach := terms.acceptance_weighting:
+            anchor, slots = row - 1 - step, batch.tokens.numel()
+            reach = reach_probability(alpha, step, anchor, len(sizes), slots)
+            weighted_by_reach = weight * (1 - share_by_reach + share_by_reach * reach)
+            weight = torch.where(weight != 0, weighted_by_reach, 0)  # avoids 0 · NaN
     out = distill_linear(
         hidden,
         head.lm_head.weight,
@@ -189,8 +191,10 @@ def weighted_loss(
     return total, sums
 
 
-def reached(alpha: Tensor, step: Tensor, anchor: Tensor, num_steps: int, places: int) -> Tensor:
-    """The chance that a row's draft is reached: that all before it from its anchor are accepted.
+def reach_probability(
+    alpha: Tensor, step: Tensor, anchor: Tensor, num_steps: int, slots: int
+) -> Tensor:
+    """Return the probability that all drafts before a row's own, from its anchor, are accepted.
 
     The gradient of the expected number of accepted drafts, Σ_k Π_{j≤k} α_j, by α_k has it as a
     factor (the other is what may follow). It is an estimate: the recorded tokens stand in for those
@@ -198,12 +202,12 @@ def reached(alpha: Tensor, step: Tensor, anchor: Tensor, num_steps: int, places:
 
     Args:
         alpha: [R], of the rows. step: int64 [R], below num_steps. anchor: int64 [R], flat, below
-            `places`; a step has an anchor once.
+            `slots`; a step has an anchor once.
 
     Returns:
         [R], Π_{j<k} α_j, 1 at step 0.
     """
-    passed = alpha.new_ones(num_steps + 1, places)
+    passed = alpha.new_ones(num_steps + 1, slots)
     passed[step + 1, anchor] = alpha
     return passed.cumprod(0)[step, anchor]
 

@@ -36,7 +36,10 @@ def parallel_outputs(head: PeagleHead, batch: Batch) -> Iterator[StepOutput]:
     starts = document_starts(batch.documents)
     angles = head.rope.angles(batch.positions)
     # Depth 0 at every position [B, S, H]; all masked slots enter as one vector [H].
-    hidden, masked = head.fuse(batch.features.to(head.fc.weight.dtype)), head.mask_state()
+    hidden, masked = (
+        head.project_features(batch.features.to(head.fc.weight.dtype)),
+        head.mask_state(),
+    )
     for number, layer in enumerate(head.layers):
         if number == 0:
             x, residual = layer.inputs(head.embed(following), hidden)
@@ -53,7 +56,7 @@ def parallel_outputs(head: PeagleHead, batch: Batch) -> Iterator[StepOutput]:
         hidden = layer.output(ttt_attention(query, key, value, index, starts), residual)
         masked = layer.output(slots.attend(layer.self_attn, mask_x, key, value), mask_residual)
     for rows, output in zip(steps, [hidden, *slots.by_depth(masked)], strict=True):
-        yield StepOutput(output.flatten(0, 1)[rows.loss], rows.teacher)
+        yield StepOutput(output.flatten(0, 1)[rows.valid_rows], rows.teacher_index)
 
 
 class _MaskedSlots:

@@ -45,7 +45,7 @@ def unroll(head: DraftHead, batch: Batch) -> Iterator[StepOutput]:
         angles = head.rope.angles(positions)
         for number, layer in enumerate(head.layers):
             if number == 0:
-                x, residual = head.inputs(head.embed_tokens(tokens), hidden)
+                x, residual = head.layer_inputs(head.embed_tokens(tokens), hidden)
             else:
                 x, residual = layer.input_layernorm(hidden), hidden
             made = layer.self_attn.key_value(x, angles)
@@ -68,14 +68,14 @@ def unroll(head: DraftHead, batch: Batch) -> Iterator[StepOutput]:
                 chunk=layer.chunk,
             )
             hidden = layer.output(attended, residual)
-        hidden = head.finish(hidden)
-        yield StepOutput(hidden.flatten(0, 1)[rows.loss], rows.teacher)
+        hidden = head.output_norm(hidden)
+        yield StepOutput(hidden.flatten(0, 1)[rows.valid_rows], rows.teacher_index)
 
 
 def first_hidden(head: DraftHead, batch: Batch) -> Tensor:
     """The hidden states [B, S, H] that the target's features give, with the batch's noise."""
     features = batch.last if head.config.reads_last else batch.features
-    hidden = head.fuse(features.to(head.fc.weight.dtype))
+    hidden = head.project_features(features.to(head.fc.weight.dtype))
     if batch.noise is not None:
         noise = batch.noise.values(batch.positions, hidden.shape[-1])
         hidden = hidden + noise.to(hidden.dtype)

@@ -95,8 +95,8 @@ def test_one_row_has_the_same_loss_and_no_padding() -> None:
     rows, row = a_batch(), a_batch(one_row=True)
     assert len(row.tokens) == 1
     assert row.counts == rows.counts
-    assert all(step.index.numel() == len(step.loss) for step in row.steps)
-    assert any(step.index.numel() > len(step.loss) for step in rows.steps)
+    assert all(step.index.numel() == len(step.valid_rows) for step in row.steps)
+    assert any(step.index.numel() > len(step.valid_rows) for step in rows.steps)
     expected, found = (family_loss(model, target, batch, gamma=0.8)[0] for batch in (rows, row))
     torch.testing.assert_close(found, expected)
 

@@ -25,7 +25,9 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.store.store import Store
-from draftlab.target_model.model import Target, TargetSettings, load_target
+from draftlab.target_model.loading import load_target
+from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
 from draftlab.train import loop
 from draftlab.train.batch import pack_processes
 from draftlab.train.batch.loader import Piece, feed

@@ -34,7 +34,12 @@ PRINTED = {
     "zero2": "DeepSpeed ZeRO-2",
     "zero3": "DeepSpeed ZeRO-3",
 }
-BEGUN = [*(f"{parallel}-eagle3" for parallel in PRINTED), "ddp-ptd", "fsdp2-ptd", "zero3-ptd"]
+BEGUN = [
+    *(f"{parallel}-eagle3" for parallel in PRINTED),
+    "ddp-peagle",
+    "fsdp2-peagle",
+    "zero3-peagle",
+]
 RESUMED = [f"{parallel}-eagle3-resumed" for parallel in PRINTED]
 
 
@@ -58,10 +63,10 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What one process makes, by family, with every checkpoint."""
     folder = tmp_path_factory.mktemp("alone")
-    for family in ("eagle3", "ptd"):
+    for family in ("eagle3", "peagle"):
         trainer, _ = train(folder / family, family)
         torch.save(trainer.head.state_dict(), folder / family / "result.pt")
-    return {family: folder / family for family in ("eagle3", "ptd")}
+    return {family: folder / family for family in ("eagle3", "peagle")}
 
 
 @pytest.fixture(scope="module")

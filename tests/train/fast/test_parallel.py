@@ -8,10 +8,10 @@ import torch
 from draftlab.heads.peagle import PeagleHead
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.distillation_module import DistillationModule
-from draftlab.train.fast import choose_forward as unrolling
-from draftlab.train.fast.choose_forward import compiled_pieces
+from draftlab.train.fast import choose_forward
+from draftlab.train.fast.choose_forward import compiled_ops
 from draftlab.train.fast.layers import PIECES
-from draftlab.train.fast.parallel import FastParallel, fits
+from draftlab.train.fast.parallel import FastParallel
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.objectives.parallel import parallel_outputs
 from draftlab.train.settings import TrainSettings
@@ -31,7 +31,7 @@ OPTIONS: list[dict[str, object]] = [
 
 def loud_head(**changes: object) -> PeagleHead:
     """A parallel head whose norms are not one, with a mask token like no other."""
-    made = loud(family="ptd", **changes)
+    made = loud(family="peagle", **changes)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for mask in (made.mask_hidden, made.mask_embedding):
@@ -48,7 +48,7 @@ def masked_tokens(batch: Batch) -> Batch:
 @pytest.mark.parametrize("changes", OPTIONS, ids=str)
 def test_equal_to_the_plain_way(changes: dict[str, object]) -> None:
     model, batch = loud_head(**changes), masked_tokens(batch_of())
-    assert fits(model)
+    assert FastParallel.supports(model)
     expected = learnt(model, list(parallel_outputs(model, batch)), batch)
     found = learnt(model, FastParallel(torch.float32)(model, batch), batch)
     compare(found, expected, rtol=2e-4, atol=2e-5)
@@ -66,9 +66,9 @@ def test_few_masked_slots_or_none(turns: list[tuple[int, int]], one_row: bool) -
         compare(found, expected, rtol=2e-4, atol=2e-5)
 
 
-def test_compiled_pieces_are_equal_whatever_the_number_of_rows() -> None:
+def test_compiled_ops_are_equal_whatever_the_number_of_rows() -> None:
     model = loud_head(qk_norm=True, num_layers=2)
-    fast = FastParallel(torch.float32, pieces=compiled_pieces("aot_eager"))
+    fast = FastParallel(torch.float32, pieces=compiled_ops("aot_eager"))
     for num_steps in (4, 1):
         batch = batch_of(num_steps)
         expected = learnt(model, FastParallel(torch.float32)(model, batch), batch)
@@ -86,29 +86,32 @@ def test_in_16_bit_it_is_as_near() -> None:
         assert error < 0.05, name
 
 
-def test_training_runs_it_and_rehearses_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_runs_it_and_checks_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = loud_head(num_layers=2), batch_of()
     teacher = DraftTeacher.of(parts(), model)
     lesson = DistillationModule(
         model, teacher, TrainSettings(ttt_steps=4, recompute=True), torch.float32
     )
-    assert isinstance(lesson.outputs, FastParallel)
-    assert lesson.how == "all depths side by side, train.recompute does nothing for such heads"
+    assert isinstance(lesson.head_forward, FastParallel)
+    assert (
+        lesson.description
+        == "all depths run side by side, train.recompute has no effect on such heads"
+    )
     lesson(batch, [1.0] * 4)
 
     wrong = PIECES._replace(joined=lambda *given: tuple(2 * x for x in PIECES.joined(*given)))
-    monkeypatch.setattr(unrolling, "compiled_pieces", lambda: wrong)
+    monkeypatch.setattr(choose_forward, "compiled_ops", lambda: wrong)
     lesson = DistillationModule(
         model, teacher, TrainSettings(ttt_steps=4, compile=True), torch.float32
     )
-    assert "compiled and plain steps differ" in lesson.how
-    assert lesson.outputs.pieces == PIECES
-    monkeypatch.setattr(unrolling, "compiled_pieces", lambda: compiled_pieces("aot_eager"))
+    assert "compiled and eager steps differ" in lesson.description
+    assert lesson.head_forward.pieces == PIECES
+    monkeypatch.setattr(choose_forward, "compiled_ops", lambda: compiled_ops("aot_eager"))
     lesson = DistillationModule(
         model, teacher, TrainSettings(ttt_steps=4, compile=True), torch.float32
     )
-    assert lesson.how == "all depths side by side, small operations compiled"
+    assert lesson.description == "all depths run side by side, small operations are compiled"
 
 
 def test_other_heads_do_not_fit() -> None:
-    assert not fits(head(parts()))
+    assert not FastParallel.supports(head(parts()))

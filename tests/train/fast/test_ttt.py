@@ -9,11 +9,11 @@ from torch import Tensor
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.distillation_module import DistillationModule
-from draftlab.train.fast import choose_forward as unrolling
+from draftlab.train.fast import choose_forward
 from draftlab.train.fast import ttt as fast_unroll
-from draftlab.train.fast.choose_forward import compiled_pieces
+from draftlab.train.fast.choose_forward import compiled_ops
 from draftlab.train.fast.layers import PIECES, Pieces
-from draftlab.train.fast.ttt import FastUnroll, fits
+from draftlab.train.fast.ttt import FastUnroll
 from draftlab.train.flops import kept_bytes
 from draftlab.train.objectives.loss import DraftTeacher, StepOutput, weighted_loss
 from draftlab.train.objectives.ttt import unroll
@@ -72,7 +72,7 @@ def compare(found: dict[str, Tensor], expected: dict[str, Tensor], **bounds: flo
 @pytest.mark.parametrize("changes", OPTIONS, ids=str)
 def test_equal_to_the_plain_unroll(changes: dict[str, object]) -> None:
     model, batch = loud(**changes), batch_of()
-    assert fits(model)
+    assert FastUnroll.supports(model)
     expected = learnt(model, list(unroll(model, batch)), batch)
     found = learnt(model, FastUnroll(torch.float32)(model, batch), batch)
     compare(found, expected, rtol=2e-4, atol=2e-5)
@@ -84,7 +84,7 @@ def test_recomputed_steps_keep_little() -> None:
     """What the backward pass keeps, beside the weights: as estimated, and little if recomputed."""
     target, model = parts(), head(parts(), intermediate_size=512)
     batch = pack([[record(spans_of([(2, 100)]), target)]], 128, 6)
-    rows = sum(len(step.loss) for step in batch.steps)
+    rows = sum(len(step.valid_rows) for step in batch.steps)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
     def kept(recompute: bool) -> int:
@@ -107,10 +107,10 @@ def test_recomputed_steps_keep_little() -> None:
     assert kept(True) < 0.1 * expected
 
 
-def test_compiled_pieces_are_equal_whatever_the_number_of_rows() -> None:
+def test_compiled_ops_are_equal_whatever_the_number_of_rows() -> None:
     model = loud(qk_norm=True)
     plain = FastUnroll(torch.float32)
-    fast = FastUnroll(torch.float32, pieces=compiled_pieces("aot_eager"))
+    fast = FastUnroll(torch.float32, pieces=compiled_ops("aot_eager"))
     for num_steps in (4, 2, 1):
         batch = batch_of(num_steps)
         expected = learnt(model, plain(model, batch), batch)
@@ -154,14 +154,14 @@ def test_training_runs_the_fast_unroll(monkeypatch: pytest.MonkeyPatch) -> None:
         settings = TrainSettings(ttt_steps=4, recompute=recompute)
         lesson = DistillationModule(model, DraftTeacher.of(parts(), model), settings, torch.float32)
         lesson(batch, [1.0] * 4)
-        assert ("computed again" in lesson.how) == recompute
+        assert ("recomputed in the backward pass" in lesson.description) == recompute
     assert calls == [False, True]
     other = head(parts(), **EAGLE)
     settings = TrainSettings(ttt_steps=4, recompute=True, compile=True)
     lesson = DistillationModule(other, DraftTeacher.of(parts(), other), settings, torch.float32)
     lesson(batch, [1.0] * 4)
     assert len(calls) == 2
-    assert "train.compile and train.recompute do nothing" in lesson.how
+    assert "train.compile and train.recompute have no effect" in lesson.description
 
 
 def test_a_compiler_that_fails_or_errs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,19 +172,19 @@ def test_a_compiler_that_fails_or_errs_is_not_used(monkeypatch: pytest.MonkeyPat
         return 2 * PIECES.queries(rows, weights, eps)
 
     for pieces, reason in (
-        (PIECES._replace(queries=wrong), "compiled and plain steps differ"),
+        (PIECES._replace(queries=wrong), "compiled and eager steps differ"),
         (PIECES._replace(queries=None), "TypeError"),
     ):
-        monkeypatch.setattr(unrolling, "compiled_pieces", lambda pieces=pieces: pieces)
-        chosen, how = unrolling.unrolling(model, unroll, settings, torch.float32)
-        assert chosen.pieces == PIECES
-        assert "uncompiled" in how
+        monkeypatch.setattr(choose_forward, "compiled_ops", lambda pieces=pieces: pieces)
+        chosen, how = choose_forward.choose_forward(model, model.family.objective(), settings,
+        torch.float32) assert chosen.pieces == PIECES
+        assert "not compiled" in how
         assert reason in how
 
 
 def test_other_heads_do_not_fit() -> None:
-    assert not fits(head(parts(), family="ptd"))
-    assert not fits(head(parts(), **EAGLE))
+    assert not FastUnroll.supports(head(parts(), family="peagle"))
+    assert not FastUnroll.supports(head(parts(), **EAGLE))
 
 
 @pytest.mark.parametrize("recompute", [False, True])

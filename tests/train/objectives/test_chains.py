@@ -14,7 +14,7 @@ from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.feature_noise import StepNoise
 from draftlab.train.batch.packing import pack
-from draftlab.train.objectives.loss import SOFT_CE, Terms
+from draftlab.train.objectives.loss import SOFT_CE, LossTerms
 from draftlab.train.optimizer import learning_rate
 from draftlab.train.settings import TrainSettings
 from tests.helpers.plain_chain import PlainChain
@@ -22,17 +22,17 @@ from tests.helpers.synthetic import HIDDEN, VOCAB, family_loss, head, parts, rec
 from tests.train.objectives.test_ttt import server_log, spans_of
 
 EAGLE = {"family": "eagle", "boundaries": (4,), "draft_vocab_size": VOCAB}
-IMITATION = Terms("soft_ce", 0.1, 1.0)
-KINDS: dict[str, tuple[dict[str, Any], Terms]] = {
+IMITATION = LossTerms("soft_ce", 0.1, 1.0)
+KINDS: dict[str, tuple[dict[str, Any], LossTerms]] = {
     "eagle": (EAGLE, IMITATION),
     "eagle of 2 layers": (EAGLE | {"num_layers": 2}, IMITATION),
     "norm_before_fc": ({"norm_before_fc": True}, SOFT_CE),
     "fc_norm, norm_output": ({"fc_norm": True, "norm_output": True}, SOFT_CE),
     "one boundary, q and k normed": ({"boundaries": (1,), "qk_norm": True}, SOFT_CE),
-    "last boundary, lk": ({"boundaries": (4,)}, Terms("lk")),
-    "reach": ({}, Terms(reach=0.7)),
-    "eagle, reach": (EAGLE, Terms("soft_ce", 0.1, 1.0, reach=0.5)),
-    "lk, reach": ({}, Terms("lk", reach=1.0)),
+    "last boundary, lk": ({"boundaries": (4,)}, LossTerms("lk")),
+    "reach": ({}, LossTerms(acceptance_weighting=0.7)),
+    "eagle, reach": (EAGLE, LossTerms("soft_ce", 0.1, 1.0, acceptance_weighting=0.5)),
+    "lk, reach": ({}, LossTerms("lk", acceptance_weighting=1.0)),
 }
 STEPS, GAMMA = 3, 0.8
 
@@ -49,7 +49,7 @@ def plain_losses(
     ids = torch.arange(VOCAB - len(plain.w["lm_head.weight"]), VOCAB)
     last = plain.c.boundaries == (4,)
     features = r.last if last else r.features[:, : HIDDEN * len(plain.c.boundaries)]
-    hidden0 = [plain.fuse(x.double()) for x in features]
+    hidden0 = [plain.project_features(x.double()) for x in features]
     if noise is not None:
         hidden0 = [h + n for h, n in zip(hidden0, noise, strict=True)]
     before, found = [plain.empty], []
@@ -71,13 +71,13 @@ def plain_losses(
 
 
 def plain_total(
-    plain: PlainChain, target: TargetParts, asked: list[Record], terms: Terms
+    plain: PlainChain, target: TargetParts, asked: list[Record], terms: LossTerms
 ) -> Tensor:
     rows = [row for r in asked for row in plain_losses(plain, target, r)]
     factors, passed = [], 1.0
     for step, *_, alpha in rows:  # an anchor's steps lie behind one another
         passed = passed if step else 1.0
-        factors.append(1 - terms.reach + terms.reach * passed)
+        factors.append(1 - terms.acceptance_weighting + terms.acceptance_weighting * passed)
         passed *= float(alpha.detach())
     total = torch.zeros((), dtype=torch.float64)
     for step in range(STEPS):

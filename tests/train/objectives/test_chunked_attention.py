@@ -55,7 +55,7 @@ def server(model: DraftHead, answer: Any, t: int) -> list[Tensor]:
         return model.run(token[None], hidden, torch.tensor([position]), attend)
 
     for position in range(t + 1):
-        hidden = model.fuse(answer.last[position, None].to(model.fc.weight.dtype))
+        hidden = model.project_features(answer.last[position, None].to(model.fc.weight.dtype))
         output = feed(answer.tokens[position + 1], hidden, position)
     outputs = [output]
     for k in range(1, STEPS):
@@ -76,7 +76,7 @@ def test_an_unroll_over_borders_is_a_server(layers: tuple[int, ...]) -> None:
     chains: dict[int, list[Tensor]] = {}
     probe = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)).double()
     for k, step in enumerate(unroll(model, batch)):
-        for row, teacher in zip(step.output, step.teacher.tolist(), strict=True):
+        for row, teacher in zip(step.output, step.teacher_index.tolist(), strict=True):
             at = teacher - 1 - k
             which = at >= offsets[1]
             if at not in chains:
@@ -101,7 +101,7 @@ def test_without_the_border_it_is_another_head() -> None:
     steps = [list(unroll(model, batch)) for model in (chunked, whole)]
     for k, (one, other) in enumerate(zip(*steps, strict=True)):
         differ = (one.output - other.output).abs().amax(-1) > 1e-6
-        into_first = one.teacher - 1 < 4  # t + k in the first chunk
+        into_first = one.teacher_index - 1 < 4  # t + k in the first chunk
         assert not differ[into_first].any(), k
         assert differ[~into_first].all(), k
 

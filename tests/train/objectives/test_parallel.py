@@ -13,9 +13,9 @@ from torch import Tensor
 from draftlab.heads.peagle import PeagleHead
 from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
-from draftlab.train.batch.loss_rows import deal, depths_kept, loss_reach
+from draftlab.train.batch.loss_rows import loss_reach, sample_depths, split_anchors
 from draftlab.train.batch.packing import pack
-from draftlab.train.objectives.loss import DraftTeacher, Terms, weighted_loss
+from draftlab.train.objectives.loss import DraftTeacher, LossTerms, weighted_loss
 from draftlab.train.objectives.parallel import parallel_outputs, parallel_weights
 from tests.helpers.synthetic import family_loss, head, parts, record
 from tests.train.objectives.test_ttt import server_log, spans_of
@@ -113,7 +113,7 @@ def reference(
 
 def loud(**changes: object) -> PeagleHead:
     """A float64 head whose norms are not all one, and whose masked slots are not zero."""
-    model = head(parts(), family="ptd", **changes).double()
+    model = head(parts(), family="peagle", **changes).double()
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -155,7 +155,9 @@ def test_loss_and_gradients_equal_a_server_run_anchor_by_anchor(
         DEPTHS,
         keep=lambda r: kept[r.id][: len(r.tokens)],
     )
-    loss, sums = family_loss(model, target, batch, gamma=GAMMA, terms=Terms(reach=reach))
+    loss, sums = family_loss(
+        model, target, batch, gamma=GAMMA, terms=LossTerms(acceptance_weighting=reach)
+    )
     (loss / batch.num_anchors).backward()
     found = gradients(model)
     expected, counts = reference(model, target, records, kept, reach)
@@ -181,7 +183,7 @@ def test_a_whole_pass_of_the_head_is_that_of_a_server(changes: dict) -> None:
     tokens = torch.cat([r.tokens[1 : pairs + 1], torch.full((DEPTHS - 1,), model.mask_token_id)])
     hidden = torch.cat(
         [
-            model.fuse(r.features[:pairs].double()),
+            model.project_features(r.features[:pairs].double()),
             model.mask_state().expand(DEPTHS - 1, -1),
         ]
     )
@@ -220,7 +222,7 @@ def test_a_conversation_packed_behind_another_has_the_same_loss() -> None:
 
 @pytest.mark.parametrize("passes", [2, 3, 7])
 def test_parts_of_the_anchors_add_up_to_the_whole(passes: int) -> None:
-    target, model, terms = parts(), loud(num_layers=2), Terms(reach=0.9)
+    target, model, terms = parts(), loud(num_layers=2), LossTerms(acceptance_weighting=0.9)
     records = records_of(target)
     rows = [records[:3], records[3:]]
     whole = pack(rows, 64, DEPTHS)
@@ -247,7 +249,7 @@ def test_parts_of_the_anchors_add_up_to_the_whole(passes: int) -> None:
 def test_every_anchor_is_dealt_once_and_parts_are_alike(passes: int) -> None:
     generator = torch.Generator().manual_seed(0)
     reach = torch.randint(-20, 12, (3, 400), generator=generator).clamp(min=0)
-    dealt = deal(reach, DEPTHS, passes)
+    dealt = split_anchors(reach, DEPTHS, passes)
     assert torch.equal(sum(dealt), reach)
     assert torch.equal(sum((part > 0).long() for part in dealt), (reach > 0).long())
     for part in dealt:
@@ -256,7 +258,7 @@ def test_every_anchor_is_dealt_once_and_parts_are_alike(passes: int) -> None:
 
 
 def kept(r: Record, *, step: int = 0, seed: int = 0) -> Tensor:
-    return depths_kept(r, 8, ratio=0.8, least=0.3, seed=seed, step=step)
+    return sample_depths(r, 8, ratio=0.8, least=0.3, seed=seed, step=step)
 
 
 def test_dropped_depths_follow_the_law() -> None:
@@ -290,7 +292,9 @@ def test_a_kept_depth_is_one_that_carries_loss() -> None:
     r = record(spans_of([(3, 12), (0, 5)]), target, 3)
     batch = pack([[r]], 64, DEPTHS, keep=kept)
     rows = {
-        (int(t) - 1 - d, d) for d, depth in enumerate(batch.steps) for t in depth.teacher.tolist()
+        (int(t) - 1 - d, d)
+        for d, depth in enumerate(batch.steps)
+        for t in depth.teacher_index.tolist()
     }
     limit = kept(r)
     wanted = {(t, d) for t, d in server_log(r.spans, DEPTHS) if d < limit[t]}

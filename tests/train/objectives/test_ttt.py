@@ -65,7 +65,9 @@ def test_loss_set_is_what_a_server_asks_for(turns: list[tuple[int, int]], k: int
     target = parts()
     batch = pack([[record(spans, target)]], len(spans), k)
     trained = {
-        (int(t) - 1 - step, step) for step, rows in enumerate(batch.steps) for t in rows.teacher
+        (int(t) - 1 - step, step)
+        for step, rows in enumerate(batch.steps)
+        for t in rows.teacher_index
     }
     assert trained == server_log(spans, k)
 
@@ -105,7 +107,9 @@ def test_wrong_masks_are_caught(bug, monkeypatch: pytest.MonkeyPatch) -> None:
     spans = spans_of([(3, 6), (2, 5)])
     target = parts()
     batch = pack([[record(spans, target)]], len(spans), 3)
-    trained = {(int(t) - 1 - k, k) for k, rows in enumerate(batch.steps) for t in rows.teacher}
+    trained = {
+        (int(t) - 1 - k, k) for k, rows in enumerate(batch.steps) for t in rows.teacher_index
+    }
     assert trained != server_log(spans, 3)
 
 

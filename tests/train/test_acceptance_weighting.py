@@ -1,4 +1,4 @@
-"""`train.reach` comes to every family's loss, and rows that weigh nothing stay out of it."""
+"""`train.acceptance_weighting` reaches every family's loss; rows without weight add nothing."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from draftlab.heads.family import family_names, get_family
 from draftlab.train.batch.packing import pack
-from draftlab.train.families import OBJECTIVES
-from draftlab.train.objectives.loss import DraftTeacher, Terms, reached, weighted_loss
+from draftlab.train.objectives.loss import DraftTeacher, LossTerms, reach_probability, weighted_loss
 from draftlab.train.settings import TrainSettings
 from tests.helpers.synthetic import head, parts, record
 from tests.train.objectives.test_ttt import spans_of
 
 
-@pytest.mark.parametrize("family", OBJECTIVES)
+@pytest.mark.parametrize("family", family_names())
 def test_the_setting_comes_to_the_loss_of_every_family(family: str) -> None:
-    assert OBJECTIVES[family].terms(TrainSettings(reach=0.3)).reach == 0.3
-    assert OBJECTIVES[family].terms(TrainSettings()).reach == 0
+    loss_terms = get_family(family).objective().loss_terms
+    assert loss_terms(TrainSettings(acceptance_weighting=0.3)).acceptance_weighting == 0.3
+    assert loss_terms(TrainSettings()).acceptance_weighting == 0
 
 
 def test_the_product_of_what_an_anchor_was_accepted_at() -> None:
@@ -26,19 +27,23 @@ def test_the_product_of_what_an_anchor_was_accepted_at() -> None:
     step = torch.tensor([0, 0, 0, 1, 1, 2])
     anchor = torch.tensor([4, 0, 2, 2, 4, 4])
     alpha = torch.tensor([0.5, 0.9, 0.25, 0.7, 0.4, 0.1])
-    found = reached(alpha, step, anchor, 3, 6)
+    found = reach_probability(alpha, step, anchor, 3, 6)
     torch.testing.assert_close(found, torch.tensor([1, 1, 1, 0.25, 0.5, 0.5 * 0.4]))
 
 
-@pytest.mark.parametrize("terms", [Terms(), Terms(reach=0.5), Terms("lk", reach=1.0)], ids=str)
-def test_rows_that_weigh_nothing_add_nothing_though_they_are_not_finite(terms: Terms) -> None:
+@pytest.mark.parametrize(
+    "terms",
+    [LossTerms(), LossTerms(acceptance_weighting=0.5), LossTerms("lk", acceptance_weighting=1.0)],
+    ids=str,
+)
+def test_rows_that_weigh_nothing_add_nothing_though_they_are_not_finite(terms: LossTerms) -> None:
     target = parts()
     model = head(target)
     batch = pack([[record(spans_of([(2, 6)]), target)]], 64, 3)
     broken = batch.logsumexp.clone()
     broken[:, batch.steps[0].index[0, 2] + 1] = float("nan")
     batch = replace(batch, logsumexp=broken)
-    outputs = list(OBJECTIVES["eagle3"].outputs(model, batch))
+    outputs = list(get_family("eagle3").objective().forward(model, batch))
     teacher = DraftTeacher.of(target, model)
     nothing, _ = weighted_loss(outputs, model, teacher, batch, [0.0] * 3, terms)
     assert nothing == 0

@@ -1,47 +1,56 @@
-"""config.json of a head folder: vLLM's native description, generated from draftlab.json."""
+"""config.json of a head folder in vLLM's native layout, as functions of draftlab.json (servers
+§8)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from draftlab.heads.config import HeadConfig, Llama4Config
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.family import get_family
+
+MASK_TOKEN_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
+"""Names that different programs have for the mask token (servers §1.5)."""
 
 
 def native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
-    """config.json in vLLM's native layout (servers §8), a pure function of draftlab.json."""
-    if config.family == "eagle":
-        # Served with method eagle, which makes it EagleLlamaForCausalLM (servers §1.1).
-        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | _shape(
-            config, dtype
-        )
-    if config.llama4 is not None:
-        return _llama4_config(config, config.llama4, dtype)
-    # The name that becomes vLLM's class with norms of q and k; it has no other for these heads.
+    """Return config.json of a head of any family; empty: vLLM cannot load it."""
+    return get_family(config.family).native_config(config, dtype)
+
+
+def eagle3_native_config(config: Any, dtype: str, mask_token: int | None = None) -> dict[str, Any]:
+    """Return config.json of an EAGLE3 head, or with `mask_token` of a parallel head."""
+    # This name becomes vLLM's class with norms of q and k; it has no other for these heads.
     architecture = "Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"
-    nested = [b - 1 for b in config.boundaries]  # SGLang counts outputs of layers
-    mask = config.mask_token_id
-    # Readers differ in the key they look for (servers §1.5).
-    names = ("mask_token_id", "ptd_token_id", "pard_token") if mask is not None else ()
+    keys = MASK_TOKEN_KEYS if mask_token is not None else ()
     return {
         "architectures": [architecture],
         "model_type": "qwen3" if config.qk_norm else "llama",
-        **_shape(config, dtype),
+        **layer_fields(config, dtype),
         "eagle_aux_hidden_state_layer_ids": list(config.boundaries),
         "num_aux_hidden_states": len(config.boundaries),
         "eagle_config": {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": nested,
+            # SGLang counts outputs of layers.
+            "eagle_aux_hidden_state_layer_ids": [b - 1 for b in config.boundaries],
         },
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
-        **dict.fromkeys(names, mask),
+        **dict.fromkeys(keys, mask_token),
     }
 
 
-def _llama4_config(config: HeadConfig, kind: Llama4Config, dtype: str) -> dict[str, Any]:
-    """Served with method eagle, which makes it EagleLlama4ForCausalLM (servers §1.2).
+def eagle_native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
+    """Return config.json of an EAGLE head; with method eagle vLLM makes it EagleLlamaForCausalLM
+    (servers §1.1)."""
+    layers = layer_fields(config, dtype)
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **layers}
+
+
+def eagle_llama4_native_config(config: Any, dtype: str) -> dict[str, Any]:
+    """Return config.json of a dense Llama 4 drafter; with method eagle vLLM makes it
+    EagleLlama4ForCausalLM (servers §1.2).
 
     `no_rope_layers` is of the head's layers alone: vLLM puts the target's before them itself. The
     keys of experts and of shared caches have no default there, and others here.
@@ -49,8 +58,8 @@ def _llama4_config(config: HeadConfig, kind: Llama4Config, dtype: str) -> dict[s
     return {
         "architectures": ["Llama4ForCausalLM"],
         "model_type": "llama4_text",
-        **_shape(config, dtype),
-        **kind.model_dump(mode="json"),
+        **layer_fields(config, dtype),
+        **config.llama4.model_dump(mode="json"),
         "intermediate_size_mlp": config.intermediate_size,
         "moe_layers": [],
         "interleave_moe_layer_step": 0,
@@ -59,8 +68,8 @@ def _llama4_config(config: HeadConfig, kind: Llama4Config, dtype: str) -> dict[s
     }
 
 
-def _shape(config: HeadConfig, dtype: str) -> dict[str, Any]:
-    """What the layers of any family are like, in either spelling of RoPE."""
+def layer_fields(config: HeadConfig, dtype: str) -> dict[str, Any]:
+    """Return the keys of the layers' shapes, with RoPE in the spelling of transformers 4 and 5."""
     rope = dict(config.rope_parameters)
     rope.setdefault("rope_type", "default")
     scaling = {k: v for k, v in rope.items() if k != "rope_theta"}

@@ -1,0 +1,15 @@
+"""The families of draft heads; each file holds everything that is particular to one of them.
+
+`docs/guide/add_a_family.md` explains how to add one, in this folder or outside of the package.
+"""
+
+from draftlab.families.eagle import Eagle
+from draftlab.families.eagle3 import Eagle3
+from draftlab.families.eagle_llama4 import EagleLlama4
+from draftlab.families.peagle import Peagle
+from draftlab.heads.family import Family, register
+
+__all__ = ["Eagle", "Eagle3", "EagleLlama4", "Family", "Peagle", "register"]
+
+for _family in (Eagle3(), Peagle(), Eagle(), EagleLlama4()):
+    register(_family)

@@ -1,0 +1,89 @@
+"""EAGLE3: a chain that reads auxiliary hidden states (arXiv 2503.01840; methods §2, servers
+§1.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from draftlab.heads.family import Family
+
+if TYPE_CHECKING:
+    from draftlab.engine.drafter import HeadDrafter
+    from draftlab.export.foreign_config import ForeignConfig
+    from draftlab.export.layout import Layout
+    from draftlab.heads.config import HeadConfig
+    from draftlab.heads.head import DraftHead
+    from draftlab.train.objectives.objective import Objective
+
+
+class Eagle3(Family):
+    """EAGLE3 heads draft one token a pass, each from the head's previous output."""
+
+    name = "eagle3"
+    title = "EAGLE3"
+    description = "EAGLE3 draft head (a chain: one draft token a pass)"
+    max_layers = 1
+    options = frozenset(
+        {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm"}
+    )
+    starts_from = frozenset({"peagle"})
+    architectures = (
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "Eagle3Qwen3ForCausalLM",
+        "LlamaForCausalLM",
+    )
+    speculators_type = "eagle3"
+    norm_flag_must_be_named = True
+    vllm_method = "eagle3"
+
+    def config_class(self) -> type[HeadConfig]:
+        from draftlab.heads.eagle3 import Eagle3Config
+
+        return Eagle3Config
+
+    def new_head(self, config: HeadConfig) -> DraftHead:
+        from draftlab.heads.eagle3 import Eagle3Head
+
+        return Eagle3Head(config)
+
+    def objective(self) -> Objective:
+        from draftlab.train.fast.ttt import FastUnroll
+        from draftlab.train.objectives.objective import Objective
+        from draftlab.train.objectives.ttt import ttt_weights, unroll
+
+        return Objective(unroll, ttt_weights, fast_forward=FastUnroll)
+
+    def new_drafter(self, head: DraftHead, k: int, **options: Any) -> HeadDrafter:
+        from draftlab.engine.drafter import ChainDrafter
+
+        return ChainDrafter(head, k, **options)
+
+    def layouts(self) -> dict[str, Layout | str]:
+        from draftlab.export.llamacpp import LlamaCpp
+        from draftlab.export.native import Sglang, Vllm
+        from draftlab.export.speculators import Speculators
+
+        return {
+            "speculators": Speculators(self.speculators_type, "Eagle3DraftModel"),
+            "vllm": Vllm(),
+            "sglang": Sglang(),
+            "llamacpp": LlamaCpp(),
+        }
+
+    def native_config(self, config: HeadConfig, dtype: str) -> dict[str, Any]:
+        from draftlab.heads.native_config import eagle3_native_config
+
+        return eagle3_native_config(config, dtype)
+
+    def check_settings(self, settings: Any) -> None:
+        super().check_settings(settings)
+        if settings.norm_before_fc and settings.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm exclude each other, found both")
+
+    def reads(self, architecture: str, config: ForeignConfig, tensors: Collection[str]) -> bool:
+        if config.names_mask_token or architecture not in self.architectures:
+            return False
+        # SafeAILab calls heads of both generations LlamaForCausalLM; only EAGLE3's have this norm.
+        return architecture != "LlamaForCausalLM" or any("hidden_norm" in n for n in tensors)

@@ -1,0 +1,86 @@
+"""The dense EAGLE drafter for Llama 4 targets (methods §3, servers §1.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from draftlab.families.eagle import Eagle
+
+if TYPE_CHECKING:
+    from draftlab.export.foreign_config import ForeignConfig
+    from draftlab.export.layout import Layout
+    from draftlab.heads.config import HeadConfig
+    from draftlab.heads.head import DraftHead
+
+
+class EagleLlama4(Eagle):
+    """EAGLE heads with Llama 4's layers and a final norm of their own."""
+
+    name = "eagle_llama4"
+    title = "dense Llama 4"
+    description = "dense Llama 4 EAGLE draft head"
+    options = frozenset({"llama4"})
+    rotates_pairs = True
+    architectures = ()  # dense Llama 4 drafters of other programs are not read
+
+    def config_class(self) -> type[HeadConfig]:
+        from draftlab.heads.llama4 import EagleLlama4Config
+
+        return EagleLlama4Config
+
+    def new_head(self, config: HeadConfig) -> DraftHead:
+        from draftlab.heads.llama4 import EagleLlama4Head
+
+        return EagleLlama4Head(config)
+
+    def layouts(self) -> dict[str, Layout | str]:
+        from draftlab.export.llama4 import VllmLlama4
+
+        return {
+            "speculators": "the format has Llama's layers and Qwen3's, not Llama 4's: use "
+            "--to vllm",
+            "vllm": VllmLlama4(),
+            "sglang": "SGLang has no EAGLE drafter of Llama 4's layers: vLLM serves this head "
+            "(--to vllm)",
+            "llamacpp": "llama.cpp has no such EAGLE: vLLM serves this head (--to vllm)",
+        }
+
+    def native_config(self, config: HeadConfig, dtype: str) -> dict[str, Any]:
+        from draftlab.heads.native_config import eagle_llama4_native_config
+
+        return eagle_llama4_native_config(config, dtype)
+
+    def check_settings(self, settings: Any) -> None:
+        super().check_settings(settings)
+        pattern = settings.llama4.no_rope_layers
+        if pattern is not None and len(pattern) != settings.num_layers:
+            raise ValueError(
+                f"llama4.no_rope_layers has one number for each of the {settings.num_layers} "
+                f"layers, found {list(pattern)}"
+            )
+
+    def config_fields(self, settings: Any, target: Any) -> dict[str, Any]:
+        """Return the attention of the recipe, else of the target, else of Llama 4 itself."""
+        from transformers import Llama4TextConfig
+
+        from draftlab.heads.llama4 import Llama4Config
+
+        default = Llama4TextConfig(num_hidden_layers=settings.num_layers)
+        names = Llama4Config.model_fields.keys() - {"no_rope_layers"}
+        fields = {name: getattr(target, name, getattr(default, name)) for name in names}
+        fields["no_rope_layers"] = default.no_rope_layers
+        fields |= {k: v for k, v in settings.llama4.model_dump().items() if v is not None}
+        fields["attention_chunk_size"] = fields["attention_chunk_size"] or None
+        return {"llama4": Llama4Config(**fields)}
+
+    def default_intermediate_size(self, target: Any) -> int:
+        """Return the width of the target's dense feed-forward.
+
+        Llama 4 calls it `intermediate_size_mlp`; its `intermediate_size` is that of an expert.
+        """
+        dense = getattr(target, "intermediate_size_mlp", None)
+        return int(dense or target.intermediate_size)
+
+    def reads(self, architecture: str, config: ForeignConfig, tensors: Collection[str]) -> bool:
+        return False

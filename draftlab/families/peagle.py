@@ -1,0 +1,80 @@
+"""P-EAGLE: all draft tokens in one pass, from masked slots (methods §4, servers §1.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from draftlab.families.eagle3 import Eagle3
+
+if TYPE_CHECKING:
+    from draftlab.engine.drafter import HeadDrafter
+    from draftlab.export.foreign_config import ForeignConfig
+    from draftlab.export.layout import Layout
+    from draftlab.heads.config import HeadConfig
+    from draftlab.heads.head import DraftHead
+    from draftlab.train.objectives.objective import Objective
+
+
+class Peagle(Eagle3):
+    """Parallel heads: EAGLE3's layers, one to four, with a learned feature for masked slots."""
+
+    name = "peagle"
+    aliases = ("ptd",)
+    title = "parallel (P-EAGLE)"
+    description = "parallel draft head (P-EAGLE: all draft tokens in one pass)"
+    drafting = "parallel"
+    max_layers = 4
+    options = frozenset(
+        {"norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm", "mask_token"}
+    )
+    has_mask_token = True
+    starts_from = frozenset({"eagle3"})
+    architectures = ("PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "PEagleDraftModel")
+    speculators_type = "peagle"
+    norm_flag_must_be_named = False
+
+    def config_class(self) -> type[HeadConfig]:
+        from draftlab.heads.peagle import PeagleConfig
+
+        return PeagleConfig
+
+    def new_head(self, config: HeadConfig) -> DraftHead:
+        from draftlab.heads.peagle import PeagleHead
+
+        return PeagleHead(config)
+
+    def objective(self) -> Objective:
+        from draftlab.train.fast.parallel import FastParallel
+        from draftlab.train.objectives.objective import Objective
+        from draftlab.train.objectives.parallel import parallel_outputs, parallel_weights
+
+        return Objective(
+            parallel_outputs, parallel_weights, fast_forward=FastParallel, drops_anchors=True
+        )
+
+    def new_drafter(self, head: DraftHead, k: int, **options: Any) -> HeadDrafter:
+        from draftlab.engine.parallel_drafter import ParallelDrafter
+
+        return ParallelDrafter(head, k, **options)
+
+    def layouts(self) -> dict[str, Layout | str]:
+        from draftlab.export.native import Vllm
+        from draftlab.export.speculators import Speculators
+
+        return {
+            "speculators": Speculators(self.speculators_type, "PEagleDraftModel"),
+            "vllm": Vllm(),
+            "sglang": "SGLang has no masked slots, it drafts one token a pass: vLLM serves this "
+            "head (--to vllm or --to speculators)",
+            "llamacpp": "llama.cpp's EAGLE3 drafts one token a pass and has no masked slots: vLLM "
+            "serves this head (--to vllm or --to speculators)",
+        }
+
+    def native_config(self, config: HeadConfig, dtype: str) -> dict[str, Any]:
+        from draftlab.heads.native_config import eagle3_native_config
+
+        return eagle3_native_config(config, dtype, config.mask_token_id)
+
+    def reads(self, architecture: str, config: ForeignConfig, tensors: Collection[str]) -> bool:
+        return config.names_mask_token or architecture in self.architectures

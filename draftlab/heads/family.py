@@ -1,0 +1,186 @@
+"""A family of draft heads as an object, and the registry of families.
+
+Only `draftlab/families/` knows families by name. All other code asks a `Family` what its heads can
+do. A family from outside the package is registered with `register`, or by an entry point of the
+group `draftlab.families`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from draftlab.errors import UserError
+
+if TYPE_CHECKING:  # the rooms above this one
+    from draftlab.engine.drafter import HeadDrafter
+    from draftlab.export.foreign_config import ForeignConfig
+    from draftlab.export.layout import Layout
+    from draftlab.heads.config import HeadConfig
+    from draftlab.heads.head import DraftHead
+    from draftlab.train.objectives.objective import Objective
+    from draftlab.train.settings import HeadSettings
+
+ENTRY_POINTS = "draftlab.families"
+
+
+class Family(ABC):
+    """Everything that is particular to one family of draft heads.
+
+    The methods import what they need when they are called, so that a family can be looked up
+    without loading torch.
+
+    Attributes:
+        name: key in recipes (`head.family`) and in draftlab.json.
+        aliases: older names of the same family, which recipes and files may still use. The first
+            is the one that training checkpoints are tied to.
+        title: as messages call its heads, such as "EAGLE3".
+        description: a line for model cards and READMEs.
+        drafting: "chain": one draft token a pass; "parallel": all draft tokens in one pass.
+        max_layers: most decoder layers.
+        options: settings of `head:` that its heads have, beside their shape.
+        reads_last_state: its only feature is the target's last state, so that the store needs no
+            boundaries.
+        uses_target_lm_head: drafts with the target's own lm_head, over the whole vocabulary.
+        has_mask_token: masked slots hold a mask token, whose row of the embeddings is trained.
+        starts_from: families whose heads a new one can start from (`head.init`), beside its own.
+        architectures: names in other programs' config.json under which its heads are read.
+        speculators_type: its `speculators_model_type`; None: the library has none.
+        norm_flag_must_be_named: programs disagree about a missing `norm_before_residual` of such a
+            head in the speculators layout.
+        vllm_method: `method` of vLLM's speculative config; empty: vLLM has none.
+        rotates_pairs: whether RoPE rotates neighbouring pairs, as in Llama 4, and not halves.
+    """
+
+    name: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    title: ClassVar[str]
+    description: ClassVar[str]
+    drafting: ClassVar[Literal["chain", "parallel"]] = "chain"
+    max_layers: ClassVar[int] = 4
+    options: ClassVar[frozenset[str]] = frozenset()
+    reads_last_state: ClassVar[bool] = False
+    uses_target_lm_head: ClassVar[bool] = False
+    has_mask_token: ClassVar[bool] = False
+    starts_from: ClassVar[frozenset[str]] = frozenset()
+    architectures: ClassVar[tuple[str, ...]] = ()
+    speculators_type: ClassVar[str | None] = None
+    norm_flag_must_be_named: ClassVar[bool] = False
+    vllm_method: ClassVar[str] = ""
+    rotates_pairs: ClassVar[bool] = False
+
+    @abstractmethod
+    def config_class(self) -> type[HeadConfig]:
+        """Return the model of its draftlab.json."""
+
+    @abstractmethod
+    def new_head(self, config: HeadConfig) -> DraftHead:
+        """Return a head whose values are yet to be set."""
+
+    @abstractmethod
+    def objective(self) -> Objective:
+        """Return how its heads are trained."""
+
+    @abstractmethod
+    def new_drafter(self, head: DraftHead, k: int, **options: Any) -> HeadDrafter:
+        """Return the drafter that proposes `k` tokens a step; `options` of `HeadDrafter`."""
+
+    def layouts(self) -> dict[str, Layout | str]:
+        """Return its layout in each program's format, or the reason why there is none."""
+        return {}
+
+    def native_config(self, config: HeadConfig, dtype: str) -> dict[str, Any]:
+        """Return config.json of the head folder, by which vLLM loads it; empty: it cannot."""
+        return {}
+
+    def check_settings(self, settings: HeadSettings) -> None:
+        """Check the settings of a new head.
+
+        Raises:
+            ValueError: a setting that contradicts the family or another setting.
+        """
+        if settings.num_layers > self.max_layers:
+            raise ValueError(
+                f"{self.title} heads have at most {self.max_layers} layers, found num_layers "
+                f"{settings.num_layers}"
+            )
+        if unknown := sorted(settings.chosen_options() - self.options):
+            raise ValueError(
+                f"{self.title} heads have no {', '.join(unknown)}: leave the setting out, or "
+                "choose another family"
+            )
+
+    def config_fields(self, settings: HeadSettings, target: Any) -> dict[str, Any]:
+        """Return the fields that its config adds, of a new head.
+
+        Args:
+            target: the config of the target's text model, as transformers has it.
+        """
+        return {name: getattr(settings, name) for name in self.options - {"mask_token"}}
+
+    def default_intermediate_size(self, target: Any) -> int:
+        """Return the width of the feed-forward where the recipe names none."""
+        return int(target.intermediate_size)
+
+    def reads(self, architecture: str, config: ForeignConfig, tensors: Collection[str]) -> bool:
+        """Return whether another program's config.json describes a head of this family."""
+        return architecture in self.architectures
+
+
+_registry: dict[str, Family] = {}
+_loaded = False
+
+
+def register(family: Family) -> Family:
+    """Add a family to the registry.
+
+    Raises:
+        ValueError: one of its names is another family's.
+    """
+    for name in (family.name, *family.aliases):
+        other = _registry.get(name)
+        if other is not None and type(other) is not type(family):
+            raise ValueError(f"the family name {name!r} belongs to {type(other).__name__} already")
+        _registry[name] = family
+    return family
+
+
+def families() -> Iterable[Family]:
+    """Return all registered families, those of the package first."""
+    _load()
+    return list(dict.fromkeys(_registry.values()))
+
+
+def family_names() -> list[str]:
+    """Return the names of all registered families, without aliases."""
+    return [family.name for family in families()]
+
+
+def get_family(name: str) -> Family:
+    """Return the family of a name or an alias.
+
+    Raises:
+        UserError: no family of this name is registered.
+    """
+    if name not in _registry:
+        _load()
+    if name not in _registry:
+        raise UserError(
+            f"expected a family of heads out of {', '.join(family_names())}, found {name!r}",
+            where="head.family",
+            do="install the package that registers it, or correct the name",
+        )
+    return _registry[name]
+
+
+def _load() -> None:
+    """Register the package's own families, then those of installed packages."""
+    global _loaded
+    if not _loaded:
+        _loaded = True
+        import_module("draftlab.families")
+        for entry in entry_points(group=ENTRY_POINTS):
+            register(entry.load()())

@@ -1,0 +1,63 @@
+"""The training objective of a family of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from draftlab.heads.head import DraftHead
+from draftlab.train.batch.packing import Batch
+from draftlab.train.objectives.loss import LossTerms, StepOutput
+from draftlab.train.settings import TrainSettings
+
+Forward = Callable[[Any, Batch], Iterable[StepOutput]]
+"""(head, batch of one pass) → the output of each step or depth that has rows, in order."""
+
+
+class FastForward(Protocol):
+    """A faster forward pass with the outputs and gradients of the reference.
+
+    It is constructed with the dtype of products, and is then called as a `Forward`.
+    """
+
+    description: str
+    can_recompute: bool
+
+    def __init__(self, dtype: torch.dtype, **options: Any) -> None: ...
+
+    @staticmethod
+    def supports(head: DraftHead) -> bool:
+        """Return whether it computes this head."""
+
+    def __call__(self, head: Any, batch: Batch) -> Iterable[StepOutput]: ...
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How the heads of a family are trained.
+
+    Attributes:
+        forward: the reference forward pass of training and validation.
+        step_weights: (γ, N_k of a whole optimizer step) → weight of each step's sum of losses,
+            before all is divided by N_0.
+        fast_forward: a faster forward pass, for heads that it supports.
+        drops_anchors: whether training keeps only some anchors at later depths (`train.cod_ratio`).
+        imitates_states: whether outputs imitate the target's states (`train.regression`), from
+            features with noise on them (`train.noise`).
+    """
+
+    forward: Forward
+    step_weights: Callable[[float, Sequence[int]], list[float]]
+    fast_forward: type[FastForward] | None = None
+    drops_anchors: bool = False
+    imitates_states: bool = False
+
+    def loss_terms(self, settings: TrainSettings) -> LossTerms:
+        """Return what a row's loss is made of."""
+        weighting = settings.acceptance_weighting
+        if self.imitates_states:
+            return LossTerms(settings.loss, settings.distillation, settings.regression, weighting)
+        return LossTerms(settings.loss, acceptance_weighting=weighting)
