@@ -46,15 +46,15 @@ def split(
     """Parts of a store, every prompt with all its answers in just one of them, dealt at random."""
     with guard(debug, STARTS_ANEW):
         from draftlab.store import merge_split_sample as rewrite
-        from draftlab.store.prompt_split import by_prompt, deal
+        from draftlab.store.prompt_split import group_by_prompt, split_groups
         from draftlab.store.store import Store
 
         opened, weights = Store.open(store), _shares(shares, len(out))
         for folder in out:
-            rewrite.check_new(folder)
+            rewrite.check_new_folder(folder)
         made_by = {"made_by": "split", "shares": weights, "seed": seed}
-        prompts = by_prompt(opened.ids)
-        parts = deal(prompts, weights, seed)
+        prompts = group_by_prompt(opened.ids)
+        parts = split_groups(prompts, weights, seed)
         _check_parts(out, parts, len(opened), len(prompts))
         for number, (folder, part) in enumerate(zip(out, parts, strict=True)):
             _told(rewrite.select(opened, part, folder, {**made_by, "part": number}, monitor))
@@ -72,7 +72,7 @@ def sample(
     with guard(debug, STARTS_ANEW):
         from draftlab.errors import UserError
         from draftlab.store import merge_split_sample as rewrite
-        from draftlab.store.prompt_split import deal
+        from draftlab.store.prompt_split import split_groups
         from draftlab.store.store import Store
 
         opened = Store.open(store)
@@ -82,7 +82,7 @@ def sample(
                 where="--records",
             )
         each = [[record] for record in range(len(opened))]
-        chosen = deal(each, [records, len(opened) - records], seed)[0]
+        chosen = split_groups(each, [records, len(opened) - records], seed)[0]
         made_by = {"made_by": "sample", "records": records, "seed": seed}
         _told(rewrite.select(opened, chosen, out, made_by, monitor))
 

@@ -1,9 +1,8 @@
-"""What one forward pass records: boundary states, and a summary of the target's distributions.
+"""The states of a forward pass: boundary states, and a summary of the target's distributions.
 
-`HiddenStateExtractor` makes all of it on the target's device without the host waiting for it, and
-then copies it
-to pinned memory on a stream of its own, so that the next pass runs while this one's states travel.
-`vllm/hidden_states.py` is the other `Source`.
+`HiddenStateExtractor` computes them on the target's device without synchronising the host. It
+copies them to pinned memory on a side stream, so that the next pass overlaps with the copy.
+`vllm/hidden_states.py` has the other `StateSource`.
 """
 
 from __future__ import annotations
@@ -19,21 +18,22 @@ from draftlab.errors import UserError
 from draftlab.store.fp8 import E4M3, quantise
 from draftlab.store.manifest import Manifest, Shard, StoreIdentity
 from draftlab.store.plan import SIDE_BY_SIDE
-from draftlab.store.store import DTYPES, NO_TEACHER, Sample, teachers
+from draftlab.store.store import DTYPES, NO_TEACHER, Sample, teacher_mask
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
-from draftlab.target_model.packed_rows import Documents, sent
+from draftlab.target_model.packed_rows import PackedRow, copy_to_device
 
-LOGITS_AT_ONCE = 64 * 2**20  # elements; the full-vocabulary logits of a whole batch never exist
+MAX_LOGITS = 64 * 2**20  # elements at once, so that no batch's full-vocabulary logits exist
 
 
 @dataclass(frozen=True)
 class ExtractedStates:
-    """What one pass recorded, on the host.
+    """The states of a forward pass, on the host.
 
     Attributes:
-        tensors: features, last, logsumexp, argmax as a shard has them, [n, …] of n tokens of all
-            samples in order; with fp8 also scales [n, …], error and square [F] (`store/fp8.py`).
+        tensors: features, last, logsumexp and argmax in a shard's dtypes, [n, …] for the n tokens
+            of all samples in order; with fp8 also scales [n, b], and error and square [F]
+            (`Quantised`).
         finite: bool [n, boundaries + 2]: each boundary's states, the last state, the logits.
     """
 
@@ -41,15 +41,15 @@ class ExtractedStates:
     finite: Tensor
 
 
-Pending = Callable[[], ExtractedStates]
-"""A pass that was asked for; called once, by any thread, it blocks until its states are there."""
+StatesFuture = Callable[[], ExtractedStates]
+"""A submitted pass. Any thread calls it once; the call blocks until the states are on the host."""
 
 
-class Source(Protocol):
-    """Where a recording's states come from."""
+class StateSource(Protocol):
+    """What computes the states of a recording."""
 
-    def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[Pending]:
-        """The states of a shard's samples, batch by batch as its plan cuts them.
+    def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[StatesFuture]:
+        """Yield the states of a shard's samples, in the batches of its plan.
 
         Raises:
             UserError: they cannot be computed.
@@ -57,45 +57,47 @@ class Source(Protocol):
 
 
 class HiddenStateExtractor:
-    """Runs the target over batches and has what they record copied to the host.
+    """Runs forward passes of the target and copies their states to the host.
 
     Args:
-        target: whose states are recorded.
-        plan: of the recording; it says whether the records of a pass lie side by side in one row.
+        target: the target model.
+        plan: the recording's plan, which says whether the records of a pass share a packed row.
 
     Raises:
-        UserError: they are to lie side by side, and the target keeps them from it.
+        UserError: they share a row, and the target does not support that.
     """
 
     def __init__(self, target: Target, plan: Manifest) -> None:
         self.target, self.identity = target, plan.identity
         self.padded = not plan.settings.get(SIDE_BY_SIDE, False)
-        if not self.padded and (reason := target.why_padded) is not None:
+        if not self.padded and (reason := target.padding_reason) is not None:
             raise UserError(
-                "this store was begun with conversations side by side in a pass, and here the "
-                f"target {reason}",
-                do="go on with the versions and on the device it was begun with, or name another "
-                "store folder",
+                "the recording of this store was begun with conversations side by side in a "
+                f"forward pass, and here the target {reason}",
+                do="continue with the library versions and the device that it was begun with, or "
+                "name another store folder",
             )
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[Pending]:
-        """See `Source`: a forward pass each."""
+    def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[StatesFuture]:
+        """Yield each batch's states (see `StateSource`) after submitting its forward pass."""
         for batch in shard.batches:
             yield self([samples[i] for i in batch])
 
     @torch.inference_mode()
-    def __call__(self, samples: Sequence[Sample]) -> Pending:
-        """One forward pass.
+    def __call__(self, samples: Sequence[Sample]) -> StatesFuture:
+        """Submit one forward pass.
 
         Raises:
-            UserError: it does not fit the device.
+            UserError: the pass runs out of device memory.
         """
-        asked = asked_positions(samples)
+        positions = teacher_positions(samples)
         try:
-            features, last = self._rows(samples) if self.padded else self._row(samples)
-            asked = sent(asked, last.device)
-            return self._copied(*stored(self.target, self.identity, features, last, asked))
+            forward = self._forward_padded if self.padded else self._forward_packed
+            features, last = forward(samples)
+            positions = copy_to_device(positions, last.device)
+            states, finite = states_to_store(self.target, self.identity, features, last, positions)
+            return self._copy_to_host(states, finite)
         except torch.OutOfMemoryError as error:
             tokens = sum(len(sample.token_ids) for sample in samples)
             raise UserError(
@@ -104,118 +106,124 @@ class HiddenStateExtractor:
                 do="lower record.batch_tokens (or record.max_length)",
             ) from None
 
-    def _row(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        """Features [n, F] and last states [n, Ht] of all samples' tokens, side by side in a row."""
+    def _forward_packed(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        """Return features [n, F] and last states [n, Ht] from all samples in one packed row."""
         device = self.target.device
         ids = torch.tensor([token for sample in samples for token in sample.token_ids])
-        documents = Documents.of([len(sample.token_ids) for sample in samples], device)
+        packed_row = PackedRow.of([len(sample.token_ids) for sample in samples], device)
         states = self.target.states(
-            sent(ids[None], device), self.identity.boundaries, documents=documents
+            copy_to_device(ids[None], device), self.identity.boundaries, packed_row=packed_row
         )
         return states.features[0], states.last[0]
 
-    def _rows(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
-        """The same by right-padded rows; padding is taken out again on the device."""
-        lengths = torch.tensor([len(s.token_ids) for s in samples])
+    def _forward_padded(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        """Return the same from right-padded rows. Padding is removed on the device."""
+        lengths = torch.tensor([len(sample.token_ids) for sample in samples])
         ids = torch.zeros(len(samples), int(lengths.max()), dtype=torch.long)
         for row, sample in enumerate(samples):
             ids[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids)
-        real = (torch.arange(ids.shape[1]) < lengths[:, None]).flatten().nonzero()[:, 0]
-        states = self.target.states(sent(ids, self.target.device), self.identity.boundaries)
-        real = sent(real, states.last.device)
-        return states.features.flatten(0, 1)[real], states.last.flatten(0, 1)[real]
+        unpadded = (torch.arange(ids.shape[1]) < lengths[:, None]).flatten().nonzero()[:, 0]
+        states = self.target.states(
+            copy_to_device(ids, self.target.device), self.identity.boundaries
+        )
+        unpadded = copy_to_device(unpadded, states.last.device)
+        return states.features.flatten(0, 1)[unpadded], states.last.flatten(0, 1)[unpadded]
 
-    def _copied(self, made: dict[str, Tensor], finite: Tensor) -> Pending:
-        """Starts the copies to the host."""
+    def _copy_to_host(self, states: dict[str, Tensor], finite: Tensor) -> StatesFuture:
+        """Start the copies to the host."""
         device = finite.device
         if device.type == "cpu":
-            return lambda: ExtractedStates(made, finite)
+            return lambda: ExtractedStates(states, finite)
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
         stream.wait_stream(torch.cuda.current_stream(device))
         host = {}
         with torch.cuda.stream(stream):
-            for name, values in (made | {"finite": finite}).items():
-                # Pinned memory comes from torch's cache, which waits for copies under way.
+            for name, values in (states | {"finite": finite}).items():
+                # torch's cache of pinned memory waits for copies in flight before it reuses any.
                 host[name] = torch.empty_like(values, device="cpu", pin_memory=True)
                 host[name].copy_(values, non_blocking=True)
                 values.record_stream(stream)
-            ready = torch.cuda.Event()
-            ready.record(stream)
-        copied = ExtractedStates(host, host.pop("finite"))
+            copied = torch.cuda.Event()
+            copied.record(stream)
+        extracted = ExtractedStates(host, host.pop("finite"))
 
-        def arrived() -> ExtractedStates:
-            ready.synchronize()
-            return copied
+        def wait() -> ExtractedStates:
+            copied.synchronize()
+            return extracted
 
-        return arrived
-
-
-def asked_positions(samples: Sequence[Sample]) -> Tensor:
-    """Which of all samples' positions, side by side, have a distribution to learn from: int64."""
-    return torch.cat([teachers(torch.tensor(s.spans)) for s in samples]).nonzero()[:, 0]
+        return wait
 
 
-def stored(
+def teacher_positions(samples: Sequence[Sample]) -> Tensor:
+    """Return the positions in `teacher_mask` of all samples side by side: int64."""
+    return torch.cat([teacher_mask(torch.tensor(s.spans)) for s in samples]).nonzero()[:, 0]
+
+
+def states_to_store(
     target: Target | TargetMetadata,
     identity: StoreIdentity,
     features: Tensor,
     last: Tensor,
-    asked: Tensor,
+    positions: Tensor,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors of `ExtractedStates`, made of states as the target computed them, on their
-    device.
+    """Convert states to the tensors of `ExtractedStates`, on their device.
 
     Args:
-        features, last: [n, F] and [n, Ht]. asked: int64, positions with a teacher.
+        features, last: [n, F] and [n, Ht], as the target computed them.
+        positions: int64, the positions with a teacher.
+
+    Returns:
+        `ExtractedStates.tensors` and `ExtractedStates.finite`.
     """
-    boundaries, kinds = len(identity.boundaries), DTYPES[identity.dtype]
-    made = {"last": last.to(kinds.last)}
-    if kinds.features is E4M3:
+    boundaries, dtypes = len(identity.boundaries), DTYPES[identity.dtype]
+    tensors = {"last": last.to(dtypes.last)}
+    if dtypes.features is E4M3:
         quantised = quantise(features, boundaries)
-        made |= vars(quantised) | {"features": quantised.codes}
-        del made["codes"]
-    else:  # rounded first: bfloat16 makes infinities of the largest float32
-        made["features"] = features = features.to(kinds.features)
-    sums, tokens = summarise(target, last[asked])
-    made["logsumexp"] = torch.full_like(last[:, 0], NO_TEACHER[0], dtype=torch.float32)
-    made["argmax"] = torch.full_like(last[:, 0], NO_TEACHER[1], dtype=torch.int32)
-    certain = torch.ones_like(last[:, 0], dtype=torch.bool)
-    made["logsumexp"][asked], made["argmax"][asked] = sums, tokens.int()
-    certain[asked] = sums.isfinite()
-    by_boundary = features.isfinite().view(len(last), boundaries, last.shape[-1]).all(-1)
-    by_last = made["last"].isfinite().all(-1)
-    return made, torch.cat([by_boundary, by_last[:, None], certain[:, None]], -1)
+        tensors |= {"features": quantised.codes, "scales": quantised.scales}
+        tensors |= {"error": quantised.error, "square": quantised.square}
+    else:  # rounded before the check: the largest float32 are infinite in bfloat16
+        tensors["features"] = features = features.to(dtypes.features)
+    logsumexp, argmax = summarise_logits(target, last[positions])
+    tensors["logsumexp"] = torch.full_like(last[:, 0], NO_TEACHER[0], dtype=torch.float32)
+    tensors["argmax"] = torch.full_like(last[:, 0], NO_TEACHER[1], dtype=torch.int32)
+    finite_logits = torch.ones_like(last[:, 0], dtype=torch.bool)
+    tensors["logsumexp"][positions], tensors["argmax"][positions] = logsumexp, argmax.int()
+    finite_logits[positions] = logsumexp.isfinite()
+    finite_features = features.isfinite().view(len(last), boundaries, last.shape[-1]).all(-1)
+    finite_last = tensors["last"].isfinite().all(-1)
+    finite = torch.cat([finite_features, finite_last[:, None], finite_logits[:, None]], -1)
+    return tensors, finite
 
 
-def summarise(target: Target | TargetMetadata, last: Tensor) -> tuple[Tensor, Tensor]:
-    """logsumexp float32 [n] and argmax int64 [n] of the full distributions of last states [n, Ht].
+def summarise_logits(target: Target | TargetMetadata, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logsumexp float32 [n] and argmax int64 [n] of the logits of last states [n, Ht].
 
-    Give it the states as the target computed them, not as they are stored, so that argmax is the
-    token the target itself emits. torch.argmax gives the first of equal maxima: the lowest id.
+    The states must be as the target computed them, not rounded to the store's dtype, so that argmax
+    is the token that the target generates. torch.argmax returns the lowest id of equal logits.
     """
-    rows = max(1, LOGITS_AT_ONCE // target.vocab_size)
+    rows = max(1, MAX_LOGITS // target.vocab_size)
     sums, tokens = [], []
-    for part in last.split(rows):
-        logits = target.logits(part)
+    for chunk in last.split(rows):
+        logits = target.logits(chunk)
         sums.append(logits.logsumexp(-1))
         tokens.append(logits.argmax(-1))
     return torch.cat(sums), torch.cat(tokens)
 
 
-def not_finite(
-    captured: ExtractedStates, samples: Sequence[Sample], identity: StoreIdentity
+def find_not_finite(
+    states: ExtractedStates, samples: Sequence[Sample], identity: StoreIdentity
 ) -> dict[int, str]:
-    """Where each sample (by its number) of a captured batch first has NaN or infinity."""
-    if bool(captured.finite.all()):
+    """Return, by sample number, the first place with NaN or infinity in each sample of a batch."""
+    if bool(states.finite.all()):
         return {}
-    found = {}
+    places = {}
+    names = [f"boundary {boundary}" for boundary in identity.boundaries]
+    names += [f"boundary {identity.num_layers} (last)", "the logits"]
     lengths = [len(sample.token_ids) for sample in samples]
-    for number, finite in enumerate(captured.finite.split(lengths)):
+    for number, finite in enumerate(states.finite.split(lengths)):
         bad = (~finite).T.nonzero()
         if len(bad):
-            # One NaN spreads to every position in the next layer: the lowest boundary tells most.
+            # The next layer spreads a NaN to all positions, so the lowest boundary says most.
             column, position = bad[0].tolist()
-            names = [*identity.boundaries, f"{identity.num_layers} (last)"]
-            place = f"boundary {names[column]}" if column < len(names) else "the logits"
-            found[number] = f"{place}, position {position}"
-    return found
+            places[number] = f"{names[column]}, position {position}"
+    return places

@@ -1,4 +1,4 @@
-"""manifest.json: whose states a store holds, which records lie where, how to know them again."""
+"""The manifest of a store (manifest.json): its target, its records and the hash of each shard."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ StoreDtype = Literal["bfloat16", "float32", "fp8"]
 
 @dataclass(frozen=True)
 class StoreIdentity:
-    """Whose states a store holds. All but the name must agree for a store to be used."""
+    """The target and the format of a store. A store is used where all but the name agree."""
 
     target_name: str
     target_fingerprint: str
@@ -45,10 +45,10 @@ class StoreIdentity:
         boundaries: tuple[int, ...],
         dtype: StoreDtype,
     ) -> StoreIdentity:
-        """The identity of a target; a local folder is named by its last component."""
-        local = target.name.startswith(("/", ".", "~"))
+        """Return the identity of a target's store; only the last component of a path is kept."""
+        is_local = target.name.startswith(("/", ".", "~"))
         return cls(
-            target.folder.resolve().name if local else target.name,
+            target.folder.resolve().name if is_local else target.name,
             target.fingerprint,
             tokenizer_sha256,
             template_sha256,
@@ -59,8 +59,8 @@ class StoreIdentity:
             dtype,
         )
 
-    def shapes(self, shard: Shard) -> dict[str, list[int]]:
-        """Names and shapes of the tensors of one of the store's shards."""
+    def tensor_shapes(self, shard: Shard) -> dict[str, list[int]]:
+        """Return the names and shapes of a shard's tensors."""
         tokens, width = shard.tokens, self.hidden_size
         per_token = {name: [tokens] for name in ("tokens", "spans", "logsumexp", "argmax")}
         scales = {"scales": [tokens, len(self.boundaries)]} if self.dtype == "fp8" else {}
@@ -73,40 +73,40 @@ class StoreIdentity:
         }
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of a token in a shard."""
-        wide, width = len(self.boundaries), self.hidden_size
-        of_states = {
-            "bfloat16": 2 * (wide + 1) * width,
-            "float32": 4 * (wide + 1) * width,
-            "fp8": wide * (width + 4) + 2 * width,
+    def bytes_per_token(self) -> int:
+        """Bytes that a token takes in a shard."""
+        boundaries, width = len(self.boundaries), self.hidden_size
+        state_bytes = {
+            "bfloat16": 2 * (boundaries + 1) * width,
+            "float32": 4 * (boundaries + 1) * width,
+            "fp8": boundaries * (width + 4) + 2 * width,
         }
-        return of_states[self.dtype] + 16
+        return state_bytes[self.dtype] + 16
 
-    def check(self, expect: StoreIdentity, where: Path) -> None:
-        """Refuses a store (self) that was made for something else than `expect`.
+    def check(self, expected: StoreIdentity, where: Path) -> None:
+        """Check that the store with this identity is one of the expected identity.
 
         Raises:
             UserError: every field that differs, with both values.
         """
-        found, wanted = asdict(self), asdict(expect)
-        # The fingerprint says whether it is the same target; folders may be renamed.
-        lines = [
-            f"{key}: expected {_shown(wanted[key])}, found {_shown(found[key])}"
-            for key in found
-            if key != "target_name" and found[key] != wanted[key]
+        actual_fields, expected_fields = asdict(self), asdict(expected)
+        # The fingerprint decides whether it is the same target; folders may be renamed.
+        differences = [
+            f"{key}: expected {_as_text(expected_fields[key])}, found {_as_text(value)}"
+            for key, value in actual_fields.items()
+            if key != "target_name" and value != expected_fields[key]
         ]
-        if lines:
+        if differences:
             raise UserError(
                 f"this store was recorded from {self.target_name!r} and does not fit "
-                f"{expect.target_name!r}:\n  " + "\n  ".join(lines),
+                f"{expected.target_name!r}:\n  " + "\n  ".join(differences),
                 where=where,
                 do="name another store folder, or remove this one to record it again",
             )
 
 
-def _shown(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _as_text(value: Any) -> str:
+    return str(list(value) if isinstance(value, tuple) else value)
 
 
 class _Strict(BaseModel):
@@ -114,39 +114,43 @@ class _Strict(BaseModel):
 
 
 class Shard(_Strict):
-    """One shard: its records in stored order, how they are batched, and its committed bytes."""
+    """A shard: its records in stored order, their batches, and the hash of the committed file."""
 
     file: str
     ids: list[str]
     lengths: list[int]
     temperatures: list[float | None]
     batches: list[list[int]]
-    """Which of the shard's records share a forward pass; it decides the last bits of the states."""
+    """Numbers of the shard's records that share a forward pass. They decide the states' last bits.
+    """
     bytes: int | None = None
     sha256: str | None = None
     not_finite: dict[str, str] = {}
-    """Ids of records with NaN or infinity, and where: stored as zeros, outside of any answer."""
+    """Ids of records with NaN or infinity, and where: stored as zeros, with no answer span."""
     fp8_errors: list[tuple[float, float]] = []
-    """Relative error of each boundary's features as read, and of its worst channel."""
+    """For each boundary, the relative error of its features as read, and of its worst channel."""
 
     @property
     def tokens(self) -> int:
-        """Stored positions."""
+        """Number of stored positions."""
         return sum(self.lengths)
 
     def problem(self, folder: Path) -> str | None:
-        """What is wrong with a committed shard as far as its size tells; None: nothing."""
+        """Return what is wrong with the existence or size of a shard's file; None if nothing."""
         path = folder / self.file
         if not path.is_file():
             return "a shard of the store is missing"
-        found = path.stat().st_size
-        if found == self.bytes:
+        size = path.stat().st_size
+        if size == self.bytes:
             return None
-        return f"expected a shard of {self.bytes} bytes, found {found}: it is truncated or foreign"
+        return (
+            f"expected a shard of {self.bytes} bytes, found {size}: it is truncated or belongs to "
+            "another store"
+        )
 
 
 class Counts(_Strict):
-    """What was planned; loss_tokens are positions inside answers (`not_finite` ones included)."""
+    """Counts of the plan; loss_tokens are positions in answers, of `not_finite` records too."""
 
     records: int
     tokens: int
@@ -154,16 +158,17 @@ class Counts(_Strict):
 
 
 class Dropped(_Strict):
-    """Samples that are not in the store, by reason."""
+    """Numbers of samples that are not in the store, by reason."""
 
     overlong: int = 0
-    """Longer than max_length, with overlong: skip."""
+    """Samples longer than max_length, with overlong: skip."""
     nothing_to_predict: int = 0
-    """No answer of two tokens (after truncation): the first one is the target's own work."""
+    """Samples without an answer of two tokens after truncation. The target itself always generates
+    an answer's first token."""
 
 
 class Manifest(_Strict):
-    """manifest.json. Written with complete: false before the first shard, and again at the end."""
+    """The manifest. It is written with complete: false before the first shard, and at the end."""
 
     # The alias of `settings` is its name in the file.
     model_config = ConfigDict(extra="forbid", validate_by_name=True, serialize_by_alias=True)
@@ -171,29 +176,33 @@ class Manifest(_Strict):
     schema_version: int = SCHEMA_VERSION
     complete: bool
     online: bool = False
-    """Whether there are no shards: what they would hold is made while training."""
+    """Whether there are no shards, because training computes their states on demand."""
     identity: StoreIdentity
     boundary_meaning: str = BOUNDARY_MEANING
     samples_sha256: str
-    """Of all samples as given: ids, token ids, spans, temperatures."""
+    """Hash of all samples before truncation: ids, token ids, spans, temperatures."""
     settings: dict[str, Any] = Field(alias="knobs")
-    """Settings of the recording; the file calls them `knobs`."""
+    """Settings of the recording; their key in the file is `knobs`."""
     counts: Counts
     dropped: Dropped
     truncated: int
-    """Samples that were cut to max_length and are in the store."""
+    """Number of stored samples that were truncated to max_length."""
     shards: list[Shard]
 
     def dump(self) -> dict[str, Any]:
-        """As JSON, key `schema` first."""
+        """Return the manifest as JSON values, with the key `schema` first."""
         fields = self.model_dump(mode="json")
         return {"schema": fields.pop("schema_version"), **fields}
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Reads and checks a manifest of this schema version."""
+        """Read a manifest.
+
+        Raises:
+            UserError: there is none, it has another schema version, or it does not fit the schema.
+        """
         fields = read_json(path, kind="store's manifest.json")
-        version = fields.get("schema") if isinstance(fields, dict) else None
+        version = fields.pop("schema", None) if isinstance(fields, dict) else None
         if version != SCHEMA_VERSION:
             raise UserError(
                 f"expected store schema {SCHEMA_VERSION}, found {version}",
@@ -201,8 +210,9 @@ class Manifest(_Strict):
                 do="record again with this version of draftlab",
             )
         try:
-            return cls.model_validate({k: v for k, v in fields.items() if k != "schema"})
+            return cls.model_validate(fields)
         except ValidationError as error:
             raise UserError(
-                f"expected a store's manifest, found one that does not fit: {error}", where=path
+                f"expected a store's manifest, found one that does not fit the schema: {error}",
+                where=path,
             ) from None

@@ -1,4 +1,4 @@
-"""Stores from stores: merged, split, sampled. States are copied bit for bit, never made again."""
+"""New stores made from the records of stores. States are copied bit for bit, never recomputed."""
 
 from __future__ import annotations
 
@@ -23,44 +23,39 @@ from draftlab.files import (
 )
 from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Counts, Dropped, Manifest, Shard
+from draftlab.store.plan import group_consecutive
 from draftlab.store.store import Store
 
 
 def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
-    """All records of stores of one identity, in order; shards are linked where the disk can.
+    """Write a store with all records of stores of one identity, in order.
+
+    Shards are hard links where the file system supports them.
 
     Raises:
-        UserError: another identity, an id in two stores, a folder that is there.
+        UserError: the identities differ, two stores share an id, or the folder is not empty.
     """
-    first = stores[0]
     for store in stores[1:]:
-        store.identity.check(first.identity, store.folder)
-    _refuse_twins(stores)
+        store.identity.check(stores[0].identity, store.folder)
+    _check_unique_ids(stores)
     shards: list[Shard] = []
+    manifests = [store.manifest for store in stores]
+    total = sum(len(manifest.shards) for manifest in manifests)
     with _new_folder(folder) as new:
         for store in stores:
             for shard in store.manifest.shards:
                 file = f"shard-{len(shards):05d}.safetensors"
                 _link(store.folder / shard.file, new / file)
                 shards.append(shard.model_copy(update={"file": file}))
-                monitor.progress("merge", len(shards), sum(len(s.manifest.shards) for s in stores))
-        counts = [store.manifest.counts for store in stores]
-        manifests = [store.manifest for store in stores]
-        _finish(
+                monitor.progress("merge", len(shards), total)
+        _write_manifest(
             new,
             stores,
             shards,
             {"made_by": "merge"},
-            Counts(
-                records=sum(c.records for c in counts),
-                tokens=sum(c.tokens for c in counts),
-                loss_tokens=sum(c.loss_tokens for c in counts),
-            ),
-            Dropped(
-                overlong=sum(m.dropped.overlong for m in manifests),
-                nothing_to_predict=sum(m.dropped.nothing_to_predict for m in manifests),
-            ),
-            sum(m.truncated for m in manifests),
+            Counts(**_sums([manifest.counts for manifest in manifests])),
+            Dropped(**_sums([manifest.dropped for manifest in manifests])),
+            sum(manifest.truncated for manifest in manifests),
         )
     return Store.open(folder)
 
@@ -74,72 +69,72 @@ def select(
     *,
     shard_tokens: int = 32_768,
 ) -> Store:
-    """Some records of a store, in the order given, in shards of their own.
+    """Write a store with some records of a store, in the given order.
 
     Args:
-        records: numbers, each at most once.
-        made_by: what chose them; JSON values, kept in the manifest's settings.
+        records: record numbers, each at most once.
+        made_by: how they were chosen; JSON values for the manifest's settings.
 
     Raises:
-        UserError: no records, or a folder that is there.
+        UserError: there are no records, or the folder is not empty.
     """
     if not records:
         raise UserError("expected records to write, found none", where=folder)
-    groups: list[list[int]] = []
-    filled = shard_tokens
-    for record in records:
-        if filled + store.lengths[record] > shard_tokens:
-            groups.append([])
-            filled = 0
-        groups[-1].append(record)
-        filled += store.lengths[record]
-    bad = {name: at for shard in store.manifest.shards for name, at in shard.not_finite.items()}
-    shards, answers, tokens = [], 0, 0
+    groups = group_consecutive([store.lengths[record] for record in records], shard_tokens)
+    not_finite = {id_: place for s in store.manifest.shards for id_, place in s.not_finite.items()}
+    shards, loss_tokens = [], 0
     with _new_folder(folder) as new:
         for number, group in enumerate(groups):
             file = f"shard-{number:05d}.safetensors"
-            found = [store.stored(record) for record in group]
-            lengths = [store.lengths[record] for record in group]
-            tensors = {name: torch.cat([t[name] for t in found]) for name in found[0]}
+            members = [records[i] for i in group]
+            rows = [store.raw_tensors(record) for record in members]
+            ids = [store.ids[record] for record in members]
+            lengths = [store.lengths[record] for record in members]
+            tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
             tensors["offsets"] = torch.tensor([0, *lengths]).cumsum(0)
             save_tensors(tensors, new / file)
-            ids = [store.ids[record] for record in group]
             shards.append(
                 Shard(
                     file=file,
                     ids=ids,
                     lengths=lengths,
-                    temperatures=[store.temperature(record) for record in group],
+                    temperatures=[store.temperatures[record] for record in members],
                     batches=[],
                     bytes=(new / file).stat().st_size,
                     sha256=sha256_file(new / file),
-                    not_finite={name: bad[name] for name in ids if name in bad},
+                    not_finite={id_: not_finite[id_] for id_ in ids if id_ in not_finite},
                 )
             )
-            answers += int((tensors["spans"] > 0).sum())
-            tokens += sum(lengths)
+            loss_tokens += int((tensors["spans"] > 0).sum())
             monitor.progress("store", number + 1, len(groups))
-        counts = Counts(records=len(records), tokens=tokens, loss_tokens=answers)
-        _finish(new, [store], shards, made_by, counts, Dropped(), 0)
+        tokens = sum(shard.tokens for shard in shards)
+        counts = Counts(records=len(records), tokens=tokens, loss_tokens=loss_tokens)
+        _write_manifest(new, [store], shards, made_by, counts, Dropped(), 0)
     return Store.open(folder)
 
 
-def _refuse_twins(stores: Sequence[Store]) -> None:
-    counted = Counter(name for store in stores for name in store.ids)
-    name, count = counted.most_common(1)[0]
+def _sums(models: Sequence[Counts] | Sequence[Dropped]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for model in models:
+        total.update(model.model_dump())
+    return dict(total)
+
+
+def _check_unique_ids(stores: Sequence[Store]) -> None:
+    id_, count = Counter(id_ for store in stores for id_ in store.ids).most_common(1)[0]
     if count > 1:
-        places = [str(store.folder) for store in stores if name in store.ids]
+        folders = [str(store.folder) for store in stores if id_ in store.ids]
         raise UserError(
-            f"expected every record in one store, found {name!r} in {' and '.join(places)}",
+            f"expected every record in one store, found {id_!r} in {' and '.join(folders)}",
             do="leave one of the stores out, or record its conversations under other ids",
         )
 
 
-def check_new(folder: Path) -> None:
-    """Refuses a folder that has something in it, and one that cannot be made.
+def check_new_folder(folder: Path) -> None:
+    """Check that a folder is empty or can be made.
 
     Raises:
-        UserError: which of the two.
+        UserError: it is not, or it cannot.
     """
     check_folder(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -148,8 +143,8 @@ def check_new(folder: Path) -> None:
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder that gets its name when it is whole."""
-    check_new(folder)
+    """Yield a temporary folder that is renamed to `folder` on success."""
+    check_new_folder(folder)
     new = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -163,11 +158,11 @@ def _new_folder(folder: Path) -> Iterator[Path]:
 def _link(source: Path, to: Path) -> None:
     try:
         os.link(source, to)
-    except OSError:  # another disk, or one without links
+    except OSError:  # another disk, or a file system without links
         shutil.copyfile(source, to)
 
 
-def _finish(
+def _write_manifest(
     folder: Path,
     stores: Sequence[Store],
     shards: list[Shard],

@@ -1,8 +1,8 @@
-"""Which records fall on which side of a split: answers to one prompt never on two.
+"""Splits of records by prompt: all answers to a prompt are on the same side of a split.
 
-A record's id tells whose it is: `prompt-7~1` is a further answer to `prompt-7`
-(`conversations.further_id`), and `prompt-7#3` goes on with the third answer of its conversation
-where that takes several records (`samples.samples`).
+A record's id contains its prompt's: `prompt-7~1` is a further answer to `prompt-7`
+(`conversations.answer_id`), and `prompt-7#3` continues with the third answer of a conversation
+that takes several records (`samples.samples`).
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def by_prompt(ids: Sequence[str]) -> list[list[int]]:
-    """The numbers of records in groups that answer to one prompt, ordered by their first ones."""
-    known = set(ids)
-    prompts: dict[str, list[int]] = {}
+def group_by_prompt(ids: Sequence[str]) -> list[list[int]]:
+    """Return record numbers in a group for each prompt, ordered by their first records."""
+    all_ids = set(ids)
+    groups: dict[str, list[int]] = {}
     for number, id_ in enumerate(ids):
-        whole = re.sub(r"#\d+$", "", id_)
-        # Files have ids such as repository#12, too, which are nobody's piece.
-        prompt = re.sub(r"~\d+$", "", whole if whole in known else id_)
-        prompts.setdefault(prompt, []).append(number)
-    return list(prompts.values())
+        # An id such as repository#12 continues a conversation only if there is a `repository`.
+        conversation = re.sub(r"#\d+$", "", id_)
+        prompt = re.sub(r"~\d+$", "", conversation if conversation in all_ids else id_)
+        groups.setdefault(prompt, []).append(number)
+    return list(groups.values())
 
 
-def deal(
+def split_groups(
     groups: Sequence[Sequence[int]], shares: Sequence[float], seed: int | Sequence[int]
 ) -> list[list[int]]:
-    """Deals whole groups at random to parts of these shares (of what they add up to).
+    """Assign whole groups at random to parts in proportion to `shares`.
 
-    Every number is in just one part, ascending. A part's size differs from its share of all numbers
-    by less than the largest group: who holds a part's last place takes the whole group.
+    Every number is in one part, in ascending order. The size of a part differs from its share of
+    all numbers by less than the largest group.
     """
     order = np.random.default_rng(seed).permutation(len(groups))
     sizes = np.array([len(groups[group]) for group in order])
@@ -41,16 +41,16 @@ def deal(
 
 
 def hold_out(ids: Sequence[str], share: float, seed: int) -> tuple[list[int], list[int]]:
-    """Records for training and for validation, fixed by the seed.
+    """Split records into training and validation sets, which depend on the seed.
 
-    Validation gets its share, with the rest of its last prompt, and with a share above 0 at least
-    one prompt; so does training. Of a single prompt nothing is held out.
+    Validation has its share, completed to whole prompts. With a share above 0 both sets have at
+    least one prompt; of a single prompt nothing is held out.
 
     Args:
         share: in [0, 1).
     """
-    prompts = by_prompt(ids)
+    prompts = group_by_prompt(ids)
     most = len(ids) - max(map(len, prompts))  # then a prompt is left, whichever comes last
-    wanted = min(max(1, round(share * len(ids))), most) if share else 0
-    held_out, training = deal(prompts, [wanted, len(ids) - wanted], [seed, 1])
-    return training, held_out
+    size = min(max(1, round(share * len(ids))), most) if share else 0
+    validation, training = split_groups(prompts, [size, len(ids) - size], [seed, 1])
+    return training, validation

@@ -1,9 +1,9 @@
-"""The books of a recording: its plan, who works on which shard, and which shards are committed.
+"""Claims and receipts: who works on which shard of a plan, and which shards are committed.
 
-The manifest's plan decides the shards. A shard is committed when its receipt, a small JSON file
-that names the plan and the shard's checksum, lies beside it. Any number of processes may work on
-one plan: each takes the next shard whose claim nobody holds, and the system drops the claims of a
-process that dies.
+The plan in the manifest decides the shards. A shard is committed when its receipt, a small JSON
+file with the hashes of the plan and of the shard, is next to it. Any number of processes may work
+on one plan: each claims the next shard that is neither committed nor claimed. A claim is a file
+lock, which the operating system releases when the process dies.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from draftlab.errors import UserError
 from draftlab.files import canonical_json, read_json, sha256_text, write_json
 from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Manifest, Shard
-from draftlab.store.plan import refuse_other_plan
+from draftlab.store.plan import check_same_recording
 
 _BLANK: dict[str, Any] = {"bytes": None, "sha256": None, "not_finite": {}, "fp8_errors": []}
-"""What a plan does not know of a shard, and its receipt does."""
+"""Fields of a shard that the plan leaves blank and the receipt has."""
 
 
 @contextmanager
-def locked(folder: Path, *, shared: bool) -> Iterator[None]:
-    """Keeps recordings out that do not share the work; the system drops the lock on death.
+def lock_folder(folder: Path, *, shared: bool) -> Iterator[None]:
+    """Hold a file lock on a folder; the operating system releases it when the process dies.
 
     Raises:
-        UserError: another process records into this folder, and one of the two does not share.
+        UserError: another process holds the lock, and one of the two does not share it.
     """
-    handle = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
                 "another process is recording into this store",
@@ -45,152 +45,149 @@ def locked(folder: Path, *, shared: bool) -> Iterator[None]:
             ) from None
         yield
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
 class Receipts:
-    """Which shards of a plan are committed.
+    """The claims and receipts of a plan's shards.
 
     Args:
-        folder: the store's.
-        plan: the manifest of an unfinished store.
+        folder: the store's folder.
+        plan: the manifest of an incomplete store.
     """
 
     def __init__(self, folder: Path, plan: Manifest) -> None:
         self.folder, self.plan = folder, plan
         self.key = sha256_text(canonical_json(plan.dump()))
-        self._published: tuple[int, int] | None = None
+        self._version: tuple[int, int] | None = None
 
     @classmethod
-    def of_published(cls, folder: Path) -> Receipts | None:
-        """Those of the plan that another process has written; None: the store is complete."""
-        published = _stamp(folder)
-        found = Manifest.read(folder / MANIFEST)
-        if found.complete:
+    def from_published(cls, folder: Path) -> Receipts | None:
+        """Return the receipts of the plan in a folder; None if the store is complete."""
+        version = _manifest_version(folder)
+        manifest = Manifest.read(folder / MANIFEST)
+        if manifest.complete:
             return None
-        receipts = cls(folder, found)
-        receipts._published = published
+        receipts = cls(folder, manifest)
+        receipts._version = version
         return receipts
 
     def publish(self) -> None:
-        """Writes the plan, for helpers and for whoever resumes it.
+        """Write the plan, for helpers and for a resumed recording.
 
-        One that is there already stays as it is: helpers of an earlier leader work on it.
+        An equal plan is not written again, because helpers of an earlier leader work on it.
         """
         path = self.folder / MANIFEST
         if not path.exists() or Manifest.read(path) != self.plan:
             write_json(path, self.plan.dump())
-        self._published = _stamp(self.folder)
+        self._version = _manifest_version(self.folder)
 
-    def path(self, shard: Shard) -> Path:
-        """Where a shard's receipt lies."""
+    def receipt_path(self, shard: Shard) -> Path:
+        """Return the path of a shard's receipt."""
         return (self.folder / shard.file).with_suffix(".json")
 
-    def _claim(self, shard: Shard) -> Path:
+    def _claim_path(self, shard: Shard) -> Path:
         return self.folder / f".{shard.file}.claim"
 
-    def write(self, shard: Shard, fields: dict[str, Any]) -> None:
-        """Commits a shard; `fields` are those that the plan leaves blank."""
-        write_json(self.path(shard), {"plan": self.key, **_BLANK, **fields})
-
-    def scratch(self, shard: Shard) -> Path:
-        """A folder to write a shard in: safetensors leaves files of random names when killed."""
+    def scratch_folder(self, shard: Shard) -> Path:
+        """Return the folder to write a shard in; a killed safetensors leaves files of any name."""
         return self.folder / f".{shard.file}.writing"
 
-    def committed(self, shard: Shard) -> bool:
-        """Whether a shard of this plan is whole, by its receipt and its size."""
-        receipt = self.path(shard)
-        if not receipt.is_file():
-            return False
-        fields = read_json(receipt, kind="shard's receipt")
-        if fields.get("plan") != self.key:
-            return False
-        return shard.model_copy(update={"bytes": fields["bytes"]}).problem(self.folder) is None
+    def commit(self, shard: Shard, fields: dict[str, Any]) -> None:
+        """Write a shard's receipt with the fields that the plan leaves blank."""
+        write_json(self.receipt_path(shard), {"plan": self.key, **_BLANK, **fields})
 
-    def take(self, shard: Shard, *, wait: bool) -> int | None:
-        """Claims a shard that is not committed, and removes what a killed attempt left of it.
+    def is_committed(self, shard: Shard) -> bool:
+        """Return whether a shard has a receipt of this plan and the size in the receipt."""
+        path = self.receipt_path(shard)
+        if not path.is_file():
+            return False
+        receipt = read_json(path, kind="shard's receipt")
+        if receipt.get("plan") != self.key:
+            return False
+        return shard.model_copy(update={"bytes": receipt["bytes"]}).problem(self.folder) is None
+
+    def claim(self, shard: Shard, *, wait: bool) -> int | None:
+        """Claim a shard that is not committed, and remove the files of a killed attempt.
 
         Args:
-            wait: for another process that holds it to commit it or to die.
+            wait: wait until the process that has the claim commits the shard or dies.
 
         Returns:
-            A handle that holds the claim until it is closed; None: another process holds it, or it
-            is committed.
+            A file descriptor that holds the claim until it is closed; None if another process has
+            the claim, or the shard is committed.
         """
-        handle = os.open(self._claim(shard), os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(self._claim_path(shard), os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            os.close(handle)
+            os.close(descriptor)
             return None
         # Another process may have completed the store and removed receipts; its manifest is new.
-        over = _stamp(self.folder) != self._published
-        if over and Manifest.read(self.folder / MANIFEST).complete:
-            self._claim(shard).unlink(missing_ok=True)  # it removed them all; this one came after
-        if over or self.committed(shard):
-            os.close(handle)
+        replaced = _manifest_version(self.folder) != self._version
+        if replaced and Manifest.read(self.folder / MANIFEST).complete:
+            # That process has removed all claims, and this one was made afterwards.
+            self._claim_path(shard).unlink(missing_ok=True)
+        if replaced or self.is_committed(shard):
+            os.close(descriptor)
             return None
-        self.path(shard).unlink(missing_ok=True)  # of an earlier life: it must not vouch for this
-        self._tidy(Path(shard.file).stem)
-        shutil.rmtree(self.scratch(shard), ignore_errors=True)
-        return handle
-
-    def completed(self) -> Manifest:
-        """The plan with what the receipts know of every shard."""
-        shards = []
-        for shard in self.plan.shards:
-            receipt = read_json(self.path(shard), kind="shard's receipt")
-            known = {name: receipt[name] for name in _BLANK}
-            shards.append(Shard.model_validate(shard.model_dump() | known))
-        return self.plan.model_copy(update={"complete": True, "shards": shards})
+        self.receipt_path(shard).unlink(missing_ok=True)  # of an older file, not of the next one
+        self._remove_temporary_files(Path(shard.file).stem)
+        shutil.rmtree(self.scratch_folder(shard), ignore_errors=True)
+        return descriptor
 
     def complete(self) -> None:
-        """Writes the manifest of the whole store."""
-        write_json(self.folder / MANIFEST, self.completed().dump())
+        """Write the manifest of the complete store, with the fields of all receipts."""
+        shards = []
+        for shard in self.plan.shards:
+            receipt = read_json(self.receipt_path(shard), kind="shard's receipt")
+            fields = {name: receipt[name] for name in _BLANK}
+            shards.append(Shard.model_validate(shard.model_dump() | fields))
+        manifest = self.plan.model_copy(update={"complete": True, "shards": shards})
+        write_json(self.folder / MANIFEST, manifest.dump())
 
     def clear(self) -> None:
-        """Removes receipts and claims, when the store is complete."""
+        """Remove receipts and claims after the store is complete."""
         for shard in self.plan.shards:
-            self.path(shard).unlink(missing_ok=True)
-            self._claim(shard).unlink(missing_ok=True)
-        self._tidy("shard-*")  # who was killed while it adopted a store had claimed nothing
+            self.receipt_path(shard).unlink(missing_ok=True)
+            self._claim_path(shard).unlink(missing_ok=True)
+        self._remove_temporary_files("shard-*")  # resume_plan writes receipts without a claim
 
-    def _tidy(self, stem: str) -> None:
-        """Removes what killed processes left of the receipts of shards of such a name."""
-        for leftover in self.folder.glob(f".{stem}.*.tmp"):
-            leftover.unlink(missing_ok=True)
-
-
-def _stamp(folder: Path) -> tuple[int, int]:
-    """Which writing of the manifest lies in a folder."""
-    found = (folder / MANIFEST).stat()
-    return found.st_ino, found.st_mtime_ns
+    def _remove_temporary_files(self, stem: str) -> None:
+        """Remove temporary files that killed processes left of receipts with this stem."""
+        for path in self.folder.glob(f".{stem}.*.tmp"):
+            path.unlink(missing_ok=True)
 
 
-def adopt(folder: Path, plan: Manifest, monitor: Monitor) -> Manifest:
-    """The plan to follow: the folder's own when it has one, for the batches it was begun with.
+def _manifest_version(folder: Path) -> tuple[int, int]:
+    """Return a value that changes when the manifest is written again."""
+    stat = (folder / MANIFEST).stat()
+    return stat.st_ino, stat.st_mtime_ns
 
-    A complete store whose shards are all there is returned as it is. One that lost shards is taken
-    back to its plan and the receipts of the good ones.
+
+def resume_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Manifest:
+    """Return the plan to follow: the folder's own if there is one, because of its batches.
+
+    The manifest of a complete store with all its shards is returned unchanged. A complete store
+    without some of its shards is turned back into its plan and the receipts of the other shards.
 
     Raises:
-        UserError: the folder holds a recording of something else.
+        UserError: the folder holds another recording.
     """
-    for leftover in folder.glob(f".{MANIFEST}.*.tmp"):
-        leftover.unlink()
-    path = folder / MANIFEST
-    if not path.exists():
+    for path in folder.glob(f".{MANIFEST}.*.tmp"):
+        path.unlink()
+    if not (folder / MANIFEST).exists():
         return plan
-    found = Manifest.read(path)
-    refuse_other_plan(found, plan, folder)
-    problems = {shard.file: shard.problem(folder) for shard in found.shards}
-    if not found.complete or not any(problems.values()):
-        return found
-    blank = [shard.model_copy(update=_BLANK) for shard in found.shards]
-    receipts = Receipts(folder, found.model_copy(update={"complete": False, "shards": blank}))
-    for shard in found.shards:
+    manifest = Manifest.read(folder / MANIFEST)
+    check_same_recording(manifest, plan, folder)
+    problems = {shard.file: shard.problem(folder) for shard in manifest.shards}
+    if not manifest.complete or not any(problems.values()):
+        return manifest
+    blank = [shard.model_copy(update=_BLANK) for shard in manifest.shards]
+    receipts = Receipts(folder, manifest.model_copy(update={"complete": False, "shards": blank}))
+    for shard in manifest.shards:
         if problems[shard.file]:
             monitor.say(f"{shard.file}: {problems[shard.file]}; it is recorded again")
         else:
-            receipts.write(shard, {name: getattr(shard, name) for name in _BLANK})
+            receipts.commit(shard, {name: getattr(shard, name) for name in _BLANK})
     return receipts.plan

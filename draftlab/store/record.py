@@ -1,15 +1,14 @@
-"""Recording: samples → the target's states, in shards that are committed whole.
+"""Recording: the target's states of samples, written into a store in shards.
 
-The plan (which sample lies in which shard, which share a forward pass) is written into the manifest
-before anything is computed, so a killed recording goes on after its last committed shard and ends
-with the bytes that an uninterrupted one writes, however many processes shared the work
-(`store/receipts.py`). Forward passes, copies from the device and the disk work at the same time
+The plan (which sample is in which shard and in which forward pass) is written into the manifest
+before anything is computed. A killed recording therefore continues after its last committed shard,
+and ends with the bytes of an uninterrupted one, however many processes share the work
+(`store/receipts.py`). Forward passes, copies from the device and writes to the disk overlap
 (`store/extraction.py`, `store/shard_writer.py`).
 """
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -21,10 +20,10 @@ from typing import Literal
 from draftlab.errors import UserError
 from draftlab.formatting import counted, size_text
 from draftlab.progress import Monitor
-from draftlab.store.extraction import HiddenStateExtractor, Source
+from draftlab.store.extraction import HiddenStateExtractor, StateSource
 from draftlab.store.manifest import MANIFEST, Manifest, Shard, StoreIdentity
-from draftlab.store.plan import plan_store, refuse_other_plan
-from draftlab.store.receipts import Receipts, adopt, locked
+from draftlab.store.plan import check_same_recording, plan_store
+from draftlab.store.receipts import Receipts, lock_folder, resume_plan
 from draftlab.store.settings import RecordSettings
 from draftlab.store.shard_writer import ShardWriters
 from draftlab.store.store import Sample, Store
@@ -32,13 +31,12 @@ from draftlab.target_model.boundaries import check_boundaries
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 
-Part = Literal["alone", "lead", "help"]
-"""Of a process in a recording: it works alone; it makes the plan, shares the work and completes the
-store; or it takes shards of a plan that another process makes."""
+Role = Literal["alone", "lead", "help"]
+"""Role of a process in a recording. alone: it does all the work. lead: it makes the plan, shares
+the work and completes the store. help: it records shards of a plan that another process makes."""
 
-
-Opened = Callable[[Manifest], AbstractContextManager[Source]]
-"""What computes the states of a plan, for as long as it is open."""
+OpenStateSource = Callable[[Manifest], AbstractContextManager[StateSource]]
+"""Opens what computes the states of a plan."""
 
 _POLL_S = 0.2
 
@@ -51,65 +49,67 @@ def record(
     identity: StoreIdentity,
     *,
     monitor: Monitor,
-    part: Part = "alone",
-    opened: Opened | None = None,
+    role: Role = "alone",
+    open_source: OpenStateSource | None = None,
 ) -> Store | None:
-    """Records samples into a store, or goes on where an interrupted recording stopped.
+    """Record samples into a store, or continue an interrupted recording.
 
-    Shards that are whole are kept; calling it on a complete store returns that store, after making
-    again any shard that is missing or has another size.
+    Whole shards are kept. For a complete store, shards that are missing or have another size are
+    recorded again.
 
     Args:
-        target: whose states are recorded.
-        samples: in the order they are stored in.
-        folder: the store's.
-        settings: see `RecordSettings`; boundaries, when given, and dtype are those of the identity.
-        identity: of the store, with its boundaries decided (`StoreIdentity.of`).
-        monitor: told of everything truncated or dropped, and of progress in tokens.
-        part: what this process does. Any number may help, come and go; one leads.
-        opened: what computes the states, where the target does not (an `TargetMetadata` cannot).
+        target: the target model.
+        samples: in the order in which they are stored.
+        folder: the store's folder.
+        settings: see `RecordSettings`; dtype and boundaries (unless None) must be the identity's.
+        identity: of the store, with its boundaries chosen (`StoreIdentity.of`).
+        monitor: receives what is truncated or dropped, and the progress in tokens.
+        role: what this process does. One process leads; any number of helpers may come and go.
+        open_source: opens what computes the states; required for a `TargetMetadata`, and by
+            default the target.
 
     Returns:
         The store; None for a helper.
 
     Raises:
-        UserError: nothing to record, a sample that does not fit the vocabulary, states that are not
-            finite, too little disk, a folder that holds another recording or is being recorded.
+        UserError: there is nothing to record, a sample does not fit the vocabulary, states are not
+            finite, the disk is too small, or the folder holds another recording or is in use.
     """
-    opened = opened or _passes_of(target)
-    heard = Monitor() if part == "help" else monitor
-    plan, kept = planned(target, samples, settings, identity, monitor=heard)
+    open_source = open_source or _extractor_of(target)
+    plan, recorded = plan_recording(
+        target, samples, settings, identity, monitor=Monitor() if role == "help" else monitor
+    )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, shared=part != "alone"):
-        if part == "help":
-            if published := _awaited(folder, plan, monitor):
-                with opened(published.plan) as source:
-                    _record_missing(source, kept, published, settings, monitor)
+    with lock_folder(folder, shared=role != "alone"):
+        if role == "help":
+            if receipts := _wait_for_plan(folder, plan, monitor):
+                with open_source(receipts.plan) as source:
+                    _record_missing(source, recorded, receipts, settings, monitor)
             return None
-        receipts = Receipts(folder, adopt(folder, plan, monitor))
+        receipts = Receipts(folder, resume_plan(folder, plan, monitor))
         if not receipts.plan.complete:
-            missing = [shard for shard in receipts.plan.shards if not receipts.committed(shard)]
+            missing = [shard for shard in receipts.plan.shards if not receipts.is_committed(shard)]
             _check_disk(receipts.plan, missing, folder, monitor)
             receipts.publish()
-            with opened(receipts.plan) as source:
-                _record_missing(source, kept, receipts, settings, monitor)
-                # Those that another process took: it commits them, or dies and leaves them to us.
-                _record_missing(source, kept, receipts, settings, monitor, wait=True)
+            with open_source(receipts.plan) as source:
+                _record_missing(source, recorded, receipts, settings, monitor)
+                # Wait for the shards of other processes, and record those of processes that die.
+                _record_missing(source, recorded, receipts, settings, monitor, wait=True)
             receipts.complete()
         receipts.clear()
     store = Store.open(folder, identity)
-    _say_findings(store.manifest, monitor)
+    _report_state_quality(store.manifest, monitor)
     return store
 
 
-def _passes_of(target: Target | TargetMetadata) -> Opened:
+def _extractor_of(target: Target | TargetMetadata) -> OpenStateSource:
     if isinstance(target, TargetMetadata):
-        raise ValueError("an outline computes no states: expected `opened`")
+        raise ValueError("a TargetMetadata computes no states: expected `open_source`")
     return lambda plan: nullcontext(HiddenStateExtractor(target, plan))
 
 
-def planned(
+def plan_recording(
     target: Target | TargetMetadata,
     samples: Sequence[Sample],
     settings: RecordSettings,
@@ -117,22 +117,18 @@ def planned(
     *,
     monitor: Monitor,
 ) -> tuple[Manifest, list[Sample]]:
-    """What a recording with these arguments would do: `plan_store`."""
+    """Return the plan of a recording with these arguments, and its samples (see `plan_store`)."""
     _check_identity(target, settings, identity)
-    reason = None if isinstance(target, TargetMetadata) else target.why_padded
-    if reason is not None:
-        monitor.say(f"a pass is of right-padded rows: the target {reason}")
+    padding_reason = None if isinstance(target, TargetMetadata) else target.padding_reason
+    if padding_reason is not None:
+        monitor.say(f"forward passes are of right-padded rows: the target {padding_reason}")
     return plan_store(
         samples,
         identity,
+        settings,
         max_length=_max_length(target, settings, monitor),
-        overlong=settings.overlong,
-        shard_tokens=settings.shard_tokens,
-        batch_tokens=settings.batch_tokens,
         target_dtype=str(target.dtype).removeprefix("torch."),
-        not_finite=settings.not_finite,
-        backend=settings.backend,
-        padded=reason is not None,
+        padded=padding_reason is not None,
         monitor=monitor,
     )
 
@@ -142,42 +138,43 @@ def _check_identity(
 ) -> None:
     if identity.boundaries:  # none: the last state alone, which every store holds
         check_boundaries(identity.boundaries, target.num_layers)
-    actual = StoreIdentity.of(
+    expected = StoreIdentity.of(
         target,
         tokenizer_sha256=identity.tokenizer_sha256,
         template_sha256=identity.template_sha256,
         boundaries=settings.boundaries or identity.boundaries,
         dtype=settings.dtype,
     )
-    if replace(identity, target_name=actual.target_name) != actual:
-        raise ValueError(f"the identity {identity} is not that of target and settings: {actual}")
+    if replace(identity, target_name=expected.target_name) != expected:
+        raise ValueError(f"expected the identity of target and settings {expected}, got {identity}")
 
 
 def _max_length(target: Target | TargetMetadata, settings: RecordSettings, monitor: Monitor) -> int:
-    """Tokens of a sample, at most: those asked for, and no more than the target has positions."""
-    asked, positions = settings.max_length, target.max_length
-    if asked is not None and asked > positions:
-        cut = f"cut to {positions:,}, the positions that the target has"
-        monitor.say(f"record.max_length: {asked:,} {cut}")
-    return min(asked or positions, positions)
+    """Return the sample length limit: the setting, at most the target's number of positions."""
+    max_length, positions = settings.max_length, target.max_length
+    if max_length is not None and max_length > positions:
+        monitor.say(
+            f"record.max_length: {max_length:,} is cut to {positions:,}, the target's number of "
+            "positions"
+        )
+    return min(max_length or positions, positions)
 
 
-def _awaited(folder: Path, plan: Manifest, monitor: Monitor) -> Receipts | None:
-    """What a helper works on, when the leading process has written its plan; None: nothing more."""
-    path, said = folder / MANIFEST, False
+def _wait_for_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Receipts | None:
+    """Wait for the leader's plan and return its receipts; None if the store is complete."""
+    path = folder / MANIFEST
+    if not path.exists():
+        monitor.say(f"waiting for the leading process to write the plan of {folder}")
     while not path.exists():
-        if not said:
-            monitor.say(f"waiting for the plan of {folder}, which the leading process makes")
-        said = True
         time.sleep(_POLL_S)
-    receipts = Receipts.of_published(folder)
+    receipts = Receipts.from_published(folder)
     if receipts is not None:
-        refuse_other_plan(receipts.plan, plan, folder)
+        check_same_recording(receipts.plan, plan, folder)
     return receipts
 
 
 def _record_missing(
-    source: Source,
+    source: StateSource,
     samples: list[Sample],
     receipts: Receipts,
     settings: RecordSettings,
@@ -185,19 +182,21 @@ def _record_missing(
     *,
     wait: bool = False,
 ) -> None:
-    """Records the shards that are neither committed nor taken (`wait`: nor given up) by others."""
-    plan, rest = receipts.plan, iter(samples)
-    pieces = [(shard, list(itertools.islice(rest, len(shard.ids)))) for shard in plan.shards]
-    total, done, started = plan.counts.tokens, 0, time.monotonic()
+    """Record the shards that are not committed and, unless `wait`, not claimed by others."""
+    total, done, started = receipts.plan.counts.tokens, 0, time.monotonic()
+    end = 0
     with ShardWriters(receipts, settings.not_finite) as writers:
-        for shard, mine in pieces:
-            claim = None if receipts.committed(shard) else receipts.take(shard, wait=wait)
+        for shard in receipts.plan.shards:
+            start, end = end, end + len(shard.ids)
+            claim = None if receipts.is_committed(shard) else receipts.claim(shard, wait=wait)
             if claim is None:
                 total -= shard.tokens
                 continue
-            with writers.shard(shard, mine, claim) as put:
-                for batch, states in zip(shard.batches, source.batches(shard, mine), strict=True):
-                    put(states)
+            shard_samples = samples[start:end]
+            with writers.shard(shard, shard_samples, claim) as put:
+                futures = source.batches(shard, shard_samples)
+                for batch, future in zip(shard.batches, futures, strict=True):
+                    put(future)
                     done += sum(shard.lengths[i] for i in batch)
                     rate = done / max(time.monotonic() - started, 1e-9)
                     monitor.progress("record", done, total, f"{rate:,.0f} tokens/s")
@@ -206,13 +205,14 @@ def _record_missing(
         monitor.say(
             f"recorded {done / seconds:,.0f} tokens/s, "
             f"{writers.bytes_written / seconds / 1e6:,.0f} MB/s; the target waited for the disk "
-            f"{writers.waited / seconds:.0%} of the time"
+            f"{writers.seconds_waited / seconds:.0%} of the time"
         )
 
 
 def _check_disk(plan: Manifest, missing: list[Shard], folder: Path, monitor: Monitor) -> None:
     needed = sum(
-        shard.tokens * plan.identity.token_bytes + 8 * len(shard.ids) + 1024 for shard in missing
+        shard.tokens * plan.identity.bytes_per_token + 8 * len(shard.ids) + 1024
+        for shard in missing
     )
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -220,30 +220,30 @@ def _check_disk(plan: Manifest, missing: list[Shard], folder: Path, monitor: Mon
             f"expected {size_text(needed)} of free disk for {counted(len(missing), 'shard')}, "
             f"found {size_text(free)}",
             where=folder,
-            do="free some, name a folder elsewhere, store fp8 features (record.dtype), or record "
-            "fewer samples or boundaries",
+            do="free disk space, name a folder on another disk, store fp8 features (record.dtype), "
+            "or record fewer samples or boundaries",
         )
-    there = len(plan.shards) - len(missing)
+    committed = len(plan.shards) - len(missing)
     monitor.say(
         f"recording {counted(plan.counts.records, 'record')}, {plan.counts.tokens:,} tokens "
         f"({plan.counts.loss_tokens:,} in answers), {counted(len(plan.shards), 'shard')}"
-        + (f", {there} of them there already" if there else "")
+        + (f", {committed} of them there already" if committed else "")
         + f"; {size_text(needed)} to write"
     )
 
 
-def _say_findings(manifest: Manifest, monitor: Monitor) -> None:
-    """What recording found in the states: samples that were skipped, errors of fp8."""
-    bad = {name: place for shard in manifest.shards for name, place in shard.not_finite.items()}
-    for name, place in list(bad.items())[:5]:
-        monitor.say(f"skipped sample {name!r}: NaN or infinity at {place}")
-    if bad:
-        monitor.say(f"{len(bad):,} of {manifest.counts.records:,} samples skipped: not finite")
+def _report_state_quality(manifest: Manifest, monitor: Monitor) -> None:
+    """Report skipped samples, whose states are not finite, and the errors of fp8."""
+    places = {id_: place for s in manifest.shards for id_, place in s.not_finite.items()}
+    for id_, place in list(places.items())[:5]:
+        monitor.say(f"skipped sample {id_!r}: NaN or infinity at {place}")
+    if places:
+        monitor.say(f"{len(places):,} of {manifest.counts.records:,} samples skipped: not finite")
+    shards = [shard for shard in manifest.shards if shard.fp8_errors]
+    if not shards:
+        return
+    tokens = sum(shard.tokens for shard in shards)
     for number, boundary in enumerate(manifest.identity.boundaries):
-        shards = [shard for shard in manifest.shards if shard.fp8_errors]
-        if not shards:
-            continue
-        tokens = sum(shard.tokens for shard in shards)
         errors = [(shard.tokens, *shard.fp8_errors[number]) for shard in shards]
         error = (sum(n * e**2 for n, e, _ in errors) / tokens) ** 0.5
         worst = max(w for _, _, w in errors)

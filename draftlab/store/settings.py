@@ -10,37 +10,39 @@ from draftlab.settings import Listed, Settings
 from draftlab.store.manifest import StoreDtype
 from draftlab.target_model.settings import VllmSettings
 
-NotFinite = Literal["refuse", "skip"]
+NotFinitePolicy = Literal["refuse", "skip"]
 RecordBackend = Literal["transformers", "vllm"]
 
 
 class RecordSettings(Settings):
-    """What is recorded, in which pieces."""
+    """Which hidden states are recorded, and how they are stored."""
 
     boundaries: Annotated[tuple[int, ...] | None, Listed] = None
-    """Boundaries whose states become the features, ascending: the inputs of layers of these numbers
-    (vLLM's `eagle_aux_hidden_state_layer_ids`); None: the target's default ones."""
+    """Boundaries whose states become the features, in ascending order: the inputs of the layers
+    with these numbers (vLLM's `eagle_aux_hidden_state_layer_ids`); None: the target's defaults."""
     dtype: StoreDtype = "bfloat16"
-    """Of the stored states. fp8: features in 8 bits with a scale for each token and boundary, the
-    last state in bfloat16; three fifths of the disk."""
+    """Dtype of the stored states. fp8 stores the features in 8 bits with a scale for each token and
+    boundary, and the last state in bfloat16; it takes three fifths of the disk space."""
     shard_tokens: Annotated[int, Field(gt=0)] = 32_768
-    """Tokens of a shard. Three are held in memory, and are what a killed recording loses."""
+    """Tokens of a shard. Three shards are held in memory, and a killed recording loses them."""
     batch_tokens: Annotated[int, Field(gt=0)] = 8_192
-    """Most tokens of a forward pass, padding included where a target needs it; a longer sample goes
-    alone."""
+    """Maximum number of tokens of a forward pass, including padding where a target needs it; a
+    longer sample has a pass of its own."""
     max_length: Annotated[int, Field(gt=2)] | None = None
-    """Tokens of a sample, at most; None, or more than the target has positions: those positions."""
+    """Maximum number of tokens of a sample; None: as many as the target has positions, which is the
+    limit for larger values too."""
     overlong: Literal["truncate", "skip"] = "truncate"
-    """What happens to samples over max_length: their end is cut off, or they are left out."""
+    """What happens to samples longer than max_length: they are truncated at the end, or skipped."""
     online: bool = False
-    """Stores nothing: the target, loaded beside the training, makes states when they are needed.
-    Slower, as every epoch makes them again; features of an 8B target are 33 kB a token."""
-    not_finite: NotFinite = "refuse"
-    """What happens to samples whose states have NaN or infinity: recording stops and names the
-    sample and the layer, or nothing is learned from them and they are counted."""
+    """Store nothing: the target is loaded beside the training and computes states on demand. This
+    is slower, because every epoch computes them again; features of an 8B target are 33 kB a token.
+    """
+    not_finite: NotFinitePolicy = "refuse"
+    """What happens to samples whose states have NaN or infinity. refuse: the recording stops and
+    names the sample and the layer. skip: the sample is counted and not used for training."""
     backend: RecordBackend = "transformers"
-    """What computes the states: transformers, or an installed vLLM in a process of its own, by its
-    hidden-state extraction, where it has that for the architecture. The store is the same up to
-    rounding; vLLM runs a target over `target.gpus` at once (tensor parallel)."""
+    """What computes the states: transformers, or an installed vLLM in a process of its own through
+    its hidden-state extraction, for the architectures that it supports. Both give the same store up
+    to rounding; vLLM runs a target on `target.gpus` GPUs at once (tensor parallel)."""
     vllm: VllmSettings = VllmSettings()
-    """Of the backend "vllm"."""
+    """Settings of the vLLM backend."""

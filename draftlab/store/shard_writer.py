@@ -1,4 +1,4 @@
-"""Shards written by threads of their own, while the target computes the next ones."""
+"""Threads that write shards while the target computes the states of the next ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,31 +19,35 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, sha256_file
-from draftlab.store.extraction import Pending, not_finite
+from draftlab.store.extraction import StatesFuture, find_not_finite
 from draftlab.store.fp8 import E4M3, relative_errors
 from draftlab.store.manifest import Shard, StoreIdentity
 from draftlab.store.receipts import Receipts
-from draftlab.store.settings import NotFinite
+from draftlab.store.settings import NotFinitePolicy
 from draftlab.store.store import DTYPES, NO_TEACHER, Sample
 
-SHARDS_AT_ONCE = 3  # being filled or written; each is held in memory
-BATCHES_AHEAD = 2  # captured, and not yet copied into their shard
+SHARDS_AT_ONCE = 3  # filled or written at the same time; each is held in memory
+QUEUED_BATCHES = 2  # computed and not yet copied into their shard
 _POLL_S = 0.1
 
 
 class ShardWriters:
-    """Writes and commits shards, at most `SHARDS_AT_ONCE` at a time.
+    """A pool of threads that write and commit up to `SHARDS_AT_ONCE` shards at a time.
 
-    Leaving the block waits for all of them; leaving it by an error gives up those under way.
+    Leaving the context waits for all shards; an exception abandons the unfinished ones.
+
+    Attributes:
+        bytes_written: size of the committed shards.
+        seconds_waited: time for which the target waited for the writers.
     """
 
-    def __init__(self, receipts: Receipts, policy: NotFinite) -> None:
+    def __init__(self, receipts: Receipts, policy: NotFinitePolicy) -> None:
         self.receipts, self.policy = receipts, policy
-        self.bytes_written, self.waited = 0, 0.0  # seconds that `shard` and its `put` blocked
+        self.bytes_written, self.seconds_waited = 0, 0.0
         self._free = threading.Semaphore(SHARDS_AT_ONCE)
         self._stopped = threading.Event()
         self._pool = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
-        self._jobs: list[Future[int]] = []
+        self._futures: list[Future[int]] = []
 
     def __enter__(self) -> ShardWriters:
         return self
@@ -51,80 +55,87 @@ class ShardWriters:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._stopped.set()
-        started = time.monotonic()
-        self._pool.shutdown(wait=True)
-        self.waited += time.monotonic() - started
+        with self._waiting():
+            self._pool.shutdown(wait=True)
         if kind is None:
-            self._reap(all_of_them=True)
+            self._collect_results()
 
     @contextmanager
     def shard(
         self, shard: Shard, samples: Sequence[Sample], claim: int
-    ) -> Iterator[Callable[[Pending], None]]:
-        """Yields where the captured batches of a shard go, in the order of its plan.
+    ) -> Iterator[Callable[[StatesFuture], None]]:
+        """Yield a function that accepts the batches of a shard in the order of its plan.
 
         Args:
-            claim: handle to be closed when the shard is committed or given up (`Receipts.take`).
+            claim: file descriptor (`Receipts.claim`), closed when the shard is committed or
+                abandoned.
         """
-        started = time.monotonic()
         try:
-            while not self._free.acquire(timeout=_POLL_S):
-                self._reap()
+            with self._waiting():
+                while not self._free.acquire(timeout=_POLL_S):
+                    self._collect_results()
         except BaseException:
             os.close(claim)
             raise
-        self.waited += time.monotonic() - started
-        batches: queue.Queue[Pending] = queue.Queue(BATCHES_AHEAD)
-        job = self._pool.submit(self._write, shard, samples, batches, claim)
-        job.add_done_callback(lambda _: self._free.release())
-        self._jobs.append(job)
+        batches: queue.Queue[StatesFuture] = queue.Queue(QUEUED_BATCHES)
+        future = self._pool.submit(self._write, shard, samples, batches, claim)
+        future.add_done_callback(lambda _: self._free.release())
+        self._futures.append(future)
 
-        def put(captured: Pending) -> None:
-            started = time.monotonic()
-            while True:
-                self._reap()
-                try:
-                    batches.put(captured, timeout=_POLL_S)
-                    break
-                except queue.Full:
-                    continue
-            self.waited += time.monotonic() - started
+        def put(states: StatesFuture) -> None:
+            with self._waiting():
+                while True:
+                    self._collect_results()
+                    try:
+                        return batches.put(states, timeout=_POLL_S)
+                    except queue.Full:
+                        continue
 
         yield put
 
-    def _reap(self, all_of_them: bool = False) -> None:
-        """Raises what a thread failed with."""
-        for job in [job for job in self._jobs if all_of_them or job.done()]:
-            self.bytes_written += job.result()
-            self._jobs.remove(job)
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.seconds_waited += time.monotonic() - started
+
+    def _collect_results(self) -> None:
+        """Raise the exception of a thread that failed."""
+        for future in [future for future in self._futures if future.done()]:
+            self.bytes_written += future.result()
+            self._futures.remove(future)
 
     def _write(
-        self, shard: Shard, samples: Sequence[Sample], batches: queue.Queue[Pending], claim: int
+        self,
+        shard: Shard,
+        samples: Sequence[Sample],
+        batches: queue.Queue[StatesFuture],
+        claim: int,
     ) -> int:
-        """Fills, writes and commits one shard; returns its bytes."""
+        """Fill, write and commit one shard, and return its size in bytes."""
         try:
-            filling = Filling(shard, samples, self.receipts.plan.identity, self.policy)
+            buffer = ShardBuffer(shard, samples, self.receipts.plan.identity, self.policy)
             for batch in shard.batches:
-                filling.take(batch, self._next(batches))
-            path = self.receipts.folder / shard.file
-            return self._commit(path, shard, filling)
+                buffer.add(batch, self._next(batches))
+            return self._commit(buffer)
         finally:
             os.close(claim)
 
-    def _next(self, batches: queue.Queue[Pending]) -> Pending:
+    def _next(self, batches: queue.Queue[StatesFuture]) -> StatesFuture:
         while not self._stopped.is_set():
             try:
                 return batches.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
-        raise InterruptedError("the recording was given up")
+        raise InterruptedError("the recording was abandoned")
 
-    def _commit(self, path: Path, shard: Shard, filling: Filling) -> int:
-        scratch = self.receipts.scratch(shard)
+    def _commit(self, buffer: ShardBuffer) -> int:
+        shard = buffer.shard
+        path, scratch = self.receipts.folder / shard.file, self.receipts.scratch_folder(shard)
         try:
             scratch.mkdir()
             with atomic_path(path) as temporary:
-                save_file(filling.tensors, scratch / shard.file)
+                save_file(buffer.tensors, scratch / shard.file)
                 os.replace(scratch / shard.file, temporary)
         except (OSError, SafetensorError) as error:
             raise UserError(
@@ -135,36 +146,40 @@ class ShardWriters:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         size = path.stat().st_size
-        known = {"bytes": size, "sha256": sha256_file(path), **filling.findings()}
-        self.receipts.write(shard, known)
+        fields = {"bytes": size, "sha256": sha256_file(path), **buffer.receipt_fields()}
+        self.receipts.commit(shard, fields)
         return size
 
 
-class Filling:
-    """A shard's tensors, as its batches come in."""
+class ShardBuffer:
+    """The tensors of a shard in memory, filled batch by batch."""
 
     def __init__(
-        self, shard: Shard, samples: Sequence[Sample], identity: StoreIdentity, policy: NotFinite
+        self,
+        shard: Shard,
+        samples: Sequence[Sample],
+        identity: StoreIdentity,
+        policy: NotFinitePolicy,
     ) -> None:
         self.shard, self.samples, self.identity, self.policy = shard, samples, identity, policy
         self.offsets = torch.tensor([0, *shard.lengths]).cumsum(0)
-        shapes, kinds = identity.shapes(shard), DTYPES[identity.dtype]
-        self.states = {
-            "features": torch.empty(shapes["features"], dtype=kinds.features),
-            "last": torch.empty(shapes["last"], dtype=kinds.last),
-            "logsumexp": torch.empty(shapes["logsumexp"], dtype=torch.float32),
-            "argmax": torch.empty(shapes["argmax"], dtype=torch.int32),
+        shapes, dtypes = identity.tensor_shapes(shard), DTYPES[identity.dtype]
+        states = {
+            "features": dtypes.features,
+            "last": dtypes.last,
+            "logsumexp": torch.float32,
+            "argmax": torch.int32,
+            **({"scales": torch.float32} if dtypes.features is E4M3 else {}),
         }
-        if kinds.features is E4M3:
-            self.states["scales"] = torch.empty(shapes["scales"], dtype=torch.float32)
+        self.states = {name: torch.empty(shapes[name], dtype=dt) for name, dt in states.items()}
         self.spans = torch.tensor([i for s in samples for i in s.spans], dtype=torch.int32)
         self.error = self.square = torch.zeros(shapes["features"][1], dtype=torch.float64)
         self.not_finite: dict[str, str] = {}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All of the shard's."""
-        ids = [i for s in self.samples for i in s.token_ids]
+        """All tensors of the shard's file."""
+        ids = [token for sample in self.samples for token in sample.token_ids]
         return {
             "offsets": self.offsets,
             "tokens": torch.tensor(ids, dtype=torch.int32),
@@ -172,29 +187,29 @@ class Filling:
             **self.states,
         }
 
-    def take(self, batch: Sequence[int], pending: Pending) -> None:
-        """Puts the records of a batch where they belong.
+    def add(self, batch: Sequence[int], future: StatesFuture) -> None:
+        """Copy the states of a batch to the positions of its records.
 
         Raises:
             UserError: a state is NaN or infinite, and the recipe does not skip such samples.
         """
-        captured = pending()
-        bad = not_finite(captured, [self.samples[i] for i in batch], self.identity)
-        for number, place in bad.items():
+        extracted = future()
+        places = find_not_finite(extracted, [self.samples[i] for i in batch], self.identity)
+        for number, place in places.items():
             self._skip(self.samples[batch[number]], place)
         lengths = [self.shard.lengths[i] for i in batch]
-        for name, whole in self.states.items():
-            pieces = captured.tensors[name].split(lengths)
-            for number, (i, piece) in enumerate(zip(batch, pieces, strict=True)):
+        fill_values = {"logsumexp": NO_TEACHER[0], "argmax": NO_TEACHER[1]}
+        for name, values in self.states.items():
+            rows = extracted.tensors[name].split(lengths)
+            for number, (i, row) in enumerate(zip(batch, rows, strict=True)):
                 window = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
-                whole[window] = piece
-                if number in bad:
-                    blank = {"logsumexp": NO_TEACHER[0], "argmax": NO_TEACHER[1]}
-                    whole[window] = torch.tensor(blank.get(name, 0)).to(whole.dtype)
+                values[window] = row
+                if number in places:
+                    values[window] = torch.tensor(fill_values.get(name, 0)).to(values.dtype)
                     self.spans[window] = 0
-        if "error" in captured.tensors:
-            self.error = self.error + captured.tensors["error"]
-            self.square = self.square + captured.tensors["square"]
+        if "error" in extracted.tensors:
+            self.error = self.error + extracted.tensors["error"]
+            self.square = self.square + extracted.tensors["square"]
 
     def _skip(self, sample: Sample, place: str) -> None:
         if self.policy == "refuse":
@@ -206,10 +221,10 @@ class Filling:
             )
         self.not_finite[sample.id] = place
 
-    def findings(self) -> dict[str, object]:
-        """What the receipt says of the content."""
-        found: dict[str, object] = {"not_finite": self.not_finite}
+    def receipt_fields(self) -> dict[str, Any]:
+        """Return the receipt's fields about the content."""
+        fields: dict[str, Any] = {"not_finite": self.not_finite}
         if "scales" in self.states:
             boundaries = len(self.identity.boundaries)
-            found["fp8_errors"] = relative_errors(self.error, self.square, boundaries)
-        return found
+            fields["fp8_errors"] = relative_errors(self.error, self.square, boundaries)
+        return fields

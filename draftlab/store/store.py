@@ -1,7 +1,7 @@
-"""The hidden-state store: what is in a shard, what the manifest promises, and reading a record.
+"""The hidden-state store: its records, and random access to them.
 
 A store is a folder with manifest.json and shards of ragged records (docs/formats.md). It is written
-by `draftlab.store.record`; reading maps a shard into memory and touches only the record asked for.
+by `draftlab.store.record`. Reading maps a shard into memory and loads only the requested records.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -23,11 +22,11 @@ from draftlab.files import canonical_json, sha256_file, sha256_text
 from draftlab.store.fp8 import E4M3, dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 
-__all__ = ["Record", "Sample", "Store", "StoreIdentity", "predicted"]
+__all__ = ["Record", "Sample", "Store", "StoreIdentity", "prediction_mask"]
 
 
 class StateDtypes(NamedTuple):
-    """Of a store's tensors of states; with e4m3 features there are also their scales."""
+    """Dtypes of a store's hidden states; e4m3 features come with float32 scales."""
 
     features: torch.dtype
     last: torch.dtype
@@ -39,9 +38,9 @@ DTYPES = {
     "fp8": StateDtypes(E4M3, torch.bfloat16),
 }
 NO_TEACHER = (float("nan"), -1)
-"""logsumexp and argmax of positions that are no prediction's teacher: they are not computed."""
-RERECORD = "record again into this folder: only what is missing is made"
-REMOVE = "remove this shard and record again into this folder: only what is missing is made"
+"""logsumexp and argmax of positions outside `teacher_mask`, where they are not computed."""
+_RECORD_AGAIN = "record again into this folder: only missing shards are computed"
+_REMOVE_SHARD = f"remove this shard and {_RECORD_AGAIN}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Sample:
         id: unique in its data set.
         token_ids: [T] of the target's vocabulary.
         spans: [T], 0 outside answers; 1, 2, … in the first, second … answer, closing tag included.
-        temperature: that the answers were sampled at; None: not the target's own, or unknown.
+        temperature: the sampling temperature of the answers; None: unknown, or not the target's.
     """
 
     id: str
@@ -63,21 +62,22 @@ class Sample:
 
 @dataclass(frozen=True)
 class Record:
-    """A recorded conversation. Tensors are copies, free to be changed.
+    """A recorded conversation. Its tensors are copies, except in a `view`.
 
     Attributes:
         id: the sample's.
         tokens: int64 [T].
         spans: int64 [T].
-        features: [T, F] in the store's dtype (fp8: read as bfloat16), the boundaries' states side
-            by side, ascending.
+        features: [T, F] in the store's dtype (fp8: bfloat16), the boundaries' states side by side
+            in ascending order.
         last: [T, Ht] in the store's dtype (fp8: bfloat16), before the final norm.
-        logsumexp: float32 [T], of the target's logits at T = 1 over the whole vocabulary, from the
-            state before it was rounded to the store's dtype; NaN where not `teachers`.
-        argmax: int64 [T], of the same logits; ties are the lowest id; −1 where not `teachers`.
+        logsumexp: float32 [T] of the target's logits at temperature 1 over the whole vocabulary,
+            from the state before rounding to the store's dtype; NaN outside `teacher_mask`.
+        argmax: int64 [T] of the same logits, the lowest id of equal ones; −1 outside
+            `teacher_mask`.
         temperature: the sample's.
-        scales: of a `view` of an fp8 store, whose features are codes: float32 [T, b], to be
-            multiplied with them (`dequantise`); else None.
+        scales: float32 [T, b] in a `view` of an fp8 store, whose features are codes to be decoded
+            with them (`dequantise`); else None.
     """
 
     id: str
@@ -91,39 +91,39 @@ class Record:
     scales: Tensor | None = None
 
 
-def predicted(spans: Tensor) -> Tensor:
-    """Positions whose tokens a head is asked for: bool [T].
+def prediction_mask(spans: Tensor) -> Tensor:
+    """Return the positions whose tokens a head learns to predict: bool [T].
 
-    w_k(t) = 1 asks for x_{t+2+k} with x_{t+1} … x_{t+2+k} in one span (methods §1), so x_j is asked
-    for iff j ≥ 2 and x_{j−1}, x_j lie in one span. The target itself writes a span's first token.
+    w_k(t) = 1 makes x_{t+2+k} a label if x_{t+1} … x_{t+2+k} are in one span (methods §1), so x_j
+    is one iff j ≥ 2 and x_{j−1}, x_j are in one span. The target generates a span's first token.
     """
-    asked = torch.zeros(len(spans), dtype=torch.bool)
-    asked[2:] = (spans[1:-1] == spans[2:]) & (spans[2:] > 0)
-    return asked
+    mask = torch.zeros(len(spans), dtype=torch.bool)
+    mask[2:] = (spans[1:-1] == spans[2:]) & (spans[2:] > 0)
+    return mask
 
 
-def teachers(spans: Tensor) -> Tensor:
-    """Positions whose distribution a head learns from: bool [T].
+def teacher_mask(spans: Tensor) -> Tensor:
+    """Return the positions whose target distribution a head learns from: bool [T].
 
     The teacher of the prediction of x_j is the target's distribution at j − 1.
     """
-    asked = torch.zeros(len(spans), dtype=torch.bool)
-    asked[:-1] = predicted(spans)[1:]
-    return asked
+    mask = torch.zeros(len(spans), dtype=torch.bool)
+    mask[:-1] = prediction_mask(spans)[1:]
+    return mask
 
 
 def check_store(folder: Path) -> None:
-    """Refuses a store that is not whole, as `Store.open`; one that is made while training is."""
+    """Check that a store is complete, as `Store.open` does; one with record.online always is."""
     if not Manifest.read(folder / MANIFEST).online:
         Store.open(folder)
 
 
-def _reopened(folder: Path, digest: str) -> Store:
-    """A store that another process has open."""
+def _reopen(folder: Path, digest: str) -> Store:
+    """Open a store that another process has pickled."""
     store = Store.open(folder)
     if store.digest != digest:
         raise UserError(
-            "expected the store that was opened, found one that was recorded since",
+            "expected the store that the other process has open, found one that was recorded since",
             where=folder,
             do="run the command again",
         )
@@ -131,36 +131,39 @@ def _reopened(folder: Path, digest: str) -> Store:
 
 
 class Store:
-    """Random access to a complete store. Build it with `Store.open`."""
+    """Random access to the records of a complete store. `Store.open` makes one."""
+
+    on_disk = True
+    """Whether other processes can open the store by its folder."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, opened: dict[int, dict[str, Tensor]] | None = None
+        self, folder: Path, manifest: Manifest, shards: dict[int, dict[str, Tensor]] | None = None
     ) -> None:
         self.folder, self.manifest = folder, manifest
         self.identity = manifest.identity
-        self.ids: list[str] = [i for shard in manifest.shards for i in shard.ids]
+        self.ids: list[str] = [id_ for shard in manifest.shards for id_ in shard.ids]
         self.lengths: list[int] = [n for shard in manifest.shards for n in shard.lengths]
-        # Of shard s: number of its first record, and where its records begin.
+        self.temperatures = [value for shard in manifest.shards for value in shard.temperatures]
+        # The index of each shard's first record.
         self._first = [0, *itertools.accumulate(len(shard.ids) for shard in manifest.shards)]
-        self._offsets = [np.cumsum([0, *shard.lengths]) for shard in manifest.shards]
-        self._opened = {} if opened is None else opened
+        self._shards = {} if shards is None else shards
 
     @classmethod
-    def open(cls, folder: Path, expect: StoreIdentity | None = None) -> Store:
-        """Opens a store; checks its manifest and its shards' sizes, reads none of them.
+    def open(cls, folder: Path, expected: StoreIdentity | None = None) -> Store:
+        """Open a store. This checks the manifest and the shards' sizes and reads no shard.
 
         Args:
-            folder: where manifest.json is.
-            expect: what the store must have been made for; None: whatever it is.
+            folder: the folder of manifest.json.
+            expected: the identity that the store must have; None: any.
 
         Raises:
-            UserError: no store, another identity, an interrupted recording, a shard that is missing
-                or has another size than the manifest says.
+            UserError: there is no store, it has another identity, its recording was interrupted, or
+                a shard is missing or has another size than in the manifest.
         """
         folder = Path(folder)
         manifest = Manifest.read(folder / MANIFEST)
-        if expect is not None:
-            manifest.identity.check(expect, folder)
+        if expected is not None:
+            manifest.identity.check(expected, folder)
         if not manifest.complete:
             raise UserError(
                 "the recording of this store was interrupted",
@@ -169,29 +172,24 @@ class Store:
             )
         if manifest.online:
             raise UserError(
-                "this store holds no states: its recipe makes them while it trains",
+                "this store holds no states: training computes them on demand",
                 where=folder,
-                do="record with record.online: false to look into them",
+                do="record with record.online: false to inspect the states",
             )
         for shard in manifest.shards:
             problem = shard.problem(folder)
             if problem:
-                raise UserError(problem, where=folder / shard.file, do=RERECORD)
+                raise UserError(problem, where=folder / shard.file, do=_RECORD_AGAIN)
         return cls(folder, manifest)
 
     @property
-    def on_disk(self) -> bool:
-        """Whether a folder is all there is to it, so that other processes can open it too."""
-        return type(self) is Store
-
-    @property
     def digest(self) -> str:
-        """Hex SHA-256 of what the manifest says, the shards' own hashes included."""
+        """Hex SHA-256 of the manifest, which contains the hashes of the shards."""
         return sha256_text(canonical_json(self.manifest.model_dump(mode="json")))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """It goes to another process as its folder; the states stay where they lie."""
-        return _reopened, (self.folder.resolve(), self.digest)
+        """Pickle the store as its folder, without the states."""
+        return _reopen, (self.folder.resolve(), self.digest)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -200,102 +198,92 @@ class Store:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: int) -> Record:
-        record = self.view(index)
-        coded = record.scales is not None
+        view = self.view(index)
         return replace(
-            record,
-            tokens=record.tokens.long(),
-            spans=record.spans.long(),
-            features=dequantise(record.features, record.scales)
-            if coded
-            else record.features.clone(),
+            view,
+            tokens=view.tokens.long(),
+            spans=view.spans.long(),
+            features=view.features.clone()
+            if view.scales is None
+            else dequantise(view.features, view.scales),
             scales=None,
-            last=record.last.clone(),
-            logsumexp=record.logsumexp.clone(),
-            argmax=record.argmax.long(),
+            last=view.last.clone(),
+            logsumexp=view.logsumexp.clone(),
+            argmax=view.argmax.long(),
         )
 
     def view(self, index: int) -> Record:
-        """A record in the shard's own memory and dtypes, not to be changed: integers are int32,
-        features of an fp8 store are its codes, beside their scales."""
-        number, row, window = self._place(index)
-        shard, held = self.manifest.shards[number], self._shard(number)
+        """Return a record in the shard's memory and dtypes, which must not be changed.
+
+        Integers are int32, and features of an fp8 store are codes with scales.
+        """
+        index, tensors, window = self._locate(index)
         names = ("tokens", "spans", "features", "last", "logsumexp", "argmax")
-        scales = held["scales"][window] if held["features"].dtype is E4M3 else None
-        tensors = (held[name][window] for name in names)
-        return Record(shard.ids[row], *tensors, shard.temperatures[row], scales)
+        scales = tensors["scales"][window] if tensors["features"].dtype is E4M3 else None
+        columns = (tensors[name][window] for name in names)
+        return Record(self.ids[index], *columns, self.temperatures[index], scales)
 
     def views(self, indices: Sequence[int]) -> list[Record]:
-        """`view` of several records."""
+        """Return the views of several records."""
         return [self.view(index) for index in indices]
 
     def tokens_and_spans(self, index: int) -> tuple[Tensor, Tensor]:
-        """int64 [T] tokens and spans of a record; its states are not touched."""
-        number, _, window = self._place(index)
-        tokens, spans = (self._read(number, name, window) for name in ("tokens", "spans"))
-        return tokens.long(), spans.long()
+        """Return int64 [T] tokens and spans of a record, without reading its states."""
+        _, tensors, window = self._locate(index)
+        return tensors["tokens"][window].long(), tensors["spans"][window].long()
 
-    def stored(self, index: int) -> dict[str, Tensor]:
-        """A record's part of every tensor of its shard, as it lies there; not to be changed."""
-        number, _, window = self._place(index)
-        names = self._shard(number).keys() - {"offsets"}
-        return {name: self._read(number, name, window) for name in sorted(names)}
-
-    def temperature(self, index: int) -> float | None:
-        """That a record's answers were sampled at."""
-        number, row, _ = self._place(index)
-        return self.manifest.shards[number].temperatures[row]
+    def raw_tensors(self, index: int) -> dict[str, Tensor]:
+        """Return a record's rows of every tensor of its shard, which must not be changed."""
+        _, tensors, window = self._locate(index)
+        return {name: tensors[name][window] for name in sorted(tensors.keys() - {"offsets"})}
 
     def verify(self) -> None:
-        """Hashes every shard again.
+        """Check the hash of every shard.
 
         Raises:
-            UserError: the first shard whose bytes are not those that were written.
+            UserError: the first shard with other bytes than were written.
         """
         for shard in self.manifest.shards:
             path = self.folder / shard.file
-            found = sha256_file(path) if path.is_file() else "no file"
-            if found != shard.sha256:
+            digest = sha256_file(path) if path.is_file() else "no file"
+            if digest != shard.sha256:
                 raise UserError(
-                    f"expected a shard with SHA-256 {shard.sha256}, found {found}",
+                    f"expected a shard with SHA-256 {shard.sha256}, found {digest}",
                     where=path,
-                    do=REMOVE,
+                    do=_REMOVE_SHARD,
                 )
 
-    def _place(self, index: int) -> tuple[int, int, slice]:
-        """Shard, number in it, and positions of a record."""
+    def _locate(self, index: int) -> tuple[int, dict[str, Tensor], slice]:
+        """Return a record's index from 0 on, its shard's tensors, and its positions in them."""
         index = index + len(self) if index < 0 else index
         if not 0 <= index < len(self):
             raise IndexError(f"a store of {len(self)} records has no record {index}")
         number = bisect_right(self._first, index) - 1
-        row = index - self._first[number]
-        start, end = self._offsets[number][row : row + 2]
-        return number, row, slice(int(start), int(end))
+        tensors, row = self._open_shard(number), index - self._first[number]
+        start, end = tensors["offsets"][row : row + 2].tolist()
+        return index, tensors, slice(start, end)
 
-    def _read(self, number: int, name: str, window: slice) -> Tensor:
-        # Shares memory with the mapping, where a change would be seen by later reads.
-        return self._shard(number)[name][window]
-
-    def _shard(self, number: int) -> dict[str, Tensor]:
-        """The mapped shard's tensors, opened and checked on first use and then kept."""
-        if number not in self._opened:
-            path = self.folder / self.manifest.shards[number].file
+    def _open_shard(self, number: int) -> dict[str, Tensor]:
+        """Return the mapped tensors of a shard, which is opened and checked on first use."""
+        if number not in self._shards:
+            shard = self.manifest.shards[number]
+            path = self.folder / shard.file
             try:
-                opened = safe_open(path, "pt")
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                file = safe_open(path, "pt")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             except (SafetensorError, OSError) as error:
                 raise UserError(
-                    f"the shard is truncated or corrupt: {error}", where=path, do=REMOVE
+                    f"the shard is truncated or corrupt: {error}", where=path, do=_REMOVE_SHARD
                 ) from None
             shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-            offsets = tensors["offsets"].numpy() if "offsets" in tensors else None
-            expected = self.identity.shapes(self.manifest.shards[number])
-            if shapes != expected or not np.array_equal(offsets, self._offsets[number]):
+            expected = self.identity.tensor_shapes(shard)
+            offsets = [0, *itertools.accumulate(shard.lengths)]
+            if shapes != expected or tensors["offsets"].tolist() != offsets:
                 raise UserError(
                     "the shard does not hold the manifest's records: it belongs to another store "
                     f"or is corrupt (expected {expected}, found {shapes})",
                     where=path,
-                    do=REMOVE,
+                    do=_REMOVE_SHARD,
                 )
-            self._opened[number] = tensors
-        return self._opened[number]
+            self._shards[number] = tensors
+        return self._shards[number]

@@ -26,9 +26,14 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.store.extraction import ExtractedStates, Pending, asked_positions, stored
+from draftlab.store.extraction import (
+    ExtractedStates,
+    StatesFuture,
+    states_to_store,
+    teacher_positions,
+)
 from draftlab.store.manifest import Manifest, Shard
-from draftlab.store.receipts import locked
+from draftlab.store.receipts import lock_folder
 from draftlab.store.settings import RecordSettings
 from draftlab.store.shard_writer import SHARDS_AT_ONCE
 from draftlab.store.store import Sample
@@ -42,7 +47,7 @@ REQUESTS = 256
 """That share a pass, where their tokens are few enough (record.batch_tokens)."""
 
 
-class VllmStates:
+class VllmStateSource:
     """A `Source`: a context manager that starts vLLM, and ends it.
 
     Args:
@@ -63,7 +68,7 @@ class VllmStates:
         self._size = (SHARDS_AT_ONCE + 1) * tokens * width  # of files that wait to be read
         self._turn = threading.Lock()  # one batch at a time lies on the target's device
 
-    def __enter__(self) -> VllmStates:
+    def __enter__(self) -> VllmStateSource:
         with ExitStack() as stack:
             folder = stack.enter_context(_new_folder(self._size))
             self._process = self._started(folder)
@@ -81,7 +86,7 @@ class VllmStates:
     ) -> None:
         self._stack.close()
 
-    def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[Pending]:
+    def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[StatesFuture]:
         """See `Source`."""
         answer = self._process.ask({"prompts": [list(s.token_ids) for s in samples]})
         files = [Path(file) for file in answer["files"]]
@@ -140,12 +145,12 @@ class VllmStates:
         columns = [self.boundaries.index(b) for b in self.identity.boundaries]
         with self._turn:
             states = states.to(self.target.device)
-            made, finite = stored(
+            made, finite = states_to_store(
                 self.target,
                 self.identity,
                 states[:, columns].flatten(1),
                 states[:, -1],
-                asked_positions(samples).to(states.device),
+                teacher_positions(samples).to(states.device),
             )
             return ExtractedStates(
                 {name: values.cpu() for name, values in made.items()}, finite.cpu()
@@ -188,10 +193,10 @@ def _new_folder(size: int) -> Iterator[Path]:
     for left in place.glob(f"{_PREFIX}*"):
         with suppress(OSError, UserError):  # gone meanwhile, or in use
             if time.time() - left.stat().st_ctime > _LOCKED_AFTER_S:
-                with locked(left, shared=False):
+                with lock_folder(left, shared=False):
                     shutil.rmtree(left)
     with (
         tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place) as name,
-        locked(Path(name), shared=False),
+        lock_folder(Path(name), shared=False),
     ):
         yield Path(name)

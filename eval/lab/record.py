@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.progress import Monitor
-from draftlab.store.extraction import HiddenStateExtractor, Pending, summarise
+from draftlab.store.extraction import HiddenStateExtractor, StatesFuture, summarise_logits
 from draftlab.store.fp8 import dequantise, quantise
 from draftlab.store.manifest import Manifest, Shard, StoreIdentity
 from draftlab.store.record import RecordSettings, record
@@ -43,7 +43,7 @@ from draftlab.store.store import Sample, Store, teacher_mask
 from draftlab.target_model.attention import ATTENTION
 from draftlab.target_model.boundaries import default_boundaries
 from draftlab.target_model.model import Target
-from draftlab.target_model.packed_rows import Documents
+from draftlab.target_model.packed_rows import PackedRow
 
 BAR = 0.85
 RUNS = 2
@@ -115,7 +115,7 @@ class Timed:
         self.capture = HiddenStateExtractor(target, plan)
         self.begun, self.started = time.perf_counter(), mark(target)
 
-    def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[Pending]:
+    def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[StatesFuture]:
         for pending in self.capture.batches(shard, samples):
             self.ended = mark(self.capture.target)
             yield pending
@@ -144,14 +144,20 @@ def run(
     shutil.rmtree(folder, ignore_errors=True)
     settings, sources = RecordSettings(dtype=dtype), []
 
-    def opened(plan: Manifest) -> nullcontext[Timed]:
+    def open_source(plan: Manifest) -> nullcontext[Timed]:
         sources.append(Timed(target, plan))
         return nullcontext(sources[-1])
 
     synchronize(target)
     started = time.perf_counter()
     store = record(
-        target, samples, folder, settings, identity(target, dtype), monitor=Said(), opened=opened
+        target,
+        samples,
+        folder,
+        settings,
+        identity(target, dtype),
+        monitor=Said(),
+        open_source=open_source,
     )
     ended = time.perf_counter()
     return store, ended - started, ended - sources[-1].end()
@@ -178,17 +184,17 @@ def compare(
     """A pass again, taken alone and copied while the host waits."""
     lengths = [len(s.token_ids) for s in samples]
     ids = torch.tensor([[token for s in samples for token in s.token_ids]], device=target.device)
-    documents = Documents.of(lengths, target.device)
-    states = target.states(ids, store.identity.boundaries, documents=documents)
+    packed_row = PackedRow.of(lengths, target.device)
+    states = target.states(ids, store.identity.boundaries, packed_row=packed_row)
     asked = [teacher_mask(torch.tensor(s.spans)) for s in samples]
     wanted = states.last[0][torch.cat(asked).to(target.device)]
-    sums, tokens = (t.cpu() for t in summarise(target, wanted))
+    sums, tokens = (t.cpu() for t in summarise_logits(target, wanted))
     features, last = states.features[0].cpu(), states.last[0].cpu()
     if dtype == "fp8":
         quantised = quantise(features, len(store.identity.boundaries))
         features = dequantise(quantised.codes, quantised.scales)
     done = 0
-    for number, sample, part, mask in zip(numbers, samples, documents.slices, asked, strict=True):
+    for number, sample, part, mask in zip(numbers, samples, packed_row.slices, asked, strict=True):
         found = store[number]
         assert torch.equal(found.features, features[part]), sample.id
         assert torch.equal(found.last, last[part]), sample.id
