@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftlab.kernels.dependent_launch import FUSED
+from draftlab.kernels.dependent_launch import FP_FUSION
 
 _COLUMNS = 4096
 """Of one program, at most."""
@@ -57,5 +57,5 @@ def launch_(whole: Tensor, index: Tensor, rows: Tensor) -> None:
             columns,
             BLOCK=block,
             num_warps=8 if block > 2048 else 4,
-            **FUSED,
+            **FP_FUSION,
         )

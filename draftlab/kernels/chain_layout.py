@@ -1,96 +1,59 @@
-"""Where a chain's pairs go: those just observed, and one a row for every pass after them.
+"""Positions and cache slots of a chain drafter's passes, and the rows it goes on from.
 
-Computed once a step, before the first pass, so a pass takes a slice and no operation of its own.
-`last_rows` picks what a row goes on from: its last pair, or the columns from there on. The eager
-references run on a CPU; on a GPU each is one kernel (`chain_layout_triton.py`).
+`chain_layout` is computed once a step, before the first pass, so that a pass takes a slice. It lays
+out the pairs just verified and, for each pass after them, one pair a row. `last_rows` picks a row's
+last pair, or the columns from there on. On a GPU each is one kernel (`chain_layout_triton.py`).
+Tests: tests/kernels/test_chain_layout.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from draftlab.kernels.dispatch import triton_operator
 from draftlab.kernels.paged_attention import slot_mapping
+from draftlab.kernels.step_types import ChainLayout
 
 
-@dataclass(frozen=True)
-class ChainLayout:
-    """Pairs of B rows, flat: B · M observed ones row by row, then B of each later pass.
-
-    Attributes:
-        width: M.
-        last: int64 [B], position of each row's last observed pair; −1 for a row of padding.
-        positions: int64 [B · (M + later passes)]; −1 is padding.
-        slots: the same shape, where their keys go; −1 nowhere.
-    """
-
-    width: int
-    last: Tensor
-    positions: Tensor
-    slots: Tensor
-
-    def of_pass(self, flat: Tensor, number: int) -> Tensor:
-        """The part [B, M, …] (pass 0) or [B, 1, …] of something flat, [B · (M + later), …]."""
-        rows = len(self.last)
-        if number == 0:
-            return flat[: rows * self.width].view(rows, self.width, *flat.shape[1:])
-        start = rows * (self.width + number - 1)
-        return flat[start : start + rows].unsqueeze(1)
-
-
+@triton_operator("chain_layout_triton")
 def chain_layout(
-    positions: Tensor, counts: Tensor, block_table: Tensor, block_size: int, later: int
+    positions: Tensor, counts: Tensor, block_table: Tensor, block_size: int, num_later: int
 ) -> ChainLayout:
-    """Lays a chain out: pass j > 0 feeds each row one pair, j positions behind its last one.
+    """Return the layout of a chain: pass j > 0 feeds each row one pair, j positions further on.
 
     Args:
-        positions: int64 [B, M] of the observed pairs, consecutive; −1 is padding, at the end.
+        positions: int64 [B, M] of the verified pairs, consecutive; −1 is padding, at the end.
         counts: int64 [B], real pairs of each row (1 for a row of padding alone).
         block_table: int32 [B, N].
         block_size: positions in a block.
-        later: passes after the first.
+        num_later: passes after the first.
     """
-    if positions.is_cuda:
-        from draftlab.kernels.chain_layout_triton import chain_layout_triton as operation
-    else:
-        operation = chain_layout_reference
-    return operation(positions, counts, block_table, block_size, later)
-
-
-def last_rows(x: Tensor, counts: Tensor, ahead: int = 1) -> Tensor:
-    """x[b, counts[b] − 1 + j] of x [B, M, …] for j < `ahead`: [B, ahead, …], contiguous.
-
-    All of them must lie in x.
-    """
-    if x.shape[1] == ahead:
-        return x
-    if x.is_cuda:
-        from draftlab.kernels.chain_layout_triton import last_rows_triton as operation
-    else:
-        operation = last_rows_reference
-    return operation(x, counts, ahead)
-
-
-def chain_layout_reference(
-    positions: Tensor, counts: Tensor, block_table: Tensor, block_size: int, later: int
-) -> ChainLayout:
-    """`chain_layout`, eager."""
     last = positions.gather(1, counts[:, None] - 1)
-    ahead = torch.arange(1, later + 1, device=positions.device)
-    behind = (last + ahead).where(last >= 0, -1)
-    slots = slot_mapping(block_table, torch.cat([positions, behind], 1), block_size)
+    offset = torch.arange(1, num_later + 1, device=positions.device)
+    later = (last + offset).where(last >= 0, -1)
+    slots = slot_mapping(block_table, torch.cat([positions, later], 1), block_size)
     width = positions.shape[1]
     return ChainLayout(
         width,
         last[:, 0],
-        torch.cat([positions.flatten(), behind.T.flatten()]),
+        torch.cat([positions.flatten(), later.T.flatten()]),
         torch.cat([slots[:, :width].flatten(), slots[:, width:].T.flatten()]),
     )
 
 
-def last_rows_reference(x: Tensor, counts: Tensor, ahead: int = 1) -> Tensor:
-    """`last_rows`, eager."""
-    columns = counts[:, None] - 1 + torch.arange(ahead, device=x.device)
+def _copies_on_cuda(x: Tensor, counts: Tensor, num_columns: int = 1) -> bool:
+    """Return whether there is something to copy on a GPU."""
+    return x.is_cuda and x.shape[1] != num_columns
+
+
+@triton_operator("chain_layout_triton", when=_copies_on_cuda)
+def last_rows(x: Tensor, counts: Tensor, num_columns: int = 1) -> Tensor:
+    """Return x[b, counts[b] − 1 + j] of x [B, M, …] for j < num_columns: [B, num_columns, …].
+
+    All of these columns must lie in x. The result is contiguous, or x itself if M = num_columns.
+    """
+    if x.shape[1] == num_columns:
+        return x
+    columns = counts[:, None] - 1 + torch.arange(num_columns, device=x.device)
     return x[torch.arange(len(x), device=x.device)[:, None], columns]

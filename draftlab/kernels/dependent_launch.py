@@ -28,7 +28,7 @@ import torch
 
 ENABLED = True
 """Whether kernels are launched so; results do not depend on it. Read at every launch."""
-FUSED = {"enable_fp_fusion": True}
+FP_FUSION = {"enable_fp_fusion": True}
 """Of every launch: a multiplication and the addition behind it round once, as kernels were tested.
 Triton 3.10 does so only if asked."""
 
@@ -47,5 +47,5 @@ def supported(device: torch.device) -> bool:
 def launch_options(device: torch.device) -> dict[str, Any]:
     """Keyword arguments of a launch: the kernel's constexpr GDC, and Triton's own attributes."""
     if not supported(device):
-        return {"GDC": False} | FUSED
-    return {"GDC": True, "launch_pdl": ENABLED} | FUSED
+        return {"GDC": False} | FP_FUSION
+    return {"GDC": True, "launch_pdl": ENABLED} | FP_FUSION

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftlab.kernels.dependent_launch import FUSED
+from draftlab.kernels.dependent_launch import FP_FUSION
 from draftlab.kernels.distill import Distilled, Loss, Teacher
 from draftlab.kernels.distill_plan import RowPlan
 
@@ -171,5 +171,5 @@ def distill_rows(
             GRADIENTS=gradients,
             TILE=TILE,
             num_warps=WARPS,
-            **FUSED,
+            **FP_FUSION,
         )

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.kernels.dependent_launch import FUSED
+from draftlab.kernels.dependent_launch import FP_FUSION
 
 _COLUMNS = 2048
 """Of one program, at most."""
@@ -98,5 +98,5 @@ def _grid(rows: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """Programs for each row of rows [n, I], and how they are compiled."""
     n, columns = rows.shape
     block = min(_COLUMNS, 1 << (columns - 1).bit_length())
-    options = {"BLOCK": block, "num_warps": 8 if block > 1024 else 4} | FUSED
+    options = {"BLOCK": block, "num_warps": 8 if block > 1024 else 4} | FP_FUSION
     return (n, -(-columns // block)), options

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.kernels.chain_layout import last_rows_reference
+from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.dependent_launch import launch_options
 
 
@@ -104,7 +104,7 @@ def head_inputs_reference(
     embedding = F.rms_norm(F.embedding(tokens, embeddings), size, embedding_norm, eps)
     residual = normed if norm_before_residual else hidden
     if counts is not None:
-        residual = last_rows_reference(residual, counts, ahead)
+        residual = last_rows.reference(residual, counts, ahead)
     return torch.cat([embedding, normed], -1), residual
 
 

@@ -56,7 +56,8 @@ def choose(num_rows: int, num_out: int, size_in: int, gated: bool, normed: bool)
 
     Winners on an H200 at the shapes of Llama-3.1-8B (docs/benchmarks.md): inside a chain of
     layers (`eval/lab/tune_linear.py`) for the products of a layer, on their own
-    (`eval/lab/tune_linear.py`) for the others. By what decides them: a norm folded in (`normed`) keeps
+    (`eval/lab/tune_linear.py`) for the others. By what decides them: a norm folded in (`normed`)
+    keeps
     Σx² in registers and wants wider tiles; few rows of W are split, or read in deep steps, so that
     every multiprocessor has enough on its way.
     """

@@ -1,4 +1,4 @@
-"""The Triton kernels of `step_layout.py`: one program a row, every entry written by one program."""
+"""Triton kernels of `step_layout.py`; every entry is written by exactly one program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftlab.kernels.dependent_launch import launch_options
 from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
-from draftlab.kernels.step_layout import Outcome, SlotBuffers, StepLayout
+from draftlab.kernels.step_types import SlotBuffers, StepLayout, StepOutput
 
 _TABLE_TILE = 256  # entries of a block table copied at once
 _LOGITS_TILE = 8192  # draft logits one program copies
@@ -17,19 +17,20 @@ _LOGITS_TILE = 8192  # draft logits one program copies
 
 @triton.jit
 def slot_of(table, table_width, position, block_size):
-    """Slots int64 of positions int64 in one row of a block table; −1 as `slot_mapping` has it."""
+    """Return `slot_mapping` of int64 positions in one row of a block table, int64."""
     inside = (position >= 0) & (position < table_width * block_size)
     block = tl.load(table + position // block_size, mask=inside, other=0).to(tl.int64)
     return tl.where(inside & (block > 0), block * block_size + position % block_size, -1)
 
 
 @triton.jit
-def _move(source, slot, to, row):
-    tl.store(to + row, tl.load(source + slot))
+def _copy(source, slot, target, row):
+    """Copy one element."""
+    tl.store(target + row, tl.load(source + slot))
 
 
 @triton.jit
-def lay_out_kernel(
+def gather_batch_kernel(
     index, length, newest, drafts, block_table, temperature, top_k, top_p, seed, prompt,
     draft_temperature, sampled,
     length_out, tokens_out, positions_out, slots_out, num_drafts_out, table_out, temperature_out,
@@ -37,37 +38,37 @@ def lay_out_kernel(
     table_width, block_size, max_length,
     WIDTH: tl.constexpr, DEPTHS: tl.constexpr, TILE: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B,); WIDTH = K + 1."""
+    """Gather one row; grid (B,), WIDTH = K + 1."""
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(index + row)
-    known = tl.load(length + slot)
-    live = known > 0
-    count = tl.minimum(tl.maximum(max_length - 1 - known, 0), WIDTH - 1)
-    count = tl.where(live, count, 0)
+    known_length = tl.load(length + slot)
+    active = known_length > 0
+    count = tl.minimum(tl.maximum(max_length - 1 - known_length, 0), WIDTH - 1)
+    count = tl.where(active, count, 0)
     depth = tl.arange(0, DEPTHS)
     inside = depth < WIDTH
     draft = drafts + slot * (WIDTH - 1) + depth - 1
     draft = tl.load(draft, mask=inside & (depth > 0), other=0)
-    position = tl.where(live & (depth <= count), known - 1 + depth, -1)
+    position = tl.where(active & (depth <= count), known_length - 1 + depth, -1)
     table = block_table + slot * table_width
-    place = slot_of(table, table_width, position, block_size)
+    cache_slot = slot_of(table, table_width, position, block_size)
     out = row * WIDTH + depth
     tl.store(tokens_out + out, tl.where(depth == 0, tl.load(newest + slot), draft), mask=inside)
     tl.store(positions_out + out, position, mask=inside)
-    tl.store(slots_out + out, place, mask=inside)
-    tl.store(length_out + row, known)
+    tl.store(slots_out + out, cache_slot, mask=inside)
+    tl.store(length_out + row, known_length)
     tl.store(num_drafts_out + row, count)
-    _move(temperature, slot, temperature_out, row)
-    _move(top_k, slot, top_k_out, row)
-    _move(top_p, slot, top_p_out, row)
-    _move(seed, slot, seed_out, row)
-    _move(prompt, slot, prompt_out, row)
+    _copy(temperature, slot, temperature_out, row)
+    _copy(top_k, slot, top_k_out, row)
+    _copy(top_p, slot, top_p_out, row)
+    _copy(seed, slot, seed_out, row)
+    _copy(prompt, slot, prompt_out, row)
     if sampled is not None:
-        _move(draft_temperature, slot, draft_temperature_out, row)
-        _move(sampled, slot, sampled_out, row)
+        _copy(draft_temperature, slot, draft_temperature_out, row)
+        _copy(sampled, slot, sampled_out, row)
     for start in range(0, table_width, TILE):
         at = start + tl.arange(0, TILE)
         block = tl.load(table + at, mask=at < table_width, other=0)
@@ -75,52 +76,56 @@ def lay_out_kernel(
 
 
 @triton.jit
-def advance_kernel(
+def commit_kernel(
     index, length, tokens, positions, num_drafts, accepted, emitted, probability,
-    slot_length, slot_newest, shown_out, observed_out, counts_out, packed_out,
+    slot_length, slot_newest, tokens_out, positions_out, counts_out, results_out,
     WIDTH: tl.constexpr, DEPTHS: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B,); WIDTH = K + 1."""
+    """Commit one row; grid (B,), WIDTH = K + 1."""
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    slot, known = tl.load(index + row), tl.load(length + row)
-    taken, token = tl.load(accepted + row), tl.load(emitted + row)
-    live = known > 0
-    tl.store(slot_length + slot, tl.where(live, known + taken + 1, 0))
+    slot, known_length = tl.load(index + row), tl.load(length + row)
+    num_accepted, token = tl.load(accepted + row), tl.load(emitted + row)
+    active = known_length > 0
+    tl.store(slot_length + slot, tl.where(active, known_length + num_accepted + 1, 0))
     tl.store(slot_newest + slot, token)
-    tl.store(counts_out + row, taken + 1)
+    tl.store(counts_out + row, num_accepted + 1)
     depth = tl.arange(0, DEPTHS)
     inside, drafted = depth < WIDTH, depth < WIDTH - 1
     at = row * WIDTH + depth
     draft = tl.load(tokens + at + 1, mask=drafted, other=0)
-    shown = tl.where(depth == taken, token, draft)
+    token_out = tl.where(depth == num_accepted, token, draft)
     position = tl.load(positions + at, mask=inside, other=-1)
-    chance = tl.load(probability + row * (WIDTH - 1) + depth, mask=drafted, other=0.0)
-    tl.store(shown_out + at, shown, mask=inside)
-    tl.store(observed_out + at, tl.where(live & (depth <= taken), position, -1), mask=inside)
-    packed = packed_out + row * (2 * WIDTH + 1)
-    tl.store(packed + depth, shown.to(tl.int32), mask=inside)
-    tl.store(packed + WIDTH, taken.to(tl.int32))
-    tl.store(packed + WIDTH + 1, tl.load(num_drafts + row).to(tl.int32))
-    bits = chance.to(tl.float32).to(tl.int32, bitcast=True)
-    tl.store(packed + WIDTH + 2 + depth, bits, mask=drafted)
+    value = tl.load(probability + row * (WIDTH - 1) + depth, mask=drafted, other=0.0)
+    tl.store(tokens_out + at, token_out, mask=inside)
+    position = tl.where(active & (depth <= num_accepted), position, -1)
+    tl.store(positions_out + at, position, mask=inside)
+    results = results_out + row * (2 * WIDTH + 1)
+    tl.store(results + depth, token_out.to(tl.int32), mask=inside)
+    tl.store(results + WIDTH, num_accepted.to(tl.int32))
+    tl.store(results + WIDTH + 1, tl.load(num_drafts + row).to(tl.int32))
+    bits = value.to(tl.float32).to(tl.int32, bitcast=True)
+    tl.store(results + WIDTH + 2 + depth, bits, mask=drafted)
 
 
 @triton.jit
-def keep_kernel(
+def store_drafts_kernel(
     index, drafts, draft_row, draft_depth, log_sum, sum_row, sum_depth,
     logits, logit_row, logit_depth, vocab, blocks, slot_drafts, slot_log_sum, slot_logits,
     K: tl.constexpr, DEPTHS: tl.constexpr, TILE: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, K · blocks), or (B, 1) without logits; the first of a row also writes its drafts."""
+    """Copy a tile of a row's draft logits; the first program of a row also writes its drafts.
+
+    Grid (B, K · blocks), or (B, 1) without logits.
+    """
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(index + row)
-    if part == 0:
+    if program == 0:
         depth = tl.arange(0, DEPTHS)
         inside = depth < K
         draft = tl.load(drafts + row * draft_row + depth * draft_depth, mask=inside, other=0)
@@ -129,38 +134,38 @@ def keep_kernel(
             total = tl.load(log_sum + row * sum_row + depth * sum_depth, mask=inside, other=0.0)
             tl.store(slot_log_sum + slot * K + depth, total, mask=inside)
     if logits is not None:
-        depth = part // blocks
-        at = (part - depth * blocks) * TILE + tl.arange(0, TILE)
+        depth = program // blocks
+        at = (program - depth * blocks) * TILE + tl.arange(0, TILE)
         x = tl.load(logits + row * logit_row + depth * logit_depth + at, mask=at < vocab)
         tl.store(slot_logits + (slot * K + depth) * vocab + at, x, mask=at < vocab)
 
 
-def lay_out_triton(
+def gather_batch(
     slots: SlotBuffers, index: Tensor, *, max_length: int, block_size: int
 ) -> StepLayout:
-    """`lay_out` in one launch."""
+    """Launch `step_layout.gather_batch`."""
     rows, width = len(index), slots.drafts.shape[1] + 1
     keys, sampling = slots.keys, slots.sampling
-    read = (keys.temperature, keys.top_k, keys.top_p, keys.seed, keys.prompt, *(sampling or ()))
-    found = [x.new_empty(rows) for x in read]
+    sources = (keys.temperature, keys.top_k, keys.top_p, keys.seed, keys.prompt, *(sampling or ()))
+    gathered = [x.new_empty(rows) for x in sources]
     layout = StepLayout(
         index,
         index.new_empty(rows),
         *index.new_empty(3, rows, width),
         index.new_empty(rows),
         slots.block_table.new_empty(rows, slots.block_table.shape[1]),
-        SamplingMetadata(*found[:5]),
-        None if sampling is None else (found[5], found[6]),
+        SamplingMetadata(*gathered[:5]),
+        None if sampling is None else (gathered[5], gathered[6]),
     )
     none = () if sampling else (None, None)
     with torch.cuda.device_of(index):
-        lay_out_kernel[(rows,)](
+        gather_batch_kernel[(rows,)](
             index,
             slots.length,
             slots.newest,
             slots.drafts,
             slots.block_table,
-            *read,
+            *sources,
             *none,
             layout.length,
             layout.tokens,
@@ -168,7 +173,7 @@ def lay_out_triton(
             layout.slots,
             layout.num_drafts,
             layout.block_table,
-            *found,
+            *gathered,
             *none,
             slots.block_table.shape[1],
             block_size,
@@ -182,48 +187,48 @@ def lay_out_triton(
     return layout
 
 
-def advance_triton(slots: SlotBuffers, layout: StepLayout, verdict: VerifyResult) -> Outcome:
-    """`advance` in one launch."""
+def commit(slots: SlotBuffers, layout: StepLayout, result: VerifyResult) -> StepOutput:
+    """Launch `step_layout.commit`."""
     tokens = layout.tokens
     rows, width = tokens.shape
-    outcome = Outcome(
+    output = StepOutput(
         torch.empty_like(tokens),
         torch.empty_like(tokens),
         tokens.new_empty(rows),
         tokens.new_empty(rows, 2 * width + 1, dtype=torch.int32),
     )
     with torch.cuda.device_of(tokens):
-        advance_kernel[(rows,)](
+        commit_kernel[(rows,)](
             layout.index,
             layout.length,
             tokens,
             layout.positions,
             layout.num_drafts,
-            verdict.accepted.contiguous(),
-            verdict.emitted.contiguous(),
-            verdict.probability.contiguous(),
+            result.accepted.contiguous(),
+            result.emitted.contiguous(),
+            result.probability.contiguous(),
             slots.length,
             slots.newest,
-            outcome.tokens,
-            outcome.positions,
-            outcome.counts,
-            outcome.packed,
+            output.tokens,
+            output.positions,
+            output.counts,
+            output.packed_results,
             WIDTH=width,
             DEPTHS=triton.next_power_of_2(width),
             num_warps=1,
             **launch_options(tokens.device),
         )
-    return outcome
+    return output
 
 
-def keep_triton(
+def store_drafts(
     slots: SlotBuffers,
     index: Tensor,
     drafts: Tensor,
     logits: Tensor | None = None,
     log_sum: Tensor | None = None,
 ) -> None:
-    """`keep` in one launch."""
+    """Launch `step_layout.store_drafts`."""
     rows, k = drafts.shape
     vocab = blocks = 0
     if logits is not None:
@@ -231,7 +236,7 @@ def keep_triton(
         vocab = logits.shape[-1]
         blocks = triton.cdiv(vocab, _LOGITS_TILE)
     with torch.cuda.device_of(index):
-        keep_kernel[(rows, max(1, k * blocks))](
+        store_drafts_kernel[(rows, max(1, k * blocks))](
             index,
             drafts,
             *drafts.stride(),

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftlab.kernels.dependent_launch import FUSED
+from draftlab.kernels.dependent_launch import FP_FUSION
 from draftlab.kernels.ttt_attention import OwnKeys
 from draftlab.kernels.ttt_attention_backward_triton import (
     delta_kernel,
@@ -121,7 +121,7 @@ class _TttAttention(torch.autograd.Function):
             if output.numel():
                 packed = delta.numel()
                 delta_kernel[(triton.cdiv(packed, DELTA_ROWS),)](
-                    output, d_output, delta, packed, ROWS=DELTA_ROWS, **dims, **FUSED
+                    output, d_output, delta, packed, ROWS=DELTA_ROWS, **dims, **FP_FUSION
                 )
                 each = (own[:steps], own[steps:], d_own[:steps], d_own[steps:])
                 keys, values, *d_keys_values = (_of_each_step(t, query) for t in each)
@@ -181,4 +181,4 @@ def _options(tiles: Tiles, query: Tensor) -> dict[str, Any]:
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
-    } | FUSED
+    } | FP_FUSION

@@ -1,4 +1,4 @@
-"""Rows added in place: the reference against index_add, the kernel against the reference."""
+"""Rows added in place: the reference against a loop, the kernel against the reference."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ import torch
 from torch import Tensor
 
 from draftlab.kernels.add_rows import add_rows_, add_rows_reference_
-from tests.helpers.interpreter import (
-    DEVICE,
-    INTERPRETED,
-    on_kernels,
-    run_in_the_interpreter,
-    runs_the_others,
-)
+from tests.helpers.gpu import on_devices
+from tests.helpers.interpreter import on_kernels, run_in_the_interpreter, runs_the_others
 
 
 @runs_the_others
@@ -21,12 +16,14 @@ def test_in_the_interpreter() -> None:
     run_in_the_interpreter(__file__)
 
 
-def case(n: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """A slice of the columns of a wider tensor of 11 rows, n of its rows, what is added to them."""
+def case(
+    n: int, columns: int, dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a slice of columns of a tensor of 11 rows, n row numbers, and addends [n, columns]."""
     generator = torch.Generator().manual_seed(n + columns)
-    whole = torch.randn(11, columns + 7, generator=generator).to(DEVICE, dtype)[:, 3 : columns + 3]
-    index = torch.randperm(11, generator=generator)[:n].to(DEVICE)
-    rows = torch.randn(n, columns + 2, generator=generator).to(DEVICE, dtype)[:, 1 : columns + 1]
+    whole = torch.randn(11, columns + 7, generator=generator).to(device, dtype)[:, 3 : columns + 3]
+    index = torch.randperm(11, generator=generator)[:n].to(device)
+    rows = torch.randn(n, columns + 2, generator=generator).to(device, dtype)[:, 1 : columns + 1]
     return whole, index, rows
 
 
@@ -42,29 +39,29 @@ def test_the_reference_adds() -> None:
 @on_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "columns"), [(6, 40), (11, 1), (1, 5000), (0, 8)])
-def test_the_kernel_adds_the_same(n: int, columns: int, dtype: torch.dtype) -> None:
+def test_the_kernel_adds_the_same(n: int, columns: int, dtype: torch.dtype, device: str) -> None:
     from draftlab.kernels.add_rows import launch_
 
-    whole, index, rows = case(n, columns, dtype)
+    whole, index, rows = case(n, columns, dtype, device)
     wide = whole.clone(), whole.clone()
     add_rows_reference_(wide[0], index, rows)
     launch_(wide[1], index, rows)
-    # The interpreter cuts bfloat16 off where a GPU rounds.
-    cut = INTERPRETED and dtype == torch.bfloat16
-    torch.testing.assert_close(wide[1], wide[0], rtol=2**-7 if cut else 0, atol=0)
+    # The interpreter truncates bfloat16 where a GPU rounds.
+    truncates = device == "cpu" and dtype == torch.bfloat16
+    torch.testing.assert_close(wide[1], wide[0], rtol=2**-7 if truncates else 0, atol=0)
     untouched = whole._base.clone()
     launch_(whole, index, rows)
     assert torch.equal(whole, wide[1])
-    kept = torch.ones_like(untouched, dtype=torch.bool)
-    kept[index, 3 : columns + 3] = False
-    assert torch.equal(whole._base[kept], untouched[kept])
+    others = torch.ones_like(untouched, dtype=torch.bool)
+    others[index, 3 : columns + 3] = False
+    assert torch.equal(whole._base[others], untouched[others])
 
 
 @on_kernels
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_shapes_that_do_not_fit_are_refused(device: str) -> None:
     from draftlab.kernels.add_rows import launch_
 
-    whole, index, rows = case(6, 40, torch.float32)
+    whole, index, rows = case(6, 40, torch.float32, device)
     for wrong in (rows[:5], rows[:, :39]):
         with pytest.raises(ValueError, match=r"expected rows \[6, 40\]"):
             launch_(whole, index, wrong)
@@ -74,19 +71,20 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 @on_kernels
-def test_rows_of_any_strides() -> None:
-    """The gradient of a sum is one number, expanded; another may be transposed."""
+def test_rows_of_any_strides(device: str) -> None:
+    """The gradient of a sum is an expanded number; another one may be transposed."""
     from draftlab.kernels.add_rows import launch_
 
-    whole, index, rows = case(6, 40, torch.float32)
-    for each in (rows.T.contiguous().T, torch.ones((), device=DEVICE).expand(6, 40)):
+    whole, index, rows = case(6, 40, torch.float32, device)
+    for each in (rows.T.contiguous().T, torch.ones((), device=device).expand(6, 40)):
         found, expected = whole.clone(), whole.clone()
         launch_(found, index, each)
         add_rows_reference_(expected, index, each)
         assert torch.equal(found, expected)
 
 
-def test_float64_is_not_rounded() -> None:
-    whole = torch.ones(3, 2, dtype=torch.float64, device=DEVICE)
-    add_rows_(whole, torch.tensor([1], device=DEVICE), 1e-10 * whole[:1])
+@on_devices
+def test_float64_is_not_rounded(device: str) -> None:
+    whole = torch.ones(3, 2, dtype=torch.float64, device=device)
+    add_rows_(whole, torch.tensor([1], device=device), 1e-10 * whole[:1])
     assert float(whole[1, 0]) == 1 + 1e-10

@@ -15,16 +15,16 @@ from draftlab.kernels import chain_layout as module
 from draftlab.kernels.head_inputs import Masks, head_inputs_reference, launch
 from tests.helpers.interpreter import INTERPRETED, inside, run_in_the_interpreter, runs_the_others
 
-LAY_OUT: list[Callable] = [module.chain_layout_reference]
-LAST: list[Callable] = [module.last_rows_reference]
+LAY_OUT: list[Callable] = [module.chain_layout.reference]
+LAST: list[Callable] = [module.last_rows.reference]
 INPUTS: list[Callable] = [head_inputs_reference]
 
 if INTERPRETED:
     from draftlab.kernels import chain_layout_triton
 
     chain_layout_triton._COLUMNS, chain_layout_triton._TILE = 4, 16  # several of each
-    LAY_OUT.append(chain_layout_triton.chain_layout_triton)
-    LAST.append(chain_layout_triton.last_rows_triton)
+    LAY_OUT.append(chain_layout_triton.chain_layout)
+    LAST.append(chain_layout_triton.last_rows)
     INPUTS.append(launch)
 
 
@@ -64,9 +64,9 @@ def test_passes(data: st.DataObject) -> None:
             else:
                 expected = [[p + number if p >= 0 else -1] for p in last]
             places = [[slot(row, p) for p in line] for row, line in enumerate(expected)]
-            assert found.of_pass(found.positions, number).tolist() == expected
-            assert found.of_pass(found.slots, number).tolist() == places
-            assert found.of_pass(found.slots, number).is_contiguous()
+            assert found.select_pass(found.positions, number).tolist() == expected
+            assert found.select_pass(found.slots, number).tolist() == places
+            assert found.select_pass(found.slots, number).is_contiguous()
         assert len(found.slots) == len(found.positions) == rows * (width + later)
 
 

@@ -204,8 +204,8 @@ def test_a_whole_step(
         == (3 if draft_probs or kind == "chain" else 1)
     )
     lay_out = "chain_layout_kernel" if kind == "chain" else "layout_kernel"
-    for once in ("lay_out_kernel", "reduce_logits", "reject_and_resample", "finalize",
-                 "advance_kernel", lay_out, "keep_kernel"):  # fmt: skip
+    for once in ("gather_batch_kernel", "reduce_logits", "reject_and_resample", "finalize",
+                 "commit_kernel", lay_out, "store_drafts_kernel"):  # fmt: skip
         assert once in launched, once
 
 

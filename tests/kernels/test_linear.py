@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.gpu import capture, on_gpu
 from tests.helpers.interpreter import inside, run_in_the_interpreter, runs_the_others
 
 
@@ -80,10 +81,10 @@ def test_gated_linear(normed: bool, dtype: torch.dtype) -> None:
 @inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("splits", [(1, 1), (3, 2)])
-def test_a_norm_begun_by_one_product_and_ended_by_the_next(
+def test_a_norm_started_by_one_product_and_finished_by_the_next(
     splits: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """40 outputs in tiles of 16: the last part of Σ y² has rows of W that are not there."""
+    """40 outputs in tiles of 16: the last partial Σ y² covers rows that W does not have."""
     from draftlab.kernels.linear import gated_linear_reference, linear_reference
     from draftlab.kernels.linear_launch import Config, launch, next_norm
 
@@ -107,7 +108,7 @@ def test_a_norm_begun_by_one_product_and_ended_by_the_next(
 
 
 @inside
-def test_a_place_for_the_result() -> None:
+def test_the_result_may_be_written_into_a_tensor() -> None:
     from draftlab.kernels.linear_launch import Config, launch
 
     x, weight = (random(n, 32, seed=n, dtype=torch.float32) for n in (2, 20))
@@ -119,8 +120,8 @@ def test_a_place_for_the_result() -> None:
 
 
 @inside
-def test_rows_that_are_no_rows_of_their_own() -> None:
-    """x may be a slice of wider rows; what lies beside and below it is never read into a sum."""
+def test_rows_of_a_wider_tensor() -> None:
+    """x may be a slice of wider rows; values beside and below it enter no sum."""
     from draftlab.kernels.linear import linear_reference
     from draftlab.kernels.linear_launch import Config, launch
 
@@ -132,7 +133,7 @@ def test_rows_that_are_no_rows_of_their_own() -> None:
 
 
 def test_references_are_the_modules() -> None:
-    """Against float64, written out: the references are what the kernels are measured by."""
+    """The references equal the formulas in float64; the kernels are compared with them."""
     from draftlab.kernels.linear import gated_linear, linear
 
     x, norm = random(3, 24, seed=1, dtype=torch.float64), random(24, seed=2, dtype=torch.float64)
@@ -149,7 +150,7 @@ def test_references_are_the_modules() -> None:
 
 
 def test_a_norm_before_and_after_its_division() -> None:
-    """`linear_then_norm` on a CPU, and `Normed` with parts: readers get the same norm."""
+    """`linear_then_norm` on a CPU and `Normed` with partial sums give readers the same norm."""
     from draftlab.kernels.linear import Normed, gated_linear, linear, linear_then_norm
 
     x, residual = (random(3, n, seed=n, dtype=torch.float64) for n in (12, 24))
@@ -187,3 +188,84 @@ def test_configurations_fit_the_device(
     assert config.depth & (config.depth - 1) == 0
     assert config.split == 1 or not gated
     assert config.prefetch % 256 == 0
+
+
+REAL = [  # dtype, rows, outputs, inputs, arguments of a configuration (None: the chosen one)
+    (torch.bfloat16, (1, 40, 96), None),
+    (torch.bfloat16, (3, 1000, 520), (16, 256, 1, 1, 4, 256)),
+    (torch.bfloat16, (5, 4096, 4096), None),
+    (torch.bfloat16, (5, 4096, 4096), (64, 64, 4, 4, 4, 256)),
+    (torch.bfloat16, (9, 257, 4104), (64, 64, 4, 4, 4, 256)),
+    (torch.bfloat16, (64, 640, 896), None),
+    (torch.bfloat16, (64, 640, 896), (64, 64, 4, 4, 4, 256)),
+    (torch.float16, (6, 1000, 4096), (64, 64, 4, 4, 4, 256)),
+]
+
+
+@on_gpu
+@pytest.mark.parametrize(("dtype", "shape", "config"), REAL, ids=str)
+def test_products_at_real_sizes(
+    dtype: torch.dtype, shape: tuple[int, int, int], config: tuple[int, ...] | None, device: str
+) -> None:
+    """Errors against float32 of the same numbers; a split product repeats bit by bit."""
+    from draftlab.kernels.linear import (
+        gated_linear,
+        gated_linear_reference,
+        linear,
+        linear_reference,
+    )
+    from draftlab.kernels.linear_launch import Config
+
+    m, n, k = shape
+    draw = lambda *s, seed, **o: random(*s, seed=seed, dtype=dtype, **o).to(device)  # noqa: E731
+    x, norm = draw(m, k, seed=1, scale=4), 1 + draw(k, seed=2, scale=0.2)
+    weight, up = (draw(n, k, seed=s, scale=k**-0.5) for s in (3, 4))
+    residual, bias = draw(m, n, seed=5), draw(n, seed=6)
+    chosen = Config(*config) if config else None
+
+    def error(output: Tensor, expected: Tensor) -> float:
+        return float((output.float() - expected).abs().max() / expected.abs().max())
+
+    for options in (
+        {"norm_weight": norm, "eps": 1e-5, "bias": bias, "residual": residual},
+        {"residual": residual},
+    ):
+        wide = {name: v.float() if torch.is_tensor(v) else v for name, v in options.items()}
+        outputs = [linear(x, weight, config=chosen, **options) for _ in range(5)]
+        assert all(torch.equal(outputs[0], other) for other in outputs)
+        assert error(outputs[0], linear_reference(x.float(), weight.float(), **wide)) < 0.02
+    gated = gated_linear(x, weight, up, norm_weight=norm, eps=1e-5, config=chosen)
+    wide = [t.float() for t in (x, weight, up)]
+    assert error(gated, gated_linear_reference(*wide, norm_weight=norm.float(), eps=1e-5)) < 0.02
+
+
+@on_gpu
+def test_overlapped_launches_change_no_bit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 dependent products in a CUDA graph equal the same ones launched one by one."""
+    from draftlab.kernels import dependent_launch
+    from draftlab.kernels.linear import linear
+    from draftlab.kernels.linear_launch import Config
+
+    weights = [
+        random(2048, 2048, seed=s, dtype=torch.bfloat16, scale=0.03).to(device) for s in range(8)
+    ]
+    x = random(4, 2048, seed=8, dtype=torch.bfloat16).to(device)
+    norm = torch.ones_like(x[0])
+
+    def chain() -> Tensor:
+        y = x
+        for i in range(64):
+            config = Config(64, 64, 1 + i % 3, 4, 4, 256)
+            y = linear(y, weights[i % 8], norm_weight=norm, eps=1e-5, residual=y, config=config)
+        return y
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dependent_launch, "ENABLED", False)
+        expected = chain()
+        torch.cuda.synchronize()
+    graph, output = capture(chain)
+    for _ in range(20):
+        output.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(output, expected)

@@ -1,8 +1,7 @@
-"""The layout of parallel drafting: a slow loop, the worked example, full buffers; both backends."""
+"""The layout of parallel drafting: a slow loop and the worked example; both backends."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.kernels import parallel_layout as eager
-from draftlab.kernels.parallel_layout import layout_size, parallel_layout, ragged_layout
+from draftlab.kernels.parallel_layout import parallel_layout
+from draftlab.kernels.step_types import ParallelLayout
+from tests.helpers.gpu import assert_same
 from tests.helpers.interpreter import INTERPRETED, run_in_the_interpreter, runs_the_others
 
 MASK = 777
@@ -24,25 +24,11 @@ def test_in_the_interpreter() -> None:
 
 
 def backends() -> list[SimpleNamespace]:
-    """The reference, and in the interpreter the kernel."""
-    found = [
-        SimpleNamespace(
-            name="reference",
-            rectangle=eager.parallel_layout_reference,
-            ragged=eager.ragged_layout_reference,
-        )
-    ]
+    """Return the reference and, in the interpreter, the kernel."""
+    runs = [SimpleNamespace(name="reference", layout=parallel_layout.reference)]
     if INTERPRETED:
-        from draftlab.kernels import parallel_layout_triton as kernel
-
-        found.append(
-            SimpleNamespace(
-                name="triton",
-                rectangle=kernel.parallel_layout_triton,
-                ragged=kernel.ragged_layout_triton,
-            )
-        )
-    return found
+        runs.append(SimpleNamespace(name="triton", layout=parallel_layout.triton))
+    return runs
 
 
 @pytest.fixture(params=backends(), ids=lambda backend: backend.name)
@@ -110,7 +96,7 @@ def entries(batch: SimpleNamespace, row: SimpleNamespace, width: int) -> list[tu
     return made
 
 
-def check(layout: eager.ParallelLayout, expected: list[list[tuple]]) -> None:
+def check(layout: ParallelLayout, expected: list[list[tuple]]) -> None:
     flat = [entry for row in expected for entry in row]
     found = zip(
         layout.tokens.flatten().tolist(),
@@ -124,12 +110,12 @@ def check(layout: eager.ParallelLayout, expected: list[list[tuple]]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(batch=batches())
-def test_rectangle_equals_the_loop(batch: SimpleNamespace) -> None:
+def test_layout_equals_the_loop(batch: SimpleNamespace) -> None:
     width = max(len(row.fed) for row in batch.rows)
     shown = [[*row.fed[1 : row.pairs], row.emitted] for row in batch.rows]
     out_tokens = int64([row + [9999] * (width - len(row)) for row in shown])
     for backend in backends():
-        layout = backend.rectangle(
+        layout = backend.layout(
             out_tokens,
             int64([row.pairs - 1 for row in batch.rows]),
             int64([row.start for row in batch.rows]),
@@ -143,65 +129,9 @@ def test_rectangle_equals_the_loop(batch: SimpleNamespace) -> None:
         ]
 
 
-@settings(max_examples=60, deadline=None)
-@given(batch=batches())
-def test_flattened_rows_equal_the_loop(batch: SimpleNamespace) -> None:
-    lengths = [len(row.fed) for row in batch.rows]
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length)
-    for backend in backends():
-        layout = backend.ragged(
-            int64([token for row in batch.rows for token in row.fed]),
-            int64([row.emitted for row in batch.rows]),
-            torch.tensor(bounds, dtype=torch.int32),
-            int64([len(row.fed) - row.pairs for row in batch.rows]),
-            int64([row.start for row in batch.rows]),
-            table(batch),
-            **options(batch),
-        )
-        expected = [entries(batch, row, len(row.fed)) for row in batch.rows]
-        check(layout, expected)
-        begins = [bound + i * (batch.k - 1) for i, bound in enumerate(bounds)]
-        assert layout.query_start_loc.tolist() == begins
-        assert len(layout.tokens) == layout_size(bounds[-1], len(lengths), batch.k) == begins[-1]
-        features = [
-            0 if column is None else bound + column
-            for bound, row in zip(bounds[:-1], expected, strict=True)
-            for *_, column in row
-        ]
-        assert layout.feature_index.tolist() == features
-        assert layout.sample_index.tolist() == [
-            [begin + row.pairs - 1 + d for d in range(batch.k)]
-            for begin, row in zip(begins[:-1], batch.rows, strict=True)
-        ]
-
-
 def test_the_worked_example(backend: SimpleNamespace) -> None:
-    """servers §1.5: a prompt of four tokens beside a verify step that rejected two of four."""
-    layout = backend.ragged(
-        int64([10, 11, 12, 13, 20, 21, 22, 23]),
-        int64([14, 99]),
-        int64([0, 4, 8]),
-        int64([0, 2]),
-        int64([0, 7]),
-        torch.tensor([[3, 1], [2, 4]], dtype=torch.int32),
-        block_size=8,
-        max_length=16,
-        mask_token_id=MASK,
-        k=4,
-    )
-    assert layout.tokens.tolist() == [11, 12, 13, 14, 777, 777, 777, 21, 99, 777, 777, 777, 0, 0]
-    assert layout.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, -1, -1]
-    assert layout.slots.tolist() == [24, 25, 26, 27, 28, 29, 30, 23, 32, 33, 34, 35, -1, -1]
-    assert layout.sample_index.tolist() == [[3, 4, 5, 6], [8, 9, 10, 11]]
-    assert layout.query_start_loc.tolist() == [0, 7, 14]
-    assert layout.feature_index.tolist() == [0, 1, 2, 3, 0, 0, 0, 4, 5, 0, 0, 0, 0, 0]
-
-
-def test_the_verify_step_of_the_worked_example(backend: SimpleNamespace) -> None:
-    """Its second request as a row of a rectangle: the same tokens, positions and columns."""
-    layout = backend.rectangle(
+    """servers §1.5: the second request, a verify step that rejected two of four drafts."""
+    layout = backend.layout(
         int64([[21, 99, 0, 0]]),
         int64([1]),
         int64([7]),
@@ -218,39 +148,11 @@ def test_the_verify_step_of_the_worked_example(backend: SimpleNamespace) -> None
     assert layout.sample_index.tolist() == [[1, 2, 3, 4]]
 
 
-def test_a_full_batch_needs_room_for_its_masks(backend: SimpleNamespace) -> None:
-    """8,192 tokens of seven rows with K = 4: 8,213 entries, the last row's masks in the last."""
-    lengths = [1, 8000, 1, 187, 1, 1, 1]
-    bounds = int64([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    assert int(bounds[-1]) == 8192
-    assert layout_size(8192, 7, 4) == 8192 + 7 * 3
-    layout = backend.ragged(
-        torch.arange(8192),
-        torch.full((7,), 5),
-        bounds,
-        torch.zeros(7, dtype=torch.int64),
-        torch.zeros(7, dtype=torch.int64),
-        (torch.arange(7 * 501) + 1).view(7, 501).int(),
-        block_size=16,
-        max_length=8003,  # exactly the longest row and its masks
-        mask_token_id=MASK,
-        k=4,
-    )
-    for tensor in (layout.tokens, layout.positions, layout.slots, layout.is_mask):
-        assert tensor.shape == (8213,)
-    assert layout.tokens[-4:].tolist() == [5, MASK, MASK, MASK]
-    assert layout.sample_index[-1].tolist() == [8209, 8210, 8211, 8212]
-    # Nothing is padding, and no two entries share a slot.
-    assert int((layout.positions < 0).sum()) == int((layout.slots < 0).sum()) == 0
-    assert len(layout.slots.unique()) == 8213
-    assert int(layout.is_mask.sum()) == 7 * 3
-
-
 @pytest.mark.parametrize("room", range(-1, 9))
 def test_positions_beyond_the_limit_never_write(room: int, backend: SimpleNamespace) -> None:
     """Whatever is left of a row: the rest is padding, at the end, with no slot of another row."""
     limit, k = 32, 4
-    layout = backend.rectangle(
+    layout = backend.layout(
         int64([[5, 6, 7, 8, 9], [5, 6, 7, 8, 9]]),
         int64([4, 1]),
         int64([limit - room, 0]),
@@ -274,7 +176,7 @@ def test_positions_beyond_the_limit_never_write(room: int, backend: SimpleNamesp
 
 
 def test_blocks_that_a_row_does_not_own_are_not_written(backend: SimpleNamespace) -> None:
-    layout = backend.rectangle(
+    layout = backend.layout(
         int64([[5, 6]]),
         int64([1]),
         int64([14]),
@@ -289,28 +191,14 @@ def test_blocks_that_a_row_does_not_own_are_not_written(backend: SimpleNamespace
 
 
 def test_on_a_cpu_the_reference_answers() -> None:
-    """The entry points, with strided inputs as an engine has them."""
-    rectangle = (
+    """With strided inputs, as an engine has them."""
+    inputs = (
         torch.arange(24).view(3, 8)[:, ::2],
         torch.arange(12)[::4] // 3,
         torch.arange(9).view(3, 3)[:, 1],
         torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32),
     )
-    ragged = (
-        torch.arange(18)[::2],
-        torch.arange(6)[::2],
-        int64([0, 2, 3, 9]),
-        int64([1, 0, 3]),
-        *rectangle[2:],
-    )
-    chosen = {"block_size": 8, "max_length": 14, "mask_token_id": MASK, "k": 3}
+    sizes = {"block_size": 8, "max_length": 14, "mask_token_id": MASK, "k": 3}
+    layout = parallel_layout(*inputs, **sizes)
     for backend in backends():
-        for entry, own, inputs in (
-            (parallel_layout, backend.rectangle, rectangle),
-            (ragged_layout, backend.ragged, ragged),
-        ):
-            found, expected = entry(*inputs, **chosen), own(*inputs, **chosen)
-            for field in fields(found):
-                one, other = getattr(found, field.name), getattr(expected, field.name)
-                assert one.dtype == other.dtype
-                assert torch.equal(one, other), (backend.name, field.name)
+        assert_same(layout, backend.layout(*inputs, **sizes))

@@ -1,4 +1,4 @@
-"""Rotation and paged writing: the reference against transformers, the kernel against both."""
+"""Rotation and paged writing: the reference against transformers, kernels against it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from draftlab.kernels.rope_write import rope_angles, rope_write_reference
+from draftlab.kernels.rope_write import rope_angles, rope_write, rope_write_reference
+from tests.helpers.gpu import on_gpu
 from tests.helpers.interpreter import inside, run_in_the_interpreter, runs_the_others
 
 HEADS, KV_HEADS, HEAD_DIM, TOKENS, BLOCK = 10, 3, 12, 5, 4
@@ -19,7 +20,7 @@ def test_in_the_interpreter() -> None:
 
 
 class Case:
-    """Random operands; block 0 and everything no slot names must stay as it is."""
+    """Random operands; block 0 and every slot that is not written must stay as they are."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -107,3 +108,41 @@ def test_angles_kernel() -> None:
     found = launch_angles(case.positions, case.inv_freq, 1.2, torch.float32)
     torch.testing.assert_close(found, case.angles(), atol=1e-5, rtol=0)
     assert torch.equal(found[0][4], torch.full((HEAD_DIM // 2,), 1.2))  # padding counts as 0
+
+
+@on_gpu
+def test_angles_of_far_positions(device: str) -> None:
+    positions = torch.tensor([0, 1, 4095, 131_071, 1_000_000, -1], device=device)
+    inv_freq = 10_000.0 ** -(torch.arange(0, 80, 2, device=device).float() / 80)
+    angle = positions.clamp(min=0)[:, None].float() * inv_freq
+    angles = rope_angles(positions, inv_freq, 1.3, torch.float32)
+    for half, expected in zip(angles, (angle.cos(), angle.sin()), strict=True):
+        torch.testing.assert_close(half, expected * 1.3, atol=1e-6, rtol=0)
+
+
+@on_gpu
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(10, 3, 80), (32, 8, 128)])
+def test_kernel_at_real_sizes(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, tolerance: float, norms: bool,
+    device: str,
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    positions = torch.tensor([0, 1, 4095, 131_071, 1_000_000, -1], device=device)
+    inv_freq = 10_000.0 ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
+    angles = rope_angles(positions, inv_freq, 1.0, dtype)
+    qkv = random(6, (heads + 2 * kv_heads) * head_dim)
+    pools = [random(3, 8, kv_heads, head_dim) for _ in range(2)]
+    slots = torch.tensor([5, 17, 0, -1, 9, -1], device=device)
+    options = {"q_norm": random(head_dim), "k_norm": random(head_dim), "eps": 1e-6}
+    results = []
+    for run in (rope_write, rope_write_reference):
+        copies = [pool.clone() for pool in pools]
+        results.append([run(qkv, angles, *copies, slots, **options if norms else {}), *copies])
+    for output, expected in zip(*results, strict=True):
+        torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)

@@ -14,20 +14,20 @@ from torch import Tensor
 from draftlab.engine.step import StepResult
 from draftlab.kernels import step_layout
 from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
-from draftlab.kernels.step_layout import SlotBuffers, StepLayout
+from draftlab.kernels.step_types import SlotBuffers, StepLayout
 from tests.helpers.interpreter import INTERPRETED, run_in_the_interpreter, runs_the_others
 
-LAY_OUT: list[Callable] = [step_layout.lay_out_reference]
-ADVANCE: list[Callable] = [step_layout.advance_reference]
-KEEP: list[Callable] = [step_layout.keep_reference]
+GATHER: list[Callable] = [step_layout.gather_batch.reference]
+COMMIT: list[Callable] = [step_layout.commit.reference]
+STORE: list[Callable] = [step_layout.store_drafts.reference]
 
 if INTERPRETED:
     from draftlab.kernels import step_layout_triton
 
     step_layout_triton._TABLE_TILE, step_layout_triton._LOGITS_TILE = 2, 4  # several of each
-    LAY_OUT.append(step_layout_triton.lay_out_triton)
-    ADVANCE.append(step_layout_triton.advance_triton)
-    KEEP.append(step_layout_triton.keep_triton)
+    GATHER.append(step_layout_triton.gather_batch)
+    COMMIT.append(step_layout_triton.commit)
+    STORE.append(step_layout_triton.store_drafts)
 
 
 @runs_the_others
@@ -86,10 +86,10 @@ def steps(draw: st.DrawFn) -> tuple[SlotBuffers, Tensor, int, int]:
 
 @settings(max_examples=40 if INTERPRETED else 150, deadline=None)
 @given(steps())
-def test_lay_out(case: tuple[SlotBuffers, Tensor, int, int]) -> None:
+def test_gather_batch(case: tuple[SlotBuffers, Tensor, int, int]) -> None:
     slots, index, limit, block_size = case
     k, span = slots.drafts.shape[1], slots.block_table.shape[1] * block_size
-    for operation in LAY_OUT:
+    for operation in GATHER:
         before = deepcopy(slots)
         found = operation(slots, index, max_length=limit, block_size=block_size)
         assert equal(slots, before)
@@ -124,9 +124,9 @@ def test_lay_out(case: tuple[SlotBuffers, Tensor, int, int]) -> None:
 
 @settings(max_examples=40 if INTERPRETED else 150, deadline=None)
 @given(steps(), st.integers(0, 99))
-def test_advance(case: tuple[SlotBuffers, Tensor, int, int], seed: int) -> None:
+def test_commit(case: tuple[SlotBuffers, Tensor, int, int], seed: int) -> None:
     slots, index, limit, block_size = case
-    layout = step_layout.lay_out(slots, index, max_length=limit, block_size=block_size)
+    layout = step_layout.gather_batch(slots, index, max_length=limit, block_size=block_size)
     generator = torch.Generator().manual_seed(seed)
     rows, width = layout.tokens.shape
     verdict = VerifyResult(
@@ -134,10 +134,10 @@ def test_advance(case: tuple[SlotBuffers, Tensor, int, int], seed: int) -> None:
         torch.randint(100, 2**31 - 1, (rows,), generator=generator),
         torch.rand(rows, width - 1, generator=generator),
     )
-    for operation in ADVANCE:
+    for operation in COMMIT:
         after = deepcopy(slots)
         outcome = operation(after, layout, verdict)
-        result = StepResult(outcome.packed)
+        result = StepResult(outcome.packed_results)
         for row, slot in enumerate(index.tolist()):
             accepted, token = int(verdict.accepted[row]), int(verdict.emitted[row])
             drafts = layout.tokens[row, 1:].tolist()
@@ -163,7 +163,7 @@ def test_advance(case: tuple[SlotBuffers, Tensor, int, int], seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("k", "vocab"), [(1, 1), (3, 9), (8, 4), (2, None)])
-def test_keep(k: int, vocab: int | None, dtype: torch.dtype) -> None:
+def test_store_drafts(k: int, vocab: int | None, dtype: torch.dtype) -> None:
     slots = make_slots([7, 8, 9], k, 2, vocab, 0, dtype)
     index = torch.tensor([2, 0, 3, 3])
     generator = torch.Generator().manual_seed(1)
@@ -172,7 +172,7 @@ def test_keep(k: int, vocab: int | None, dtype: torch.dtype) -> None:
     if vocab is not None:
         logits = torch.randn(k, 4, vocab + 3, generator=generator).to(dtype)
         drawn = logits.transpose(0, 1)[..., :vocab], torch.randn(k, 4, generator=generator).T
-    for operation in KEEP:
+    for operation in STORE:
         after = deepcopy(slots)
         operation(after, index, drafts, *drawn)
         expected = deepcopy(slots)
@@ -188,7 +188,7 @@ def test_keep(k: int, vocab: int | None, dtype: torch.dtype) -> None:
 def test_a_result_takes_one_copy() -> None:
     """What a prefill packs has no drafts, and counts below zero keep their sign."""
     tokens, none = torch.tensor([[5], [7]]), torch.zeros(2, dtype=torch.int64)
-    result = StepResult(step_layout.pack(tokens, none, none - 1, torch.zeros(2, 0)))
+    result = StepResult(step_layout.pack_results(tokens, none, none - 1, torch.zeros(2, 0)))
     assert result.packed.shape == (2, 3)
     assert result.k == 0
     assert result.num_drafts.tolist() == [-1, -1]
@@ -200,7 +200,7 @@ def test_the_layout_of_a_row_near_the_limit() -> None:
     """Written out: limit 10, 8 tokens known, so one draft of three fits, and block 0 is skipped."""
     slots = make_slots([8], 3, 3, None, 0)
     slots.block_table[0] = torch.tensor([2, 0, 5])
-    layout: StepLayout = step_layout.lay_out(
+    layout: StepLayout = step_layout.gather_batch(
         slots, torch.tensor([0, 1]), max_length=10, block_size=4
     )
     assert layout.num_drafts.tolist() == [1, 0]

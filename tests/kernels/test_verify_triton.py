@@ -1,7 +1,6 @@
-"""Verification and sampling kernels in Triton's interpreter: the tokens of the reference.
+"""The verification kernels emit the reference's tokens, in Triton's interpreter and on a GPU.
 
-The certificate needs 200,000 samples and runs on a GPU (`tests/kernels/test_lossless.py`); here every token of
-many kinds of rows must be the one that the certified reference emits.
+`test_lossless.py` shows that the reference and, with `-m gpu`, the kernels are lossless.
 """
 
 from __future__ import annotations
@@ -10,17 +9,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from draftlab.kernels import noise, sampling, verify
 from draftlab.kernels.noise import Purpose
 from draftlab.kernels.sampling_types import (
     DraftDistribution,
-    SamplingMetadata,
     VerifyResult,
-    draft_index,
 )
+from tests.helpers.gpu import on_gpu, to_device
 from tests.helpers.interpreter import INTERPRETED, inside, run_in_the_interpreter, runs_the_others
+from tests.helpers.verify_cases import make_batch, make_keys
 
 if INTERPRETED:
     import triton
@@ -55,56 +53,6 @@ def set_blocks(monkeypatch: pytest.MonkeyPatch, survey: int, race: int) -> None:
     monkeypatch.setattr(verify_launch, "REDUCE_BLOCK", survey)
     monkeypatch.setattr(verify_launch, "RACE_BLOCK", race)
     monkeypatch.setattr(sampling_triton, "BLOCK", race)
-
-
-TEMPERATURES = (0.0, 0.7, 1.0, 1.5, 0.01, 5.0)
-
-
-def make_keys(count: int, *, limited: bool = False, seed: int = 0) -> SamplingMetadata:
-    """All temperatures in turn; limited: with and without top-k and top-p."""
-    generator = torch.Generator().manual_seed(seed)
-    row = torch.arange(count)
-    return SamplingMetadata(
-        torch.tensor(TEMPERATURES)[row % len(TEMPERATURES)],
-        row % 3 * 20 * limited,
-        1.0 - (row % 4 == 1) * 0.3 * limited,
-        torch.randint(0, 99, (count,), generator=generator),
-        torch.randint(-(2**62), 2**62, (count,), generator=generator),
-    )
-
-
-def make_batch(
-    count: int,
-    k: int,
-    vocab: int,
-    size: int,
-    dtype: torch.dtype = torch.float32,
-    *,
-    limited: bool = False,
-    seed: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, DraftDistribution | None, Tensor, SamplingMetadata]:
-    """Arguments of `verify`: a target and a head that knows it roughly; each sixth row drafts its
-    argmax at every temperature, and there are 0 to K drafts, mostly K.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    logits = (torch.randn(count, k + 1, vocab, generator=generator) * 3).to(dtype)
-    ids = torch.randperm(vocab, generator=generator)[:size].sort().values
-    head = logits[:, :k, ids].float() + torch.randn(count, k, size, generator=generator) * 0.3
-    keys = make_keys(count, limited=limited, seed=seed)
-    positions = torch.randint(1, 999, (count,), generator=generator)
-    row = torch.arange(count)
-    sampled = (keys.temperature > 0) & (row // len(TEMPERATURES) % 3 > 0)
-    number = (row % (2 * k + 1)).clamp(max=k)
-    if k == 0:
-        return logits, positions.new_empty(count, 0), number, None, positions, keys
-    head = head.to(dtype)
-    settings = keys.temperature, sampled
-    found = [sampling.sample_draft(head[:, i], positions + i, keys, *settings) for i in range(k)]
-    distribution = DraftDistribution(
-        head, torch.stack([f[1] for f in found], 1), *settings, ids, draft_index(ids, vocab)
-    )
-    drafts = ids[torch.stack([f[0] for f in found], 1)]
-    return logits, drafts, number, distribution, positions, keys
 
 
 def assert_same(found: VerifyResult, expected: VerifyResult) -> None:
@@ -301,3 +249,51 @@ def test_broken_logits_still_give_a_token() -> None:
     first = sampling_triton.sample_token(logits[:, 0], positions, keys)
     assert bool(((first >= 0) & (first < 1003)).all())
     assert first[3::4].tolist() == [17] * 6
+
+
+REAL = [  # rows, drafts, vocabulary, draft vocabulary, dtype
+    (600, 4, 1003, 257, torch.float32),
+    (600, 16, 1003, 1003, torch.bfloat16),
+    (600, 1, 50, 20, torch.float16),
+    (3000, 2, 5, 4, torch.float32),
+    (64, 0, 5003, 7, torch.float32),
+    (24, 5, 128_256, 32_000, torch.bfloat16),
+    (24, 3, 201_088, 64_000, torch.float32),
+    (8, 8, 262_144, 262_144, torch.bfloat16),
+]
+
+
+@on_gpu
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("shape", REAL, ids=str)
+def test_tokens_at_real_sizes(shape: tuple, limited: bool, device: str) -> None:
+    """Every token of verify, sample_first and sample_draft is the CPU reference's."""
+    batch = make_batch(*shape, limited=limited, noise=1.0)
+    logits, _, _, q, positions, keys = batch
+    on_device = to_device(batch, device)
+    expected = verify.verify(*batch)
+    for result in (verify.verify(*on_device), verify.verify(*on_device, limited=limited)):
+        assert torch.equal(result.accepted.cpu(), expected.accepted)
+        assert torch.equal(result.emitted.cpu(), expected.emitted)
+        torch.testing.assert_close(
+            result.probability.cpu(), expected.probability, atol=1e-4, rtol=0
+        )
+    first = sampling.sample_first(on_device[0][:, 0], *on_device[4:])
+    assert torch.equal(first.cpu(), sampling.sample_first(logits[:, 0], positions, keys))
+    if q is not None:
+        options = positions, keys, q.temperature, q.sampled
+        index, log_sum = sampling.sample_draft(q.logits[:, 0], *options)
+        found, found_sum = sampling.sample_draft(
+            to_device(q.logits[:, 0], device), *to_device(options, device)
+        )
+        assert torch.equal(found.cpu(), index)
+        torch.testing.assert_close(found_sum.cpu(), log_sum, rtol=1e-4, atol=0)
+
+
+@on_gpu
+def test_logits_of_nan_give_tokens_of_the_vocabulary(device: str) -> None:
+    logits = torch.full((7, 4, 1003), float("nan"), device=device, dtype=torch.bfloat16)
+    drafts = torch.zeros(7, 3, dtype=torch.int64, device=device)
+    number = torch.full((7,), 3, device=device)
+    result = verify.verify(logits, drafts, number, None, number, to_device(make_keys(7), device))
+    assert bool(((result.emitted >= 0) & (result.emitted < 1003)).all())
