@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from draftlab.heads.family import get_family
+
 HEAD_SCHEMA = 2
 _SCHEMA_1_OPTIONS: dict[str, Any] = {
     "norm_before_residual": False,
@@ -66,6 +68,19 @@ class HeadConfig(BaseModel):
     target: TargetIdentity
     provenance: dict[str, Any] = {}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unused_options(cls, fields: Any) -> Any:
+        """Drop options of other families that are off; refuse those that are not."""
+        if not isinstance(fields, dict):
+            return fields
+        others = {n: off for n, off in _SCHEMA_1_OPTIONS.items() if n not in cls.model_fields}
+        for name, off in others.items():
+            if name in fields and fields[name] != off:
+                title = get_family(fields["family"]).title
+                raise ValueError(f"{title} heads have no {name}, found {fields[name]!r}")
+        return {name: value for name, value in fields.items() if name not in others}
+
     @model_validator(mode="after")
     def _check(self) -> HeadConfig:
         if self.schema_version != HEAD_SCHEMA:
@@ -75,6 +90,12 @@ class HeadConfig(BaseModel):
         if not 0 <= self.boundaries[0] <= self.boundaries[-1] <= self.target_num_layers:
             raise ValueError(
                 f"boundaries must lie in 0..{self.target_num_layers}, found {list(self.boundaries)}"
+            )
+        family = get_family(self.family)
+        if self.num_layers > family.max_layers:
+            raise ValueError(
+                f"{family.title} heads have at most {family.max_layers} layers, found num_layers "
+                f"{self.num_layers}"
             )
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
@@ -114,8 +135,6 @@ class HeadConfig(BaseModel):
 
         The form is that of schema 1, so that checkpoints of that time can be continued.
         """
-        from draftlab.heads.family import get_family
-
         family = get_family(self.family)
         fields = self.model_dump(mode="json", exclude={"provenance"})
         first_name = family.aliases[0] if family.aliases else family.name
@@ -123,22 +142,14 @@ class HeadConfig(BaseModel):
 
 
 def make_head_config(**fields: Any) -> HeadConfig:
-    """Return the config model of the family that `fields` names.
-
-    An option that is off (False, None) and that the family does not have is left out.
+    """Return a head config of the family that `fields` names, by default an EAGLE3 head's.
 
     Raises:
         pydantic.ValidationError: the fields do not describe a head of this family.
         UserError: the family is unknown.
     """
-    from draftlab.heads.family import get_family
-
     family = get_family(fields.get("family", "eagle3"))
-    model = family.config_class()
-    known = model.model_fields
-    unused = {k for k, off in _SCHEMA_1_OPTIONS.items() if k not in known and fields.get(k) == off}
-    kept = {k: v for k, v in fields.items() if k not in unused}
-    return model.model_validate(kept | {"family": family.name})
+    return family.config_class().model_validate(fields | {"family": family.name})
 
 
 def read_head_config(fields: dict[str, Any]) -> HeadConfig:

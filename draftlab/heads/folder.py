@@ -80,6 +80,8 @@ def load_config(folder: Path) -> HeadConfig:
         raise UserError("expected an object in draftlab.json, found none", where=folder / CONFIG)
     try:
         return read_head_config(fields)
+    except UserError as error:  # the family is unknown
+        raise UserError(error.what, where=folder / CONFIG, do=error.do) from None
     except ValidationError as error:
         raise UserError(
             f"draftlab.json does not describe a head:\n  {complaints(error)}",

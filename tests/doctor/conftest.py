@@ -17,14 +17,14 @@ from draftlab.doctor.diagnose import examine
 from draftlab.doctor.findings import Diagnosis
 from draftlab.doctor.settings import DoctorSettings
 from draftlab.doctor.target_session import TargetSession
-from draftlab.heads.config import HeadConfig
+from draftlab.heads.config import make_head_config
 from draftlab.heads.eagle import EagleHead
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config
 from draftlab.heads.head import initialise_head
-from draftlab.heads.native import native_config
+from draftlab.heads.native_config import native_config
 from draftlab.pipeline.api import reference_head
 from draftlab.progress import Monitor
-from draftlab.target_model.model import TargetSettings
+from draftlab.target_model.settings import TargetSettings
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +46,7 @@ def broken(tmp_path: Path) -> Broken:
         shutil.copytree(reference_head(), folder)
         config = json.loads((folder / CONFIG).read_text()) | fields
         (folder / CONFIG).write_text(json.dumps(config))
-        native = native_config(HeadConfig.model_validate(config), "bfloat16")
+        native = native_config(make_head_config(**config), "bfloat16")
         (folder / NATIVE).write_text(json.dumps(native))
         if change is not None:
             tensors = load_file(folder / WEIGHTS)
@@ -68,7 +68,7 @@ def untrained_eagle(witness: TargetSession, broken: Broken) -> Path:
     """A head of EAGLE's first generation, as it is before training."""
     own = load_config(reference_head()).model_dump(mode="json", by_alias=True)
     more = {"family": "eagle", "boundaries": [12], "draft_vocab_size": 6144, "provenance": {}}
-    config = HeadConfig.model_validate(own | more)
+    config = make_head_config(**(own | more))
     head, parts = EagleHead(config), witness.target.parts
     initialise_head(
         head,
@@ -78,7 +78,7 @@ def untrained_eagle(witness: TargetSession, broken: Broken) -> Path:
         target_ids=torch.arange(6144),
         seed=0,
     )
-    left_out = {*head.borrowed(), "d2t", "t2d"}
+    left_out = {*head.shared_tensors(), "d2t", "t2d"}
 
     def change(stored: Tensors) -> None:
         stored.clear()

@@ -33,7 +33,7 @@ def checked(broken: Broken, witness: TargetSession) -> Check:
 
     def check(*change: Callable[[Tensors], object], **fields: object) -> tuple[list[Finding], bool]:
         files, findings = read_own(broken(*change, **fields))
-        tensors, more = whole_tensors(files, witness.lent)
+        tensors, more = whole_tensors(files, witness.shared_tensors)
         return findings + more, tensors is not None
 
     return check
@@ -76,7 +76,7 @@ def test_an_extra_tensor_is_named(checked: Check) -> None:
 
 
 def test_embeddings_that_the_target_lends_are_named(checked: Check, witness: TargetSession) -> None:
-    table = witness.lent["embed_tokens.weight"].bfloat16()
+    table = witness.shared_tensors["embed_tokens.weight"].bfloat16()
     findings, scorable = checked(lambda t: t.update({"embed_tokens.weight": table}))
     assert "the target lends it" in only(findings, "unknown tensor")
     assert scorable
@@ -195,16 +195,20 @@ def test_the_target_is_held_against_what_the_head_says(witness: TargetSession) -
 def test_weights_of_another_target_are_strangers(witness: TargetSession) -> None:
     head = load_config(reference_head())
     tensors, _ = whole_tensors(
-        HeadFiles("draftlab", head, read_own(reference_head())[0].tensors), witness.lent
+        HeadFiles("draftlab", head, read_own(reference_head())[0].tensors), witness.shared_tensors
     )
     assert tensors is not None
-    assert not kinship_findings(head, tensors, witness.lent)
+    assert not kinship_findings(head, tensors, witness.shared_tensors)
     noise = torch.randn(tensors["lm_head.weight"].shape, generator=torch.Generator().manual_seed(0))
-    only(kinship_findings(head, tensors | {"lm_head.weight": noise}, witness.lent), "lm_head")
+    only(
+        kinship_findings(head, tensors | {"lm_head.weight": noise}, witness.shared_tensors),
+        "lm_head",
+    )
     own = head.model_copy(update={"embeddings": "own"})
     table = torch.randn(6144, 256, generator=torch.Generator().manual_seed(0))
     only(
-        kinship_findings(own, tensors | {"embed_tokens.weight": table}, witness.lent), "embeddings"
+        kinship_findings(own, tensors | {"embed_tokens.weight": table}, witness.shared_tensors),
+        "embeddings",
     )
 
 

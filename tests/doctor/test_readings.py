@@ -21,7 +21,7 @@ from draftlab.doctor.score import Score, Scorer
 from draftlab.doctor.search import Trial
 from draftlab.doctor.target_session import TargetSession
 from draftlab.doctor.weight_hypotheses import layouts, lifted_mask, masks, sorted_blocks
-from draftlab.heads.config import HeadConfig
+from draftlab.heads.config import HeadConfig, make_head_config
 from draftlab.heads.folder import WEIGHTS, load_config
 from draftlab.heads.head import initialise_head
 from draftlab.heads.peagle import PeagleHead
@@ -213,8 +213,8 @@ def score(accepted: float, likelihood: float) -> Score:
 
 def parallel(**changed: Any) -> HeadConfig:
     fields = load_config(reference_head()).model_dump(by_alias=True)
-    more = {"family": "ptd", "embeddings": "own", "mask_token_id": 6143, "provenance": {}}
-    return HeadConfig.model_validate(fields | more | changed)
+    more = {"family": "peagle", "embeddings": "own", "mask_token_id": 6143, "provenance": {}}
+    return make_head_config(**(fields | more | changed))
 
 
 def parallel_tensors(config: HeadConfig, witness: TargetSession) -> Tensors:

@@ -199,7 +199,7 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 2}, "expected head schema 1, found 2"),
+        ({"schema": 3}, "expected head schema 2, found 3"),
         ({"family": "eagle9"}, "family"),
         ({"colour": "red"}, "colour"),
         ({"boundaries": [2, 2, 3]}, "sorted and unique"),
@@ -245,7 +245,7 @@ def test_draftlab_json_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_config_knows_its_feature_width() -> None:
     assert make_config().feature_size == 4 * 20
     with pytest.raises(ValueError, match="schema"):
-        make_config(schema=2)
+        make_config(schema=3)
 
 
 def test_a_rope_that_cannot_be_computed_is_named(folder: Path) -> None:
@@ -261,5 +261,5 @@ def test_embeddings_that_are_said_to_be_the_targets_are_not_replaced(folder: Pat
     path = folder / "draftlab.json"
     fields = json.loads(path.read_text()) | {"embeddings": "target"}
     path.write_text(json.dumps(fields))
-    with pytest.raises(UserError, match=r"lends embed_tokens\.weight, and the file holds one"):
+    with pytest.raises(UserError, match=r"embed_tokens\.weight is shared"):
         load(folder, torch.zeros(1, 1))

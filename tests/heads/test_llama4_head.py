@@ -169,10 +169,10 @@ def test_a_folder_is_what_vllm_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"llama4": None}, "llama4 is for the family eagle_llama4"),
-        ({"family": "eagle"}, "llama4 is for the family eagle_llama4"),
+        ({"llama4": None}, "llama4"),
+        ({"family": "eagle"}, "heads have no llama4"),
         ({"num_layers": 3}, "one number for each of the head's 3 layers"),
-        ({"qk_norm": True}, r"has no such norms.*qk_norm"),
+        ({"qk_norm": True}, r"heads have no qk_norm"),
         ({"llama4": KIND | {"no_rope_layers": (2, 1)}}, "no_rope_layers"),
         ({"llama4": {k: v for k, v in KIND.items() if k != "attn_scale"}}, "attn_scale"),
     ],
@@ -183,7 +183,7 @@ def test_contradictions_are_refused(changes: dict[str, object], said: str) -> No
 
 
 def test_llama4_is_for_its_family_alone() -> None:
-    with pytest.raises(ValueError, match="llama4 is for the family eagle_llama4"):
+    with pytest.raises(ValueError, match="heads have no llama4"):
         make_config(llama4=KIND)
 
 

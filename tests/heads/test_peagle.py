@@ -85,11 +85,11 @@ def test_config_json_names_the_mask_token_thrice(qk_norm: bool) -> None:
     [
         ({"mask_token_id": 50}, "mask_token_id 50 lies outside the 50 rows"),
         ({"mask_token_id": -1}, "mask_token_id -1 lies outside the 50 rows"),
-        ({"mask_token_id": None}, "needs mask_token_id"),
+        ({"mask_token_id": None}, "mask_token_id: expected a whole number"),
         ({"embeddings": "target"}, 'found "target"'),
         ({"num_layers": 5}, "num_layers"),
         ({"num_layers": 0}, "num_layers"),
-        ({"family": "eagle3"}, "num_layers 1, found 2"),
+        ({"family": "eagle3"}, "EAGLE3 heads have no mask_token_id"),
         ({"family": "eagle3", "num_layers": 1}, "no mask_token_id, found 7"),
     ],
 )

@@ -1,50 +1,47 @@
-"""A tiny target and a head that has learnt some of it, shared by the tests of decoding."""
+"""A tiny target and heads trained on its greedy answers, for tests of decoding."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from draftlab.heads.config import FROM_LAST_STATE, HeadConfig, TargetIdentity
+from draftlab.heads.config import TargetIdentity, make_head_config
 from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.family import get_family
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import initialise_head
 from draftlab.heads.peagle import PeagleHead
-from draftlab.target_model.model import Target, TargetSettings, load_target
+from draftlab.target_model.model import Target
 from draftlab.train.batch.packing import pack
-from draftlab.train.objectives.loss import SOFT_CE, Terms
+from draftlab.train.objectives.loss import SOFT_CE, LossTerms
 from tests.helpers.greedy_answers import BOUNDARIES, answers, greedy_records
 from tests.helpers.synthetic import family_loss
 from tests.helpers.toys import toy_target_folder
+from tests.helpers.zoo import load_on_cpu
 
 MAX_LENGTH = 128
 
 
-@pytest.fixture(scope="session")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    folder: Path = toy_target_folder(
-        tmp_path_factory.mktemp("target"), layers=4, hidden=32, max_length=MAX_LENGTH
-    )
-    return load_target(TargetSettings(path=str(folder), device="cpu"))
-
-
-MASK = 288  # what no prompt and no answer holds
-PARALLEL = {"family": "ptd", "embeddings": "own", "mask_token_id": MASK, "num_layers": 2}
-
-
+MASK = 288  # in no prompt and no answer
+PARALLEL = {"family": "peagle", "embeddings": "own", "mask_token_id": MASK, "num_layers": 2}
 EAGLE = {"family": "eagle", "boundaries": (4,)}
 NORMED = {"fc_norm": True, "norm_output": True}
 
 
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    path = tmp_path_factory.mktemp("target")
+    return load_on_cpu(toy_target_folder(path, layers=4, hidden=32, max_length=MAX_LENGTH))
+
+
 def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> Any:
-    """A head with initial values; its draft vocabulary leaves the lowest ids out."""
+    """Return a head with initial values; its draft vocabulary lacks the lowest ids."""
     size = target.hidden_size
-    if changed.get("family") in FROM_LAST_STATE:
+    if get_family(changed.get("family", "eagle3")).reads_last_state:
         draft_size = target.vocab_size
-    config = HeadConfig(
+    config = make_head_config(
         **({"boundaries": BOUNDARIES} | changed),
         target_num_layers=target.num_layers,
         target_hidden_size=size,
@@ -77,25 +74,25 @@ def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> A
 
 @pytest.fixture(scope="session")
 def head(target: Target) -> Eagle3Head:
-    """Sixty steps on the target's greedy answers: right often, wrong often."""
+    """A chain head whose drafts are often accepted and often rejected."""
     return trained_head(target, untrained_head(target, 3, target.vocab_size - 20), 60)
 
 
 @pytest.fixture(scope="session")
 def parallel_head(target: Target) -> PeagleHead:
-    """Of two layers, trained as `head` is, but longer: later drafts are harder for it."""
+    """A parallel head of two layers, trained longer than `head`: its later drafts are harder."""
     head = untrained_head(target, 3, target.vocab_size - 20, **PARALLEL, qk_norm=True)
     return trained_head(target, head, 150)
 
 
-def trained_head(target: Target, head: Any, steps: int, terms: Terms = SOFT_CE) -> Any:
-    """A head after some steps on the target's greedy answers."""
+def trained_head(target: Target, head: Any, steps: int, terms: LossTerms = SOFT_CE) -> Any:
+    """Train a head for some steps on the target's greedy answers."""
     records = greedy_records(target, answers(target, 32, seed=100))
     weights = [p for p in head.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=1e-2)
     for step in range(steps):
-        chosen = [records[(16 * step + i) % len(records)] for i in range(16)]
-        batch = pack([chosen[i : i + 2] for i in range(0, 16, 2)], 112, 3)
+        sample = [records[(16 * step + i) % len(records)] for i in range(16)]
+        batch = pack([sample[i : i + 2] for i in range(0, 16, 2)], 112, 3)
         loss, _ = family_loss(head, target.parts, batch, gamma=0.8, terms=terms)
         optimizer.zero_grad()
         (loss / batch.num_anchors).backward()

@@ -22,19 +22,20 @@ class PlainChain:
 
     def __init__(self, w: dict[str, Tensor], config: Any) -> None:
         self.w, self.c = w, config
+        self.options = dict(config)  # what a family lacks is off
         self.eagle = config.family == "eagle"
         self.empty: tuple[Cache, ...] = ((),) * config.num_layers
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return self.w[f"{name}.weight"] * x / torch.sqrt((x * x).mean() + self.c.rms_norm_eps)
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def project_features(self, features: Tensor) -> Tensor:
         """Hidden state [H] of one position's features [F]."""
         if self.eagle:
             return self.norm(features, "target_norm")
-        if self.c.norm_before_fc:
+        if self.options.get("norm_before_fc"):
             features = self.norm(features, "input_norm")
-        if self.c.fc_norm:
+        if self.options.get("fc_norm"):
             parts = features.chunk(len(self.c.boundaries))
             features = torch.cat([self.norm(p, f"fc_norm.{i}") for i, p in enumerate(parts)])
         return self.w["fc.weight"] @ features
@@ -42,7 +43,7 @@ class PlainChain:
     def heads(self, x: Tensor, name: str, position: int | None) -> Tensor:
         d = self.c.head_dim
         y = (self.w[f"{name}_proj.weight"] @ x).view(-1, d)
-        if self.c.qk_norm and position is not None:
+        if self.options.get("qk_norm") and position is not None:
             y = torch.stack([self.norm(row, f"{name}_norm") for row in y])
         if position is None:
             return y
@@ -76,7 +77,7 @@ class PlainChain:
             elif number == 0:
                 normed = self.norm(hidden, f"{layer}.hidden_norm")
                 x = torch.cat([self.norm(embedding, f"{layer}.input_layernorm"), normed])
-                residual = normed if c.norm_before_residual else hidden
+                residual = normed if self.options.get("norm_before_residual") else hidden
             else:
                 residual, x = hidden, self.norm(hidden, f"{layer}.input_layernorm")
             attended, cache = self.attend(x, layer, position, cache)
@@ -86,4 +87,4 @@ class PlainChain:
             gate, up = (w[f"{layer}.mlp.{name}_proj.weight"] @ y for name in ("gate", "up"))
             hidden = out + w[f"{layer}.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
         read = hidden if self.eagle else self.norm(hidden, "norm")
-        return read if c.norm_output else hidden, w["lm_head.weight"] @ read, tuple(left)
+        return read if self.options.get("norm_output") else hidden, w["lm_head.weight"] @ read, tuple(left)

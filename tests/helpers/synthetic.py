@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftlab.heads.config import HeadConfig, TargetIdentity
+from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead, initialise_head
@@ -13,14 +13,13 @@ from draftlab.heads.layers import RMSNorm
 from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.packing import Batch
-from draftlab.train.families import OBJECTIVES
-from draftlab.train.objectives.loss import SOFT_CE, DraftTeacher, Sums, Terms, weighted_loss
+from draftlab.train.objectives.loss import SOFT_CE, DraftTeacher, LossTerms, Sums, weighted_loss
 
 VOCAB, HIDDEN, BOUNDARIES = 40, 32, (1, 2)
 
 
 def config(**changes: object) -> HeadConfig:
-    """A tiny head's config; `family="ptd"` gives it a mask token, id 5."""
+    """A tiny head's config; `family="peagle"` gives it a mask token, id 5."""
     fields: dict = {
         "boundaries": BOUNDARIES,
         "target_num_layers": 4,
@@ -40,9 +39,9 @@ def config(**changes: object) -> HeadConfig:
             name="t", fingerprint="f", architecture="a", tokenizer_sha256="k", template_sha256="c"
         ),
     }
-    if changes.get("family") == "ptd":
+    if changes.get("family") == "peagle":
         fields |= {"mask_token_id": 5, "embeddings": "own"}
-    return HeadConfig.model_validate(fields | changes)
+    return make_head_config(**(fields | changes))
 
 
 def parts(seed: int = 0) -> TargetParts:
@@ -69,12 +68,12 @@ def head(target: TargetParts, seed: int = 0, **changes: object) -> Eagle3Head:
 
 
 def family_loss(
-    head: DraftHead, target: TargetParts, batch: Batch, *, gamma: float, terms: Terms = SOFT_CE
+    head: DraftHead, target: TargetParts, batch: Batch, *, gamma: float, terms: LossTerms = SOFT_CE
 ) -> tuple[Tensor, Sums]:
     """The loss of a head's family as its objective is written, not yet divided by N_0, and sums."""
-    objective, teacher = OBJECTIVES[head.config.family], DraftTeacher.of(target, head)
-    weights = objective.weights(gamma, batch.counts)
-    return weighted_loss(objective.outputs(head, batch), head, teacher, batch, weights, terms)
+    objective, teacher = head.family.objective(), DraftTeacher.of(target, head)
+    weights = objective.step_weights(gamma, batch.counts)
+    return weighted_loss(objective.forward(head, batch), head, teacher, batch, weights, terms)
 
 
 def record(spans: list[int] | Tensor, target: TargetParts, seed: int = 0) -> Record:

@@ -122,8 +122,8 @@ def test_other_families_have_no_such_settings() -> None:
             "head.mask_token",
         ),
         (
-            {"record": {"online": True}, "train": {"packers": 2}},
-            "no other can pack them, found 2\nat: train.packers",
+            {"record": {"online": True}, "train": {"data_workers": 2}},
+            "no other can pack them, found 2\nat: train.data_workers",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from draftlab.errors import UserError
 from draftlab.pipeline import training
 from draftlab.pipeline.run_folder import lock
 from draftlab.store.store import Store
-from draftlab.train.distributed.backends import Whole
+from draftlab.train.distributed.backends import TrainBackend
 from tests.helpers.small_run import (
     Heard,
     contents,
@@ -111,7 +111,7 @@ def test_interrupted_and_gone_on_with_ends_the_same(
 def test_training_gives_its_memory_back(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes behind it, in this process or another one, has a target to load."""
     closed, left, give_back = [], [], training.give_back_memory
-    monkeypatch.setattr(Whole, "close", lambda self: closed.append(self.optimizer))
+    monkeypatch.setattr(TrainBackend, "close", lambda self: closed.append(self.optimizer))
 
     def asked() -> None:
         closed[:] = map(weakref.ref, closed)

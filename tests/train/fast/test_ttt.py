@@ -176,8 +176,9 @@ def test_a_compiler_that_fails_or_errs_is_not_used(monkeypatch: pytest.MonkeyPat
         (PIECES._replace(queries=None), "TypeError"),
     ):
         monkeypatch.setattr(choose_forward, "compiled_ops", lambda pieces=pieces: pieces)
-        chosen, how = choose_forward.choose_forward(model, model.family.objective(), settings,
-        torch.float32) assert chosen.pieces == PIECES
+        objective = model.family.objective()
+        chosen, how = choose_forward.choose_forward(model, objective, settings, torch.float32)
+        assert chosen.pieces == PIECES
         assert "not compiled" in how
         assert reason in how
 
