@@ -13,7 +13,9 @@ from torch import Tensor
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
-"""Runs a test on the CPU and, marked `gpu`, on a GPU."""
+"""Runs a test with device="cpu" and, marked `gpu`, with device="cuda"."""
+on_gpu = pytest.mark.parametrize("device", DEVICES[1:])
+"""Runs a test, marked `gpu`, with device="cuda"."""
 
 
 def to_device(value: Any, device: str | torch.device) -> Any:

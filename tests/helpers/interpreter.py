@@ -1,10 +1,12 @@
-"""Triton's interpreter, in which kernels run on a CPU.
+"""Triton's interpreter, which runs kernels on a CPU.
 
-Triton reads TRITON_INTERPRET when kernels are defined. So a file of tests that call kernels has one
-that runs the file once more, in a process where it is set: that one is marked `runs_the_others`,
-those that need it `inside` (`on_kernels`: there or on a
-GPU, `DEVICE`), those that no kernel takes part in `outside`. Those that compile
-kernels and launch none are marked `compiles`.
+Triton reads TRITON_INTERPRET when kernels are defined. A file of kernel tests therefore has one
+test that runs the whole file again in a process where the variable is set:
+
+- `runs_the_others` marks that test,
+- `inside` marks tests that need the interpreter, `outside` those that call no kernel,
+- `on_kernels` runs a test with device="cpu" in the interpreter and, marked `gpu`, on a GPU,
+- `compiles` marks tests that compile kernels and launch none.
 """
 
 from __future__ import annotations
@@ -18,13 +20,13 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 inside = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
-on_kernels = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="run by test_in_the_interpreter"
+on_kernels = pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=inside), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-outside = pytest.mark.skipif(INTERPRETED, reason="no kernel takes part")
+outside = pytest.mark.skipif(INTERPRETED, reason="calls no kernel")
 runs_the_others = pytest.mark.skipif(
-    INTERPRETED or torch.cuda.is_available(), reason="runs the others"
+    INTERPRETED or torch.cuda.is_available(), reason="runs the other tests of the file"
 )
 compiles = pytest.mark.skipif(
     INTERPRETED or torch.cuda.is_available(), reason="needs the compiler, and no GPU"
@@ -32,7 +34,7 @@ compiles = pytest.mark.skipif(
 
 
 def run_in_the_interpreter(file: str) -> None:
-    """Runs a file's tests (its `__file__`) with interpreted kernels; they must pass."""
+    """Assert that the tests of a file (its `__file__`) pass with interpreted kernels."""
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", file, "-x", "-p", "no:cacheprovider"],
@@ -42,4 +44,4 @@ def run_in_the_interpreter(file: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
-    assert "skipped" in done.stdout  # the test that called this, in there
+    assert "skipped" in done.stdout  # the test that called this function

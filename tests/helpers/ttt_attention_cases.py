@@ -1,4 +1,4 @@
-"""Cases of training-time test's attention for its tests: packed documents, rows, own keys."""
+"""Cases of training-time test's attention: packed documents, rows and their own keys."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from draftlab.kernels.ttt_attention import OwnKeys, document_starts
+from tests.helpers.gpu import to_device
 
 Attend = Callable[..., Tensor]
 
@@ -16,10 +17,11 @@ class Case:
     """Rows of packed documents, some of them padding, with own keys of `steps` steps.
 
     Args:
-        lengths: of each batch row's documents; the rest of its `width` slots is padding.
-        share: of the slots that are rows.
-        steps: own keys a row.
-        shuffled: rows in any order, padding rows among them.
+        lengths: lengths of each batch row's documents; the rest of its `width` slots is padding.
+        share: the share of the slots that are rows.
+        steps: the own keys of a row.
+        shuffled: whether rows come in any order, padding rows among them.
+        device: where the tensors are moved after they were drawn on the CPU.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Case:
         shuffled: bool = False,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        device: str = "cpu",
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         batch = len(lengths)
@@ -61,9 +64,12 @@ class Case:
             made = (self.random(batch, rows, kv_heads, head_dim, dtype=dtype) for _ in range(2))
             self.own = OwnKeys.extended(self.own, *made, self.choose(rows + 2, rows, batch))
         self.d_output = self.random(batch, count, heads, head_dim, dtype=dtype)
+        for name, value in vars(self).items():
+            if name != "generator":
+                setattr(self, name, to_device(value, device))
 
     def choose(self, population: int, count: int, batch: int) -> Tensor:
-        """`count` different numbers below `population`, ascending, int64 [batch, count]."""
+        """Return `count` different numbers below `population`, ascending, int64 [batch, count]."""
         drawn = [torch.randperm(population, generator=self.generator) for _ in range(batch)]
         return torch.stack([numbers[:count].sort().values for numbers in drawn])
 
@@ -71,12 +77,12 @@ class Case:
         return torch.randn(*shape, generator=self.generator).to(dtype)
 
     def leaves(self) -> list[Tensor]:
-        """All that has a gradient."""
+        """Return every tensor that has a gradient."""
         own = [] if self.own is None else [*self.own.keys, *self.own.values]
         return [self.query, self.key, self.value, *own]
 
     def run(self, attend: Attend, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        """Output and gradients, computed in `dtype`."""
+        """Return the output and the gradients of the leaves, computed in `dtype`."""
         leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in self.leaves()]
         query, key, value, *own = leaves
         steps = len(own) // 2
@@ -86,7 +92,7 @@ class Case:
         return output, *torch.autograd.grad(output, leaves, self.d_output.to(output.dtype))
 
     def expected(self) -> Tensor:
-        """Row by row and head by head, in float64, by the definition."""
+        """Return the output row by row and head by head, in float64, by the definition."""
         output = torch.zeros(self.query.shape, dtype=torch.float64)
         group = self.query.shape[2] // self.key.shape[2]
         for b, r, h in torch.cartesian_prod(*map(torch.arange, self.query.shape[:3])).tolist():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftlab.kernels.parallel_layout import parallel_layout
 from draftlab.kernels.step_types import ParallelLayout
-from tests.helpers.gpu import assert_same
+from tests.helpers.gpu import assert_same, capture, on_gpu, to_device
 from tests.helpers.interpreter import INTERPRETED, run_in_the_interpreter, runs_the_others
 
 MASK = 777
@@ -202,3 +202,40 @@ def test_on_a_cpu_the_reference_answers() -> None:
     layout = parallel_layout(*inputs, **sizes)
     for backend in backends():
         assert_same(layout, backend.layout(*inputs, **sizes))
+
+
+def random_arguments(rows: int, k: int, limit: int, device: str) -> tuple[tuple, dict]:
+    """Return arguments of real sizes: padding, rows near the limit, missing blocks."""
+    table = torch.randint(1, 9999, (rows, limit // 16 + 2), dtype=torch.int32)
+    table[torch.rand(table.shape) < 0.1] = 0
+    arguments = (
+        torch.randint(1, 200_000, (rows, k + 1)),
+        torch.randint(0, k + 1, (rows,)),
+        torch.randint(-2, limit + 3, (rows,)),
+        table,
+    )
+    sizes = {"block_size": 16, "max_length": limit, "mask_token_id": 128_255, "k": k}
+    return to_device(arguments, device), sizes
+
+
+@on_gpu
+@pytest.mark.parametrize("limit", [17, 300, 8192])
+@pytest.mark.parametrize("rows", [1, 2, 7, 32, 65])
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 8, 13])
+def test_layouts_at_real_sizes(k: int, rows: int, limit: int, device: str) -> None:
+    torch.manual_seed(k)
+    arguments, sizes = random_arguments(rows, k, limit, device)
+    layout = parallel_layout(*arguments, **sizes)
+    assert_same(layout, parallel_layout.reference(*arguments, **sizes))
+
+
+@on_gpu
+def test_replays_of_a_captured_layout(device: str) -> None:
+    torch.manual_seed(0)
+    arguments, sizes = random_arguments(9, 5, 300, device)
+    graph, layout = capture(lambda: parallel_layout(*arguments, **sizes))
+    for _ in range(5):
+        for tensor, values in zip(arguments, random_arguments(9, 5, 300, device)[0], strict=True):
+            tensor.copy_(values)
+        graph.replay()
+        assert_same(layout, parallel_layout.reference(*arguments, **sizes))

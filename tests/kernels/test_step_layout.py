@@ -1,9 +1,10 @@
-"""Layout and books of a step: references and kernels against the rules written out."""
+"""The layout and the bookkeeping of a step: references and kernels against the rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from draftlab.engine.step import StepResult
 from draftlab.kernels import step_layout
+from draftlab.kernels.chain_layout import chain_layout
 from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
 from draftlab.kernels.step_types import SlotBuffers, StepLayout
+from tests.helpers.gpu import assert_same, capture, on_gpu, to_device
 from tests.helpers.interpreter import INTERPRETED, run_in_the_interpreter, runs_the_others
 
 GATHER: list[Callable] = [step_layout.gather_batch.reference]
@@ -206,3 +209,83 @@ def test_the_layout_of_a_row_near_the_limit() -> None:
     assert layout.num_drafts.tolist() == [1, 0]
     assert layout.positions.tolist() == [[7, 8, -1, -1], [-1] * 4]
     assert layout.slots.tolist() == [[-1, 20, -1, -1], [-1] * 4]
+
+
+BLOCK, WIDTH = 64, 128
+LIMIT = BLOCK * (WIDTH - 1)  # tables are a block longer than the limit
+GATHER_OPTIONS = {"max_length": LIMIT, "block_size": BLOCK}
+
+
+def make_real_slots(entries: int, k: int, dtype: torch.dtype, device: str) -> SlotBuffers:
+    """Return buffers of real sizes: some slots empty, some near the limit, the dummy last."""
+    generator = torch.Generator().manual_seed(entries)
+    lengths = torch.randint(1, LIMIT + 1, (entries - 1,), generator=generator)
+    lengths[::3] = LIMIT - torch.arange(len(lengths[::3])) % (k + 2)
+    lengths[4::5] = 0
+    slots = make_slots(lengths.tolist(), k, WIDTH, 32_000, entries, dtype)
+    return to_device(slots, device)
+
+
+def make_step(
+    rows: int, k: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, VerifyResult, tuple[Tensor, Tensor, Tensor]]:
+    """Return slots' indices, the dummy's among them, a verification's result, and drafts."""
+    generator = torch.Generator().manual_seed(rows)
+    index = torch.randperm(2 * rows + 1, generator=generator)[:rows]
+    index[rows - rows // 3 :] = 2 * rows + 1
+    result = VerifyResult(
+        torch.zeros(rows, dtype=torch.int64),
+        torch.randint(0, 128_256, (rows,), generator=generator),
+        torch.rand(rows, k, generator=generator),
+    )
+    drafts = (
+        torch.randint(0, 128_256, (k, rows), generator=generator).T,
+        torch.randn(k, rows, 32_000, generator=generator).to(dtype).transpose(0, 1),
+        torch.randn(k, rows, generator=generator).T,
+    )
+    return to_device((index, result, drafts), device)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "k"), [(1, 1), (1, 4), (3, 3), (8, 8), (33, 5)])
+def test_a_step_at_real_sizes(rows: int, k: int, dtype: torch.dtype, device: str) -> None:
+    """The dummy's rows race for one place, so its entry is not compared."""
+    slots = make_real_slots(2 * rows + 2, k, dtype, device)
+    index, result, drafts = make_step(rows, k, dtype, device)
+    layout = step_layout.gather_batch(slots, index, **GATHER_OPTIONS)
+    assert_same(layout, step_layout.gather_batch.reference(slots, index, **GATHER_OPTIONS))
+    share = torch.rand(rows, generator=torch.Generator().manual_seed(k)).to(device)
+    result = replace(result, accepted=(share * (layout.num_drafts + 1)).long())
+    ours, eager = deepcopy(slots), deepcopy(slots)
+    output = step_layout.commit(ours, layout, result)
+    assert_same(output, step_layout.commit.reference(eager, layout, result))
+    step_layout.store_drafts(ours, index, *drafts)
+    step_layout.store_drafts.reference(eager, index, *drafts)
+    assert equal(ours, eager, slice(-1))
+    assert not torch.equal(ours.length, slots.length)
+    chain = output.positions, output.counts, layout.block_table, BLOCK, k - 1
+    assert_same(chain_layout(*chain), chain_layout.reference(*chain))
+
+
+@on_gpu
+def test_replays_of_a_captured_step(device: str) -> None:
+    """A CUDA graph of a step reads what its buffers hold at the time of each replay."""
+    slots = make_real_slots(20, 4, torch.bfloat16, device)
+    index, result, drafts = make_step(8, 4, torch.bfloat16, device)
+
+    def step() -> tuple[StepLayout, object]:
+        layout = step_layout.gather_batch(slots, index, **GATHER_OPTIONS)
+        output = step_layout.commit(slots, layout, result)
+        step_layout.store_drafts(slots, index, *drafts)
+        return layout, output
+
+    graph, outputs = capture(step)
+    for _ in range(5):
+        index[:6] = torch.randperm(19, device=device)[:6]
+        eager = deepcopy(slots)
+        graph.replay()
+        layout = step_layout.gather_batch.reference(eager, index, **GATHER_OPTIONS)
+        assert_same(outputs, (layout, step_layout.commit.reference(eager, layout, result)))
+        step_layout.store_drafts.reference(eager, index, *drafts)
+        assert equal(slots, eager, slice(-1))

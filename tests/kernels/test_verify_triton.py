@@ -267,7 +267,7 @@ REAL = [  # rows, drafts, vocabulary, draft vocabulary, dtype
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("shape", REAL, ids=str)
 def test_tokens_at_real_sizes(shape: tuple, limited: bool, device: str) -> None:
-    """Every token of verify, sample_first and sample_draft is the CPU reference's."""
+    """Every token of verify, sample_token and sample_draft is the CPU reference's."""
     batch = make_batch(*shape, limited=limited, noise=1.0)
     logits, _, _, q, positions, keys = batch
     on_device = to_device(batch, device)
@@ -278,8 +278,8 @@ def test_tokens_at_real_sizes(shape: tuple, limited: bool, device: str) -> None:
         torch.testing.assert_close(
             result.probability.cpu(), expected.probability, atol=1e-4, rtol=0
         )
-    first = sampling.sample_first(on_device[0][:, 0], *on_device[4:])
-    assert torch.equal(first.cpu(), sampling.sample_first(logits[:, 0], positions, keys))
+    first = sampling.sample_token(on_device[0][:, 0], *on_device[4:])
+    assert torch.equal(first.cpu(), sampling.sample_token(logits[:, 0], positions, keys))
     if q is not None:
         options = positions, keys, q.temperature, q.sampled
         index, log_sum = sampling.sample_draft(q.logits[:, 0], *options)
