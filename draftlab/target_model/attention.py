@@ -1,11 +1,10 @@
-"""How decoding plugs into any transformers model: cached keys, masked by true positions.
+"""Attention of any transformers model over draftlab's KV caches and packed rows.
 
 transformers builds its masks from a cache length, which is one number for a whole batch. In
-speculative decoding every row has its own length, so a forward pass states the position of each of
+speculative decoding every row has its own length, so each forward pass sets the position of each of
 its tokens here. With a `RowCache` the model's own mask functions (causal, sliding window, chunked)
-are evaluated on those positions; with a `PagedCache` the mask is a rule (`Visible`) that the paged
-attention kernel applies. Stale keys of rejected drafts sit at later positions and are never seen.
-Where conversations lie side by side in a row (`Documents`), the same rule holds within each.
+are evaluated on those positions; with a `PagedCache` or a `PackedRow` the mask is a `MaskRule`,
+which the kernels apply. Stale keys of rejected drafts have later positions and are never visible.
 """
 
 from __future__ import annotations
@@ -24,27 +23,28 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from draftlab.kernels.paged_attention import attend_paged
 from draftlab.kernels.paged_plan import attend_reads
-from draftlab.target_model.packed_rows import Documents, attend_in_one_kernel, one_kernel_serves
+from draftlab.target_model.packed_rows import PackedRow, supports_varlen, varlen_attention
 
 if TYPE_CHECKING:
     from draftlab.target_model.paged_cache import PagedCache
 
 ATTENTION = "draftlab"
 _positions: ContextVar[Tensor | None] = ContextVar("positions", default=None)
-_paged: ContextVar[PagedCache | None] = ContextVar("paged", default=None)
-_documents: ContextVar[Documents | None] = ContextVar("documents", default=None)
+_paged_cache: ContextVar[PagedCache | None] = ContextVar("paged_cache", default=None)
+_packed_row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)
 
 
 @dataclass(frozen=True)
-class Visible:
-    """Which keys a query at position q sees: max(q − window + 1, q // chunk · chunk, 0) … q."""
+class MaskRule:
+    """The keys that a query at position q sees: max(q − window + 1, q // chunk · chunk, 0) … q."""
 
     window: int | None = None
     chunk: int | None = None
 
 
 @contextmanager
-def _held(variable: ContextVar[Any], value: object) -> Iterator[None]:
+def _set_within(variable: ContextVar[Any], value: object) -> Iterator[None]:
+    """Set a context variable inside the block."""
     token = variable.set(value)
     try:
         yield
@@ -52,36 +52,36 @@ def _held(variable: ContextVar[Any], value: object) -> Iterator[None]:
         variable.reset(token)
 
 
-def step_positions(positions: Tensor) -> AbstractContextManager[None]:
-    """Makes `positions` [B, M] those of the next forward pass inside the block."""
-    return _held(_positions, positions)
+def use_positions(positions: Tensor) -> AbstractContextManager[None]:
+    """Mask by the token positions [B, M] inside the block."""
+    return _set_within(_positions, positions)
 
 
-def paged_step(cache: PagedCache) -> AbstractContextManager[None]:
-    """Makes attention read `cache` inside the block."""
-    return _held(_paged, cache)
+def use_paged_cache(cache: PagedCache) -> AbstractContextManager[None]:
+    """Read keys and values from `cache` inside the block."""
+    return _set_within(_paged_cache, cache)
 
 
-def side_by_side(documents: Documents) -> AbstractContextManager[None]:
-    """Makes the row of the next forward pass one of `documents` inside the block."""
-    return _held(_documents, documents)
+def use_packed_row(packed_row: PackedRow) -> AbstractContextManager[None]:
+    """Separate the conversations of `packed_row` inside the block."""
+    return _set_within(_packed_row, packed_row)
 
 
-def _visible(local_size: int | None, config: Any) -> Visible:
-    """The rule of a mask: transformers names the size of a window or a chunk, not which it is."""
+def _mask_rule(local_size: int | None, config: Any) -> MaskRule:
+    """Return a mask's rule: transformers passes a size, and the config says of what."""
     if local_size is None:
-        return Visible()
+        return MaskRule()
     if local_size == getattr(config, "sliding_window", None):
-        return Visible(window=local_size)
+        return MaskRule(window=local_size)
     if local_size == getattr(config, "attention_chunk_size", None):
-        return Visible(chunk=local_size)
+        return MaskRule(chunk=local_size)
     raise ValueError(
         f"expected a sliding window or a chunk of {local_size} in the target's config, found "
         "neither: this architecture's mask needs an entry in draftlab/target_model/attention.py"
     )
 
 
-def _mask(
+def _build_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -89,10 +89,10 @@ def _mask(
     device: torch.device,
     local_size: int | None = None,
     **options: Any,
-) -> Tensor | Visible | None:
-    """Boolean mask [B, 1, M, S], True where a query sees a key; the rule where it does."""
-    if _paged.get() is not None or _documents.get() is not None:
-        return _visible(local_size, options.get("config"))
+) -> Tensor | MaskRule | None:
+    """Return a boolean mask [B, 1, M, S], True where a query sees a key, or its rule."""
+    if _paged_cache.get() is not None or _packed_row.get() is not None:
+        return _mask_rule(local_size, options.get("config"))
     positions = _positions.get()
     if positions is None:
         return sdpa_mask(
@@ -110,50 +110,51 @@ def _mask(
     return mask_function(rows, heads, positions[:, None, :, None], keys)
 
 
-def _attend(
+def _attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Visible | None,
+    attention_mask: Tensor | MaskRule | None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of a layer, over pages, within each of several documents, or over whole rows.
+    """Compute a layer's attention over a paged cache, a packed row or plain rows.
 
     Returns:
         [B, M, heads, head_dim], and None for the weights.
     """
     scores = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
-    if (cache := _paged.get()) is not None:
-        return _attend_pages(cache, query, key, value, _rule(attention_mask), **scores), None
-    if (documents := _documents.get()) is not None:
-        rule, rows = _rule(attention_mask), (query, key, value)
-        return _attend_documents(documents, module, *rows, rule, **scores, **options), None
+    if (cache := _paged_cache.get()) is not None:
+        rule = _require_rule(attention_mask)
+        return _attend_paged_cache(cache, query, key, value, rule, **scores), None
+    if (packed_row := _packed_row.get()) is not None:
+        rule, tensors = _require_rule(attention_mask), (query, key, value)
+        return _attend_packed_row(packed_row, module, *tensors, rule, **scores, **options), None
     return _attend_rows(module, query, key, value, attention_mask, **scores, **options), None
 
 
-def _rule(attention_mask: Any) -> Visible:
-    """What `_mask` gave the model for a layer, unless the model made something else of it."""
-    if not isinstance(attention_mask, Visible):
+def _require_rule(attention_mask: Any) -> MaskRule:
+    """Return a layer's mask; raise if the model made something else of `_build_mask`'s rule."""
+    if not isinstance(attention_mask, MaskRule):
         raise TypeError(f"expected a mask rule, found {type(attention_mask)}")
     return attention_mask
 
 
-def _attend_pages(
+def _attend_paged_cache(
     cache: PagedCache,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rule: Visible,
+    rule: MaskRule,
     *,
     scaling: float | None,
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """Of pools of keys and values, the cache's for this layer; [B, M, heads, head_dim]."""
+    """Return [B, M, heads, head_dim]; `key` and `value` are the cache's pools of this layer."""
     options = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "softcap": softcap,
@@ -163,39 +164,38 @@ def _attend_pages(
     if query.device.type == "cpu":  # planned once for all layers; a GPU needs no plan
         reads = cache.reads(query.shape[2] // key.shape[2], query.dtype, rule.window, rule.chunk)
         return attend_reads(query, key, value, reads, **options)
-    where = (table.to(query.device) for table in (cache.block_table, cache.positions))
-    return attend_paged(query, key, value, *where, window=rule.window, chunk=rule.chunk, **options)
+    tables = (table.to(query.device) for table in (cache.block_table, cache.positions))
+    return attend_paged(query, key, value, *tables, window=rule.window, chunk=rule.chunk, **options)
 
 
-def _attend_documents(
-    documents: Documents,
+def _attend_packed_row(
+    packed_row: PackedRow,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rule: Visible,
+    rule: MaskRule,
     **options: Any,
 ) -> Tensor:
-    """Within each of the row's documents, in one kernel where there is one; [1, T, heads, …]."""
+    """Attend within each conversation, in one kernel if possible; returns [1, T, heads, …]."""
     if options.get("position_bias") is not None:
-        raise TypeError("expected no biases of positions between documents, found some")
+        raise TypeError("expected attention without a position bias in a packed row, found one")
     if rule.chunk is not None:
-        documents = documents.cut(rule.chunk)
-    plain = options["softcap"] is None and options["s_aux"] is None
-    if plain and one_kernel_serves(query, key, value):
-        scale = options["scaling"]
-        return attend_in_one_kernel(query, key, value, documents, rule.window, scale)
-    if documents.at_once:
-        which = f"{query.dtype} heads of {query.shape[-1]}"
+        packed_row = packed_row.split_chunks(rule.chunk)
+    plain_scores = options["softcap"] is None and options["s_aux"] is None
+    if plain_scores and supports_varlen(query, key, value):
+        return varlen_attention(query, key, value, packed_row, rule.window, options["scaling"])
+    if packed_row.require_varlen:
         raise NotImplementedError(
-            f"no kernel for {which}{'' if plain else ' with sinks or capped scores'}"
+            f"no kernel for {query.dtype} heads of {query.shape[-1]}"
+            + ("" if plain_scores else " with sinks or capped scores")
         )
-    parts = []
-    for part, length in zip(documents.slices, documents.lengths, strict=True):
-        mine = (x[:, :, part] for x in (query, key, value))
-        seen = documents.window_mask(length, rule.window, query.device)
-        parts.append(_attend_rows(module, *mine, seen, **options))
-    return torch.cat(parts, 1)
+    outputs = []
+    for columns, length in zip(packed_row.slices, packed_row.lengths, strict=True):
+        tensors = (x[:, :, columns] for x in (query, key, value))
+        mask = packed_row.window_mask(length, rule.window, query.device)
+        outputs.append(_attend_rows(module, *tensors, mask, **options))
+    return torch.cat(outputs, 1)
 
 
 def _attend_rows(
@@ -210,9 +210,9 @@ def _attend_rows(
     s_aux: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """SDPA; written out where a model caps its scores (Gemma 2) or has sinks (gpt-oss).
+    """Compute SDPA; eagerly if a model caps its scores (Gemma 2) or has sinks (gpt-oss).
 
-    transformers' SDPA refuses the former and silently leaves out the latter.
+    transformers' SDPA refuses capped scores and silently ignores sinks.
 
     Returns:
         [B, M, heads, head_dim].
@@ -221,7 +221,7 @@ def _attend_rows(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )[0]
-    if attention_mask is None:  # transformers leaves out a plain causal mask
+    if attention_mask is None:  # transformers passes None for a plain causal mask
         q_length, kv_length = query.shape[2], key.shape[2]
         attention_mask = torch.ones(
             q_length, kv_length, dtype=torch.bool, device=query.device
@@ -232,7 +232,7 @@ def _attend_rows(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.float().masked_fill(~attention_mask, float("-inf"))
-    if s_aux is not None:  # a sink takes part in the softmax and gives nothing
+    if s_aux is not None:  # a sink enters the softmax and adds no value
         sinks = s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     else:
@@ -240,5 +240,5 @@ def _attend_rows(
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
 
 
-AttentionInterface.register(ATTENTION, _attend)
-AttentionMaskInterface.register(ATTENTION, _mask)
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _build_mask)

@@ -1,4 +1,4 @@
-"""Boundaries: whose states a head reads. Boundary b is the state that enters layer b."""
+"""Boundaries: the hidden states that a head reads. Boundary b is the input of layer b."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from draftlab.errors import UserError
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:
-    """(2, N // 2, N − 3), the choice of vLLM and speculators; mended where shallow ones collide."""
-    wanted = sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)})
-    spare = [b for b in range(1, num_layers + 1) if b not in wanted]
-    while len(wanted) < 3 and spare:
-        wanted.append(spare.pop())
-    return tuple(sorted(wanted))
+    """Return (2, N // 2, N − 3), as vLLM and speculators do; other layers if these coincide."""
+    boundaries = sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)})
+    spare = [b for b in range(1, num_layers + 1) if b not in boundaries]
+    while len(boundaries) < 3 and spare:
+        boundaries.append(spare.pop())
+    return tuple(sorted(boundaries))
 
 
 def check_boundaries(boundaries: tuple[int, ...], num_layers: int) -> None:
-    """Refuses boundaries that are unsorted, repeated or outside 0..num_layers."""
+    """Raise a `UserError` if boundaries are unsorted, repeated or outside 0..num_layers."""
     if not boundaries or list(boundaries) != sorted(set(boundaries)):
         raise UserError(f"expected sorted unique boundaries, found {list(boundaries)}")
     if boundaries[0] < 0 or boundaries[-1] > num_layers:

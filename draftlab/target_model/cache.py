@@ -1,4 +1,4 @@
-"""A key-value cache of rows: row r holds the key of position p at slot p."""
+"""A KV cache of rows: row r holds the key of position p in slot p."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftlab.target_model.attention import step_positions
+from draftlab.target_model.attention import use_positions
 
 
 class _RowLayer(CacheLayerMixin):
-    """A layer's keys and values, [rows, kv heads, slots + 1, head_dim]; the last slot is spare."""
+    """A layer's keys and values [rows, kv heads, slots + 1, head_dim]; the last slot is a dummy."""
 
     is_sliding = False
 
@@ -55,15 +55,15 @@ class _RowLayer(CacheLayerMixin):
 
 
 class RowCache(Cache):
-    """Cache rows of fixed length, written at explicit positions.
+    """Rows of fixed length, written at explicit positions.
 
-    Before each forward pass `at` says which row and position every token belongs to. Position −1
-    writes to a spare slot that no mask ever shows: padding and rejected tokens leave no trace.
+    Before each forward pass `at` sets the row and position of every token. Position −1 writes to a
+    dummy slot that no mask shows, so padding and rejected tokens leave no trace.
 
     Args:
         num_layers: layers of the model.
-        num_rows: sequences held at once.
-        max_length: positions a row holds.
+        num_rows: number of sequences.
+        max_length: positions in a row.
     """
 
     def __init__(self, num_layers: int, num_rows: int, max_length: int) -> None:
@@ -73,7 +73,7 @@ class RowCache(Cache):
         super().__init__(layers=[_RowLayer(self) for _ in range(num_layers)])
 
     def at(self, start: int, positions: Tensor, visible: int) -> RowCache:
-        """Aims the next forward pass at rows start … start + B − 1.
+        """Set rows start … start + B − 1 for the next forward pass.
 
         Args:
             start: first cache row.
@@ -81,7 +81,7 @@ class RowCache(Cache):
             visible: one more than the highest position any query of this pass may see.
 
         Raises:
-            ValueError: when the pass does not fit into the cache.
+            ValueError: the pass does not fit into the cache.
         """
         if visible > self.max_length or start + len(positions) > self.num_rows:
             raise ValueError(
@@ -92,13 +92,13 @@ class RowCache(Cache):
         self.start, self.slots, self.visible = start, positions, visible
         return self
 
-    def step(self, positions: Tensor) -> AbstractContextManager[None]:
-        """States the tokens' positions to the model's masks inside the block."""
-        return step_positions(positions)
+    def attention_context(self, positions: Tensor) -> AbstractContextManager[None]:
+        """Mask by the tokens' positions inside the block."""
+        return use_positions(positions)
 
     @torch.inference_mode()
     def move(self, source: int, destination: int) -> None:
-        """Copies a row onto another, so that rows in use stay a range without gaps."""
+        """Copy a row onto another, so that the rows in use stay contiguous."""
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keys[destination] = layer.keys[source]

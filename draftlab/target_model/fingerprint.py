@@ -1,4 +1,4 @@
-"""Knowing a checkpoint again by its content."""
+"""Identify a checkpoint by its content."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from draftlab.target_model.parts import shard_files
 
 
 def fingerprint(folder: Path) -> str:
-    """Hex SHA-256 of a checkpoint: its architecture and a sample of every tensor.
+    """Return the hex SHA-256 of a checkpoint's config and of a sample of every tensor.
 
     The sample is each tensor's name, dtype, shape and first 4 KiB, so a fine-tuned copy differs and
-    a 400 GB target costs seconds. Sharding and file names do not enter.
+    a 400 GB target takes seconds. Sharding and file names have no effect.
     """
     config = read_json(folder / "config.json", kind="target's config.json")
     volatile = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
@@ -28,7 +28,7 @@ def fingerprint(folder: Path) -> str:
         with open(file, "rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             try:
-                # A file that is no safetensors (a git-lfs pointer, say) states an absurd size.
+                # A file of another format (a git-lfs pointer, say) gives an absurd size.
                 if size > file.stat().st_size:
                     raise ValueError
                 header: dict[str, Any] = json.loads(opened.read(size))

@@ -1,22 +1,20 @@
-"""A target's decode pass on six kernels a layer, for architectures whose layers we know.
+"""A fast decode path on CUDA: six kernels a layer, for architectures whose layers are known.
 
-transformers runs a decoder layer as some twenty kernels; at one token a row, launching and draining
-them costs as much as reading the weights. For the layers of `_LAYERS` the same computation is
-written here with the kernels of `kernels/`: qkv, rotation and cache write, attention, output
-product plus residual, gated product, down product plus residual, the last two of which begin the
-norm of what follows. Prompts take the same way: their products are cuBLAS's, and few calls from
-the host a layer keep a GPU busy that transformers' modules let wait. Other targets keep going
-through transformers (`fused_decoder` gives None).
+transformers runs a decoder layer as about twenty kernels; at one token a row, launching and
+draining them takes as long as reading the weights. For the layers in `_LAYERS` the same computation
+is written here with the kernels of `kernels/`: qkv, rotation and cache write, attention, output
+product plus residual, gated product, down product plus residual; the last two also begin the next
+norm. Prompts use the same path: their products are cuBLAS's, and few calls a layer keep the GPU
+busy. Other targets run through transformers (`fused_decoder` returns None).
 
-`check_agreement` compares both on random tokens, so a release of transformers that changes one
-of these layers is found out when a target is loaded and not in its acceptance.
+`check_decode_path` compares both when a target is loaded, so a change in a release of transformers
+shows as an error and not as lower acceptance.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -25,18 +23,17 @@ from torch import Tensor, nn
 from draftlab.kernels.linear import gated_linear, linear, linear_then_norm
 from draftlab.kernels.paged_attention import attend_paged
 from draftlab.kernels.rope_write import rope_angles, rope_write
-from draftlab.target_model.model import States, Target
+from draftlab.target_model.model import HiddenStates, Target
 from draftlab.target_model.paged_cache import PagedCache
-from draftlab.target_model.path_check import check_agreement
+from draftlab.target_model.path_check import check_decode_path
 
 _LAYERS = {"Llama", "Mistral", "Qwen2", "Qwen3"}
-_fused: WeakKeyDictionary[Target, FusedDecoder | None] = WeakKeyDictionary()  # checked once
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # frequencies do not depend on the input
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A decoder layer's parameters, all of them the loaded modules' own storage."""
+    """A decoder layer's parameters, which share the loaded modules' storage."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -54,19 +51,18 @@ class _Layer:
 
 
 class FusedDecoder:
-    """The decoder of a listed target; `fused_decoder` says whether there is one.
+    """The decoder of a supported target (see `fused_decoder`).
 
     Queries, keys and values become one product: their weights move into one tensor, of which the
-    modules keep views, so memory does not grow and the state dict stays what it was.
+    modules keep views, so neither memory nor the state dict changes.
 
     Args:
-        target: a loaded target that `knows` knows; on a CPU the kernels' references run.
+        target: a target with `has_known_layers`; on a CPU the kernels' references run.
     """
 
     @torch.no_grad()
     def __init__(self, target: Target) -> None:
-        self.target = target
-        self.config, self.parts = target.config, target.parts
+        self.parts = target.parts
         rope = target.decoder.rotary_emb
         self.inv_freq, self.scaling = rope.inv_freq.float(), float(rope.attention_scaling)
         self.eps = float(target.norm.variance_epsilon)
@@ -84,23 +80,23 @@ class FusedDecoder:
         *,
         positions: Tensor,
         cache: PagedCache,
-    ) -> States:
-        """`Target.states` with a `PagedCache` aimed at these tokens, without the host waiting.
+    ) -> HiddenStates:
+        """Run the decoder as `Target.states` does, without synchronising with the host.
 
         Args:
             token_ids: int64 [B, M].
-            boundaries: whose states become the features, ascending.
-            positions: int64 [B, M], −1 for padding (its states mean nothing).
-            cache: where earlier keys are and new ones go.
+            boundaries: layers whose input states become the features, ascending.
+            positions: int64 [B, M], −1 for padding (its states are undefined).
+            cache: KV cache, prepared for these tokens by `cache.at`.
         """
         shape = token_ids.shape
         x = F.embedding(token_ids.flatten(), self.parts.embeddings)
         angles = rope_angles(positions.flatten(), self.inv_freq, self.scaling, x.dtype)
-        slots = cache.slots.flatten()
-        taken, normed = [], None
+        slots = cache.slot_mapping.flatten()
+        features, normed = [], None
         for number, (layer, pool) in enumerate(zip(self.layers, cache.layers, strict=True)):
             if number in boundaries:
-                taken.append(x)
+                features.append(x)
             if not pool.is_initialized:
                 empty = x.new_empty(1, self.num_kv_heads, 0, self.head_dim)
                 pool.lazy_initialization(empty, empty)
@@ -133,40 +129,40 @@ class FusedDecoder:
             x, normed = linear_then_norm(
                 inner, layer.down, self.norms[number + 1], self.eps, residual=x
             )
-        if self.target.num_layers in boundaries:
-            taken.append(x)
+        if len(self.layers) in boundaries:
+            features.append(x)
         last = x.view(*shape, -1)
-        features = torch.cat(taken, -1).view(*shape, -1) if taken else last[..., :0]
-        return States(features, last)
+        if not features:
+            return HiddenStates(last[..., :0], last)
+        return HiddenStates(torch.cat(features, -1).view(*shape, -1), last)
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:
-        """Logits [..., V] of last states [..., Ht], in their dtype: `Target.logits` widens them."""
-        norm = self.target.norm.weight
-        flat = last.flatten(0, -2)
-        found = linear(flat, self.parts.lm_head, norm_weight=norm, eps=self.eps)
-        return found.view(*last.shape[:-1], -1)
+        """Return logits [..., V] of last states [..., Ht], in their dtype (`Target`'s: float32)."""
+        norm, rows = self.norms[-1], last.flatten(0, -2)
+        logits = linear(rows, self.parts.lm_head, norm_weight=norm, eps=self.eps)
+        return logits.view(*last.shape[:-1], -1)
 
 
 def fused_decoder(target: Target) -> FusedDecoder | None:
-    """The fused path of a target, checked; None where the target keeps to transformers.
+    """Return the checked fused path of a target; None if the target runs through transformers.
 
-    None: not on CUDA, not 16-bit, an architecture not listed, a layer with parameters or hooks that
-    the listed ones do not have, or rotary frequencies that change with the input.
+    That is the case off CUDA, in 32 bit, for an architecture that is not listed, and for layers
+    with other modules, parameters or hooks or with input-dependent rotary frequencies.
     """
     if target.device.type != "cuda" or target.dtype not in (torch.bfloat16, torch.float16):
         return None
-    if target not in _fused:
-        _fused[target] = None
-        if knows(target):
+    if "fused" not in target.decode_paths:
+        target.decode_paths["fused"] = None
+        if has_known_layers(target):
             decoder = FusedDecoder(target)
-            check_agreement(target, decoder, "the fused decode path")
-            _fused[target] = decoder
-    return _fused[target]
+            check_decode_path(target, decoder, "the fused decode path")
+            target.decode_paths["fused"] = decoder
+    return target.decode_paths["fused"]
 
 
-def knows(target: Target) -> bool:
-    """Whether the target's layers are, module by module, those of a listed architecture."""
+def has_known_layers(target: Target) -> bool:
+    """Return whether the layers are, module by module, those of a listed architecture."""
     kind = type(target.decoder).__name__.removesuffix("Model")
     home = f"transformers.models.{kind.lower()}.modeling_{kind.lower()}"
     if kind not in _LAYERS or target.parts.scale != 1 or target.parts.softcap is not None:
@@ -201,19 +197,19 @@ def knows(target: Target) -> bool:
             return False
         if len({modules[f"self_attn.{n}_proj"].bias is None for n in "qkv"}) > 1:
             return False
-    every = [target.decoder.rotary_emb, target.norm, *target.layers.modules()]
-    return _plain(every) and _uniform(target)
+    modules = [target.decoder.rotary_emb, target.norm, *target.layers.modules()]
+    return _are_unmodified(modules) and _is_uniform(target)
 
 
-def _plain(modules: list[nn.Module]) -> bool:
-    """No hooks, and nobody has replaced a forward."""
+def _are_unmodified(modules: list[nn.Module]) -> bool:
+    """Return whether no module has hooks or a replaced forward."""
     return not any(
         m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules
     )
 
 
-def _uniform(target: Target) -> bool:
-    """One device, one dtype and one eps throughout, and plain tensors: quantised ones are not."""
+def _is_uniform(target: Target) -> bool:
+    """Return whether weights are plain tensors (not quantised) of one device, dtype and eps."""
     parameters = [*target.layers.parameters(), target.norm.weight, target.parts.lm_head]
     norms = [m for m in target.layers.modules() if hasattr(m, "variance_epsilon")]
     return (
@@ -225,16 +221,16 @@ def _uniform(target: Target) -> bool:
 
 
 def _read_layer(layer: Any, config: Any) -> _Layer:
-    """Reads a layer's parameters; moves its q, k and v weights into one tensor."""
+    """Read a layer's parameters; move its q, k and v weights into one tensor."""
     attention, mlp = layer.self_attn, layer.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-    qkv = _share([p.weight for p in projections])
+    qkv = _stack_in_place([p.weight for p in projections])
     bias = projections[0].bias is not None
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return _Layer(
         input_norm=layer.input_layernorm.weight,
         qkv=qkv,
-        qkv_bias=_share([p.bias for p in projections]) if bias else None,
+        qkv_bias=_stack_in_place([p.bias for p in projections]) if bias else None,
         q_norm=None if q_norm is None else q_norm.weight,
         k_norm=None if k_norm is None else k_norm.weight,
         out=attention.o_proj.weight,
@@ -249,14 +245,14 @@ def _read_layer(layer: Any, config: Any) -> _Layer:
 
 
 def window_of(attention: Any, config: Any) -> int | None:
-    """A layer's sliding window: Mistral's holds for every layer, Qwen's for those that say so."""
+    """Return a layer's sliding window: Mistral sets it in the config, Qwen in the layer."""
     if type(attention).__name__ == "MistralAttention":
         return config.sliding_window
     return getattr(attention, "sliding_window", None)
 
 
-def _share(parameters: list[nn.Parameter]) -> Tensor:
-    """One tensor of these, stacked; each becomes a view of its part. Done once a model."""
+def _stack_in_place(parameters: list[nn.Parameter]) -> Tensor:
+    """Stack parameters into one tensor, of which each becomes a view; done once a model."""
     first = parameters[0].detach()
     size = [sum(len(p) for p in parameters), *first.shape[1:]]
     storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
@@ -264,10 +260,10 @@ def _share(parameters: list[nn.Parameter]) -> Tensor:
         if p.untyped_storage().data_ptr() != storage or p.data_ptr() != end:
             break
         end += p.numel() * p.element_size()
-    else:
+    else:  # they are adjacent already
         return first.as_strided(size, first.stride())
     stacked = torch.cat([p.detach() for p in parameters])
-    parts = stacked.split([len(p) for p in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        parameter.data = part
+    views = stacked.split([len(p) for p in parameters])
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.data = view
     return stacked

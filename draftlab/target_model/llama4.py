@@ -1,8 +1,8 @@
-"""Llama 4: the temperature of layers without RoPE, from the true position of every token.
+"""Llama 4's attention temperature, computed from the true position of every token.
 
-Those layers scale their queries by 1 + a · log(1 + ⌊(p + 1) / f⌋), f = 8,192. transformers counts p
-from the length of the cache, one number for all rows, so from position 8,191 on a row's logits
-would depend on the rows beside it. Here p is the position that the model is given.
+Layers without RoPE scale their queries by 1 + a · log(1 + ⌊(p + 1) / f⌋), f = 8,192. transformers
+derives p from the cache length, one number for all rows, so from position 8,191 on a row's logits
+would depend on the other rows of the batch. Here p is the token's position id.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.models.llama4.modeling_llama4 import (
 
 
 class PositionedAttention(Llama4TextAttention):
-    """Attention without RoPE; where others take rotary embeddings, it takes positions."""
+    """Attention without RoPE; it takes positions in place of rotary embeddings."""
 
     def forward(
         self,
@@ -30,14 +30,14 @@ class PositionedAttention(Llama4TextAttention):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As in transformers, but for the scale.
+        """Compute attention as transformers does, except for the scale.
 
         Args:
             hidden_states: [B, M, H].
             position_embeddings: int64 [B, M] or [1, M], the tokens' positions; −1 (padding) scales
                 by 1.
-            attention_mask: whatever the attention function takes.
-            past_key_values: the cache.
+            attention_mask: the attention function's mask.
+            past_key_values: KV cache.
             kwargs: passed on to the attention function.
         """
         shape = hidden_states.shape[:-1]
@@ -61,17 +61,17 @@ class PositionedAttention(Llama4TextAttention):
 
 
 class PositionedLayer(Llama4TextDecoderLayer):
-    """A layer without RoPE: it has no use for rotary embeddings and hands on positions instead."""
+    """A layer without RoPE; it passes positions in place of rotary embeddings."""
 
     def forward(self, hidden_states: Tensor, *, position_ids: Tensor, **kwargs: Any) -> Tensor:
         kwargs["position_embeddings"] = position_ids
         return super().forward(hidden_states, position_ids=position_ids, **kwargs)
 
 
-def position_layers(layers: nn.ModuleList) -> None:
-    """Replaces the layers whose attention has a temperature, in place; weights stay where they are.
+def use_true_positions(layers: nn.ModuleList) -> None:
+    """Change the class of layers whose attention has a temperature, in place.
 
-    A subclass takes over the instance, so that hooks, device maps and `state_dict` are untouched.
+    Weights, hooks, device maps and `state_dict` do not change.
     """
     for layer in layers:
         attention = layer.self_attn

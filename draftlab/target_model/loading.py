@@ -1,4 +1,7 @@
-"""Reading a target's weights: only its text tower, complete, on one GPU or spread over several."""
+"""Load a target and its tokenizer from a folder or the Hub.
+
+Only the text model of a checkpoint is loaded, on one GPU or pipeline parallel over several.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +9,74 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from draftlab.errors import UserError
 from draftlab.target_model.attention import ATTENTION
+from draftlab.target_model.compiled import compile_target
+from draftlab.target_model.locate import resolve_device, resolve_target
+from draftlab.target_model.model import Target
 from draftlab.target_model.parts import shard_files
-from draftlab.target_model.pipeline_parallel import layer_places, place_layers
+from draftlab.target_model.pipeline_parallel import dispatch_layers, plan_placement
+from draftlab.target_model.replacements import replace_layers
+from draftlab.target_model.settings import TargetSettings
 
-if TYPE_CHECKING:
-    from draftlab.target_model.model import TargetSettings
+
+def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
+    """Load the target's tokenizer; its chat template has the values of `template_arguments`."""
+    folder = resolve_target(settings)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=settings.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"the target's tokenizer does not load: {error}", where=folder) from None
+    template = tokenizer.chat_template
+    if isinstance(template, str):
+        tokenizer.chat_template = settings.template(template)
+    elif template:  # several templates, by name
+        tokenizer.chat_template = {
+            name: settings.template(source) for name, source in template.items()
+        }
+    return tokenizer
+
+
+def load_target(settings: TargetSettings) -> Target:
+    """Load a target for inference and check how its norm and lm_head are read.
+
+    Raises:
+        UserError: the checkpoint is missing, corrupt or unsupported.
+    """
+    folder, device = resolve_target(settings), resolve_device(settings.device)
+    model, notes = load_model(folder, settings, device)
+    replace_layers(model)
+    target = Target(model.eval().requires_grad_(False), folder, settings.path, notes)
+    target.check_parts()
+    if settings.compile:
+        compile_target(target)
+    return target
 
 
 def load_model(
     folder: Path, settings: TargetSettings, device: torch.device
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The causal language model of a checkpoint, on its device or devices.
-
-    Of a multimodal checkpoint that is its text tower; the others are not read.
+    """Load the causal language model of a checkpoint; of a multimodal one the text model.
 
     Returns:
-        The model, and lines on what was left out and what lies where.
+        The model, and lines on tensors that were left out, quantisation and placement.
 
     Raises:
-        UserError: weights that are missing, corrupt or of another shape.
+        UserError: weights are missing, corrupt or of another shape.
     """
     dtype: Any = settings.dtype
     if dtype == "auto":
@@ -41,13 +85,13 @@ def load_model(
     options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(folder, **options)
-        places = layer_places(config, settings.gpus, device, **options)
-        if places is not None:
-            options["device_map"] = places.by_module
+        placement = plan_placement(config, settings.gpus, device, **options)
+        if placement is not None:
+            options["device_map"] = placement.by_module
         elif getattr(config, "quantization_config", None) is not None:
             options["device_map"] = {"": device}  # some quantised weights cannot be moved later
         with _quiet():
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
                 attn_implementation=ATTENTION,
@@ -60,24 +104,24 @@ def load_model(
         raise UserError(
             f"the target does not load: {type(error).__name__}: {error}", where=folder
         ) from None
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(info["missing_keys"]):
         raise UserError(
             f"the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, such as "
             + ", ".join(missing[:3]),
             where=folder,
             do="fetch it again; without them the target would run on random weights",
         )
-    lines = [*_left_out(model, found["unexpected_keys"]), *_quantised(model)]
+    notes = [*_unused_tensors(model, info["unexpected_keys"]), *_quantisation(model)]
     if "device_map" not in options:
-        return model.to(device), lines
-    if places is None:
-        return model, lines
-    return place_layers(model, places), [*lines, places.line()]
+        return model.to(device), notes
+    if placement is None:
+        return model, notes
+    return dispatch_layers(model, placement), [*notes, placement.describe()]
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bar, and without its table of tensors, which we read."""
+    """Silence transformers' progress bar and its table of tensors, which `load_model` reads."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -87,26 +131,23 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _quantised(model: PreTrainedModel) -> Iterator[str]:
-    """That the weights are quantised, and how."""
+def _quantisation(model: PreTrainedModel) -> Iterator[str]:
+    """Yield a line that says how the weights are quantised, if they are."""
     if getattr(model, "is_quantized", False):
         method = str(getattr(model, "quantization_method", None) or "").rpartition(".")[2].lower()
+        dtype = str(model.dtype).removeprefix("torch.")
         yield (
             f"target: its weights are quantised ({method.replace('_', '-')}): answers, states and "
-            f"tokens are those of the quantised model, computed in {_name(model.dtype)}"
+            f"tokens are those of the quantised model, computed in {dtype}"
         )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _left_out(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
-    """What the checkpoint holds beside the model: the towers of a multimodal one, by name."""
+def _unused_tensors(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
+    """Yield a line that counts the checkpoint's other tensors, such as a vision tower's."""
     groups = Counter(name.split(".")[0] for name in unexpected)
     if groups:
-        parts = ", ".join(f"{name} ({count:,})" for name, count in sorted(groups.items()))
+        counts = ", ".join(f"{name} ({count:,})" for name, count in sorted(groups.items()))
         yield (
-            f"target: {type(model).__name__} alone drafts and verifies, from text; tensors of the "
-            f"checkpoint that are not its own: {parts}"
+            f"target: draftlab uses {type(model).__name__}, the text model, only; these tensors of "
+            f"the checkpoint are not used: {counts}"
         )

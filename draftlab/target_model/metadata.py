@@ -1,4 +1,4 @@
-"""A target as its files tell it, for states and answers that another program computes."""
+"""A target's metadata, read from its files while another program runs the model."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from transformers import AutoConfig
 
 from draftlab.errors import UserError
 from draftlab.target_model.fingerprint import fingerprint
-from draftlab.target_model.model import resolve_device, resolve_target
+from draftlab.target_model.locate import resolve_device, resolve_target
 from draftlab.target_model.parts import TargetParts, load_parts
 from draftlab.target_model.settings import TargetSettings
 
 
 class TargetMetadata:
-    """What there is to know of a `Target` without its layers, under the same names.
+    """The attributes of a `Target`, under the same names, without its layers.
 
-    Embeddings, final norm and lm_head are read when they are first asked for.
+    Embeddings, final norm and lm_head are read on first use.
 
     Args:
         settings: of the target; as `load_target` reads them.
 
     Attributes:
-        device: of norm and lm_head.
+        device: device of norm and lm_head.
 
     Raises:
-        UserError: a checkpoint that is missing or whose config does not load.
+        UserError: the checkpoint is missing or its config does not load.
     """
 
     def __init__(self, settings: TargetSettings) -> None:
@@ -39,54 +39,55 @@ class TargetMetadata:
         self.name, self.settings = settings.path, settings
         self.device = resolve_device(settings.device)
         try:
-            whole = AutoConfig.from_pretrained(
+            config = AutoConfig.from_pretrained(
                 self.folder, trust_remote_code=settings.trust_remote_code
             )
         except (OSError, ValueError) as error:
             raise UserError(
                 f"the target's config does not load: {error}", where=self.folder
             ) from None
-        self.config: Any = whole.get_text_config()
-        self._stated = getattr(whole, "dtype", None) or getattr(self.config, "dtype", None)
+        self.config: Any = config.get_text_config()
+        self._config_dtype = getattr(config, "dtype", None) or getattr(self.config, "dtype", None)
         self.num_layers = int(self.config.num_hidden_layers)
         self.hidden_size = int(self.config.hidden_size)
 
     @cached_property
     def fingerprint(self) -> str:
-        """See `target.fingerprint.fingerprint`."""
+        """The checkpoint's fingerprint."""
         return fingerprint(self.folder)
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Compute dtype; "auto" is what `load_target` makes of it."""
+        """Compute dtype; "auto" is resolved as `load_target` does."""
         if self.settings.dtype != "auto":
             return getattr(torch, self.settings.dtype)
         if self.device.type == "cpu":
             return torch.float32
-        return self._stated or self._read.embeddings.dtype
+        return self._config_dtype or self._checkpoint_parts.embeddings.dtype
 
     @cached_property
-    def _read(self) -> TargetParts:
+    def _checkpoint_parts(self) -> TargetParts:
+        """The parts in the checkpoint's dtype, on the CPU."""
         return load_parts(self.folder, trust_remote_code=self.settings.trust_remote_code)
 
     @cached_property
     def parts(self) -> TargetParts:
-        """Norm and lm_head on `device`, in `dtype`; embeddings, which nothing here needs, stay."""
-        norm = copy.deepcopy(self._read.norm).to(self.device, self.dtype)
-        lm_head = self._read.lm_head.to(self.device, self.dtype)
-        return replace(self._read, norm=norm, lm_head=lm_head)
+        """Norm and lm_head on `device`, in `dtype`; embeddings, which are not used, stay."""
+        parts = self._checkpoint_parts
+        norm = copy.deepcopy(parts.norm).to(self.device, self.dtype)
+        return replace(parts, norm=norm, lm_head=parts.lm_head.to(self.device, self.dtype))
 
     @property
     def vocab_size(self) -> int:
         """Rows of lm_head."""
-        return self._read.lm_head.shape[0]
+        return self._checkpoint_parts.lm_head.shape[0]
 
     @property
     def max_length(self) -> int:
-        """Positions the target was built for."""
+        """Largest number of positions that the config allows."""
         return int(self.config.max_position_embeddings)
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:
-        """float32 logits [..., V] of last states [..., Ht] before the final norm."""
+        """Return float32 logits [..., V] of last states [..., Ht] before the final norm."""
         return self.parts.logits(last)

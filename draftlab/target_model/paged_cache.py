@@ -1,9 +1,8 @@
-"""A paged key-value cache: blocks of positions from one pool, found through a table of blocks.
+"""A paged KV cache: blocks of positions from one pool, found through a block table.
 
-The key of position p of row b lies in block `block_table[b, p // S]` at offset p % S. Where each
-row's blocks are is the engine's business (`engine/block_pool.py`); a forward pass is aimed by `at`.
-Block 0 is nobody's. A slot of −1 writes nothing, so padding and positions past the end leave no
-trace.
+The key of position p of row b is in block `block_table[b, p // S]` at offset p % S. The engine
+allocates blocks (`engine/block_pool.py`); `at` sets the tables for a forward pass. No row owns
+block 0. Slot −1 writes nothing, so padding and positions past the end leave no trace.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftlab.kernels.paged_attention import write_paged
 from draftlab.kernels.paged_plan import Read, Writes, plan_reads, plan_writes, write_rows
-from draftlab.target_model.attention import paged_step, step_positions
+from draftlab.target_model.attention import use_paged_cache, use_positions
 
 
 class _PagedLayer(CacheLayerMixin):
-    """One layer's pools [blocks, block size, kv heads, head_dim]."""
+    """A layer's pools of keys and values [blocks, block size, kv heads, head_dim]."""
 
     is_sliding = False
 
@@ -49,24 +48,22 @@ class _PagedLayer(CacheLayerMixin):
         if key.device.type == "cpu":  # planned once for all layers; a GPU needs no plan
             write_rows(key.flatten(0, 1), value.flatten(0, 1), *pools, self.owner.writes)
         else:
-            # A layer of a spread target may be on another GPU than the engine's books.
-            write_paged(key, value, *pools, self.owner.slots.to(key.device))
+            # A pipeline-parallel layer may be on another GPU than the engine's tables.
+            write_paged(key, value, *pools, self.owner.slot_mapping.to(key.device))
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return 1, 0  # masks are rules here, not tensors (target_model/attention.py)
 
     def get_seq_length(self) -> int:
-        return (
-            0  # rows differ; a layer that asks needs a replacement (target_model/replacements.py)
-        )
+        return 0  # rows differ; a layer that reads it needs a replacement (replacements.py)
 
     def get_max_length(self) -> int:
         return self.owner.block_table.shape[1] * self.owner.block_size
 
 
 class PagedCache(Cache):
-    """Pools of blocks for every layer, written and read through tables.
+    """Pools of blocks for every layer, read and written through a block table.
 
     Args:
         num_layers: layers of the model.
@@ -76,20 +73,21 @@ class PagedCache(Cache):
     Attributes:
         block_table: int32 [B, N] of the next forward pass.
         positions: int64 [B, M] of its tokens, −1 for padding.
-        slots: int64 [B, M], where their keys go; −1 nowhere.
+        slot_mapping: int64 [B, M], the slots that their keys are written to; −1: none.
     """
 
     def __init__(self, num_layers: int, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.block_table = torch.empty(0, 0, dtype=torch.int32)
-        self.positions = self.slots = torch.empty(0, 0, dtype=torch.int64)
+        self.positions = self.slot_mapping = torch.empty(0, 0, dtype=torch.int64)
         self._reads: dict[tuple[Any, ...], list[Read]] = {}
         self._writes: Writes | None = None
         super().__init__(layers=[_PagedLayer(self) for _ in range(num_layers)])
 
-    def at(self, block_table: Tensor, positions: Tensor, slots: Tensor) -> PagedCache:
-        """Aims the next forward pass."""
-        self.block_table, self.positions, self.slots = block_table, positions, slots
+    def at(self, block_table: Tensor, positions: Tensor, slot_mapping: Tensor) -> PagedCache:
+        """Set the tables of the next forward pass."""
+        self.block_table, self.positions = block_table, positions
+        self.slot_mapping = slot_mapping
         self._reads.clear()
         self._writes = None
         return self
@@ -97,7 +95,7 @@ class PagedCache(Cache):
     def reads(
         self, group: int, dtype: torch.dtype, window: int | None, chunk: int | None = None
     ) -> list[Read]:
-        """`plan_reads` of this pass, made once for all layers of one rule; for CPUs."""
+        """Return the read plan of this pass, shared by layers with the same mask rule; for CPUs."""
         rule = group, dtype, window, chunk
         if rule not in self._reads:
             self._reads[rule] = plan_reads(
@@ -113,15 +111,15 @@ class PagedCache(Cache):
 
     @property
     def writes(self) -> Writes:
-        """`plan_writes` of this pass, made once for all layers; for CPUs."""
+        """The write plan of this pass, shared by all layers; for CPUs."""
         if self._writes is None:
-            self._writes = plan_writes(self.slots)
+            self._writes = plan_writes(self.slot_mapping)
         return self._writes
 
     @contextmanager
-    def step(self, positions: Tensor) -> Iterator[None]:
-        """Makes the model's attention read this cache inside the block; `positions` are clamped."""
-        with step_positions(positions), paged_step(self):
+    def attention_context(self, positions: Tensor) -> Iterator[None]:
+        """Make the model's attention read this cache inside the block."""
+        with use_positions(positions), use_paged_cache(self):
             yield
 
     @property

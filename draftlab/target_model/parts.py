@@ -1,4 +1,4 @@
-"""The parts of a target that training needs, read from its shards: embeddings, norm, lm_head."""
+"""A target's embeddings, final norm and lm_head, from a loaded model or from its shards."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NORMS = ("norm", "final_layernorm", "ln_f")
 
 @dataclass(frozen=True)
 class TargetParts:
-    """From token to embedding, and from the last state to logits.
+    """The modules before the first layer and after the last one.
 
     Attributes:
         embeddings: [V, Ht].
-        norm: the target's own final norm module, so that no variant of it is re-invented here.
+        norm: the target's own final norm module.
         lm_head: [V, Ht].
-        scale: factor on the logits.
-        softcap: logits become softcap · tanh(logits / softcap) when given.
+        scale: factor of the logits.
+        softcap: if given, logits become softcap · tanh(logits / softcap).
     """
 
     embeddings: Tensor
@@ -38,26 +38,25 @@ class TargetParts:
     softcap: float | None
 
     def logits(self, last: Tensor, rows: Tensor | None = None) -> Tensor:
-        """float32 logits [..., V or len(rows)] of last states [..., Ht] before the final norm."""
+        """Return float32 logits [..., V or len(rows)] of last states [..., Ht]."""
         weight = self.lm_head if rows is None else self.lm_head[rows]
         logits = F.linear(self.norm(last.to(weight.dtype)), weight).float() * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     @property
-    def lent(self) -> dict[str, Tensor]:
-        """What a head may use of its target, by its name in the head; nothing is copied."""
-        weight = next(self.norm.parameters()).detach()
+    def shared_tensors(self) -> dict[str, Tensor]:
+        """The tensors that a head may share with its target, by their names in the head."""
         return {
             "embed_tokens.weight": self.embeddings,
             "lm_head.weight": self.lm_head,
-            "target_norm.weight": weight,
+            "target_norm.weight": next(self.norm.parameters()).detach(),
         }
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetParts:
-        """Copies on another device, in another dtype."""
+        """Return copies on another device, in another dtype."""
         return TargetParts(
             self.embeddings.to(device, dtype),
-            # A module moves in place, and this one may be the final norm of a model in use.
+            # `Module.to` works in place, and this module may belong to a model in use.
             copy.deepcopy(self.norm).to(device, dtype),
             self.lm_head.to(device, dtype),
             self.scale,
@@ -66,14 +65,14 @@ class TargetParts:
 
 
 def text_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.Module]:
-    """The text tower of a causal LM: decoder, its layers, its final norm.
+    """Return the text decoder of a causal LM, its layers and its final norm.
 
     Raises:
-        UserError: when the model is not built from `layers` and a final norm.
+        UserError: the model has no `layers` or no final norm.
     """
     decoder = model.get_decoder()
     while not hasattr(decoder, "layers") and hasattr(decoder, "model"):
-        decoder = decoder.model  # Llama 4's names for its towers are not those that it looks for
+        decoder = decoder.model  # get_decoder does not know Llama 4's module names
     layers = getattr(decoder, "layers", None)
     norm = next((getattr(decoder, n) for n in _NORMS if hasattr(decoder, n)), None)
     if not isinstance(layers, nn.ModuleList) or norm is None:
@@ -85,11 +84,13 @@ def text_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.M
     return decoder, layers, norm
 
 
-def parts_of(model: PreTrainedModel) -> TargetParts:
-    """The parts of a loaded model (shared tensors, nothing copied)."""
+def model_parts(model: PreTrainedModel) -> TargetParts:
+    """Return the parts of a loaded model; tensors are shared, not copied."""
     lm_head = model.get_output_embeddings()
     if getattr(lm_head, "bias", None) is not None:
-        raise UserError("targets whose lm_head has a bias are not supported")
+        raise UserError(
+            "expected an lm_head without bias, found one with a bias"
+        )
     config = model.config.get_text_config()
     return TargetParts(
         model.get_input_embeddings().weight.detach(),
@@ -101,19 +102,17 @@ def parts_of(model: PreTrainedModel) -> TargetParts:
 
 
 def _logit_scale(config: Any) -> float:
-    """Cohere multiplies by logit_scale, Granite divides by logits_scaling."""
+    """Return the factor: Cohere multiplies by logit_scale, Granite divides by logits_scaling."""
     return float(getattr(config, "logit_scale", None) or 1.0) / float(
         getattr(config, "logits_scaling", None) or 1.0
     )
 
 
 def check_llama_style(folder: Path, *, trust_remote_code: bool = False) -> None:
-    """Refuses a target whose final norm and logits a head cannot make itself, as EAGLE's must.
-
-    Nothing of its weights is read.
+    """Check that an EAGLE head can compute the target's final norm and logits; reads no weights.
 
     Raises:
-        UserError: logits that are scaled or capped, or a final norm that is no RMS norm times its
+        UserError: logits are scaled or capped, or the final norm is not an RMS norm times its
             weight.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -126,10 +125,9 @@ def check_llama_style(folder: Path, *, trust_remote_code: bool = False) -> None:
     with torch.no_grad():
         for parameter in norm.parameters():
             parameter.copy_(torch.linspace(0.5, 1.5, len(parameter)))
-        plain = F.rms_norm(
-            x, x.shape[-1:], next(norm.parameters()), getattr(text, "rms_norm_eps", 0.0)
-        )
-        if not torch.allclose(norm(x), plain, atol=1e-4):
+        weight, eps = next(norm.parameters()), getattr(text, "rms_norm_eps", 0.0)
+        expected = F.rms_norm(x, x.shape[-1:], weight, eps)
+        if not torch.allclose(norm(x), expected, atol=1e-4):
             faults.append(f"its final norm ({type(norm).__name__}) is not Llama's")
     if _logit_scale(text) != 1:
         faults.append("its logits are scaled")
@@ -137,7 +135,7 @@ def check_llama_style(folder: Path, *, trust_remote_code: bool = False) -> None:
         faults.append("its logits are capped")
     if faults:
         raise UserError(
-            f"EAGLE heads are for Llama-style targets; of {type(model).__name__} "
+            f"expected a Llama-style target for an EAGLE head, found {type(model).__name__}: "
             + ", ".join(faults),
             where=folder,
             do="train an EAGLE3 head: head.family=eagle3",
@@ -145,10 +143,7 @@ def check_llama_style(folder: Path, *, trust_remote_code: bool = False) -> None:
 
 
 def load_parts(folder: Path, *, trust_remote_code: bool = False) -> TargetParts:
-    """Reads only the parts' tensors from a checkpoint folder; layers are never touched.
-
-    Args:
-        folder: local checkpoint with safetensors files, single or sharded.
+    """Read the parts, and no layer, from a local folder of safetensors files.
 
     Returns:
         The parts in the checkpoint's dtype, on the CPU.
@@ -180,7 +175,7 @@ def load_parts(folder: Path, *, trust_remote_code: bool = False) -> TargetParts:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted."""
+    """Return the safetensors files of a checkpoint, sorted."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(
@@ -192,43 +187,45 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def read_tensor(folder: Path, name: str) -> Tensor:
-    """One tensor by name; a checkpoint may prefix or shorten it (text towers do).
+    """Read a tensor by name; the checkpoint may prefix or shorten the name, as text models do.
 
     Raises:
-        UserError: when it is missing or ambiguous, or its file is missing or broken.
+        UserError: the tensor is missing or ambiguous, or its file is missing or broken.
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        where: dict[str, str] = read_json(index, kind="safetensors index")["weight_map"]
+        files: dict[str, str] = read_json(index, kind="safetensors index")["weight_map"]
     else:
-        where = {}
+        files = {}
         for file in shard_files(folder):
-            with _open(file) as opened:
-                where |= dict.fromkeys(opened.keys(), file.name)
-    found = [key for key in where if key == name]
-    found = found or [k for k in where if k.endswith("." + name) or name.endswith("." + k)]
-    if len(found) != 1:
-        raise UserError(f"expected one tensor named {name}, found {found or 'none'}", where=folder)
-    file = str(where[found[0]])
+            with _open(file) as tensors:
+                files |= dict.fromkeys(tensors.keys(), file.name)
+    matches = [key for key in files if key == name]
+    matches = matches or [k for k in files if k.endswith("." + name) or name.endswith("." + k)]
+    if len(matches) != 1:
+        raise UserError(
+            f"expected one tensor named {name}, found {matches or 'none'}", where=folder
+        )
+    file = str(files[matches[0]])
     if file != Path(file).name:  # whatever an index says, nothing outside the folder is opened
         raise UserError(
             f"expected names of files beside the index, found {file!r}",
             where=index,
-            do="fetch the checkpoint again from where you trust it",
+            do="fetch the checkpoint again from a source that you trust",
         )
-    with _open(folder / file) as opened:
-        return opened.get_tensor(found[0])
+    with _open(folder / file) as tensors:
+        return tensors.get_tensor(matches[0])
 
 
 def _open(file: Path) -> Any:
-    """A safetensors file, opened."""
+    """Open a safetensors file."""
     try:
         return safe_open(file, "pt")
     except FileNotFoundError:
         raise UserError(
             "expected a shard of the checkpoint, found nothing",
             where=file,
-            do="fetch the checkpoint again: a file of it is missing",
+            do="fetch the checkpoint again: one of its files is missing",
         ) from None
     except SafetensorError as error:
         raise UserError(

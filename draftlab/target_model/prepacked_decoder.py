@@ -1,14 +1,13 @@
-"""A target's decode pass on a CPU: products packed for oneDNN, and little between them.
+"""A fast decode path on CPUs: products with weights that are prepacked for oneDNN.
 
-At a few tokens a row, half of the time of transformers' layers is not multiplication but the calls
-around it; and verifying K drafts in float32 pays for K + 1 rows (`kernels/packed_linear.py` says
-why). For the architectures that `target_model/fused_decoder.py` knows the same computation is
-written here with
-packed products, one for queries, keys and values, and with what all layers share made once a step.
-The model stays what it is: weights are copied, which costs their size once more.
+At a few tokens a row, half of the time of transformers' layers is spent in the calls between
+products; and verifying K drafts in float32 costs K + 1 rows (`kernels/packed_linear.py` explains
+why). For the architectures of `target_model/fused_decoder.py` the same computation is written here
+with prepacked products, one for queries, keys and values, and values that all layers share are
+computed once a step. The model does not change: weights are copied, which doubles their memory.
 
 Rounding differs from transformers' in the last bits, as it already does between one row and
-several; `docs/benchmarks.md` says how often a token does.
+several; `docs/benchmarks.md` says how often a token differs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -25,29 +23,27 @@ from torch import Tensor
 from draftlab.kernels.packed_linear import PackedGated, PackedLinear, RowNorm, why_not_packed
 from draftlab.kernels.paged_plan import Writes, attend_reads, write_rows
 from draftlab.kernels.rope_write import rope_angles
-from draftlab.target_model.fused_decoder import knows, window_of
-from draftlab.target_model.model import States, Target
+from draftlab.target_model.fused_decoder import has_known_layers, window_of
+from draftlab.target_model.model import HiddenStates, Target
 from draftlab.target_model.paged_cache import PagedCache
-from draftlab.target_model.path_check import check_agreement
-
-_packed: WeakKeyDictionary[Target, PackedDecoder] = WeakKeyDictionary()  # checked once
+from draftlab.target_model.path_check import check_decode_path
 
 
 def rotation(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Factors [T, 1, head_dim] of `rotate`, from cosines and sines [T, head_dim / 2]."""
+    """Return the factors [T, 1, head_dim] of `rotate` from cosines and sines [T, head_dim / 2]."""
     cos, sin = angles
     return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
 
 def rotate(heads: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
-    """Heads [T, n, head_dim] turned, half-split layout: x · cos + (second, first half) · ±sin."""
+    """Rotate heads [T, n, head_dim], half-split: x · cos + (second, first half) · ±sin."""
     cos, sin = factors
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A decoder layer: packed products, and the parameters that are none."""
+    """A decoder layer's prepacked products and other parameters."""
 
     input_norm: RowNorm
     qkv: PackedLinear
@@ -61,19 +57,19 @@ class _Layer:
 
     @property
     def num_bytes(self) -> int:
+        """Memory of the prepacked copies."""
         return self.qkv.num_bytes + self.out.num_bytes + self.mlp.num_bytes
 
 
-class PackedDecoder:
-    """The decoder of a listed target on a CPU; `packed_decoder` says whether there is one.
+class PrepackedDecoder:
+    """The decoder of a supported target on a CPU (see `prepacked_decoder`).
 
     Args:
-        target: a loaded target that `fused.knows` knows. Changes of its weights are not seen.
+        target: a target with `has_known_layers`. Later changes of its weights have no effect.
     """
 
     @torch.no_grad()
     def __init__(self, target: Target) -> None:
-        # Not the target itself: `_packed` would then keep it alive.
         self.embeddings, rope = target.parts.embeddings, target.decoder.rotary_emb
         self.inv_freq, self.scaling = rope.inv_freq.float(), float(rope.attention_scaling)
         attention = target.layers[0].self_attn
@@ -86,7 +82,7 @@ class PackedDecoder:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Memory of the packed copies."""
+        """Memory of the prepacked copies."""
         return self.lm_head.num_bytes + sum(layer.num_bytes for layer in self.layers)
 
     @torch.inference_mode()
@@ -97,27 +93,27 @@ class PackedDecoder:
         *,
         positions: Tensor,
         cache: PagedCache,
-    ) -> States:
-        """`Target.states` with a `PagedCache` aimed at these tokens.
+    ) -> HiddenStates:
+        """Run the decoder as `Target.states` does.
 
         Args:
             token_ids: int64 [B, M].
-            boundaries: whose states become the features, ascending.
-            positions: int64 [B, M], −1 for padding (its states mean nothing).
-            cache: where earlier keys are and new ones go.
+            boundaries: layers whose input states become the features, ascending.
+            positions: int64 [B, M], −1 for padding (its states are undefined).
+            cache: KV cache, prepared for these tokens by `cache.at`.
         """
         x = F.embedding(token_ids.flatten(), self.embeddings)
         angles = rope_angles(positions.flatten(), self.inv_freq, self.scaling, x.dtype)
         factors = rotation(angles)
         group = self.num_heads // self.num_kv_heads
-        taken = []
+        features = []
         for number, (layer, pool) in enumerate(zip(self.layers, cache.layers, strict=True)):
             if number in boundaries:
-                taken.append(x)
+                features.append(x)
             if not pool.is_initialized:
                 empty = x.new_empty(1, self.num_kv_heads, 0, self.head_dim)
                 pool.lazy_initialization(empty, empty)
-            query = self._write(layer, x, factors, pool.keys, pool.values, cache.writes)
+            query = self._write_cache(layer, x, factors, pool.keys, pool.values, cache.writes)
             attended = attend_reads(
                 query.view(*token_ids.shape, *query.shape[1:]),
                 pool.keys,
@@ -128,18 +124,19 @@ class PackedDecoder:
             x = layer.out.added_to(x, attended.view(x.shape[0], -1))
             x = layer.mlp.added_to(x, layer.mlp_norm(x))
         if len(self.layers) in boundaries:
-            taken.append(x)
+            features.append(x)
         last = x.view(*token_ids.shape, -1)
-        features = torch.cat(taken, -1).view(*token_ids.shape, -1) if taken else last[..., :0]
-        return States(features, last)
+        if not features:
+            return HiddenStates(last[..., :0], last)
+        return HiddenStates(torch.cat(features, -1).view(*token_ids.shape, -1), last)
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:
-        """Logits [..., V] of last states [..., Ht], in their dtype: `Target.logits` widens them."""
-        flat = self.norm(last.flatten(0, -2))
-        return self.lm_head(flat).view(*last.shape[:-1], -1)
+        """Return logits [..., V] of last states [..., Ht], in their dtype (`Target`'s: float32)."""
+        normed = self.norm(last.flatten(0, -2))
+        return self.lm_head(normed).view(*last.shape[:-1], -1)
 
-    def _write(
+    def _write_cache(
         self,
         layer: _Layer,
         x: Tensor,
@@ -148,53 +145,54 @@ class PackedDecoder:
         value_pool: Tensor,
         writes: Writes,
     ) -> Tensor:
-        """Rotated queries [T, heads, head_dim]; keys and values enter the pools."""
+        """Write keys and values to the pools; return rotated queries [T, heads, head_dim]."""
         heads = layer.qkv(layer.input_norm(x)).view(x.shape[0], -1, self.head_dim)
-        turned, value = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
+        rotated, value = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
         if layer.q_norm is not None and layer.k_norm is not None:
-            query, key = turned[:, : self.num_heads], turned[:, self.num_heads :]
-            turned = torch.cat([layer.q_norm(query), layer.k_norm(key)], 1)
-        turned = rotate(turned, factors)
-        write_rows(turned[:, self.num_heads :], value, key_pool, value_pool, writes)
-        return turned[:, : self.num_heads]
+            query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+            rotated = torch.cat([layer.q_norm(query), layer.k_norm(key)], 1)
+        rotated = rotate(rotated, factors)
+        write_rows(rotated[:, self.num_heads :], value, key_pool, value_pool, writes)
+        return rotated[:, : self.num_heads]
 
 
-def packed_decoder(target: Target) -> PackedDecoder | None:
-    """The packed path of a target, checked; None where `why_not` gives a reason."""
-    if why_not(target) is not None:
+def prepacked_decoder(target: Target) -> PrepackedDecoder | None:
+    """Return the checked prepacked path of a target; None if `why_not_prepacked` has a reason."""
+    if why_not_prepacked(target) is not None:
         return None
-    if target not in _packed:
-        decoder = PackedDecoder(target)
-        check_agreement(target, decoder, "the packed decode path")
-        _packed[target] = decoder
-    return _packed[target]
+    if "prepacked" not in target.decode_paths:
+        decoder = PrepackedDecoder(target)
+        check_decode_path(target, decoder, "the prepacked decode path")
+        target.decode_paths["prepacked"] = decoder
+    return target.decode_paths["prepacked"]
 
 
-def products(target: Target, *, packed: bool) -> str:
-    """Which products a target on a CPU decodes with, as a line for people."""
+def describe_products(target: Target, *, cpu_prepacked: bool) -> str:
+    """Return a line that says with which products a target decodes on a CPU."""
     dtype = str(target.dtype).removeprefix("torch.")
-    reason = why_not(target) if packed else "packing is off"
+    reason = why_not_prepacked(target) if cpu_prepacked else "packing is off"
     if reason is not None:
         return f"plain {dtype} products ({reason})"
-    decoder = packed_decoder(target)
+    decoder = prepacked_decoder(target)
     size = f"{decoder.num_bytes / 1e6:,.0f} MB" if decoder else ""
     return f"{dtype} products packed for oneDNN (a copy of {size})"
 
 
-def why_not(target: Target) -> str | None:
-    """What keeps a target from decoding on packed products; None: nothing does."""
+def why_not_prepacked(target: Target) -> str | None:
+    """Return why a target cannot decode on prepacked products; None if it can."""
     reason = why_not_packed(target.device, target.dtype)
-    if reason is None and not knows(target):
+    if reason is None and not has_known_layers(target):
         reason = f"layers of {type(target.decoder).__name__} run as transformers writes them"
     return reason
 
 
 def _norm(module: Any) -> RowNorm:
+    """Return the norm of a transformers RMSNorm module."""
     return RowNorm(module.weight, float(module.variance_epsilon))
 
 
 def _pack_layer(layer: Any, config: Any) -> _Layer:
-    """Reads a layer's parameters and packs its products."""
+    """Read a layer's parameters and prepack its products."""
     attention, mlp = layer.self_attn, layer.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     biases = [p.bias for p in projections if p.bias is not None]

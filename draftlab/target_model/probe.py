@@ -1,8 +1,8 @@
-"""Asks a loaded model whether rows of different lengths, or conversations, may share its passes.
+"""Test by experiment whether a loaded model can decode ragged rows, pages and packed rows.
 
-A question is two passes that must give the same states. All but two (`_pages`, `_alone`) compare
-passes of the same shapes, where only what must not matter differs, so they need no tolerance worth
-the name in any dtype and find a fault of any size.
+An experiment is two passes that must give the same states. Except for `_rows_and_pages` and
+`_alone_and_packed` both passes have the same shapes and differ only in what must have no effect, so
+the tolerance is that of rounding in any dtype and faults of any size are found.
 """
 
 from __future__ import annotations
@@ -18,101 +18,91 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model.cache import RowCache
-from draftlab.target_model.packed_rows import Documents
+from draftlab.target_model.packed_rows import PackedRow
 from draftlab.target_model.paged_cache import PagedCache
 
 if TYPE_CHECKING:
     from draftlab.target_model.model import Target
 
-_FAR = 1_000_000  # a cache length that moves every temperature
+Experiment = Callable[["Target"], tuple[Tensor, Tensor]]
+Reduction = Callable[[Tensor], Tensor]
+_LARGE_LENGTH = 1_000_000  # a cache length that changes every temperature
 
 
-class _LongCache(RowCache):
-    """Claims to hold far more than it does."""
+class _WrongLengthCache(RowCache):
+    """A row cache that reports a far larger length."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return _FAR
+        return _LARGE_LENGTH
 
 
 def check_rows(target: Target) -> None:
-    """Refuses a target whose rows would influence each other, or whose past cannot be taken back.
-
-    Raises:
-        UserError: naming what the model does.
-    """
+    """Raise a `UserError` if rows influence each other or rejected tokens leave a trace."""
     exact = _exact(target)
-    _ask(target, "keeps a state of tokens that were rejected", _rejected, exact)
-    _ask(target, "takes positions from the length of the cache", _length, exact)
-    _ask(target, "treats a row differently when the row beside it is longer", _neighbour, exact)
+    _check(target, "keeps a state of tokens that were rejected", _after_rejection, exact)
+    _check(target, "takes positions from the length of the cache", _with_wrong_length, exact)
+    _check(
+        target,
+        "treats a row differently when the row beside it is longer",
+        _beside_longer_row,
+        exact,
+    )
 
 
 def check_pages(target: Target) -> None:
-    """Refuses a target that does with its cached keys what only keys in rows allow.
+    """Raise a `UserError` if the model cannot read its keys from pages.
 
-    Models that expand compressed keys after the cache (DeepSeek's latent attention) and models that
-    do not attend through transformers' interface (JetMoE) are such.
-
-    Raises:
-        UserError: as `check_rows`.
+    Examples are models that expand compressed keys after the cache (DeepSeek's latent attention)
+    and models that do not attend through transformers' interface (JetMoE).
     """
-    _ask(
-        target,
-        "reads its cache in a way that pages of keys do not serve",
-        _pages,
-        *_close(target),
-    )
+    fault = "reads its cache in a way that pages of keys do not serve"
+    _check(target, fault, _rows_and_pages, *_close(target))
 
 
-def why_padded(target: Target) -> str | None:
-    """What keeps conversations from lying side by side in a row; None: nothing does.
+def padding_reason(target: Target) -> str | None:
+    """Return why conversations cannot be packed into one row; None if they can.
 
-    Recurrent layers, say, or attention that does not go through transformers' interface.
+    Examples are recurrent layers and attention that does not use transformers' interface.
     """
-    questions = (
-        (
-            "mixes conversations that lie side by side in a row",
-            _beside_others,
-            _exact(target),
-            torch.amax,
-        ),
-        ("treats conversations side by side otherwise than alone", _alone, *_close(target)),
-    )
+    experiments = [
+        ("mixes packed conversations", _packed_with_others, _exact(target), torch.amax),
+        ("treats packed conversations unlike single ones", _alone_and_packed, *_close(target)),
+    ]
     if target.device.type == "cuda":  # a small kernel a conversation and layer costs more there
-        slow = "attends to conversations side by side one by one on this device"
-        questions += ((slow, _at_once, *_close(target)),)
-    return next((found for asked in questions if (found := _fault(target, *asked))), None)
+        slow = "attends to packed conversations one by one on this device"
+        experiments.append((slow, _in_one_kernel, *_close(target)))
+    faults = (find_fault(target, *experiment) for experiment in experiments)
+    return next((fault for fault in faults if fault), None)
 
 
 def can_capture(target: Target) -> bool:
-    """Whether a CUDA graph can hold the target's passes; without a GPU there is none.
+    """Return whether a CUDA graph can hold the target's passes; on a CPU it cannot.
 
-    It cannot where the host must look at what the device computes: a loop over the experts that
-    were hit, say (`target_model/experts.py` names those that keep theirs). A warning tells so.
+    It cannot where the host must read values from the device, as in a loop over the selected
+    experts (`target_model/experts.py` names such models). A warning then says why.
     """
     if target.device.type != "cuda":
         return False
-    if target.spread:
+    if target.pipeline_parallel:
         reason = "its layers are on several GPUs"
-    elif (waits := _waits(target)) is not None:
-        reason = f"the host waits for the device in a pass ({waits})"
+    elif (message := synchronisation_error(target)) is not None:
+        reason = f"the host waits for the device in a pass ({message})"
     else:
-        reason = None
-    if reason is not None:
-        warnings.warn(
-            f"{type(target.decoder).__name__} decodes without CUDA graphs, so more slowly: "
-            f"{reason}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return reason is None
+        return True
+    warnings.warn(
+        f"{type(target.decoder).__name__} decodes without CUDA graphs, so more slowly: {reason}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
 
 
 @torch.inference_mode()
-def _waits(target: Target) -> str | None:
-    """What torch says when a pass makes the host wait; None when nothing does."""
+def synchronisation_error(target: Target) -> str | None:
+    """Return torch's message if a pass makes the host wait for the device; None if none does."""
     pages = PagedCache(target.num_layers, 3, 16)
     table = torch.tensor([[1], [2]], dtype=torch.int32, device=target.device)
-    ids, positions = (x.repeat(2, 1) for x in _placed(target, [5, 6, 7], 0))
+    ids, positions = (x.repeat(2, 1) for x in _ids_and_positions(target, [5, 6, 7], 0))
     pages.at(table, positions, slot_mapping(table, positions, 16))
     target.states(ids, positions=positions, cache=pages)  # allocates, compiles, loads libraries
     before = torch.cuda.get_sync_debug_mode()
@@ -127,168 +117,164 @@ def _waits(target: Target) -> str | None:
 
 
 def _exact(target: Target) -> float:
-    """The tolerance of passes of the same shapes."""
+    """Return the tolerance for passes of the same shapes."""
     return 1e-5 if target.dtype == torch.float32 else 1e-3
 
 
-def _close(target: Target) -> tuple[float, Callable[[Tensor], Tensor]]:
-    """The tolerance where another kernel rounds differently, and of which tokens.
+def _close(target: Target) -> tuple[float, Reduction]:
+    """Return the tolerance for passes of other kernels, and the reduction over tokens.
 
-    In half precision routers may then pick other experts for most of the tokens. What is misread
-    shows in all of them.
+    In half precision routers may select other experts for most tokens; a misread cache shows in
+    all of them.
     """
-    return (1e-3, torch.amax) if target.dtype == torch.float32 else (0.3, _first_quartile)
+    return (1e-3, torch.amax) if target.dtype == torch.float32 else (0.3, _lower_quartile)
 
 
-def _ask(
+def _lower_quartile(x: Tensor) -> Tensor:
+    return x.quantile(0.25)
+
+
+def _check(
     target: Target,
-    fault: str,
-    question: Callable[[Target], tuple[Tensor, Tensor]],
+    description: str,
+    experiment: Experiment,
     tolerance: float,
-    of: Callable[[Tensor], Tensor] = torch.amax,
+    reduction: Reduction = torch.amax,
 ) -> None:
-    """Refuses the target when the two answers of `question` differ."""
-    if found := _fault(target, fault, question, tolerance, of):
+    """Raise a `UserError` if the two results of `experiment` differ."""
+    if fault := find_fault(target, description, experiment, tolerance, reduction):
         raise UserError(
-            f"{type(target.decoder).__name__} {found}, so drafts cannot be verified with it",
+            f"{type(target.decoder).__name__} {fault}, so drafts cannot be verified with it",
             where=target.folder,
             do="use another target, or add a replacement to draftlab/target_model/replacements.py",
         )
 
 
 @torch.inference_mode()
-def _fault(
+def find_fault(
     target: Target,
-    fault: str,
-    question: Callable[[Target], tuple[Tensor, Tensor]],
+    description: str,
+    experiment: Experiment,
     tolerance: float,
-    of: Callable[[Tensor], Tensor],
+    reduction: Reduction = torch.amax,
 ) -> str | None:
-    """The fault, and how it shows, when the two answers of `question` [..., Ht] differ.
+    """Return the fault and its size if the results [..., Ht] of `experiment` differ.
 
-    That is, when `of` the tokens' relative differences is more than `tolerance`.
+    They do if `reduction` of the tokens' relative differences exceeds `tolerance`.
     """
     try:
-        one, other = question(target)
-    except torch.OutOfMemoryError:  # which says nothing of the model
+        one, other = experiment(target)
+    except torch.OutOfMemoryError:  # it does not depend on the architecture
         raise
-    except Exception as error:  # what a model was not made for may break it in any way
-        return f"{fault}: {type(error).__name__}: {_first_line(error)}"
-    sizes = one.float().norm(dim=-1).clamp(min=1e-6)
-    difference = float(of((one - other).float().norm(dim=-1) / sizes))
+    except Exception as error:  # unsupported passes may fail in any way
+        message = str(error).partition("\n")[0].rstrip(".")
+        return f"{description}: {type(error).__name__}: {message}"
+    norms = one.float().norm(dim=-1).clamp(min=1e-6)
+    difference = float(reduction((one - other).float().norm(dim=-1) / norms))
     if difference <= tolerance:  # NaN is a fault too
         return None
-    return f"{fault} (its states change by {difference:.2g})"
+    return f"{description} (its states change by {difference:.2g})"
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".")
-
-
-def _first_quartile(x: Tensor) -> Tensor:
-    return x.quantile(0.25)
-
-
-def _feed(target: Target, cache: RowCache, tokens: list[int], start: int) -> Tensor:
-    """Last states [1, M, Ht] of tokens at positions from `start` of row 0."""
-    ids, positions = _placed(target, tokens, start)
-    aimed = cache.at(0, positions, start + len(tokens))
-    return target.states(ids, positions=positions, cache=aimed).last
-
-
-def _placed(target: Target, tokens: list[int], start: int) -> tuple[Tensor, Tensor]:
-    """Ids and positions [1, M]."""
+def _ids_and_positions(target: Target, tokens: list[int], start: int) -> tuple[Tensor, Tensor]:
+    """Return ids and positions [1, M]."""
     ids = torch.tensor([tokens], device=target.device) % target.vocab_size
     return ids, torch.arange(start, start + len(tokens), device=target.device)[None]
 
 
-def _rejected(target: Target) -> tuple[Tensor, Tensor]:
-    """The same continuation, once after two tokens that were fed and rejected."""
+def _run_row(target: Target, cache: RowCache, tokens: list[int], start: int) -> Tensor:
+    """Return last states [1, M, Ht] of tokens at positions from `start` of row 0."""
+    ids, positions = _ids_and_positions(target, tokens, start)
+    cache.at(0, positions, start + len(tokens))
+    return target.states(ids, positions=positions, cache=cache).last
+
+
+def _after_rejection(target: Target) -> tuple[Tensor, Tensor]:
+    """Run the same continuation without and with two rejected tokens before it."""
     states = []
     for rejected in (False, True):
         cache = RowCache(target.num_layers, 1, 8)
-        _feed(target, cache, [5, 6, 7], 0)
+        _run_row(target, cache, [5, 6, 7], 0)
         if rejected:
-            _feed(target, cache, [8, 9], 3)
-        states.append(_feed(target, cache, [10, 11], 3))
+            _run_row(target, cache, [8, 9], 3)
+        states.append(_run_row(target, cache, [10, 11], 3))
     return states[0], states[1]
 
 
-def _length(target: Target) -> tuple[Tensor, Tensor]:
-    """The same tokens on a cache that tells the truth about its length and on one that does not."""
+def _with_wrong_length(target: Target) -> tuple[Tensor, Tensor]:
+    """Run the same tokens on a cache that reports its length and on one that reports another."""
     states = []
-    for kind in (RowCache, _LongCache):
-        cache = kind(target.num_layers, 1, 8)
-        _feed(target, cache, [5, 6, 7], 0)
-        states.append(_feed(target, cache, [10, 11], 3))
+    for cls in (RowCache, _WrongLengthCache):
+        cache = cls(target.num_layers, 1, 8)
+        _run_row(target, cache, [5, 6, 7], 0)
+        states.append(_run_row(target, cache, [10, 11], 3))
     return states[0], states[1]
 
 
-def _neighbour(target: Target) -> tuple[Tensor, Tensor]:
-    """A row beside one at the start, and beside one at the end of the target's positions."""
+def _beside_longer_row(target: Target) -> tuple[Tensor, Tensor]:
+    """Run a row beside one at the first positions and beside one at the last positions."""
     ids = torch.tensor([[5, 6, 7], [8, 9, 10]], device=target.device) % target.vocab_size
-    near = torch.arange(3, device=target.device)
+    columns = torch.arange(3, device=target.device)
     states = []
     for start in (0, target.max_length - 3):
-        # Slots are by order here: the far row needs no cache of its length.
-        cache = RowCache(target.num_layers, 2, 3).at(0, near.expand(2, 3), 3)
-        positions = torch.stack([near, near + start])
+        # Slots are columns here: the row at the last positions needs no cache of that length.
+        cache = RowCache(target.num_layers, 2, 3).at(0, columns.expand(2, 3), 3)
+        positions = torch.stack([columns, columns + start])
         states.append(target.states(ids, positions=positions, cache=cache).last[0])
     return states[0], states[1]
 
 
-def _pages(target: Target) -> tuple[Tensor, Tensor]:
-    """Tokens after others, read from a row and from scattered pages."""
-    start, size = list(range(5, 23)), 16
+def _rows_and_pages(target: Target) -> tuple[Tensor, Tensor]:
+    """Run a prompt and more tokens with keys in a row and in scattered pages."""
+    prompt, size = list(range(5, 23)), 16
     rows = RowCache(target.num_layers, 1, 48)
     pages = PagedCache(target.num_layers, 5, size)
     table = torch.tensor([[3, 1, 4]], dtype=torch.int32, device=target.device)
     states = []
-    for tokens, first in ((start, 0), (list(range(40, 65)), len(start))):
-        ids, positions = _placed(target, tokens, first)
-        aimed = pages.at(table, positions, slot_mapping(table, positions, size))
+    for tokens, start in ((prompt, 0), (list(range(40, 65)), len(prompt))):
+        ids, positions = _ids_and_positions(target, tokens, start)
+        pages.at(table, positions, slot_mapping(table, positions, size))
         states = [
-            _feed(target, rows, tokens, first),
-            target.states(ids, positions=positions, cache=aimed).last,
+            _run_row(target, rows, tokens, start),
+            target.states(ids, positions=positions, cache=pages).last,
         ]
     return states[0], states[1]
 
 
-def _beside_others(target: Target) -> tuple[Tensor, Tensor]:
-    """A text between others, and between others yet that lie far from the start of theirs."""
+def _packed_with_others(target: Target) -> tuple[Tensor, Tensor]:
+    """Run a text packed between two texts, and between two others at the last positions."""
     size = 16
     texts = [list(range(first, first + size)) for first in (5, 21, 37, 53, 69)]
-    far = torch.arange(size, device=target.device) + max(target.max_length - size, 0)
-    near = _beside(target, [texts[0], texts[1], texts[2]])
-    other = _beside(target, [texts[3], texts[1], texts[4]], {0: far, 2: far})
-    return near[size : 2 * size], other[size : 2 * size]
+    late = torch.arange(size, device=target.device) + max(target.max_length - size, 0)
+    one = _run_packed(target, [texts[0], texts[1], texts[2]])
+    other = _run_packed(target, [texts[3], texts[1], texts[4]], {0: late, 2: late})
+    return one[size : 2 * size], other[size : 2 * size]
 
 
-def _alone(target: Target) -> tuple[Tensor, Tensor]:
-    """Texts in rows of their own, and side by side behind another."""
+def _alone_and_packed(target: Target) -> tuple[Tensor, Tensor]:
+    """Run texts in rows of their own, and packed behind another."""
     texts = [list(range(5, 23)), list(range(40, 65)), list(range(70, 75))]
-    alone = [target.states(_placed(target, text, 0)[0]).last[0] for text in texts[1:]]
-    return torch.cat(alone), _beside(target, texts)[len(texts[0]) :]
+    alone = [target.states(_ids_and_positions(target, text, 0)[0]).last[0] for text in texts[1:]]
+    return torch.cat(alone), _run_packed(target, texts)[len(texts[0]) :]
 
 
-def _at_once(target: Target) -> tuple[Tensor, Tensor]:
-    """Texts side by side, where attention takes them in one kernel, against themselves."""
-    texts = [list(range(5, 23)), list(range(40, 65))]
-    states = _beside(target, texts, at_once=True)
+def _in_one_kernel(target: Target) -> tuple[Tensor, Tensor]:
+    """Run packed texts where anything but one kernel for the whole row is an error."""
+    states = _run_packed(target, [list(range(5, 23)), list(range(40, 65))], require_varlen=True)
     return states, states
 
 
-def _beside(
+def _run_packed(
     target: Target,
     texts: list[list[int]],
-    placed: dict[int, Tensor] | None = None,
+    positions: dict[int, Tensor] | None = None,
     *,
-    at_once: bool = False,
+    require_varlen: bool = False,
 ) -> Tensor:
-    """Last states [T, Ht] of texts side by side, some of which are `placed` at other positions."""
-    ids, _ = _placed(target, [token for text in texts for token in text], 0)
-    documents = Documents.of([len(text) for text in texts], target.device)
-    documents = replace(documents, at_once=at_once)
-    for number, positions in (placed or {}).items():
-        documents.positions[0, documents.slices[number]] = positions
-    return target.states(ids, documents=documents).last[0]
+    """Return last states [T, Ht] of packed texts, some of them at the given positions."""
+    ids, _ = _ids_and_positions(target, [token for text in texts for token in text], 0)
+    row = PackedRow.of([len(text) for text in texts], target.device)
+    row = replace(row, require_varlen=require_varlen)
+    for number, text_positions in (positions or {}).items():
+        row.positions[0, row.slices[number]] = text_positions
+    return target.states(ids, packed_row=row).last[0]

@@ -1,4 +1,4 @@
-"""Which target, and how it is loaded."""
+"""Settings of the target model and of vLLM."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from pydantic import Field
 from draftlab.settings import Settings
 
 EMBEDDED = "embedded"
-
-
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z_0-9]*$")]
 
 
 class TargetSettings(Settings):
-    """Which model, and how it is loaded."""
+    """The target model and how it is loaded."""
 
     path: str = EMBEDDED
     """Folder or Hub id of a causal LM; "embedded" is the small code model in draftlab itself."""
@@ -27,27 +25,27 @@ class TargetSettings(Settings):
     device: str = "auto"
     """"cpu", "cuda", "cuda:1" …; "auto": a GPU when there is one."""
     gpus: int = Field(default=1, ge=1)
-    """GPUs that its layers are spread over, from `device` on, when one alone does not hold them.
-    They work in turn. Without any GPU it has no effect."""
+    """Number of GPUs, from `device` on, that hold its layers (pipeline parallel) if one is too
+    small. They work in turn. On a CPU it has no effect."""
     template_arguments: dict[VariableName, bool | int | float | str] = Field(default={})
     """Values of the chat template's variables, such as enable_thinking: false or a date_string, for
-    prompts, recording and evaluation alike. A server needs the same (chat_template_kwargs)."""
+    prompts, recording and evaluation. A server needs the same (chat_template_kwargs)."""
     trust_remote_code: bool = False
-    """Whether code shipped with a checkpoint may run. Off unless you have read it."""
+    """Whether code shipped with a checkpoint may run. Turn it on only if you have read the code."""
     compile: bool = True
-    """On CUDA in 16 bit, torch.compile fuses small operations of layers that have no kernels of our
-    own. Off: they run as transformers writes them."""
+    """On CUDA in 16 bit, fuse small operations by torch.compile in layers without a fast path of
+    draftlab. Off: layers run as transformers writes them."""
 
     def template(self, source: str) -> str:
-        """A chat template whose variables have these values; they become part of its hash."""
+        """Return a chat template with these values set; they become part of its hash."""
         values = self.template_arguments.items()
         return "".join(f"{{% set {k} = {json.dumps(v)} %}}" for k, v in values) + source
 
 
 class VllmSettings(Settings):
-    """Where vLLM is, and how it is started."""
+    """The vLLM installation and how it is started."""
 
     python: str | None = None
-    """The Python that has vLLM; None: this one if it has, else DRAFTLAB_VLLM_PYTHON."""
+    """Python interpreter with vLLM; None: this one if it has vLLM, else DRAFTLAB_VLLM_PYTHON."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of the GPU's memory it may take; None: nine tenths of what is free when it starts."""
+    """Share of the GPU's memory that vLLM may use; None: nine tenths of the free memory."""

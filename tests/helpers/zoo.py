@@ -1,14 +1,20 @@
-"""Tiny random targets of several architectures, on disk."""
+"""A zoo of tiny random targets: one for each supported architecture, saved to disk."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from draftlab.target_model.loading import load_target
+from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
 
 SHAPE = {
     "vocab_size": 61,
@@ -59,7 +65,7 @@ ZOO = {
     },
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "mixtral": {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-    # A dense layer, then experts with shared ones, chosen by biased sigmoids.
+    # A dense layer, then routed and shared experts, selected by biased sigmoids.
     "glm4_moe": {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -110,7 +116,7 @@ ZOO = {
     # Norms after each block, over whole queries and keys; windows.
     "olmo3": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
 }
-# A text tower of the zoo beside one for images.
+# Fields of a vision tower beside a text model of the zoo.
 VISION = {
     "hidden_size": 16,
     "num_hidden_layers": 1,
@@ -124,7 +130,7 @@ VISION = {
 }
 MULTIMODAL = {"llama4": "llama4_text"}
 ZOO |= {kind: ZOO[text] for kind, text in MULTIMODAL.items()}
-# Sizes that GPU kernels know from real checkpoints, for `zoo_config(kind, **wide(kind))`.
+# Sizes of real checkpoints, which GPU kernels support, for `zoo_config(kind, **wide(kind))`.
 WIDE: dict[str, object] = {
     "vocab_size": 1024,
     "hidden_size": 256,
@@ -161,16 +167,48 @@ _WIDE: dict[str, dict[str, object]] = {
 
 
 def wide(kind: str) -> dict[str, object]:
-    """What to change of an architecture for `WIDE` sizes."""
+    """Return the fields of an architecture that differ for `WIDE` sizes."""
     return WIDE | _WIDE.get(MULTIMODAL.get(kind, kind), {})
 
 
-# Whose experts go through transformers' interface, so that ours multiply them.
+# Architectures whose experts use transformers' interface, so that draftlab can replace them.
 MIXTURES = ("gpt_oss", "qwen3_moe", "mixtral", "glm4_moe")
 
 
+# Architectures that are refused in part, with the fields that make them small.
+LATENT_ATTENTION = {  # DeepSeek's keys, compressed to one head
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+LINEAR_ATTENTION = {  # Qwen3-Next's recurrent layers
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+WITHOUT_PAGES: list[tuple[str, dict[str, Any]]] = [
+    ("deepseek_v3", LATENT_ATTENTION),
+    ("jetmoe", {"num_local_experts": 4, "kv_channels": 8}),  # it attends in its own code
+]
+
+
 def zoo_config(kind: str, **changes: object) -> PreTrainedConfig:
-    """The config of an architecture in small."""
+    """Return the small config of an architecture."""
     fields = SHAPE | ZOO.get(kind, {}) | changes
     if kind in MULTIMODAL:
         return CONFIG_MAPPING[kind](text_config=fields, vision_config=VISION)
@@ -180,7 +218,7 @@ def zoo_config(kind: str, **changes: object) -> PreTrainedConfig:
 def zoo_folder(
     path: Path, kind: str, *, shard: str = "1GB", seed: int = 0, **changes: object
 ) -> Path:
-    """Saves a random float32 target; norms and sinks differ from their plain initial values."""
+    """Save a random float32 target; norms and sinks differ from their initial values."""
     auto = AutoModelForImageTextToText if kind in MULTIMODAL else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -195,11 +233,18 @@ def zoo_folder(
     return path
 
 
-def eager_model(folder: Path) -> torch.nn.Module:
-    """transformers' own reading of a checkpoint, with attention and experts as it writes them.
+def load_on_cpu(folder: Path, **settings: Any) -> Target:
+    """Load a target on the CPU."""
+    return load_target(TargetSettings(path=str(folder), **({"device": "cpu"} | settings)))
 
-    Of a multimodal one that is the whole model, of which draftlab takes the text tower.
-    """
+
+def zoo_target(path: Path, kind: str, *, dtype: Any = "auto", **changes: object) -> Target:
+    """Save a random target of the zoo and load it on the CPU."""
+    return load_on_cpu(zoo_folder(path, kind, **changes), dtype=dtype)
+
+
+def eager_model(folder: Path) -> torch.nn.Module:
+    """Load a checkpoint with transformers' eager attention and experts; multimodal ones whole."""
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     return (
         getattr(transformers, name)
@@ -208,3 +253,16 @@ def eager_model(folder: Path) -> torch.nn.Module:
         )
         .eval()
     )
+
+
+def random_texts(lengths: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+    """Return random texts of the zoo's vocabulary, int64 [length] each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, SHAPE["vocab_size"], (n,), generator=generator) for n in lengths]
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    """Assert equality within `tolerance` of the largest expected value."""
+    assert actual.shape == expected.shape
+    scale = float(expected.abs().amax()) if expected.numel() else 1.0
+    torch.testing.assert_close(actual / scale, expected / scale, rtol=0, atol=tolerance)

@@ -1,4 +1,4 @@
-"""Cache rows: every key at the slot of its position, nothing anywhere else."""
+"""`RowCache` writes every key to the slot of its position and nothing anywhere else."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_move_copies_whole_rows() -> None:
 
 
 @pytest.mark.parametrize(("start", "rows", "visible"), [(0, 3, 5), (1, 3, 4), (3, 1, 1)])
-def test_what_does_not_fit_is_refused(start: int, rows: int, visible: int) -> None:
+def test_passes_that_do_not_fit_are_refused(start: int, rows: int, visible: int) -> None:
     with pytest.raises(ValueError, match="do not fit into 3 rows of 4"):
         RowCache(1, 3, 4).at(start, torch.zeros(rows, 1, dtype=torch.int64), visible)
 

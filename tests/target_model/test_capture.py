@@ -1,7 +1,7 @@
-"""A target's pass never waits for the device, so that a CUDA graph can hold it.
+"""A target's pass never waits for the device, so that a CUDA graph can capture it.
 
-Passes run on torch's meta device, whose tensors have shapes and no values: whatever asks for one
-fails, as it would under capture. So does a copy from the host, by a dispatch mode.
+Passes run on torch's meta device, whose tensors have shapes and no values, so reading a value fails
+as it would during capture. A dispatch mode makes copies from the host fail, too.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from torch.utils._pytree import tree_leaves
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model import attention, experts, probe
 from draftlab.target_model import paged_cache as paged
-from draftlab.target_model.model import Target, TargetSettings, load_target
-from draftlab.target_model.packed_rows import Documents
+from draftlab.target_model.model import Target
+from draftlab.target_model.packed_rows import PackedRow
 from draftlab.target_model.paged_cache import PagedCache
-from tests.helpers.zoo import MIXTURES, ZOO, zoo_folder
+from tests.helpers.zoo import MIXTURES, ZOO, zoo_target
 
 META = torch.device("meta")
 
 
 class _NoCopies(TorchDispatchMode):
-    """Refuses operations between the host's tensors and the device's, but for single numbers."""
+    """Refuses operations between host and device tensors, except for scalars."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves((args, kwargs, found)) if isinstance(t, Tensor)]
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
         if len({t.device for t in tensors if t.ndim}) > 1:
             raise RuntimeError(f"{func} moves a tensor between host and device")
-        return found
+        return result
 
 
 @contextmanager
 def _no_tensors_from_lists() -> Iterator[None]:
-    """Refuses `torch.tensor(…, device=…)`: the copy is made where no mode sees it."""
+    """Refuse `torch.tensor(…, device=…)`, whose copy no dispatch mode sees."""
     original = torch.tensor
 
     def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
@@ -58,10 +58,7 @@ def _no_tensors_from_lists() -> Iterator[None]:
 
 @torch.inference_mode()
 def pass_on_meta(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass of three rows of four tokens, to features and logits.
-
-    Our own kernels, which never ask, are stood in for by their shapes.
-    """
+    """Run a pass of three rows of four tokens; draftlab's kernels are replaced by empty results."""
     monkeypatch.setattr(attention, "attend_paged", lambda query, *_, **__: torch.empty_like(query))
     monkeypatch.setattr(paged, "write_paged", lambda *_: None)
     target = Target(target.model.to(META), target.folder, target.name)
@@ -74,7 +71,7 @@ def pass_on_meta(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
         states = target.states(tokens, (0, 2, 4), positions=positions, cache=cache)
         return states.features, target.logits(states.last)
 
-    run()  # makes the pools, which a warm-up does too
+    run()  # allocates the pools, as a warm-up does
     with _no_tensors_from_lists(), _NoCopies():
         features, logits = run()
     assert features.shape == (rows, width, 3 * target.hidden_size)
@@ -85,41 +82,36 @@ def pass_on_meta(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "grouped"), [(kind, True) for kind in ZOO] + [(kind, False) for kind in MIXTURES]
 )
-def test_a_pass_asks_the_device_for_nothing(
+def test_a_pass_never_waits(
     kind: str, grouped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experts, "grouped_products", lambda dtype, device: grouped)
-    dtype = "bfloat16" if grouped else "float32"  # what is grouped on a GPU
-    folder = str(zoo_folder(tmp_path, kind))
-    pass_on_meta(load_target(TargetSettings(path=folder, device="cpu", dtype=dtype)), monkeypatch)
+    dtype = "bfloat16" if grouped else "float32"  # as on a GPU
+    pass_on_meta(zoo_target(tmp_path, kind, dtype=dtype), monkeypatch)
 
 
 @pytest.mark.parametrize("kind", list(ZOO))
 @torch.inference_mode()
-def test_a_row_of_conversations_asks_the_device_for_nothing(
+def test_a_packed_row_never_waits(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a recording, whose passes are to be asked for ahead of the device."""
+    """Recording launches passes ahead of the device."""
     monkeypatch.setattr(experts, "grouped_products", lambda dtype, device: True)
-    folder = str(zoo_folder(tmp_path, kind))
-    loaded = load_target(TargetSettings(path=folder, device="cpu", dtype="bfloat16"))
+    loaded = zoo_target(tmp_path, kind, dtype="bfloat16")
     target = Target(loaded.model.to(META), loaded.folder, loaded.name)
-    lengths = (5, 30, 1)
-    documents = Documents.of(lengths, META)
-    tokens = torch.zeros(1, sum(lengths), dtype=torch.int64, device=META)
+    row, tokens = PackedRow.of((5, 30, 1), META), torch.zeros(1, 36, dtype=torch.int64, device=META)
     with _no_tensors_from_lists(), _NoCopies():
-        states = target.states(tokens, (0, 2, 4), documents=documents)
+        states = target.states(tokens, (0, 2, 4), packed_row=row)
         logits = target.logits(states.last)
     assert states.features.shape == (1, 36, 3 * target.hidden_size)
     assert {states.features.device, logits.device} == {META}
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_the_loop_over_experts_asks(
+def test_transformers_loop_over_experts_waits(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers' own experts, which a captured graph could not hold."""
-    target = load_target(TargetSettings(path=str(zoo_folder(tmp_path, kind)), device="cpu"))
+    target = zoo_target(tmp_path, kind)
     target.model.set_experts_implementation("eager")
     with pytest.raises((RuntimeError, NotImplementedError), match="nonzero"):
         pass_on_meta(target, monkeypatch)
@@ -129,10 +121,10 @@ def test_the_loop_over_experts_asks(
     ("fault", "message"),
     [("number", "meta"), ("list", "copies from the host"), ("copy", "between host and device")],
 )
-def test_what_waits_is_caught(
+def test_waiting_passes_are_found_on_meta(
     fault: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = load_target(TargetSettings(path=str(zoo_folder(tmp_path, "llama")), device="cpu"))
+    target = zoo_target(tmp_path, "llama")
     mlp = target.layers[1].mlp
     forward = mlp.forward
     host = torch.ones(32)
@@ -152,12 +144,12 @@ def test_what_waits_is_caught(
 
 
 def test_a_pass_that_waits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own mode finds it on a GPU (tests/engine/test_on_gpu.py); here a stand-in for that."""
+    """With a stand-in for torch's debug mode; tests/engine/test_on_gpu.py uses torch's own."""
     mode: list[Any] = [1]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
-    target = load_target(TargetSettings(path=str(zoo_folder(tmp_path, "llama")), device="cpu"))
-    assert probe._waits(target) is None
+    target = zoo_target(tmp_path, "llama")
+    assert probe.synchronisation_error(target) is None
     assert mode == [1, "error", 1]
     mlp = target.layers[1].mlp
     forward = mlp.forward
@@ -168,18 +160,20 @@ def test_a_pass_that_waits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return forward(x)
 
     mlp.forward = wait
-    assert probe._waits(target) == "called a synchronizing CUDA operation"
+    assert probe.synchronisation_error(target) == "called a synchronizing CUDA operation"
     assert mode[-1] == 1
 
 
-def test_a_target_that_waits_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = load_target(TargetSettings(path=str(zoo_folder(tmp_path, "llama")), device="cpu"))
-    assert not probe.can_capture(target)  # no GPU, no graphs, and nothing to tell
+def test_a_target_that_waits_is_not_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = zoo_target(tmp_path, "llama")
+    assert not probe.can_capture(target)  # no GPU, no graphs, no warning
     monkeypatch.setattr(Target, "device", torch.device("cuda"))
-    monkeypatch.setattr(Target, "spread", False)
-    monkeypatch.setattr(probe, "_waits", lambda _: None)
+    monkeypatch.setattr(Target, "pipeline_parallel", False)
+    monkeypatch.setattr(probe, "synchronisation_error", lambda _: None)
     assert probe.can_capture(target)
-    monkeypatch.setattr(probe, "_waits", lambda _: "a number was asked for")
-    told = "LlamaModel decodes without CUDA graphs.*a number was asked for"
-    with pytest.warns(RuntimeWarning, match=told):
+    monkeypatch.setattr(probe, "synchronisation_error", lambda _: "a value was read")
+    message = "LlamaModel decodes without CUDA graphs.*a value was read"
+    with pytest.warns(RuntimeWarning, match=message):
         assert not probe.can_capture(target)

@@ -1,4 +1,4 @@
-"""Experts multiplied in our way against transformers' loop over them."""
+"""draftlab's experts function against transformers' loop over experts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from torch import Tensor
 
 from draftlab.target_model import experts
 from draftlab.target_model.experts import EXPERTS, grouped_products, use_experts
-from draftlab.target_model.model import TargetSettings, load_target
-from tests.helpers.zoo import MIXTURES, SHAPE, eager_model, zoo_folder
+from tests.helpers.zoo import (
+    MIXTURES,
+    SHAPE,
+    assert_close,
+    eager_model,
+    load_on_cpu,
+    zoo_folder,
+    zoo_target,
+)
 
 
 @pytest.mark.parametrize("grouped", [True, False])
@@ -19,21 +26,19 @@ from tests.helpers.zoo import MIXTURES, SHAPE, eager_model, zoo_folder
 def test_logits_equal_the_loop_over_experts(
     kind: str, grouped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One token, a verified step, and a prompt with more pairs than there are experts."""
+    """One token, a verify step, and a prompt with more pairs than experts."""
     monkeypatch.setattr(experts, "grouped_products", lambda dtype, device: grouped)
     folder = zoo_folder(tmp_path, kind)
-    target = load_target(TargetSettings(path=str(folder), device="cpu"))
-    ours = target.model.config._experts_implementation == EXPERTS
-    assert ours == (kind in MIXTURES)  # Llama 4 writes out batched products itself
+    target = load_on_cpu(folder)
+    replaced = target.model.config._experts_implementation == EXPERTS
+    assert replaced == (kind in MIXTURES)  # Llama 4 has batched products of its own
     loop = eager_model(folder)
     generator = torch.Generator().manual_seed(1)
     for shape in ((1, 1), (2, 4), (1, 37)):
         ids = torch.randint(3, SHAPE["vocab_size"], shape, generator=generator)
         with torch.inference_mode():
             expected = loop(input_ids=ids, use_cache=False).logits
-        found = target.logits(target.states(ids).last)
-        scale = float(expected.abs().max())
-        torch.testing.assert_close(found / scale, expected / scale, rtol=0, atol=1e-5)
+        assert_close(target.logits(target.states(ids).last), expected)
 
 
 def test_batched_products_copy_no_more_than_all_experts(
@@ -48,7 +53,7 @@ def test_batched_products_copy_no_more_than_all_experts(
 
     monkeypatch.setattr(experts, "grouped_products", lambda dtype, device: False)
     monkeypatch.setattr(experts, "batched_mm_experts_forward", spy)
-    target = load_target(TargetSettings(path=str(zoo_folder(tmp_path, "qwen3_moe")), device="cpu"))
+    target = zoo_target(tmp_path, "qwen3_moe")
     pairs.clear()
     target.states(torch.ones(1, 37, dtype=torch.int64))
     assert max(pairs) <= target.config.num_experts
@@ -65,7 +70,7 @@ def test_batched_products_copy_no_more_than_all_experts(
         (torch.float32, (9, 0), False),
     ],
 )
-def test_grouped_products_where_they_are_one_kernel(
+def test_grouped_products_need_their_kernel(
     dtype: torch.dtype,
     capability: tuple[int, int],
     expected: bool,
@@ -75,8 +80,8 @@ def test_grouped_products_where_they_are_one_kernel(
     assert grouped_products(dtype, torch.device("cuda:0")) == expected
 
 
-def test_quantised_and_dense_models_keep_what_they_have(tmp_path: Path) -> None:
-    dense = load_target(TargetSettings(path=str(zoo_folder(tmp_path / "a", "llama")), device="cpu"))
+def test_quantised_and_dense_models_do_not_change(tmp_path: Path) -> None:
+    dense = zoo_target(tmp_path / "a", "llama")
     assert dense.model.config._experts_implementation != EXPERTS
     model = eager_model(zoo_folder(tmp_path / "b", "mixtral"))
     model.config.quantization_config = {"quant_method": "fp8"}

@@ -1,4 +1,4 @@
-"""Conversations side by side in a row get the states they have alone, or are kept from it."""
+"""Packed conversations have the states that they have alone; targets that mix them are refused."""
 
 from __future__ import annotations
 
@@ -9,39 +9,50 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from draftlab.target_model import attention, probe
-from draftlab.target_model import packed_rows as documents
-from draftlab.target_model.model import Target, TargetSettings, load_target
-from draftlab.target_model.packed_rows import Documents
+from draftlab.target_model import attention, packed_rows, probe
+from draftlab.target_model.model import Target
+from draftlab.target_model.packed_rows import PackedRow
 from draftlab.target_model.parts import text_decoder
-from tests.helpers.zoo import ZOO, zoo_folder
-from tests.target_model.test_replacements import LATENT, load, texts
-from tests.target_model.test_states import close
+from tests.helpers.zoo import (
+    LINEAR_ATTENTION,
+    WITHOUT_PAGES,
+    ZOO,
+    assert_close,
+    random_texts,
+    zoo_target,
+)
 
 BOUNDARIES = (0, 2, 3)
 
 
-def beside(target: Target, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Features and last states [T, …] of texts side by side."""
-    placed = Documents.of([len(row) for row in rows], target.device)
-    states = target.states(torch.cat(rows)[None], BOUNDARIES, documents=placed)
+def texts() -> list[Tensor]:
+    return random_texts((70, 3, 33), seed=3)
+
+
+def run_packed(target: Target, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return features and last states [T, …] of packed texts."""
+    packed_row = PackedRow.of([len(row) for row in rows], target.device)
+    states = target.states(torch.cat(rows)[None], BOUNDARIES, packed_row=packed_row)
     return states.features[0], states.last[0]
 
 
-def alone(target: Target, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The same, each in a pass of its own."""
+def run_alone(target: Target, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the same, with a pass for each text."""
     passes = [target.states(row[None], BOUNDARIES) for row in rows]
     return torch.cat([p.features[0] for p in passes]), torch.cat([p.last[0] for p in passes])
 
 
+def assert_packing_is_exact(target: Target, rows: list[Tensor]) -> None:
+    for actual, expected in zip(run_packed(target, rows), run_alone(target, rows), strict=True):
+        assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("kind", list(ZOO))
-def test_states_side_by_side_are_those_alone(kind: str, tmp_path: Path) -> None:
-    """Over the borders of windows, chunks and temperatures (16 positions at most), and of one."""
-    target = load(zoo_folder(tmp_path, kind))
-    assert target.why_padded is None
-    rows = [*texts(), torch.tensor([7])]
-    for found, expected in zip(beside(target, rows), alone(target, rows), strict=True):
-        close(found, expected)
+def test_packed_states_are_those_alone(kind: str, tmp_path: Path) -> None:
+    """The texts cross borders of windows, chunks and temperatures (every 16 positions at most)."""
+    target = zoo_target(tmp_path, kind)
+    assert target.padding_reason is None
+    assert_packing_is_exact(target, [*texts(), torch.tensor([7])])
 
 
 def varlen(
@@ -57,103 +68,87 @@ def varlen(
     window_size: tuple[int, int],
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What torch says of its kernel, written out: [T, heads, head_dim]."""
+    """The documented behaviour of torch's kernel in eager operations: [T, heads, head_dim]."""
     assert begins is begins_k
     assert (begins.dtype, longest, window_size[1]) == (torch.int32, longest_k, 0)
     assert longest == int(begins.diff().max())
-    assert enable_gqa or "enable_gqa" not in documents._OPTIONS
+    assert enable_gqa or "enable_gqa" not in packed_rows._OPTIONS
     group, left = query.shape[1] // key.shape[1], window_size[0]
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    place = torch.arange(len(query))
-    number = torch.bucketize(place, begins[1:], right=True)
-    ago = place[:, None] - place
-    seen = (number[:, None] == number) & (ago >= 0) & ((ago <= left) | (left < 0))
+    column = torch.arange(len(query))
+    number = torch.bucketize(column, begins[1:], right=True)
+    distance = column[:, None] - column
+    mask = (number[:, None] == number) & (distance >= 0) & ((distance <= left) | (left < 0))
     scores = torch.einsum("qhd,khd->hqk", query, key) * (scale or query.shape[-1] ** -0.5)
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "granite", "llama4_text", "cohere2"])
-def test_one_kernel_for_all_of_a_row(
+def test_the_varlen_kernel_is_called_correctly(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How the kernel of a GPU is asked: groups of heads, windows, chunks, a scale of its own."""
-    target = load(zoo_folder(tmp_path, kind))
-    expected = alone(target, texts())
+    """Grouped heads, windows, chunks and a scale of the model's own."""
+    target = zoo_target(tmp_path, kind)
     calls = []
 
     def counted(*args: Any, **options: Any) -> Tensor:
         calls.append(options)
         return varlen(*args, **options)
 
-    monkeypatch.setattr(documents, "varlen_attn", counted)
-    monkeypatch.setattr(attention, "one_kernel_serves", lambda *_: True)
-    for found, wanted in zip(beside(target, texts()), expected, strict=True):
-        close(found, wanted)
+    monkeypatch.setattr(packed_rows, "varlen_attn", counted)
+    monkeypatch.setattr(attention, "supports_varlen", lambda *_: True)
+    assert_packing_is_exact(target, texts())
     assert len(calls) == target.num_layers
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama4_text", "gpt_oss"])
-def test_a_gpu_gets_padded_rows_where_no_kernel_takes_all_of_a_row(
+def test_a_gpu_pads_rows_without_the_varlen_kernel(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A small kernel for every conversation and layer took five times as long as padding."""
-    target = load(zoo_folder(tmp_path, kind))
-    fault = "one by one", probe._at_once, 0.0, torch.amax
-    assert "no kernel for torch.float32 heads of" in probe._fault(target, *fault)
-    monkeypatch.setattr(documents, "varlen_attn", varlen)
-    monkeypatch.setattr(attention, "one_kernel_serves", lambda *rows: True)
-    found = probe._fault(target, *fault)
-    assert (found or "").endswith("with sinks or capped scores" if kind == "gpt_oss" else "")
-    assert (found is None) == (kind != "gpt_oss")
+    target = zoo_target(tmp_path, kind)
+    experiment = "one by one", probe._in_one_kernel, 0.0
+    assert "no kernel for torch.float32 heads of" in probe.find_fault(target, *experiment)
+    monkeypatch.setattr(packed_rows, "varlen_attn", varlen)
+    monkeypatch.setattr(attention, "supports_varlen", lambda *_: True)
+    fault = probe.find_fault(target, *experiment)
+    if kind == "gpt_oss":
+        assert fault is not None
+        assert fault.endswith("with sinks or capped scores")
+    else:
+        assert fault is None
 
 
-@pytest.mark.skipif(not documents._OPTIONS, reason="torch has no such kernel")
-def test_torch_has_the_kernel_as_it_is_called() -> None:
-    options = documents._OPTIONS
+@pytest.mark.skipif(not packed_rows._OPTIONS, reason="torch has no such kernel")
+def test_torchs_kernel_has_the_expected_signature() -> None:
+    options = packed_rows._OPTIONS
     assert {"cu_seq_q", "cu_seq_k", "max_q", "max_k", "scale", "window_size"} <= set(options)
     assert list(options)[:3] == ["query", "key", "value"]
     query = torch.zeros(1, 4, 6, 8, dtype=torch.bfloat16)
-    assert not documents.one_kernel_serves(query, query, query)  # a CPU
-
-
-_LINEAR = {  # Qwen3-Next's layers with a state
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+    assert not packed_rows.supports_varlen(query, query, query)  # a CPU
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"), [("qwen3_next", _LINEAR), ("minimax", {"num_local_experts": 4})]
+    ("kind", "changes"), [("qwen3_next", LINEAR_ATTENTION), ("minimax", {"num_local_experts": 4})]
 )
-def test_recurrent_layers_are_found_out(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    reason = load(zoo_folder(tmp_path, kind, **changes)).why_padded
+def test_recurrent_layers_are_padded(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    reason = zoo_target(tmp_path, kind, **changes).padding_reason
     assert reason is not None
-    assert reason.startswith("mixes conversations that lie side by side in a row (its states")
+    assert reason.startswith("mixes packed conversations (its states")
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [("deepseek_v3", LATENT), ("jetmoe", {"num_local_experts": 4, "kv_channels": 8})],
-)
-def test_what_pages_do_not_serve_lies_side_by_side(
+@pytest.mark.parametrize(("kind", "changes"), WITHOUT_PAGES)
+def test_attention_that_pages_do_not_serve_is_packed(
     kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Values of other sizes than keys; experts for queries."""
-    target = load(zoo_folder(tmp_path, kind, **changes))
-    assert target.why_padded is None
-    for found, expected in zip(beside(target, texts()), alone(target, texts()), strict=True):
-        close(found, expected)
+    target = zoo_target(tmp_path, kind, **changes)
+    assert target.padding_reason is None
+    assert_packing_is_exact(target, texts())
 
 
-class _Leaks(nn.Module):
-    """A layer that adds a little of the token before, whosever it is."""
+class _Leaking(nn.Module):
+    """A layer that adds a little of the previous token, also across conversations."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -164,20 +159,20 @@ class _Leaks(nn.Module):
         return output + 1e-3 * output.roll(1, 1)
 
 
-class _Counts(nn.Module):
-    """A layer whose output grows with the place in the row."""
+class _ColumnDependent(nn.Module):
+    """A layer whose output grows with the column in the row."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        place = torch.arange(hidden_states.shape[1], dtype=hidden_states.dtype)[None, :, None]
-        return self.layer(hidden_states, **kwargs) * (1 + 0.1 * place)
+        column = torch.arange(hidden_states.shape[1], dtype=hidden_states.dtype)[None, :, None]
+        return self.layer(hidden_states, **kwargs) * (1 + 0.1 * column)
 
 
-class _Longest(nn.Module):
-    """A layer that follows the farthest position of a row, as longrope does."""
+class _LongestDependent(nn.Module):
+    """A layer that depends on the largest position of a row, as longrope does."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -191,13 +186,16 @@ class _Longest(nn.Module):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [(_Leaks, "mixes conversations"), (_Longest, "mixes conversations"), (_Counts, "than alone")],
+    [
+        (_Leaking, "mixes packed"),
+        (_LongestDependent, "mixes packed"),
+        (_ColumnDependent, "unlike single ones"),
+    ],
 )
-def test_faults_of_code_from_elsewhere_are_seen(
+def test_faults_in_custom_code_are_found(
     fault: type[nn.Module], message: str, dtype: str, tmp_path: Path
 ) -> None:
-    folder = str(zoo_folder(tmp_path, "llama"))
-    target = load_target(TargetSettings(path=folder, device="cpu", dtype=dtype))
+    target = zoo_target(tmp_path, "llama", dtype=dtype)
     _, layers, _ = text_decoder(target.model)
     layers[1] = fault(layers[1])
-    assert message in str(target.why_padded)
+    assert message in str(target.padding_reason)

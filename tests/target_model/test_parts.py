@@ -12,13 +12,8 @@ from safetensors.torch import load_file, save_file
 from draftlab.errors import UserError
 from draftlab.files import read_json, write_json
 from draftlab.target_model.fingerprint import fingerprint
-from draftlab.target_model.model import Target, TargetSettings, load_target
-from draftlab.target_model.parts import load_parts, read_tensor
-from tests.helpers.zoo import SHAPE, ZOO, zoo_folder
-
-
-def load(folder: Path) -> Target:
-    return load_target(TargetSettings(path=str(folder), device="cpu"))
+from draftlab.target_model.parts import load_parts, model_parts, read_tensor
+from tests.helpers.zoo import SHAPE, ZOO, load_on_cpu, zoo_folder, zoo_target
 
 
 @pytest.mark.parametrize("kind", ZOO)
@@ -26,15 +21,15 @@ def load(folder: Path) -> Target:
 def test_parts_from_shards_equal_those_in_memory(kind: str, shard: str, tmp_path: Path) -> None:
     folder = zoo_folder(tmp_path, kind, shard=shard)
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (shard == "10KB")
-    found, expected = load_parts(folder), load(folder).parts
-    assert torch.equal(found.embeddings, expected.embeddings)
-    assert torch.equal(found.lm_head, expected.lm_head)
-    assert (found.scale, found.softcap) == (expected.scale, expected.softcap)
+    actual, expected = load_parts(folder), load_on_cpu(folder).parts
+    assert torch.equal(actual.embeddings, expected.embeddings)
+    assert torch.equal(actual.lm_head, expected.lm_head)
+    assert (actual.scale, actual.softcap) == (expected.scale, expected.softcap)
     last = torch.randn(5, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(0))
-    logits = found.logits(last)
+    logits = actual.logits(last)
     torch.testing.assert_close(logits, expected.logits(last), rtol=0, atol=0)
     rows = torch.tensor([3, 60, 7])
-    torch.testing.assert_close(found.logits(last, rows), logits[:, rows])
+    torch.testing.assert_close(actual.logits(last, rows), logits[:, rows])
 
 
 def test_tied_and_untied_differ_where_they_should(tmp_path: Path) -> None:
@@ -46,7 +41,7 @@ def test_tied_and_untied_differ_where_they_should(tmp_path: Path) -> None:
 
 def test_parts_keep_the_checkpoints_dtype_and_move_as_copies(tmp_path: Path) -> None:
     """Copies for a trainer must not turn the norm of a model in use into another dtype."""
-    target = load(zoo_folder(tmp_path, "llama"))
+    target = zoo_target(tmp_path, "llama")
     half = target.parts.to("cpu", torch.bfloat16)
     assert half.logits(torch.ones(1, SHAPE["hidden_size"])).dtype == torch.float32
     assert {p.dtype for p in half.norm.parameters()} == {torch.bfloat16}
@@ -57,29 +52,27 @@ def test_parts_keep_the_checkpoints_dtype_and_move_as_copies(tmp_path: Path) -> 
 def test_an_unknown_logit_transformation_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Granite divides its logits; a reader who did not know that is told."""
+    """Granite divides its logits."""
     folder = zoo_folder(tmp_path, "granite")
-    load(folder)
+    load_on_cpu(folder)
     monkeypatch.setattr("draftlab.target_model.parts._logit_scale", lambda config: 1.0)
     with pytest.raises(UserError, match="Granite"):
-        load(folder)
+        load_on_cpu(folder)
 
 
 def test_an_unknown_softcap_is_caught(tmp_path: Path) -> None:
-    target = load(zoo_folder(tmp_path, "gemma2"))
+    target = zoo_target(tmp_path, "gemma2")
     assert target.parts.softcap == 10.0
     target.model.config.final_logit_softcapping = 3.0
-    with pytest.raises(UserError, match="transforms them"):
+    with pytest.raises(UserError, match="transforms logits"):
         target.check_parts()
 
 
 def test_a_bias_is_refused(tmp_path: Path) -> None:
-    from draftlab.target_model.parts import parts_of
-
-    model = load(zoo_folder(tmp_path, "llama")).model
+    model = zoo_target(tmp_path, "llama").model
     model.lm_head.bias = torch.nn.Parameter(torch.ones(SHAPE["vocab_size"]))
     with pytest.raises(UserError, match="bias"):
-        parts_of(model)
+        model_parts(model)
 
 
 def test_missing_and_ambiguous_tensors(tmp_path: Path) -> None:
@@ -88,7 +81,7 @@ def test_missing_and_ambiguous_tensors(tmp_path: Path) -> None:
         read_tensor(folder, "absent.weight")
     with pytest.raises(UserError, match="one tensor named self_attn"):
         read_tensor(folder, "self_attn.q_proj.weight")  # every layer has one
-    # Text towers prefix their names, older exports shorten them.
+    # Text models prefix their names, older exports shorten them.
     whole = read_tensor(folder, "model.embed_tokens.weight")
     assert torch.equal(read_tensor(folder, "embed_tokens.weight"), whole)
     assert torch.equal(read_tensor(folder, "language_model.model.embed_tokens.weight"), whole)
@@ -108,8 +101,8 @@ def test_missing_or_broken_shards_are_named(shard: str, tmp_path: Path) -> None:
         load_parts(folder)
 
 
-def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
-    """The same weights in other shards, names and library versions: the same target."""
+def test_equal_content_has_one_fingerprint(tmp_path: Path) -> None:
+    """Shards, file names and library versions do not matter."""
     one = zoo_folder(tmp_path / "one", "llama")
     known = fingerprint(one)
     assert known == fingerprint(zoo_folder(tmp_path / "many", "llama", shard="10KB"))
@@ -122,10 +115,10 @@ def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
         dict(reversed(config.items())) | {"transformers_version": "9", "_name_or_path": "x"},
     )
     assert fingerprint(moved) == known
-    assert load(one).fingerprint == known
+    assert load_on_cpu(one).fingerprint == known
 
 
-def test_fingerprint_tells_a_fine_tune_and_another_config(tmp_path: Path) -> None:
+def test_a_fine_tune_and_another_config_have_other_fingerprints(tmp_path: Path) -> None:
     folder = zoo_folder(tmp_path / "base", "llama")
     known = {fingerprint(folder), fingerprint(zoo_folder(tmp_path / "seed", "llama", seed=1))}
     weights = load_file(folder / "model.safetensors")

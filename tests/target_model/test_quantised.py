@@ -1,6 +1,6 @@
-"""Targets with quantised weights: they record and decode as transformers runs them, or say why not.
+"""Targets with quantised weights record and decode as transformers runs them, or are refused.
 
-The libraries that hold such weights are not among ours; tests that need one are skipped without it.
+The quantisation libraries are not dependencies; tests that need one are skipped without it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from draftlab.engine.engine import Engine
 from draftlab.errors import UserError
-from draftlab.target_model.fused_decoder import knows
-from draftlab.target_model.model import Target, TargetSettings, load_target
+from draftlab.target_model.fused_decoder import has_known_layers
+from draftlab.target_model.model import Target
 from draftlab.target_model.parts import load_parts
 from tests.helpers.greedy_answers import STOPS, requests, run
 from tests.helpers.toys import toy_target_folder
+from tests.helpers.zoo import load_on_cpu
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def w4a16(folder: Path, out: Path) -> None:
-    """Weights of 4 bits, 32 to a scale, packed as vLLM and transformers read them."""
+    """Save 4-bit weights, 32 to a scale, in the format of vLLM and transformers."""
     from compressed_tensors import quantization as q
     from compressed_tensors.compressors import ModelCompressor
 
@@ -56,7 +57,7 @@ def w4a16(folder: Path, out: Path) -> None:
 
 
 def eight_bits(folder: Path, out: Path) -> None:
-    """torchao's weights, which stay in a tensor class of their own."""
+    """Save torchao's 8-bit weights, which have a tensor class of their own."""
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig
 
@@ -74,18 +75,18 @@ def test_greedy_tokens_are_transformers_own(
 ) -> None:
     pytest.importorskip(library)
     quantise(plain, tmp_path)
-    target = load_target(TargetSettings(path=str(tmp_path), device="cpu", dtype="bfloat16"))
-    assert not knows(target)  # kernels of ours would read its weights as they lie
+    target = load_on_cpu(tmp_path, dtype="bfloat16")
+    assert not has_known_layers(target)  # its weights are not plain tensors
     (note,) = target.notes
     assert f"quantised ({library.replace('_', '-')})" in note
-    # Training reads its parts from the files, where they are not quantised.
+    # Training reads these parts from the files, where they are not quantised.
     parts = load_parts(tmp_path)
     assert torch.equal(parts.embeddings, target.parts.embeddings)
     assert torch.equal(parts.lm_head, target.parts.lm_head)
-    target = load_target(TargetSettings(path=str(tmp_path), device="cpu"))
-    asked = requests(3, seed=1)
-    for request, found in zip(
-        asked, run(Engine(target, batch=3, max_length=128), asked), strict=True
+    target = load_on_cpu(tmp_path)
+    prompts = requests(3, seed=1)
+    for request, generation in zip(
+        prompts, run(Engine(target, batch=3, max_length=128), prompts), strict=True
     ):
         ids = torch.tensor([request.prompt_ids])
         answer = target.model.generate(
@@ -95,7 +96,7 @@ def test_greedy_tokens_are_transformers_own(
             do_sample=False,
             eos_token_id=sorted(STOPS),
         )
-        assert list(found.token_ids) == answer[0, ids.shape[1] :].tolist()
+        assert list(generation.token_ids) == answer[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.skipif(find_spec("compressed_tensors") is not None, reason="the library is there")
@@ -106,16 +107,18 @@ def test_without_its_library_a_quantised_target_is_refused(plain: Path, tmp_path
     config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "dense"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="pip install compressed-tensors"):
-        load_target(TargetSettings(path=str(tmp_path), device="cpu"))
+        load_on_cpu(tmp_path)
 
 
-class Codes(Tensor):
-    """Weights of a class of their own, as quantising libraries make them."""
+class QuantisedTensor(Tensor):
+    """A tensor class of a quantisation library."""
 
 
-def test_weights_of_another_class_are_not_for_our_kernels(plain: Path) -> None:
-    target: Target = load_target(TargetSettings(path=str(plain), device="cpu"))
-    assert knows(target)
+def test_weights_of_another_class_are_not_known_layers(plain: Path) -> None:
+    target: Target = load_on_cpu(plain)
+    assert has_known_layers(target)
     product = target.layers[1].mlp.up_proj
-    product.weight = nn.Parameter(product.weight.data.as_subclass(Codes), requires_grad=False)
-    assert not knows(target)
+    product.weight = nn.Parameter(
+        product.weight.data.as_subclass(QuantisedTensor), requires_grad=False
+    )
+    assert not has_known_layers(target)

@@ -1,4 +1,4 @@
-"""Layers that would mix rows of different lengths: replaced, frozen or refused."""
+"""Layers that would mix rows of different lengths are replaced, frozen or refused."""
 
 from __future__ import annotations
 
@@ -11,68 +11,53 @@ from torch import Tensor, nn
 from draftlab.errors import UserError
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model import llama4, replacements
-from draftlab.target_model.fused_decoder import knows
-from draftlab.target_model.model import Target, TargetSettings, load_target
+from draftlab.target_model.fused_decoder import has_known_layers
+from draftlab.target_model.model import Target
 from draftlab.target_model.parts import load_parts, text_decoder
-from tests.helpers.zoo import SHAPE, ZOO, eager_model, zoo_folder
+from tests.helpers.zoo import (
+    LINEAR_ATTENTION,
+    SHAPE,
+    WITHOUT_PAGES,
+    ZOO,
+    assert_close,
+    eager_model,
+    load_on_cpu,
+    random_texts,
+    zoo_folder,
+    zoo_target,
+)
 
 LENGTHS = (70, 3, 33)  # Llama 4's temperature in the zoo steps every 16 positions
-LATENT = {  # DeepSeek's attention, for keys compressed to one head
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "head_dim": 4,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-}
-
-
-def load(folder: Path) -> Target:
-    return load_target(TargetSettings(path=str(folder), device="cpu"))
 
 
 def texts() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, SHAPE["vocab_size"], (n,), generator=generator) for n in LENGTHS]
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    """Within 1e-5 of the largest logit."""
-    scale = float(expected.abs().max())
-    torch.testing.assert_close(found / scale, expected / scale, rtol=0, atol=1e-5)
+    return random_texts(LENGTHS, seed=3)
 
 
 def last_five(target: Target, paged: bool) -> Tensor:
-    """Logits [3, 5, V] of the texts' last tokens, fed after the rest and beside one another."""
+    """Return logits [3, 5, V] of the texts' last tokens, decoded in one batch after the rest."""
     size, width = 16, 5
     rows = target.new_cache(3, 80)
     pages = target.new_paged_cache(3 * width + 1, size)
     table = (torch.randperm(3 * width).view(3, width) + 1).int()
     logits = torch.zeros(3, 5, target.vocab_size)
     for first in (True, False):
-        parts = [t[:-5] if first else t[-5:] for t in texts()]
+        chunks = [t[:-5] if first else t[-5:] for t in texts()]
         starts = [0 if first else len(t[:-5]) for t in texts()]
-        longest = max(map(len, parts))
+        longest = max(map(len, chunks))
         ids = torch.zeros(3, longest, dtype=torch.int64)
         positions = torch.full((3, longest), -1)
-        for row, (part, start) in enumerate(zip(parts, starts, strict=True)):
-            ids[row, : len(part)] = part
-            positions[row, : len(part)] = torch.arange(start, start + len(part))
+        for row, (chunk, start) in enumerate(zip(chunks, starts, strict=True)):
+            ids[row, : len(chunk)] = chunk
+            positions[row, : len(chunk)] = torch.arange(start, start + len(chunk))
         if paged:
-            aimed = pages.at(table, positions, slot_mapping(table, positions, size))
+            cache = pages.at(table, positions, slot_mapping(table, positions, size))
         else:
-            aimed = rows.at(0, positions, int(positions.max()) + 1)
-        states = target.states(ids, positions=positions, cache=aimed).last
+            cache = rows.at(0, positions, int(positions.max()) + 1)
+        states = target.states(ids, positions=positions, cache=cache).last
         if not first:
-            for row, part in enumerate(parts):
-                logits[row, -len(part) :] = target.logits(states[row, : len(part)])
+            for row, chunk in enumerate(chunks):
+                logits[row, -len(chunk) :] = target.logits(states[row, : len(chunk)])
     return logits
 
 
@@ -81,21 +66,21 @@ def last_five(target: Target, paged: bool) -> Tensor:
 def test_rows_of_different_lengths_are_as_alone(kind: str, paged: bool, tmp_path: Path) -> None:
     """A row's logits are those of transformers' own model run on that row, without a cache."""
     folder = zoo_folder(tmp_path, kind)
-    found = last_five(load(folder), paged)
+    found = last_five(load_on_cpu(folder), paged)
     alone = eager_model(folder)
     for row, text in enumerate(texts()):
         with torch.inference_mode():
             expected = alone(input_ids=text[None], use_cache=False).logits[0, -5:]
-        close(found[row, -len(expected) :], expected)
+        assert_close(found[row, -len(expected) :], expected)
 
 
 def test_llama4_without_the_replacement_is_wrong_and_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = zoo_folder(tmp_path, "llama4_text")
-    right = last_five(load(folder), False)
-    monkeypatch.setattr(llama4, "position_layers", lambda layers: None)
-    target = load(folder)
+    right = last_five(load_on_cpu(folder), False)
+    monkeypatch.setattr(llama4, "use_true_positions", lambda layers: None)
+    target = load_on_cpu(folder)
     with pytest.raises(UserError, match="Llama4TextModel takes positions from the length"):
         target.new_cache(3, 80)
     monkeypatch.setattr(Target, "_check_once", lambda self, check: None)
@@ -103,52 +88,51 @@ def test_llama4_without_the_replacement_is_wrong_and_refused(
 
 
 def test_llama4_replaces_only_layers_with_a_temperature(tmp_path: Path) -> None:
-    layers = load(zoo_folder(tmp_path / "tempered", "llama4_text")).layers
+    layers = zoo_target(tmp_path / "tempered", "llama4_text").layers
     replaced = [type(layer) is llama4.PositionedLayer for layer in layers]
     assert replaced == [False, True, False, True]
-    plain = load(zoo_folder(tmp_path / "plain", "llama4_text", attn_temperature_tuning=False))
+    plain = zoo_target(tmp_path / "plain", "llama4_text", attn_temperature_tuning=False)
     assert not any(isinstance(layer, llama4.PositionedLayer) for layer in plain.layers)
 
 
-def test_replaced_layers_never_run_on_kernels_of_other_layers(tmp_path: Path) -> None:
-    """`fused_decoder.py` computes what it lists and nothing that was put in its place."""
-    assert not knows(load(zoo_folder(tmp_path / "llama4", "llama4_text")))
-    target = load(zoo_folder(tmp_path / "llama", "llama"))
-    assert knows(target)
+def test_replaced_layers_are_not_known_layers(tmp_path: Path) -> None:
+    assert not has_known_layers(zoo_target(tmp_path / "llama4", "llama4_text"))
+    target = zoo_target(tmp_path / "llama", "llama")
+    assert has_known_layers(target)
     for module in (target.layers[2], target.layers[2].self_attn, target.layers[2].mlp):
-        kind = type(module)
-        module.__class__ = type("Positioned", (kind,), {})  # as target_model/llama4.py replaces
-        assert not knows(target)
-        module.__class__ = type(kind.__name__, (kind,), {})  # of the same name, from elsewhere
-        assert not knows(target)
-        module.__class__ = kind
-    assert knows(target)
+        cls = type(module)
+        module.__class__ = type("Positioned", (cls,), {})  # as target_model/llama4.py does
+        assert not has_known_layers(target)
+        module.__class__ = type(cls.__name__, (cls,), {})  # the same name, another module
+        assert not has_known_layers(target)
+        module.__class__ = cls
+    assert has_known_layers(target)
 
 
-def test_llama4_with_pictures_gives_its_text_tower(
+def test_multimodal_llama4_gives_its_text_model(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint of the whole model: its names are prefixed, its config is nested."""
+    """Tensor names are prefixed and the config is nested."""
     folder = zoo_folder(tmp_path, "llama4")
     capfd.readouterr()
-    target = load(folder)
-    assert capfd.readouterr() == ("", "")  # transformers' table of tensors is read, not shown
+    target = load_on_cpu(folder)
+    assert capfd.readouterr() == ("", "")  # transformers prints no table of tensors
     (note,) = target.notes
     assert "multi_modal_projector (1), vision_model (25)" in note
     whole = eager_model(folder)
     ids = texts()[0][None]
     with torch.inference_mode():
         expected = whole(input_ids=ids, use_cache=False).logits
-    close(target.logits(target.states(ids).last), expected)
+    assert_close(target.logits(target.states(ids).last), expected)
     assert target.num_layers == SHAPE["num_hidden_layers"]
     parts = load_parts(tmp_path)
     assert torch.equal(parts.lm_head, target.parts.lm_head)
     assert torch.equal(parts.embeddings, target.parts.embeddings)
 
 
-def test_longrope_keeps_to_its_short_set(tmp_path: Path) -> None:
-    """The limit is told; configs that layers hold are not touched."""
-    target = load(zoo_folder(tmp_path, "phi3"))
+def test_longrope_uses_its_short_set(tmp_path: Path) -> None:
+    """`max_length` is the set's limit; the configs of layers do not change."""
+    target = zoo_target(tmp_path, "phi3")
     assert target.max_length == 96
     assert {layer.self_attn.config.max_position_embeddings for layer in target.layers} == {128}
     before = target.decoder.rotary_emb.inv_freq.clone()
@@ -163,14 +147,14 @@ def test_longrope_that_follows_the_longest_row_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replacements, "freeze_rope", lambda decoder: None)
-    target = load(zoo_folder(tmp_path, "phi3"))
+    target = zoo_target(tmp_path, "phi3")
     with pytest.raises(UserError, match="Phi3Model treats a row differently when the row beside"):
         target.new_cache(2, 8)
 
 
 def test_dynamic_rope_does_not_grow(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    target = load(zoo_folder(tmp_path, "llama", rope_parameters=rope))
+    target = zoo_target(tmp_path, "llama", rope_parameters=rope)
     short = torch.tensor([[3, 4, 5]])
     expected = target.states(short).last
     assert target.max_length == SHAPE["max_position_embeddings"]
@@ -181,7 +165,7 @@ def test_dynamic_rope_does_not_grow(tmp_path: Path) -> None:
     assert torch.equal(target.states(short).last, expected)
 
 
-def test_a_rope_that_switches_in_its_own_way_is_refused(tmp_path: Path) -> None:
+def test_longrope_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
     rope = ZOO["phi3"]["rope_parameters"] | {"short_mscale": 1.1, "long_mscale": 1.2}
     folder = zoo_folder(
         tmp_path,
@@ -192,46 +176,30 @@ def test_a_rope_that_switches_in_its_own_way_is_refused(tmp_path: Path) -> None:
         original_max_position_embeddings=96,
     )
     with pytest.raises(UserError, match="PhimoeRotaryEmbedding with longrope"):
-        load(folder)
+        load_on_cpu(folder)
 
 
 def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
-    """Their states can be recorded; drafts cannot be taken back from them."""
-    target = load(
-        zoo_folder(
-            tmp_path,
-            "qwen3_next",
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=24,
-            shared_expert_intermediate_size=24,
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-        )
-    )
+    """Their states can be recorded; drafts cannot be rolled back."""
+    target = zoo_target(tmp_path, "qwen3_next", **LINEAR_ATTENTION)
     assert target.states(torch.tensor([[3, 4]])).last.shape == (1, 2, 32)
     with pytest.raises(UserError, match="Qwen3NextModel keeps a state of tokens"):
         target.new_cache(1, 8)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [("deepseek_v3", LATENT), ("jetmoe", {"num_local_experts": 4, "kv_channels": 8})],
-)
-def test_what_only_rows_serve_is_refused_pages(
+@pytest.mark.parametrize(("kind", "changes"), WITHOUT_PAGES)
+def test_attention_that_pages_do_not_serve_is_refused(
     kind: str, changes: dict[str, object], tmp_path: Path
 ) -> None:
-    """Latent attention fails on pages; JetMoE attends on its own and would be silently wrong."""
-    target = load(zoo_folder(tmp_path, kind, **changes))
+    """Latent attention fails on pages; JetMoE's attention would be silently wrong."""
+    target = zoo_target(tmp_path, kind, **changes)
     target.new_cache(1, 8)
     with pytest.raises(UserError, match="pages of keys do not serve"):
         target.new_paged_cache(4, 16)
 
 
-class _Remembers(nn.Module):
-    """A layer that adds a little of all that the sequence has shown it, like a recurrent one."""
+class _Recurrent(nn.Module):
+    """A layer that adds a little of all earlier inputs, like a recurrent one."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -245,7 +213,7 @@ class _Remembers(nn.Module):
         return output + 1e-3 * self.seen
 
 
-class _Counts(nn.Module):
+class _LengthDependent(nn.Module):
     """A layer whose output grows a little with the length of the cache."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -259,12 +227,15 @@ class _Counts(nn.Module):
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [(_Remembers, "keeps a state of tokens"), (_Counts, "positions from the length of the cache")],
+    [
+        (_Recurrent, "keeps a state of tokens"),
+        (_LengthDependent, "positions from the length of the cache"),
+    ],
 )
-def test_faults_of_code_from_elsewhere_are_seen(
+def test_faults_in_custom_code_are_found(
     fault: type[nn.Module], message: str, tmp_path: Path
 ) -> None:
-    target = load(zoo_folder(tmp_path, "llama"))
+    target = zoo_target(tmp_path, "llama")
     _, layers, _ = text_decoder(target.model)
     layers[1] = fault(layers[1])
     with pytest.raises(UserError, match=message):

@@ -1,0 +1,268 @@
+"""The fused path (on its kernels' references) and the prepacked path against transformers."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from draftlab.errors import UserError
+from draftlab.kernels.linear import MAX_ROWS
+from draftlab.kernels.packed_linear import why_not_packed
+from draftlab.kernels.paged_attention import slot_mapping
+from draftlab.target_model.fused_decoder import FusedDecoder, fused_decoder, has_known_layers
+from draftlab.target_model.model import DecodePath, HiddenStates, Target
+from draftlab.target_model.path_check import check_decode_path
+from draftlab.target_model.prepacked_decoder import (
+    PrepackedDecoder,
+    describe_products,
+    prepacked_decoder,
+    why_not_prepacked,
+)
+from tests.helpers.zoo import assert_close, random_texts, zoo_target
+
+# Windows of 8 matter: the sequences below are longer.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True}),
+    "llama3 rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 windows": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+    ),
+}
+CPU = torch.device("cpu")
+needs_prepacked = pytest.mark.skipif(
+    why_not_packed(CPU, torch.float32) is not None, reason="no packed products here"
+)
+PATHS = [
+    pytest.param(FusedDecoder, id="fused"),
+    pytest.param(PrepackedDecoder, id="prepacked", marks=needs_prepacked),
+]
+SEQUENCES = torch.stack(random_texts((20, 20)))
+
+
+def load(path: Path, kind: str) -> Target:
+    name, changes = KINDS[kind]
+    return zoo_target(path, name, **({"tie_word_embeddings": False} | changes))
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return load(tmp_path_factory.mktemp("target"), request.param)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Target:
+    return load(tmp_path, "llama")
+
+
+def run_ragged(path: DecodePath, target: Target) -> list[Tensor]:
+    """Return the states of two rows, run in ragged chunks with padding; only real tokens."""
+    cache = target.new_paged_cache(9, 4)
+    table = torch.tensor([[3, 1, 8, 5, 0], [2, 7, 4, 6, 0]], dtype=torch.int32)
+    done, results = [0, 0], []
+    for sizes in ((6, 3), (1, 5), (0, 2), (5, 1), (4, 4)):
+        width = max(sizes)
+        ids, positions = torch.zeros(2, width, dtype=torch.int64), torch.full((2, width), -1)
+        for row, n in enumerate(sizes):
+            ids[row, :n] = SEQUENCES[row, done[row] : done[row] + n]
+            positions[row, :n] = torch.arange(done[row], done[row] + n)
+            done[row] += n
+        slots = slot_mapping(table, positions, 4)
+        states = path.states(
+            ids, (0, 2, 4), positions=positions, cache=cache.at(table, positions, slots)
+        )
+        results += [states.features[positions >= 0], states.last[positions >= 0]]
+    return results
+
+
+@pytest.mark.parametrize("path_class", PATHS)
+def test_states_and_logits_equal_transformers(path_class: Any, target: Target) -> None:
+    before = {name: value.clone() for name, value in target.model.state_dict().items()}
+    assert has_known_layers(target)
+    path, expected = path_class(target), run_ragged(target, target)
+    for one, other in zip(run_ragged(path, target), expected, strict=True):
+        assert_close(one, other, 2e-5)
+    last = expected[-1]
+    assert_close(path.logits(last), target.logits(last), 2e-5)
+    check_decode_path(target, path, "the path")
+    after = target.model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_the_fused_path_shares_the_models_memory(target: Target) -> None:
+    fused, attention = FusedDecoder(target), target.layers[0].self_attn
+    storages = {
+        p.weight.untyped_storage().data_ptr()
+        for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+    }
+    assert storages == {fused.layers[0].qkv.untyped_storage().data_ptr()}
+    for one, other in zip(FusedDecoder(target).layers, fused.layers, strict=True):
+        assert one.qkv.data_ptr() == other.qkv.data_ptr()
+        assert torch.equal(one.qkv, other.qkv)
+
+
+@needs_prepacked
+def test_the_prepacked_path_reads_one_block_a_row(target: Target) -> None:
+    """The default cache on a CPU: a prompt, then one token and five."""
+    path, table = PrepackedDecoder(target), torch.tensor([[2], [1]], dtype=torch.int32)
+    caches = {run: target.new_paged_cache(3, 32) for run in (path, target)}
+    for start, end in ((0, 12), (12, 13), (13, 18)):
+        positions = torch.arange(start, end).repeat(2, 1)
+        slots = slot_mapping(table, positions, 32)
+        one, other = (
+            run.states(
+                SEQUENCES[:, start:end],
+                (0, 4),
+                positions=positions,
+                cache=cache.at(table, positions, slots),
+            )
+            for run, cache in caches.items()
+        )
+        assert_close(one.features, other.features, 2e-5)
+        assert_close(one.last, other.last, 2e-5)
+
+
+def test_modified_layers_are_not_known(llama: Target) -> None:
+    assert fused_decoder(llama) is None  # a CPU
+    assert has_known_layers(llama)
+    handle = llama.layers[2].mlp.register_forward_hook(lambda *_: None)
+    assert not has_known_layers(llama)
+    handle.remove()
+    llama.layers[1].self_attn.forward = llama.layers[1].self_attn.forward
+    assert not has_known_layers(llama)
+    del llama.layers[1].self_attn.forward
+    llama.decoder.rotary_emb.rope_type = "dynamic"
+    assert not has_known_layers(llama)
+    llama.decoder.rotary_emb.rope_type = "default"
+    assert has_known_layers(llama)
+    gate = llama.layers[3].mlp.gate_proj
+    gate.bias = nn.Parameter(torch.zeros(gate.out_features))
+    assert not has_known_layers(llama)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite"])
+def test_other_architectures_run_through_transformers(kind: str, tmp_path: Path) -> None:
+    target = zoo_target(tmp_path, kind)
+    assert not has_known_layers(target)
+    assert prepacked_decoder(target) is None
+    if why_not_packed(CPU, torch.float32) is None:
+        line = describe_products(target, cpu_prepacked=True)
+        assert f"layers of {type(target.decoder).__name__} run as transformers writes them" in line
+
+
+def test_the_check_runs_a_prompt_of_more_rows_than_small_kernels_take(
+    llama: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused = FusedDecoder(llama)
+    states = fused.states
+
+    def wrong(token_ids: Tensor, *rest: Any, **options: Any) -> HiddenStates:
+        right = states(token_ids, *rest, **options)
+        factor = 1.1 if token_ids.numel() > MAX_ROWS else 1
+        return HiddenStates(right.features * factor, right.last)
+
+    monkeypatch.setattr(fused, "states", wrong)
+    with pytest.raises(UserError, match="differ in their states"):
+        check_decode_path(llama, fused, "the fused path")
+
+
+@pytest.mark.parametrize("fault", ["scale", "window", "eps", "rope", "norm"])
+def test_the_check_finds_faults_of_the_fused_path(fault: str, llama: Target) -> None:
+    """Each is a way in which a layer could differ from fused_decoder.py."""
+    fused = FusedDecoder(llama)
+    check_decode_path(llama, fused, "the fused path")
+    attention = llama.layers[1].self_attn
+    if fault == "scale":
+        attention.scaling *= 1.1
+    elif fault == "window":
+        object.__setattr__(fused.layers[1], "window", 6)
+    elif fault == "eps":
+        fused.eps += 0.05
+    elif fault == "rope":
+        fused.scaling = 1.05
+    else:
+        object.__setattr__(fused.layers[3], "mlp_norm", fused.layers[3].mlp_norm + 0.02)
+    with pytest.raises(UserError, match="differ in their"):
+        check_decode_path(llama, fused, "the fused path")
+
+
+@needs_prepacked
+@pytest.mark.parametrize("fault", ["scale", "norm", "weight"])
+def test_the_check_finds_faults_of_the_prepacked_path(fault: str, llama: Target) -> None:
+    path = PrepackedDecoder(llama)
+    check_decode_path(llama, path, "the path")
+    layer: Any = path.layers[2]
+    if fault == "scale":
+        object.__setattr__(layer, "scale", layer.scale * 1.1)
+    elif fault == "norm":
+        path.norm.scaled = path.norm.scaled * 1.001
+    else:
+        llama.layers[1].mlp.up_proj.weight.data[3] *= 1.5
+    with pytest.raises(UserError, match=r"the path and transformers differ in their .* by"):
+        check_decode_path(llama, path, "the path")
+
+
+@needs_prepacked
+def test_prepacked_weights_are_shared_and_freed_with_the_target(llama: Target) -> None:
+    path = weakref.ref(prepacked_decoder(llama))
+    assert path() is not None
+    assert prepacked_decoder(llama) is path()
+    assert describe_products(llama, cpu_prepacked=False) == (
+        "plain float32 products (packing is off)"
+    )
+    line = describe_products(llama, cpu_prepacked=True)
+    assert line.startswith("float32 products packed for oneDNN (a copy of")
+    llama.decode_paths.clear()
+    gc.collect()
+    assert path() is None
+
+
+def test_a_fused_path_does_not_keep_its_target_alive(tmp_path: Path) -> None:
+    target = load(tmp_path, "llama")
+    target.decode_paths["fused"] = FusedDecoder(target)
+    reference = weakref.ref(target)
+    del target
+    gc.collect()
+    assert reference() is None
+
+
+def test_bfloat16_is_prepacked_too(tmp_path: Path) -> None:
+    if (reason := why_not_packed(CPU, torch.bfloat16)) is not None:
+        pytest.skip(reason)
+    target = zoo_target(tmp_path, "llama", dtype="bfloat16", tie_word_embeddings=True)
+    assert prepacked_decoder(target) is not None  # it has been compared with transformers
+    assert "bfloat16 products packed" in describe_products(target, cpu_prepacked=True)
+
+
+def test_nothing_is_prepacked_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("packed on a GPU")
+
+    monkeypatch.setattr("draftlab.target_model.prepacked_decoder.PrepackedDecoder", fail)
+    for dtype in (torch.float32, torch.bfloat16):
+        target: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
+        assert prepacked_decoder(target) is None
+        assert "not for cuda" in str(why_not_prepacked(target))
