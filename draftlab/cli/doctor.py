@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from draftlab.cli.console import Debug, guard, monitor, output
+from draftlab.cli.settings_options import SettingsOptions
+from draftlab.doctor.settings import DoctorSettings
 
-_HELP = "`draftlab doctor --help` explains every option"
+OPTIONS = SettingsOptions(DoctorSettings, "doctor")
 NOTHING_WRITTEN = "a diagnosis writes nothing, and the same command starts anew"
 
 
+@OPTIONS.add_to
 def doctor(
     head: Annotated[
         str, typer.Argument(help='A head folder, a run folder, or "reference".', metavar="HEAD")
@@ -21,17 +24,7 @@ def doctor(
         str | None,
         typer.Option(help="Target: folder, Hub id or embedded; default: the head's, if embedded."),
     ] = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option(help="Prompts to score on: a suite or a JSONL of conversations."),
-    ] = None,
-    max_prompts: Annotated[int | None, typer.Option(help="Prompts taken; default 16.")] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of each answer; default 64.")
-    ] = None,
-    k: Annotated[
-        int | None, typer.Option("--k", help="Drafts a step; default: as trained, at most 4.")
-    ] = None,
+    chosen: Any = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Let code shipped with the target run.")
@@ -46,18 +39,8 @@ def doctor(
     The exit code is 0 for a healthy head and 1 where faults were found.
     """
     with guard(debug, NOTHING_WRITTEN):
-        from draftlab.doctor.settings import DoctorSettings
-        from draftlab.pipeline.recipe import changed
-
-        asked = {
-            "prompts": prompts,
-            "max_prompts": max_prompts,
-            "max_new_tokens": max_new_tokens,
-            "k": k,
-        }
-        names = {key: f"--{key.replace('_', '-')}" for key in asked}
-        # A slip is answered before torch is imported.
-        settings = changed(DoctorSettings(), asked, where="command line", options=names, do=_HELP)
+        # Mistakes are reported before torch is imported.
+        settings = OPTIONS.apply(DoctorSettings(), chosen)
         from draftlab.doctor.diagnose import examine
         from draftlab.doctor.locate import find_head, find_target
         from draftlab.doctor.print_diagnosis import print_diagnosis

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from draftlab.cli.console import Debug, guard, monitor
+from draftlab.cli.settings_options import SettingsOptions
 from draftlab.errors import UserError
+from draftlab.export.settings import ExportSettings
 
+OPTIONS = SettingsOptions(ExportSettings, "export", names={"formats": ["--to"]})
 NOTHING_LEFT = "the folder appears only when it is whole, and the same command starts anew"
 
 
+@OPTIONS.add_to
 def export(
     run_name: Annotated[
         str | None, typer.Option("--run", help="Run whose head is exported.", metavar="RUN")
@@ -23,47 +26,18 @@ def export(
     target: Annotated[
         str | None, typer.Option(help="Target of --head: folder, Hub id or embedded.")
     ] = None,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            "--to",
-            help="speculators, vllm, sglang or llamacpp, one or several; default: the run's.",
-            metavar="LAYOUT,…",
-        ),
-    ] = None,
-    k: Annotated[int | None, typer.Option("--k", help="Tokens a server is to draft.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16.")] = None,
-    max_shard: Annotated[
-        str | None, typer.Option(help="Size above which weights are split, such as 500MB.")
-    ] = None,
-    gguf: Annotated[
-        bool, typer.Option("--gguf", help="With llamacpp: run its converter too (LLAMA_CPP).")
-    ] = False,
+    chosen: Any = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a head for other programs; it is read back and compared before success is said."""
+    """Write a head for other programs. The export is read back and compared with the head."""
     with guard(debug):
-        from draftlab.export.settings import ExportSettings
-        from draftlab.pipeline.recipe import changed
-
-        asked = {
-            "formats": to,
-            "k": k,
-            "dtype": dtype,
-            "max_shard": max_shard,
-            "gguf": gguf or None,
-        }
-        names = {key: f"--{key.replace('_', '-')}" for key in asked} | {"formats": "--to"}
-        check = partial(
-            changed, where="command line", options=names, do="`draftlab export --help` says more"
-        )
-        # A slip is answered before torch is imported; whether gguf can be made may hang on the run.
-        check(ExportSettings(), asked if to else asked | {"gguf": None})
+        # Mistakes are reported before torch is imported; whether gguf is possible depends on --to.
+        OPTIONS.apply(ExportSettings(), chosen if chosen["formats"] else chosen | {"gguf": None})
         from draftlab.pipeline.resolve import eval_subject
 
         subject = eval_subject(run_name, head, target)
-        subject.export(check(subject.exports, asked), out, monitor=monitor)
+        subject.export(OPTIONS.apply(subject.exports, chosen), out, monitor=monitor)
 
 
 def import_(

@@ -1,0 +1,131 @@
+"""Command-line options that are made of a settings model, so that each is stated once."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Annotated, Any, TypeVar
+
+import typer
+from pydantic import BaseModel
+
+from draftlab.pipeline.recipe import changed
+from draftlab.settings import Settings
+
+S = TypeVar("S", bound=Settings)
+
+
+class SettingsOptions:
+    """The options of a verb for some fields of a settings model.
+
+    Args:
+        model: the settings; an option's help is the field's description.
+        names: field → the option's names, where they are not `--field-name`.
+        panels: title → fields, in the order of `--help`; without panels all fields, in the
+            model's order.
+        verb: as the user types it, for errors.
+    """
+
+    def __init__(
+        self,
+        model: type[Settings],
+        verb: str,
+        *,
+        names: Mapping[str, Sequence[str]] | None = None,
+        panels: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self.model, self.names = model, dict(names or {})
+        self.hint = f"`draftlab {verb} --help` explains every option"
+        flat = {n for n, f in model.model_fields.items() if not _is_model(f.annotation)}
+        panels = panels or {"": [n for n in model.model_fields if n in flat]}
+        self.panel_of = {name: panel for panel, fields in panels.items() for name in fields}
+
+    def add_to(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return a command whose parameter `chosen` is replaced by the options.
+
+        `chosen` gets what the user typed, by field; None: not typed.
+        """
+        hints = typing.get_type_hints(function, include_extras=True)
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.name == "chosen":
+                parameters += map(self._parameter, self.panel_of)
+            else:
+                kind, hint = inspect.Parameter.KEYWORD_ONLY, hints[parameter.name]
+                parameters.append(parameter.replace(kind=kind, annotation=hint))
+
+        @wraps(function)
+        def command(**values: Any) -> None:
+            chosen = {name: values.pop(name) for name in self.panel_of}
+            flags = {name for name in chosen if self._is_flag(name)}
+            function(
+                chosen={n: v or None if n in flags else v for n, v in chosen.items()}, **values
+            )
+
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    def apply(self, settings: S, chosen: Mapping[str, Any]) -> S:
+        """Return a copy of settings with what the user typed.
+
+        Raises:
+            UserError: a value does not fit; the message names the option.
+        """
+        options = {name: self._names(name)[0] for name in self.panel_of}
+        return changed(settings, chosen, where="command line", options=options, do=self.hint)
+
+    def _names(self, field: str) -> Sequence[str]:
+        return self.names.get(field) or [f"--{field.replace('_', '-')}"]
+
+    def _is_flag(self, field: str) -> bool:
+        return self.model.model_fields[field].default is False
+
+    def _parameter(self, field: str) -> inspect.Parameter:
+        """Return the option of a field as a parameter of the command."""
+        info, names = self.model.model_fields[field], list(self._names(field))
+        kind, metavar = _option_type(info.annotation)
+        if info.default is True:
+            names = [f"{names[0]}/--no-{names[0].removeprefix('--')}"]
+        option = typer.Option(
+            *names,
+            help=_plain(info.description or ""),
+            rich_help_panel=self.panel_of[field] or None,
+            metavar=metavar,
+        )
+        default = False if self._is_flag(field) else None
+        annotation = bool if self._is_flag(field) else kind | None
+        return inspect.Parameter(
+            field,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[annotation, option],
+        )
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _option_type(annotation: Any) -> tuple[Any, str | None]:
+    """Return the type that typer parses, and how the value is shown; lists are one text."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _option_type(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        kinds = [a for a in arguments if a is not type(None)]
+        return _option_type(kinds[0]) if len(kinds) == 1 else (str, None)
+    if origin is tuple:
+        return str, "X,X,…"
+    if origin is typing.Literal:
+        return str, "|".join(map(str, arguments))
+    return (annotation, None) if annotation in (int, float, bool, str) else (str, None)
+
+
+def _plain(description: str) -> str:
+    """Return a field's description on one line."""
+    return re.sub(r"\s+", " ", description).strip()
