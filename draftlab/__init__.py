@@ -3,7 +3,7 @@
 The verbs of the command line are functions here (imported when first used, so that
 `import draftlab` stays light)::
 
-    from draftlab import Monitor, Pipeline, evaluate, export_head, load_recipe
+    from draftlab import Monitor, Pipeline, evaluate_head, export_head, load_recipe
     pipeline = Pipeline(load_recipe(Path("recipes/quickstart.yaml")), Monitor())
     head = pipeline.make("head")
 """
@@ -20,8 +20,8 @@ _WHERE = {
     "Recipe": ("draftlab.pipeline.recipe", "Recipe"),
     "Report": ("draftlab.evaluate.results", "Report"),
     "UserError": ("draftlab.errors", "UserError"),
-    "evaluate": ("draftlab.pipeline.api", "evaluate"),
-    "export_head": ("draftlab.pipeline.api", "export"),
+    "evaluate_head": ("draftlab.pipeline.api", "evaluate_head"),
+    "export_head": ("draftlab.pipeline.api", "export_head"),
     "import_head": ("draftlab.export.importing", "import_head"),
     "find_run": ("draftlab.pipeline.run_folder", "find_run"),
     "load_recipe": ("draftlab.pipeline.recipe", "load_recipe"),

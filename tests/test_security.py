@@ -16,14 +16,16 @@ from draftlab.doctor.diagnose import examine
 from draftlab.doctor.settings import DoctorSettings
 from draftlab.doctor.target_session import TargetSession
 from draftlab.errors import UserError
-from draftlab.export import export_head
+from draftlab.export import write_export
 from draftlab.export.importing import import_head
 from draftlab.heads.folder import CONFIG, WEIGHTS, load_head
-from draftlab.pipeline.api import reference_head
 from draftlab.pipeline.head_spec import target_config
+from draftlab.pipeline.resolve import reference_head
 from draftlab.progress import Monitor
-from draftlab.target_model.model import TargetSettings, load_target, load_tokenizer, resolve_target
+from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.parts import load_parts, read_tensor
+from draftlab.target_model.settings import TargetSettings
 from tests.helpers.toys import toy_target_folder
 
 EMBEDDED = resolve_target(TargetSettings())
@@ -47,7 +49,7 @@ def marker(tmp_path: Path) -> Path:
 @pytest.fixture
 def exported(tmp_path: Path) -> Path:
     out = tmp_path / "speculators"
-    return export_head(reference_head(), EMBEDDED, out, "speculators", target_name="embedded")
+    return write_export(reference_head(), EMBEDDED, out, "speculators", target_name="embedded")
 
 
 def witness(target: Path | str = "embedded") -> TargetSession:

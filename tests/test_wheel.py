@@ -76,12 +76,12 @@ def test_it_works_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; import draftlab; from draftlab import *\n"
         f"assert draftlab.__file__.startswith({str(site)!r}), draftlab.__file__\n"
-        "from draftlab.pipeline.resolve import eval_subject\n"
+        "from draftlab.pipeline.head_workspace import open_head\n"
         "from draftlab.evaluate.evaluator import EvalSettings\n"
-        "head = eval_subject(None, 'reference', None)\n"
+        "head = open_head(None, 'reference', None)\n"
         "settings = EvalSettings(\n"
         "    max_prompts=1, max_new_tokens=8, timing_prompts=0, temperatures=(0,))\n"
-        "evaluate(head.target, head.head, settings, Path('out'), monitor=Monitor())"
+        "evaluate_head(head.target, head.head, settings, Path('out'), monitor=Monitor())"
     )
     run(sys.executable, "-c", code, **elsewhere)
     assert Report.read(tmp_path / "out" / "report.json").rows[-1].head == "reference"

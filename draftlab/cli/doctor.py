@@ -42,11 +42,11 @@ def doctor(
         # Mistakes are reported before torch is imported.
         settings = OPTIONS.apply(DoctorSettings(), chosen)
         from draftlab.doctor.diagnose import examine
-        from draftlab.doctor.locate import find_head, find_target
         from draftlab.doctor.print_diagnosis import print_diagnosis
         from draftlab.doctor.target_session import TargetSession
+        from draftlab.pipeline.resolve import find_head, find_target
 
-        folder = find_head(head)
+        folder = find_head(head, any_layout=True)
         chosen = find_target(folder, target, device, trust_remote_code=trust_remote_code)
         diagnosis = examine(folder, TargetSession(chosen, settings, monitor))
         if as_json:

@@ -68,9 +68,9 @@ def eval_(
         # Mistakes are reported before torch is imported.
         OPTIONS.apply(EvalSettings(), chosen)
         TARGET_OPTIONS.apply(TargetSettings(), {"dtype": dtype})
-        from draftlab.pipeline.resolve import eval_subject
+        from draftlab.pipeline.head_workspace import open_head
 
-        subject = eval_subject(run_name, head, target)
+        subject = open_head(run_name, head, target)
         settings = OPTIONS.apply(subject.settings, chosen)
         target_settings = TARGET_OPTIONS.apply(subject.target, {"dtype": dtype})
         report, folder = subject.evaluate(target_settings, settings, out, monitor=monitor)

@@ -34,9 +34,9 @@ def export(
     with guard(debug):
         # Mistakes are reported before torch is imported; whether gguf is possible depends on --to.
         OPTIONS.apply(ExportSettings(), chosen if chosen["formats"] else chosen | {"gguf": None})
-        from draftlab.pipeline.resolve import eval_subject
+        from draftlab.pipeline.head_workspace import open_head
 
-        subject = eval_subject(run_name, head, target)
+        subject = open_head(run_name, head, target)
         subject.export(OPTIONS.apply(subject.exports, chosen), out, monitor=monitor)
 
 

@@ -56,9 +56,9 @@ def push(
         exports = changed(ExportSettings(), asked, where="command line", options=options, do=_HELP)
         from draftlab.hub.folder import Push, write_folder
         from draftlab.hub.upload import upload
-        from draftlab.pipeline.resolve import eval_subject
+        from draftlab.pipeline.head_workspace import open_head
 
-        subject = eval_subject(run_name, None, None)
+        subject = open_head(run_name, None, None)
         place = out or subject.folder / "hub" / repo.replace("/", "--")
         folder = write_folder(subject, Push(repo, exports, base_model, licence), place, monitor)
         if dry_run:

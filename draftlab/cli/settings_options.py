@@ -61,10 +61,9 @@ class SettingsOptions:
         @wraps(function)
         def command(**values: Any) -> None:
             chosen = {name: values.pop(name) for name in self.panel_of}
-            flags = {name for name in chosen if self._is_flag(name)}
-            function(
-                chosen={n: v or None if n in flags else v for n, v in chosen.items()}, **values
-            )
+            # A flag that was not typed is False, which must not replace a recipe's True.
+            chosen |= {name: chosen[name] or None for name in chosen if self._is_flag(name)}
+            function(chosen=chosen, **values)
 
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -128,4 +127,4 @@ def _option_type(annotation: Any) -> tuple[Any, str | None]:
 
 def _plain(description: str) -> str:
     """Return a field's description on one line."""
-    return re.sub(r"\s+", " ", description).strip()
+    return re.sub(r"\s+", " ", description).strip().replace("None:", "by default:")

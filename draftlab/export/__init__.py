@@ -10,7 +10,7 @@ from typing import Any
 
 _WHERE = {
     "ExportSettings": "settings",
-    "export_head": "write",
+    "write_export": "write",
     "layout_for": "layouts",
     "verify_export": "write",
 }

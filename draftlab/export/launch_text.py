@@ -11,7 +11,7 @@ from draftlab.export.gguf import OUT_TYPES
 from draftlab.export.layout import Export
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
-from draftlab.vllm.vllm_client.own_config import generation_override
+from draftlab.vllm.vllm_client.config_overrides import generation_override
 
 
 def is_hub_id(name: str) -> bool:

@@ -24,7 +24,7 @@ from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.parts import load_parts
 
 
-def export_head(
+def write_export(
     head_folder: Path,
     target_folder: Path,
     out: Path,

@@ -55,7 +55,7 @@ def model_card(facts: CardFacts) -> str:
 
 def metadata(facts: CardFacts) -> ModelCardData:
     """The front matter; what is not known is left out."""
-    results = [r for row in facts.rows if wording.drafted(row) for r in _eval_results(row)]
+    results = [r for row in facts.rows if wording.has_drafter(row) for r in _eval_results(row)]
     return ModelCardData(
         base_model=facts.base_model,
         license=facts.licence,
@@ -137,10 +137,10 @@ def _results(facts: CardFacts) -> str:
     )
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in facts.rows:
-        rates = row.counters.acceptance_at if wording.drafted(row) else None
+        rates = row.counters.acceptance_at if wording.has_drafter(row) else None
         cells = (
             wording.temperature(row.temperature),
-            str(row.k) if wording.drafted(row) else "no drafting",
+            str(row.k) if wording.has_drafter(row) else "no drafting",
             wording.draft_probs(row),
             wording.with_interval(row.acceptance_length, row.acceptance_length_ci),
             " ".join(f"{rate:.2f}" for rate in rates) if rates else wording.NONE,

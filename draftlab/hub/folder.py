@@ -10,7 +10,7 @@ import yaml
 
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report, Row
-from draftlab.export import ExportSettings, export_head
+from draftlab.export import ExportSettings, write_export
 from draftlab.export.destination import whole_folder
 from draftlab.export.launch_text import is_hub_id
 from draftlab.export.layouts import layout_for
@@ -19,7 +19,7 @@ from draftlab.formatting import plain_values
 from draftlab.heads.folder import CONFIG, NATIVE, load_config
 from draftlab.hub.card import CardFacts, model_card, own_rows
 from draftlab.hub.names import check_repo
-from draftlab.pipeline.resolve import Subject
+from draftlab.pipeline.head_workspace import HeadWorkspace
 from draftlab.progress import Monitor
 from draftlab.target_model.locate import resolve_target
 
@@ -46,7 +46,7 @@ class Push:
     licence: str | None = None
 
 
-def write_folder(subject: Subject, push: Push, place: Path, monitor: Monitor) -> Path:
+def write_folder(subject: HeadWorkspace, push: Push, place: Path, monitor: Monitor) -> Path:
     """Writes the exact folder that is uploaded; an earlier one is replaced whole.
 
     Raises:
@@ -106,7 +106,7 @@ def _foreign(place: Path) -> bool:
     return bool(there) and not {README, HEAD, REPORT} <= set(there)
 
 
-def _report(subject: Subject) -> tuple[Report, list[Row]]:
+def _report(subject: HeadWorkspace) -> tuple[Report, list[Row]]:
     path = subject.folder / "eval" / REPORT
     evaluate = f"`draftlab eval --run {subject.folder.name}` measures it"
     if not path.is_file():
@@ -126,9 +126,11 @@ def _report(subject: Subject) -> tuple[Report, list[Row]]:
     return report, rows
 
 
-def _export(subject: Subject, push: Push, base: str | None, folder: Path, monitor: Monitor) -> None:
+def _export(
+    subject: HeadWorkspace, push: Push, base: str | None, folder: Path, monitor: Monitor
+) -> None:
     """The export's files, read back and compared where they are made, then moved to the root."""
-    made = export_head(
+    made = write_export(
         subject.head,
         resolve_target(subject.target),
         folder / "export",
@@ -152,11 +154,11 @@ def _export(subject: Subject, push: Push, base: str | None, folder: Path, monito
     write_json(folder / NATIVE, pathless(read_json(folder / NATIVE)))
 
 
-def _recipe(subject: Subject) -> Any:
+def _recipe(subject: HeadWorkspace) -> Any:
     return yaml.safe_load((subject.folder / RECIPE).read_text(encoding="utf-8"))
 
 
-def _data(subject: Subject) -> list[tuple[str, str]]:
+def _data(subject: HeadWorkspace) -> list[tuple[str, str]]:
     """Where the training data came from, and how much of it there was."""
     recipe = pathless(_recipe(subject))
     prompts, regenerate = recipe.get("prompts", {}), recipe.get("regenerate", {})

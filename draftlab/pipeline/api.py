@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,12 @@ from draftlab.errors import UserError
 from draftlab.evaluate.evaluator import EvalSettings, Evaluator, NamedHead
 from draftlab.evaluate.results import Report
 from draftlab.evaluate.vllm_compare import check_settings
-from draftlab.export import ExportSettings, export_head
+from draftlab.export import ExportSettings, write_export
 from draftlab.export.gguf import convert, find_converter
 from draftlab.files import check_folder, read_json
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config, load_head
+from draftlab.pipeline.resolve import REFERENCE, find_head, name_in_reports
 from draftlab.progress import Monitor
 from draftlab.report import write_html
 from draftlab.target_model.loading import load_target, load_tokenizer
@@ -24,30 +24,6 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import stop_ids, template_sha256, tokenizer_sha256
 from draftlab.text.suites import load_suite
-
-REFERENCE = "reference"
-
-
-def reference_head() -> Path:
-    """The head for the embedded target that ships in the package."""
-    return Path(str(resources.files("draftlab") / "embedded" / "heads" / REFERENCE))
-
-
-def head_path(source: str) -> Path:
-    """A head folder by path, or "reference".
-
-    Raises:
-        UserError: when no head lies there.
-    """
-    path = reference_head() if source == REFERENCE else Path(source)
-    load_config(path)
-    return path
-
-
-def head_name_of(folder: Path) -> str:
-    """What reports call a head: its folder's name, or its run's where it lies in one."""
-    folder = folder.resolve()
-    return folder.parent.name if folder.name == "head" else folder.name
 
 
 def check_fits(
@@ -94,7 +70,7 @@ def _compared(
 ) -> Iterator[NamedHead]:
     """The heads of `eval.compare`; one that was made for another target is left out, and named."""
     for source in settings.compare:
-        folder = head_path(source)
+        folder = find_head(source)
         config = load_config(folder)
         try:
             check_fits(config, target, tokenizer, folder, raw=settings.raw)
@@ -104,7 +80,7 @@ def _compared(
                 f"{config.target.name}"
             )
             continue
-        name = source if source == REFERENCE else head_name_of(folder)
+        name = source if source == REFERENCE else name_in_reports(folder)
         if name in taken:
             name = str(folder)
         taken.add(name)
@@ -138,7 +114,7 @@ def new_evaluator(
     if head_folder is not None:
         config = load_config(head_folder)
         check_fits(config, target, tokenizer, head_folder, raw=settings.raw)
-        name = head_name or head_name_of(head_folder)
+        name = head_name or name_in_reports(head_folder)
         heads.append(_load_named(head_folder, name, target))
         heads += _compared(settings, {name}, target, tokenizer, monitor)
     longest = target.max_length - max(settings.max_new_tokens, settings.timing_tokens)
@@ -154,7 +130,7 @@ def new_evaluator(
     )
 
 
-def evaluate(
+def evaluate_head(
     target_settings: TargetSettings,
     head_folder: Path | None,
     settings: EvalSettings,
@@ -183,7 +159,7 @@ def write_report(report: Report, out: Path) -> None:
     write_html(report, out)
 
 
-def export(
+def export_head(
     head_folder: Path,
     target_settings: TargetSettings,
     out: Path,
@@ -196,7 +172,7 @@ def export(
     settings = settings or ExportSettings()
     converter = find_converter() if settings.gguf and layout == "llamacpp" else None
     target_folder = resolve_target(target_settings)
-    path = export_head(
+    path = write_export(
         head_folder,
         target_folder,
         out,

@@ -186,7 +186,8 @@ def _store(
     tokens = talk.count * min(talk.length, asked)
     return Need(
         "store",
-        f"up to about {_count(tokens)} tokens of {_bytes(identity.bytes_per_token)}, {states}{limit}",
+        f"up to about {_count(tokens)} tokens of {_bytes(identity.bytes_per_token)}, "
+        f"{states}{limit}",
         disk=tokens * identity.bytes_per_token,
         seconds=gpu and 2 * target.active * tokens / gpu.products / 1e12,
     )

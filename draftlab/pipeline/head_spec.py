@@ -133,11 +133,11 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
             where="record.dtype",
             do="leave it at bfloat16: the last state is all there is, and is never quantised",
         )
-    if recipe.record.online and recipe.train.packers:
+    if recipe.record.online and recipe.train.data_workers:
         raise UserError(
             "with record.online the process that trains makes the states, and no other can pack "
-            f"them, found {recipe.train.packers}",
-            where="train.packers",
+            f"them, found {recipe.train.data_workers}",
+            where="train.data_workers",
             do="set it to 0, or leave it out",
         )
 

@@ -18,8 +18,8 @@ from draftlab.files import read_json
 from draftlab.formatting import counted, plain_values, size_text
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config, stored_shapes
-from draftlab.pipeline.api import REFERENCE, reference_head
-from draftlab.pipeline.resolve import recipe_of
+from draftlab.pipeline.head_workspace import recipe_of
+from draftlab.pipeline.resolve import REFERENCE, reference_head
 from draftlab.pipeline.run_folder import find_run
 from draftlab.pipeline.stages import STAGES
 from draftlab.pipeline.store_statistics import survey

@@ -24,22 +24,22 @@ from draftlab.evaluate.evaluator import environment
 from draftlab.files import sha256_file, write_json
 from draftlab.heads.folder import WEIGHTS, save_head
 from draftlab.heads.head import DraftHead
-from draftlab.pipeline.api import REFERENCE, evaluate, export, head_path, load_suite, reference_head
+from draftlab.pipeline.api import evaluate_head, export_head
 from draftlab.pipeline.estimate import estimate
 from draftlab.pipeline.head_spec import check_early, target_config
+from draftlab.pipeline.head_workspace import input_files
 from draftlab.pipeline.recipe import Recipe, flat, to_yaml
 from draftlab.pipeline.recording import Recording
-from draftlab.pipeline.resolve import Subject, eval_subject, input_files, recipe_of
-from draftlab.pipeline.run_folder import RUNS, Run, Status, find_run, git_commit, lock
+from draftlab.pipeline.resolve import find_head
+from draftlab.pipeline.run_folder import RUNS, Run, Status, git_commit, lock
 from draftlab.pipeline.sizes import check_initial, planned_head, planned_identity
 from draftlab.pipeline.stages import STAGES
 from draftlab.pipeline.training import train_head
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import resolve_target
-from draftlab.target_model.settings import EMBEDDED
 from draftlab.text.prompts import prompt_file
-from draftlab.train.distributed.ranks import Ranks, started_together
+from draftlab.train.distributed.ranks import Ranks, num_launched
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Pipeline:
         }
         initial = self.recipe.head.init
         if initial is not None:
-            files["head"] = {"head.init.sha256": sha256_file(head_path(initial) / WEIGHTS)}
+            files["head"] = {"head.init.sha256": sha256_file(find_head(initial) / WEIGHTS)}
         return Run(self.runs / self.recipe.name, flat(self.recipe), files)
 
     @property
@@ -105,7 +105,7 @@ class Pipeline:
         recipe = self.recipe
         inputs: dict[str, Callable[[], object]] = {
             "answers": lambda: prompt_file(recipe.prompts.source),
-            "head": lambda: recipe.head.init and head_path(recipe.head.init),
+            "head": lambda: recipe.head.init and find_head(recipe.head.init),
             "eval": lambda: input_files(recipe.eval),
         }
         try:
@@ -130,7 +130,7 @@ class Pipeline:
             UserError: settings changed under the run without `force`, or a stage's own complaint.
         """
         trains = any(stage.name == "head" for name in last for stage in self.run.chain(name))
-        if trains and started_together() > 1:
+        if trains and num_launched() > 1:
             self.ranks = Ranks.join(self.recipe.train.device)
         if self.ranks is None:
             self._make(*last, force=force)
@@ -141,7 +141,7 @@ class Pipeline:
                 self._make(*last, force=force)
             finally:
                 if not self._training:  # else they would not be listening
-                    self.ranks.told(None)
+                    self.ranks.broadcast(None)
         if self.ranks is not None:
             self.ranks.leave()
         return self.run.folder / STAGES[last[-1]].artefact
@@ -149,7 +149,7 @@ class Pipeline:
     def _assist(self, ranks: Ranks) -> None:
         """What ranks other than the first do: they wait until it trains, and train along."""
         self.monitor = Monitor()
-        while ranks.told(None) == "head":
+        while ranks.broadcast(None) == "head":
             self._train()
 
     def _make(self, *last: str, force: bool) -> None:
@@ -223,7 +223,7 @@ class Pipeline:
     def _gpus(self) -> int:
         """GPUs for answers and store: also those that wait for the training."""
         if self.ranks is not None and self.recipe.target.gpus == 1:
-            return self.ranks.gpus_here
+            return self.ranks.local_gpus
         return self.gpus
 
     def join_recording(self) -> None:
@@ -247,7 +247,7 @@ class Pipeline:
 
     def _head(self, folder: Path) -> None:
         if self.ranks is not None:
-            self.ranks.told("head")
+            self.ranks.broadcast("head")
         self._training = True
         save_head(folder, self._train(), torch.bfloat16)
         self._training = False
@@ -264,7 +264,7 @@ class Pipeline:
         )
 
     def _eval(self, folder: Path) -> None:
-        evaluate(
+        evaluate_head(
             self.recipe.target,
             self.run.folder / STAGES["head"].artefact,
             self.recipe.eval,
@@ -276,7 +276,7 @@ class Pipeline:
 
     def _export(self, folder: Path) -> None:
         for layout in self.recipe.export.formats:
-            export(
+            export_head(
                 self.run.folder / STAGES["head"].artefact,
                 self.recipe.target,
                 folder / layout,
@@ -284,18 +284,3 @@ class Pipeline:
                 settings=self.recipe.export,
                 monitor=self.monitor,
             )
-
-
-__all__ = [
-    "EMBEDDED",
-    "REFERENCE",
-    "Pipeline",
-    "Subject",
-    "eval_subject",
-    "evaluate",
-    "export",
-    "find_run",
-    "load_suite",
-    "recipe_of",
-    "reference_head",
-]

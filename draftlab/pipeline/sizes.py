@@ -18,10 +18,10 @@ from draftlab.heads.family import get_family
 from draftlab.heads.folder import load_config, new_head
 from draftlab.heads.head import DraftHead
 from draftlab.heads.initial import check_start
-from draftlab.pipeline.api import head_path
 from draftlab.pipeline.hardware import Gpu
 from draftlab.pipeline.head_spec import choose_boundaries, head_config
 from draftlab.pipeline.recipe import Recipe
+from draftlab.pipeline.resolve import find_head
 from draftlab.progress import Monitor
 from draftlab.store.manifest import StoreIdentity
 from draftlab.target_model.parts import text_decoder
@@ -221,7 +221,7 @@ def check_initial(recipe: Recipe, planned: HeadConfig) -> None:
         UserError: naming what differs; no head lies there.
     """
     if recipe.head.init is not None:
-        where = head_path(recipe.head.init)
+        where = find_head(recipe.head.init)
         check_start(planned, load_config(where), where)
 
 

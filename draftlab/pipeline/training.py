@@ -10,9 +10,9 @@ import torch
 from draftlab.heads.folder import load_head
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.cuda_device import free_memory, use_device
-from draftlab.pipeline.api import head_path
 from draftlab.pipeline.head_spec import draft_vocabulary, head_config, mask_token
 from draftlab.pipeline.recipe import Recipe
+from draftlab.pipeline.resolve import find_head
 from draftlab.pipeline.run_folder import git_commit
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
@@ -61,8 +61,8 @@ def train_head(
             ranks=ranks,
         )
         validation = trainer.run()
-        head = trainer.wrapped.plain()
-        trainer.wrapped.close()
+        head = trainer.backend.unwrap()
+        trainer.backend.close()
     head.config = head.config.model_copy(
         update={"provenance": _provenance(trainer, validation, vocabulary)}
     )
@@ -75,7 +75,7 @@ def _initial_head(recipe: Recipe, parts: TargetParts) -> DraftHead | None:
     if recipe.head.init is None:
         return None
     return load_head(
-        head_path(recipe.head.init),
+        find_head(recipe.head.init),
         target_tensors={name: tensor.float() for name, tensor in parts.shared_tensors.items()},
         dtype=torch.float32,
         device="cpu",

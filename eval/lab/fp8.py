@@ -1,7 +1,7 @@
 """What features in 8 bits do to a head: the same recipe on bfloat16 and fp8 stores.
 
-    python eval/lab/fp8.py ARM --out DIR [--recipe recipes/quickstart.yaml] [--answers answers.jsonl]
-    python eval/lab/fp8.py table --out DIR
+    python eval/lab/fp8.py ARM --out DIR [--recipe recipes/quickstart.yaml] [--answers
+    answers.jsonl] python eval/lab/fp8.py table --out DIR
 
 An ARM is a store dtype, bfloat16 or fp8, alone or with `-massive`: two channels of every boundary
 are recorded 1,000 times as large, as the massive activations of large models are, and made small
@@ -24,14 +24,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.heads.folder import save_head
-from draftlab.pipeline.api import evaluate
+from draftlab.pipeline.api import evaluate_head
 from draftlab.pipeline.recipe import load_recipe
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.training import train_head
 from draftlab.progress import Monitor
 from draftlab.store.fp8 import dequantise
 from draftlab.store.store import Record, Store
-from draftlab.target_model.model import States, Target
+from draftlab.target_model.model import HiddenStates, Target
 
 ARMS = ("bfloat16", "fp8", "bfloat16-massive", "fp8-massive")
 MASSIVE, FACTOR = (7, 100), 1000.0  # channels of the target's hidden size
@@ -53,10 +53,12 @@ class MassiveTarget:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
-    def states(self, token_ids: Tensor, boundaries: tuple[int, ...], **options: Any) -> States:
+    def states(
+        self, token_ids: Tensor, boundaries: tuple[int, ...], **options: Any
+    ) -> HiddenStates:
         states = self._target.states(token_ids, boundaries, **options)
         factors = scale(len(boundaries), self._target.hidden_size)
-        return States(states.features * factors.to(states.features), states.last)
+        return HiddenStates(states.features * factors.to(states.features), states.last)
 
 
 class Unscaled(Store):
@@ -96,7 +98,7 @@ def train(arm: str, options: argparse.Namespace) -> None:
         recipe, store, recording.tokenizer, folder / "train", monitor=Said(), ranks=None
     )
     save_head(folder / "head", head, torch.bfloat16)
-    report = evaluate(recipe.target, folder / "head", recipe.eval, folder / "eval", monitor=Said())
+    report = evaluate_head(recipe.target, folder / "head", recipe.eval, folder / "eval", monitor=Said())
     lines = (folder / "train" / "metrics.jsonl").read_text().splitlines()
     validation = next(json.loads(s) for s in reversed(lines) if "validation" in s)["validation"]
     rows = [vars(row) for row in report.rows if row.drafter != "none"]

@@ -37,8 +37,9 @@ from draftlab.cli.launch import launch
 from draftlab.kernels.cuda_device import free_memory
 from draftlab.progress import Monitor
 from draftlab.train.distillation_module import DistillationModule
-from draftlab.train.distributed.backends import Whole, wrap
+from draftlab.train.distributed.backends import TrainBackend
 from draftlab.train.distributed.ranks import Ranks
+from draftlab.train.distributed.wrap import wrap
 from draftlab.train.objectives.ttt import ttt_weights
 from draftlab.train.settings import TrainSettings
 
@@ -54,7 +55,7 @@ class Printing(Monitor):
         print(line, file=sys.stderr, flush=True)
 
 
-def new_wrapped(work: Work, ranks: Ranks, parallel: str, dtype: torch.dtype) -> Whole:
+def new_wrapped(work: Work, ranks: Ranks, parallel: str, dtype: torch.dtype) -> TrainBackend:
     """The head of some work, wrapped."""
     settings = TrainSettings(ttt_steps=work.shape.steps, parallel=parallel)
     wrapped = wrap(DistillationModule(work.head, work.target, settings, dtype), settings, ranks)
@@ -78,7 +79,7 @@ def curve(ranks: Ranks, parallel: str, shape: Shape, micro: int) -> dict[str, An
         for number in range(ranks.rank, micro, ranks.size)
     ]
     counts = torch.tensor([batch.counts for batch in mine]).sum(0)
-    weights = ttt_weights(GAMMA, counts := ranks.total(counts).tolist())
+    weights = ttt_weights(GAMMA, counts := ranks.all_reduce(counts).tolist())
     losses, norms = [], []
     for _ in range(CURVE_STEPS):
         total = torch.zeros((), dtype=torch.float64)
@@ -86,7 +87,7 @@ def curve(ranks: Ranks, parallel: str, shape: Shape, micro: int) -> dict[str, An
             loss, _ = wrapped.forward(batch, weights, reduce=number == len(mine))
             wrapped.backward(loss, counts[0])
             total += loss.detach().double().cpu() / counts[0]
-        losses.append(float(ranks.total(total)))
+        losses.append(float(ranks.all_reduce(total)))
         norms.append(float(wrapped.step(RATE)))
     sums = {name: float(p.double().abs().sum()) for name, p in wrapped.weights().items()}
     wrapped.close()
@@ -106,15 +107,15 @@ def speed(ranks: Ranks, parallel: str, shape: Shape, steps: int) -> dict[str, An
             if on_gpu:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
-            ranks.gathered(None)
+            ranks.all_gather(None)
             started = time.perf_counter()
-        counts = ranks.total(torch.tensor(batch.counts)).tolist()
+        counts = ranks.all_reduce(torch.tensor(batch.counts)).tolist()
         loss, _ = wrapped.forward(batch, ttt_weights(GAMMA, counts), reduce=True)
         wrapped.backward(loss, counts[0])
         wrapped.step(RATE)
     if on_gpu:
         torch.cuda.synchronize()
-    ranks.gathered(None)
+    ranks.all_gather(None)
     seconds = (time.perf_counter() - started) / steps
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     tokens = ranks.size * shape.tokens
@@ -130,7 +131,7 @@ def rank_main(options: argparse.Namespace) -> None:
     found |= speed(ranks, parallel, SHAPES[options.shape], options.steps)
     if ranks.is_main:
         Path(options.out).write_text(json.dumps(found))
-    ranks.gathered(None)
+    ranks.all_gather(None)
     ranks.leave()
 
 

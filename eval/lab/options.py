@@ -1,7 +1,8 @@
 """What each option of a head does to AL: one option changed at a time, the seed kept.
 
     python eval/lab/options.py --out runs/options --write PAGE
-    python eval/lab/options.py --recipe recipes/quickstart_ptd.yaml --out runs/options_ptd --write PAGE
+    python eval/lab/options.py --recipe recipes/quickstart_peagle.yaml --out runs/options_peagle
+    --write PAGE
 
 Every variant is a run of the recipe with settings changed, and takes over what the base run's
 stages
@@ -34,8 +35,9 @@ from draftlab.pipeline.pipeline import Pipeline
 from draftlab.pipeline.recipe import load_recipe
 from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
-from draftlab.target_model.model import Target, load_target, load_tokenizer
-from draftlab.text.render import stop_ids
+from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.model import Target
+from draftlab.text.chat_template import stop_ids
 from draftlab.text.suites import load_suite
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -60,10 +62,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "eagle, no regression": (*EAGLE, "train.regression=0", "train.distillation=1"),
     "norm_before_residual, lk": ("head.norm_before_residual=true", "train.loss=lk"),
     "no drop": ("train.cod_ratio=1",),
-    "depths weigh alike": ("train.reach=0", "train.gamma=1"),
-    "reach, gamma 0.9": ("train.reach=0.9", "train.gamma=0.9"),
-    "no reach": ("train.reach=0", "train.gamma=0.8"),
-    "gamma 0.6, no reach": ("train.reach=0", "train.gamma=0.6"),
+    "depths weigh alike": ("train.acceptance_weighting=0", "train.gamma=1"),
+    "reach, gamma 0.9": ("train.acceptance_weighting=0.9", "train.gamma=0.9"),
+    "no reach": ("train.acceptance_weighting=0", "train.gamma=0.8"),
+    "gamma 0.6, no reach": ("train.acceptance_weighting=0", "train.gamma=0.6"),
     "four layers": ("head.num_layers=4",),
 }
 OF_ALL = ("base", "norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm", "lk", "wsd")
@@ -160,7 +162,7 @@ def measure(name: str, options: argparse.Namespace, target: Target, tokenizer: A
         device=target.device,
     )
     longest = target.max_length - recipe.eval.max_new_tokens
-    suite = load_suite(recipe.eval.suite, tokenizer, Monitor(), longest=longest)
+    suite = load_suite(recipe.eval.suite, tokenizer, Monitor(), max_prompt_tokens=longest)
     stops = stop_ids(tokenizer, target.folder)
     requests = [
         Request(i, ids, recipe.eval.max_new_tokens, Sampling(), stops)
@@ -171,7 +173,7 @@ def measure(name: str, options: argparse.Namespace, target: Target, tokenizer: A
         new_drafter(head, options.k, draft_probs=False),
         batch=recipe.eval.batch,
         max_length=target.max_length,
-        packed=True,
+        cpu_prepacked=True,
     )
     done = {g.id: g.counters for g in engine.generate(requests)}
     found = [done[request.id] for request in requests]
@@ -276,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     recipe = load_recipe(options.recipe, options.settings)
     target, tokenizer = load_target(recipe.target), load_tokenizer(recipe.target)
-    parallel = recipe.head.family == "ptd"
+    parallel = recipe.head.family == "peagle"
     chains = [name for name in VARIANTS if name in OF_ALL or name not in PARALLEL]
     for name in options.only or (PARALLEL if parallel else chains):
         file = options.out / f"{folder_name(name)}.json"

@@ -6,7 +6,8 @@
 First in float32 with the embedded target and `--head` (without: random weights): tokens and steps
 of the engine, with CUDA graphs, at several batch sizes and with a pool so small that requests are
 evicted, are the reference engine's. Then at the shapes of Llama-3.1-8B with random weights, as in
-eval/bench/bench_decode.py: a step with a parallel head of each number of layers beside the chain's, over
+eval/bench/bench_decode.py: a step with a parallel head of each number of layers beside the
+chain's, over
 their floors (the head's weights are read once whatever K, the chain's K times) and over the fastest
 K of the same head; tokens a second, all accepted alike (so what a parallel head accepts less is not
 in them); and the time to first token.
@@ -29,11 +30,14 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.evaluate.bandwidth import head_bytes, target_bytes
+from draftlab.heads.config import make_head_config
 from draftlab.heads.folder import load_config, load_head, new_head
 from draftlab.heads.peagle import PeagleHead
-from draftlab.pipeline.api import REFERENCE, head_path
+from draftlab.pipeline.resolve import REFERENCE, find_head
 from draftlab.progress import Monitor
-from draftlab.target_model.model import Target, TargetSettings, load_target, load_tokenizer
+from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
 from draftlab.text.suites import load_suite
 
 MASK = 128_255  # of the random target; any will do
@@ -47,9 +51,9 @@ def embedded_head(target: Target, folder: Path | None) -> PeagleHead:
         head = load_head(folder, embeddings=None, dtype=torch.float32, device="cuda")
         assert isinstance(head, PeagleHead), f"{folder} holds no parallel head"
         return head
-    reference = load_config(head_path(REFERENCE))
-    parallel = {"family": "ptd", "embeddings": "own", "mask_token_id": 3, "num_layers": 2}
-    head = new_head(reference.model_validate(reference.model_dump(by_alias=True) | parallel))
+    reference = load_config(find_head(REFERENCE))
+    parallel = {"family": "peagle", "embeddings": "own", "mask_token_id": 3, "num_layers": 2}
+    head = new_head(make_head_config(**(reference.model_dump(by_alias=True) | parallel)))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -113,7 +117,12 @@ def times(layers: list[int], ks: list[int], batches: list[int], kinds: list[bool
         "TTFT ms  over vLLM"
     )
     for count in (0, *layers):
-        family = {"family": "ptd", "embeddings": "own", "mask_token_id": MASK, "num_layers": count}
+        family = {
+            "family": "peagle",
+            "embeddings": "own",
+            "mask_token_id": MASK,
+            "num_layers": count,
+        }
         head = random_head(target, device, **(family if count else {}))
         name = f"parallel, {count}" if count else "chain"
         for batch in batches:

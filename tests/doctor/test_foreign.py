@@ -10,14 +10,14 @@ import pytest
 from draftlab.doctor.diagnose import examine
 from draftlab.doctor.foreign_head import read_other
 from draftlab.doctor.target_session import TargetSession
-from draftlab.export import export_head
-from draftlab.pipeline.api import reference_head
+from draftlab.export import write_export
+from draftlab.pipeline.resolve import reference_head
 from tests.doctor.conftest import kinds
 
 
 @pytest.fixture
 def exported(tmp_path: Path, witness: TargetSession) -> Path:
-    return export_head(
+    return write_export(
         reference_head(),
         witness.target.folder,
         tmp_path / "speculators",
@@ -54,7 +54,7 @@ def test_what_only_other_families_have_is_not_missed(
     untrained_eagle: Path, witness: TargetSession, tmp_path: Path
 ) -> None:
     out = tmp_path / "vllm"
-    export_head(untrained_eagle, witness.target.folder, out, "vllm", target_name="embedded")
+    write_export(untrained_eagle, witness.target.folder, out, "vllm", target_name="embedded")
     files, findings = read_other(out, witness)
     assert not findings
     assert files is not None

@@ -25,7 +25,7 @@ from draftlab.heads.config import HeadConfig, make_head_config
 from draftlab.heads.folder import WEIGHTS, load_config
 from draftlab.heads.head import initialise_head
 from draftlab.heads.peagle import PeagleHead
-from draftlab.pipeline.api import reference_head
+from draftlab.pipeline.resolve import reference_head
 from tests.doctor.conftest import Broken, Tensors, kinds
 from tests.heads.test_llama4_head import SHAPE as LLAMA4
 from tests.helpers.head_toys import make_head

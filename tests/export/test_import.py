@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import draftlab
 from draftlab import UserError
-from draftlab.export import export_head
+from draftlab.export import write_export
 from draftlab.export.importing import import_head
 from draftlab.heads.folder import load_config
 from tests.helpers.foreign_toys import (
@@ -41,7 +41,7 @@ def exported(target: Path, tmp_path: Path) -> Callable[..., Path]:
     def make(program: str = "vllm", **changed: object) -> Path:
         head = make_head(tmp_path / "head", target, **changed)
         out = tmp_path / program
-        return export_head(head, target, out, program, target_name=str(target))
+        return write_export(head, target, out, program, target_name=str(target))
 
     return make
 
@@ -91,7 +91,7 @@ def test_what_was_exported_comes_back_with_equal_bits(
     target: Path, tmp_path: Path, program: str, shape: str
 ) -> None:
     head = make_head(tmp_path / "head", target, **SHAPES[shape])
-    export = export_head(head, target, tmp_path / "x", program, target_name=str(target))
+    export = write_export(head, target, tmp_path / "x", program, target_name=str(target))
     back = import_head(export, tmp_path / "back", target=str(target))
     old, new = (load_file(f / "model.safetensors") for f in (head, back))
     assert old.keys() == new.keys()
@@ -109,7 +109,7 @@ def test_what_was_exported_comes_back_with_equal_bits(
 
 def test_a_split_checkpoint_is_read_whole(target: Path, tmp_path: Path) -> None:
     head = make_head(tmp_path / "head", target)
-    export_head(
+    write_export(
         head, target, tmp_path / "x", "speculators", target_name=str(target), max_shard="20KB"
     )
     back = draftlab.import_head(tmp_path / "x", tmp_path / "back")  # the export names its target

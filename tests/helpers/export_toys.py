@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftlab.export import export_head, verify_export
+from draftlab.export import write_export, verify_export
 
 HIDDEN, VOCAB, LAYERS, MAX_LENGTH = 32, 96, 5, 512
 BOUNDARIES = (1, 2, 4, 5)
 MASK = 11
-PTD = {"family": "ptd", "mask_token_id": MASK, "embeddings": "own", "num_layers": 2}
+PEAGLE = {"family": "peagle", "mask_token_id": MASK, "embeddings": "own", "num_layers": 2}
 """What makes a parallel head of `make_head`'s."""
 
 
@@ -39,8 +39,8 @@ def make_target(folder: Path, *, seed: int = 0, layers: int = LAYERS) -> Path:
 def export(
     head: Path, target: Path, out: Path, program: str = "speculators", **options: object
 ) -> Path:
-    """`export_head` for a target called org/target, unless `options` say otherwise."""
-    return export_head(head, target, out, program, **({"target_name": "org/target"} | options))
+    """`write_export` for a target called org/target, unless `options` say otherwise."""
+    return write_export(head, target, out, program, **({"target_name": "org/target"} | options))
 
 
 def verify(out: Path, head: Path, target: Path, program: str = "speculators") -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftlab import Monitor, Pipeline, Report, evaluate, export_head, find_run, load_recipe
+from draftlab import Monitor, Pipeline, Report, evaluate_head, export_head, find_run, load_recipe
 from draftlab.errors import UserError
 from draftlab.pipeline import training
 from draftlab.pipeline.run_folder import lock
@@ -74,10 +74,10 @@ def test_the_verbs_are_functions_with_typed_results(workshop: Path, tmp_path: Pa
     assert done.make("head") == Path("runs/small/head")
     settings = done.recipe.eval.model_copy(update={"temperatures": (0.0,), "max_prompts": 1})
     head = find_run(None) / "head"
-    report = evaluate(done.recipe.target, head, settings, tmp_path / "out", monitor=Monitor())
+    report = evaluate_head(done.recipe.target, head, settings, tmp_path / "out", monitor=Monitor())
     assert isinstance(report, Report)
     assert report == Report.read(tmp_path / "out" / "report.json")
-    plain = evaluate(done.recipe.target, None, settings, tmp_path / "plain", monitor=Monitor())
+    plain = evaluate_head(done.recipe.target, None, settings, tmp_path / "plain", monitor=Monitor())
     assert {row.drafter for row in plain.rows} == {"none"}
     out = export_head(head, done.recipe.target, tmp_path / "x", "speculators", monitor=Monitor())
     assert (out / "config.json").is_file()
@@ -276,7 +276,7 @@ def test_another_target_under_a_run_is_refused(workshop: Path) -> None:
     recipe = load_recipe(Path("small.yaml"))
     before = snapshot(Path("runs"))
     for verb in (
-        lambda: evaluate(
+        lambda: evaluate_head(
             recipe.target, find_run(None) / "head", recipe.eval, Path("out"), monitor=Monitor()
         ),
         lambda: export_head(

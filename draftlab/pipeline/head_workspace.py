@@ -1,0 +1,141 @@
+"""A head with its target, its settings and the folder of its reports and exports."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from draftlab.errors import UserError
+from draftlab.evaluate.results import Report
+from draftlab.evaluate.settings import EvalSettings
+from draftlab.export import ExportSettings
+from draftlab.files import check_folder, sha256_file
+from draftlab.heads.folder import CONFIG, WEIGHTS
+from draftlab.pipeline.api import export_head, new_evaluator, write_report
+from draftlab.pipeline.recipe import Recipe, flat, read_run_recipe
+from draftlab.pipeline.resolve import find_head, find_target, name_in_reports
+from draftlab.pipeline.run_folder import RUNS, find_run, lock, making_otherwise
+from draftlab.pipeline.stages import STAGES
+from draftlab.progress import Monitor
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.suites import suite_sha256
+
+
+def input_files(settings: EvalSettings) -> dict[str, str]:
+    """Return content hashes of the files that an evaluation reads, by the name of the input."""
+    suite = suite_sha256(settings.suite)
+    hashes = {"eval.suite.sha256": suite} if suite else {}
+    return hashes | {
+        f"eval.compare.{source}.sha256": sha256_file(find_head(source) / WEIGHTS)
+        for source in settings.compare
+    }
+
+
+@dataclass(frozen=True)
+class HeadWorkspace:
+    """A head as `eval`, `export` and `push` work on it.
+
+    Attributes:
+        head: the head folder.
+        name: as reports call the head.
+        target: its target.
+        settings, exports: settings to start from; of a run they are its recipe's.
+        folder: holds eval/ and export/.
+        is_run: whether `folder` is a run folder.
+    """
+
+    head: Path
+    name: str
+    target: TargetSettings
+    settings: EvalSettings
+    exports: ExportSettings
+    folder: Path
+    is_run: bool
+
+    def evaluate(
+        self, target: TargetSettings, settings: EvalSettings, out: Path | None, *, monitor: Monitor
+    ) -> tuple[Report, Path]:
+        """Evaluate into `out` (None: eval/ of the workspace); return the report and its folder."""
+        folder = out or self.folder / "eval"
+        inputs = flat(settings, "eval.") | flat(target, "target.") | input_files(settings)
+        check_folder(folder)  # mistakes are reported before anything is recorded
+        monitor.say(f"eval: {self.head}")
+        evaluator = new_evaluator(target, self.head, settings, monitor=monitor, head_name=self.name)
+        with self._lock(out):
+            report = evaluator.run()
+            # Recorded only now: an interruption before this keeps the former report.
+            with self._recording("eval", inputs, out):
+                write_report(report, folder)
+        return report, folder
+
+    def export(self, settings: ExportSettings, out: Path | None, *, monitor: Monitor) -> list[Path]:
+        """Export to every layout; a single one goes into `out` itself (None: export/<layout>)."""
+        folder = out or self.folder / "export"
+        with self._lock(out), self._recording("export", flat(settings, "export."), out):
+            return [
+                export_head(
+                    self.head,
+                    self.target,
+                    folder if out and len(settings.formats) == 1 else folder / layout,
+                    layout,
+                    settings=settings,
+                    monitor=monitor,
+                )
+                for layout in settings.formats
+            ]
+
+    def _lock(self, out: Path | None) -> AbstractContextManager[None]:
+        return lock(self.folder) if self.is_run and out is None else nullcontext()
+
+    def _recording(
+        self, stage: str, settings: dict[str, Any], out: Path | None
+    ) -> AbstractContextManager[None]:
+        if self.is_run and out is None:
+            return making_otherwise(self.folder, STAGES[stage], settings)
+        return nullcontext()
+
+
+def open_head(run_name: str | None, head: str | None, target: str | None) -> HeadWorkspace:
+    """Return the workspace of a run's head (None: the latest run's), or of a head and its target.
+
+    Raises:
+        UserError: there is no such run or head, or the head's target is not known.
+    """
+    if head is None:
+        folder = find_run(run_name)
+        recipe = recipe_of(folder)
+        if not (folder / "head" / CONFIG).is_file():
+            raise UserError(
+                "expected the run to have a trained head, found none",
+                where=folder,
+                do=f"`draftlab train {quote(str(folder / 'recipe.yaml'))}` finishes it",
+            )
+        settings = recipe.target
+        if target is not None:
+            settings = settings.model_copy(update={"path": target})
+        return HeadWorkspace(
+            folder / "head", folder.name, settings, recipe.eval, recipe.export, folder, True
+        )
+    if run_name is not None:
+        raise UserError(
+            f"expected a run or a head, found both: {run_name} and {head}", where="command line"
+        )
+    path = find_head(head)
+    name = name_in_reports(path)
+    return HeadWorkspace(
+        path,
+        name,
+        find_target(path, target),
+        EvalSettings(),
+        ExportSettings(),
+        RUNS / f"eval-{name}",
+        False,
+    )
+
+
+def recipe_of(run_folder: Path) -> Recipe:
+    """Return the resolved recipe that a run was made with."""
+    return read_run_recipe(run_folder / "recipe.yaml")
