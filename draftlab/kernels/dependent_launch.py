@@ -1,12 +1,13 @@
-"""Programmatic dependent launch: a kernel starts while the one before it still runs.
+"""Programmatic dependent launch: a kernel starts while its predecessor still runs.
 
-A chain of short kernels leaves the memory bus idle between them: the last programs drain, the next
-grid is launched, its first loads travel. With the launch attribute set, the grid of kernel n + 1
-may take free places as soon as every program of kernel n has called `gdc_launch_dependents` (or has
-ended), and does what depends on nobody, such as fetching weights, before it calls `gdc_wait`.
+A chain of short kernels leaves the memory bus idle between kernels: the last programs drain, the
+next grid is launched, its first loads travel. With the launch attribute set, the grid of kernel
+n + 1 may take free multiprocessors as soon as every program of kernel n has called
+`gdc_launch_dependents` (or has ended), and may do work without dependencies, such as prefetching
+weights, before it calls `gdc_wait`.
 
-Why a chain of such kernels is right. `gdc_wait` returns when the previous grid has *completed* and
-its writes are visible. Every program of ours calls it, and before it touches anything but weights.
+Why a chain of such kernels is correct. `gdc_wait` returns when the previous grid has *completed*
+and its writes are visible. Every program of ours calls it, and before that it touches only weights.
 So kernel n can only complete after its own wait, hence after kernel n − 1 has completed: by
 induction everything older is complete too, although n + 1 may have been started while n − 1 still
 ran. Nothing is written before the wait, so a buffer that an older kernel still reads cannot be
@@ -14,8 +15,10 @@ overwritten. A kernel launched without the attribute starts after its predecesso
 whatever that predecessor triggered. A started grid cannot starve the one it waits for, because it
 starts only once all programs of that one are on the device.
 
-Weights are read before the wait: whoever changes weights on the device must let the device finish
-(`torch.cuda.synchronize`) before the next step. Graph capture keeps the attribute as an edge.
+Weights are read before the wait: after changing weights on the device, call
+`torch.cuda.synchronize` before the next step. Graph capture keeps the attribute as an edge.
+
+Source: CUDA programming guide, "Programmatic Dependent Launch and Synchronization".
 """
 
 from __future__ import annotations
@@ -27,15 +30,15 @@ from typing import Any
 import torch
 
 ENABLED = True
-"""Whether kernels are launched so; results do not depend on it. Read at every launch."""
+"""Whether kernels overlap in this way; results do not depend on it. Read at every launch."""
 FP_FUSION = {"enable_fp_fusion": True}
-"""Of every launch: a multiplication and the addition behind it round once, as kernels were tested.
-Triton 3.10 does so only if asked."""
+"""An option of every launch: a multiplication and the addition after it round once, as tested.
+Triton 3.10 fuses them only with this option."""
 
 
 @lru_cache
 def supported(device: torch.device) -> bool:
-    """Whether the device has the instructions (Hopper and later) and Triton launches with them."""
+    """Return whether the device (Hopper and later) and Triton support dependent launches."""
     if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         return False
     from triton.backends.nvidia.compiler import CUDAOptions
@@ -45,7 +48,7 @@ def supported(device: torch.device) -> bool:
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of a launch: the kernel's constexpr GDC, and Triton's own attributes."""
+    """Return a launch's keyword arguments: the kernel's constexpr GDC, and Triton's options."""
     if not supported(device):
         return {"GDC": False} | FP_FUSION
     return {"GDC": True, "launch_pdl": ENABLED} | FP_FUSION

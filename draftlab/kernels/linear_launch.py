@@ -1,4 +1,4 @@
-"""Launching the kernel of `linear_triton.py`: how a product is cut up, and its workspace."""
+"""The launch of `linear_triton.py`: a product's tiling and workspace."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _MAX_TILES = 1 << 14
 
 @dataclass(frozen=True)
 class Config:
-    """How the kernel cuts a product up.
+    """The tiling of a product.
 
     Attributes:
         tile: rows of W of one program.
         depth: elements of a row read in one step.
-        split: programs that share a tile of rows (1 for gated products).
+        split: programs that share a tile of rows (1 for SwiGLU).
         warps: of one program.
-        stages: tiles Triton keeps in flight, and one more.
-        prefetch: elements of each row that L2 is asked for before the previous kernel is done; a
-            power of two ≥ 256 and at most size_in / split, or 0.
+        stages: tiles that Triton keeps in flight, plus one.
+        prefetch: elements of each row prefetched to L2 before the previous kernel is done; a power
+            of two ≥ 256 and at most size_in / split, or 0.
     """
 
     tile: int
@@ -38,12 +38,12 @@ class Config:
 
 @dataclass(frozen=True)
 class NextNorm:
-    """What a product also leaves for the norm that follows it; see `linear.Normed`.
+    """The buffers that a product fills for the norm after it; see `linear.DeferredNorm`.
 
     Attributes:
         weight: [N] of the norm.
         rows: [M, N], y · weight.
-        squares: float32 [P, R], row r's Σ y² in P parts.
+        squares: float32 [P, R], Σ y² of each row in P parts.
     """
 
     weight: Tensor
@@ -51,18 +51,16 @@ class NextNorm:
     squares: Tensor
 
 
-def choose(num_rows: int, num_out: int, size_in: int, gated: bool, normed: bool) -> Config:
-    """The configuration for a product of `num_rows` rows with W [num_out, size_in].
+def choose(num_rows: int, num_out: int, size_in: int, swiglu: bool, normed: bool) -> Config:
+    """Return the configuration for a product of `num_rows` rows with W [num_out, size_in].
 
-    Winners on an H200 at the shapes of Llama-3.1-8B (docs/benchmarks.md): inside a chain of
-    layers (`eval/lab/tune_linear.py`) for the products of a layer, on their own
-    (`eval/lab/tune_linear.py`) for the others. By what decides them: a norm folded in (`normed`)
-    keeps
-    Σx² in registers and wants wider tiles; few rows of W are split, or read in deep steps, so that
-    every multiprocessor has enough on its way.
+    These were the fastest on an H200 at the shapes of Llama-3.1-8B (docs/benchmarks.md), inside a
+    chain of layers or alone (`eval/lab/tune_linear.py`). A fused norm (`normed`) keeps Σ x² in
+    registers and needs wider tiles; few rows of W are split, or read in deep steps, so that every
+    multiprocessor has enough loads in flight.
     """
     if num_rows <= 8:
-        if gated:
+        if swiglu:
             return Config(32, 128, 1, 2, 6, 512)
         if normed:
             return Config(32, 256, 1 if num_out >= 8448 else 2, 2, 4)
@@ -70,7 +68,7 @@ def choose(num_rows: int, num_out: int, size_in: int, gated: bool, normed: bool)
             return Config(16, 256, 1 if num_out >= 6144 else 2, 1, 5, 512)
         return Config(32, 256, 2, 2, 4, 512) if num_out >= 6144 else Config(16, 512, 1, 1, 4)
     if num_rows <= 16:
-        if gated:
+        if swiglu:
             return Config(32, 128, 1, 2, 5)
         if normed:
             return Config(64, 64, 1 if num_out >= 8448 else 4, 4, 6)
@@ -81,36 +79,39 @@ def choose(num_rows: int, num_out: int, size_in: int, gated: bool, normed: bool)
         return Config(16, 512, 1, 1, 4)
     tiles = -(-num_out // 64)
     split = 1
-    while not gated and split < 8 and tiles * split < 264 and size_in // (split * 2) >= 1024:
+    while not swiglu and split < 8 and tiles * split < 264 and size_in // (split * 2) >= 1024:
         split *= 2
     return Config(64, 64, split, 4, 5, 512)
 
 
 @lru_cache
 def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Partial sums, and counters of arrivals (0 between launches), of split products.
+    """Return buffers for partial sums and arrival counters (0 between launches) of split products.
 
     Launches share them, so split products must follow one another on one stream.
+
+    Raises:
+        RuntimeError: if they would be allocated inside a graph capture.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "the first product of a process came inside a graph capture, where its workspace would "
+            "the first product of a process ran inside a graph capture, where its workspace would "
             "belong to the graph: run the work once before capturing it"
         )
     partial = torch.empty(_PARTIAL_FLOATS, dtype=torch.float32, device=device)
     arrivals = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # whichever stream comes next finds zeros
+        torch.cuda.synchronize(device)  # any stream then reads zeros
     return partial, arrivals
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows of x as the kernel sees them: tensor cores take 8 at least, and powers of two."""
+    """Return the kernel's number of rows: tensor cores take at least 8, and powers of two."""
     return max(8, 1 << (num_rows - 1).bit_length())
 
 
-def next_norm(weight: Tensor, x: Tensor, config: Config) -> NextNorm:
-    """Room for what `launch` leaves, of the product of x, for the norm with this weight."""
+def allocate_next_norm(weight: Tensor, x: Tensor, config: Config) -> NextNorm:
+    """Return buffers that `launch` of x fills for the norm with this weight."""
     tiles = -(-len(weight) // config.tile)
     squares = x.new_empty(tiles, padded_rows(len(x)), dtype=torch.float32)
     return NextNorm(weight, x.new_empty(len(x), len(weight)), squares)
@@ -127,15 +128,16 @@ def launch(
     config: Config | None = None,
     *,
     squares: Tensor | None = None,
-    following: NextNorm | None = None,
+    next_norm: NextNorm | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The kernel itself, on CUDA or in Triton's interpreter; arguments as `linear` has them.
+    """Launch the kernel, on CUDA or in Triton's interpreter; arguments are as in `linear`.
 
     Args:
-        squares: x is a `Normed`'s rows, and these are its squares.
-        following: filled for the norm that follows.
-        out: [M, N] contiguous, where the result goes.
+        up: the second weight of SwiGLU, whose first is `weight`.
+        squares: of a `DeferredNorm` whose rows are x.
+        next_norm: filled for the norm that follows.
+        out: [M, N] contiguous that the result is written to.
     """
     from draftlab.kernels.linear_triton import skinny_kernel
 
@@ -151,7 +153,7 @@ def launch(
         split = 1
     partial, arrivals = _workspace(x.device) if split > 1 else (x, x)
     steps = -(-size_in // (config.depth * split))
-    # The last part is the shortest, and nothing beyond a row is asked for.
+    # The last part is the shortest; nothing beyond a row is prefetched.
     shortest = size_in - (split - 1) * steps * config.depth
     prefetch = config.prefetch if config.prefetch <= shortest else 0
     if residual is not None:
@@ -161,6 +163,9 @@ def launch(
     options = launch_options(x.device)
     if x.is_cuda:
         options |= {"num_warps": config.warps, "num_stages": config.stages}
+    next_norm_buffers = (weight, out, out)
+    if next_norm is not None:
+        next_norm_buffers = (next_norm.weight, next_norm.rows, next_norm.squares)
     with torch.cuda.device_of(x):
         skinny_kernel[(tiles * split,)](
             x,
@@ -171,7 +176,7 @@ def launch(
             weight if bias is None else bias,
             out if residual is None else residual,
             out,
-            *((weight, out, out) if following is None else _pointers(following)),
+            *next_norm_buffers,
             partial,
             arrivals,
             num_rows,
@@ -179,13 +184,13 @@ def launch(
             size_in,
             x.stride(0),
             eps,
-            GATED=up is not None,
+            SWIGLU=up is not None,
             NORM=normed,
             PARTS=0 if squares is None else len(squares),
             PADDED=1 if squares is None else 1 << (len(squares) - 1).bit_length(),
             BIAS=bias is not None,
             RESIDUAL=residual is not None,
-            NEXT=following is not None,
+            NEXT=next_norm is not None,
             ROWS=rows,
             TILE=config.tile,
             DEPTH=config.depth,
@@ -196,7 +201,3 @@ def launch(
             **options,
         )
     return out
-
-
-def _pointers(following: NextNorm) -> tuple[Tensor, Tensor, Tensor]:
-    return following.weight, following.rows, following.squares

@@ -1,18 +1,17 @@
-"""The Triton kernel of `kernels/linear.py`: y = x Wᵀ for few rows, bound by reading W once.
+"""Triton kernel of `linear.py`: y = x Wᵀ for few rows, bound by reading W once.
 
-A program owns TILE rows of W and walks along size_in in steps of DEPTH; Triton keeps `num_stages`
+A program owns TILE rows of W and loops along size_in in steps of DEPTH; Triton keeps `num_stages`
 tiles in flight. W is the first operand of the product and x, padded to ROWS, the second: tensor
-cores want 16 or 64 rows of the first, and of the second as few as 8.
+cores need 16 or 64 rows of the first, and of the second as few as 8.
 
-RMS norm costs no pass of its own. The product that makes y also writes y times the weight of the
-norm that follows, and each tile's part of Σ y²; the product that reads it adds the parts up and
-multiplies its accumulator by 1 / rms at the end (`Normed` in linear.py). Where x comes from
-elsewhere the reader does all of it: it gathers Σ x² beside the product and multiplies x by the
-norm's weight on its way in.
+The RMS norm needs no pass of its own. The product that computes y also writes y times the weight of
+the norm that follows, and each tile's part of Σ y². The next product adds the parts and multiplies
+its accumulator by 1 / rms at the end (`DeferredNorm` in linear.py). For any other x, one product
+does all of it: it sums x² beside the product and multiplies x by the norm's weight after loading.
 
-Where W has too few rows to fill the device, SPLIT programs share a tile of rows. Each leaves its
-partial sums; the one that arrives last adds them up in a fixed order, so that results never depend
-on timing, and sets the counter of arrivals back to 0 for the next launch.
+Where W has too few rows to fill the device, SPLIT programs share a tile of rows (split-K). Each
+writes its partial sums. The last program to arrive adds them in a fixed order, so that results
+never depend on timing, and resets the arrival counter to 0 for the next launch.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from draftlab.kernels.prefetch_triton import CHUNK, prefetch
 def _write(
     total, second, squares, bias, residual, out, next_norm, scaled, next_squares,
     tile, n, m, num_rows, num_out, size_in, eps,
-    GATED: tl.constexpr, DIVIDE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    SWIGLU: tl.constexpr, DIVIDE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
     NEXT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Scales finished sums [TILE, ROWS], applies the epilogue and stores them as out [M, N].
+    """Scale final sums [TILE, ROWS], apply the epilogue and store them as out [M, N].
 
-    NEXT: also out · next_norm, and this tile's Σ out² of each row.
+    NEXT: also store out · next_norm, and this tile's Σ out² of each row.
     """
     if DIVIDE:
         scale = tl.rsqrt(squares / size_in + eps)[None, :]
         total *= scale
-        if GATED:
+        if SWIGLU:
             second *= scale
-    if GATED:
+    if SWIGLU:
         total = total * tl.sigmoid(total) * second
     if BIAS:
         total += tl.load(bias + n, mask=n < num_out, other=0.0).to(tl.float32)[:, None]
@@ -60,17 +59,17 @@ def _write(
 def skinny_kernel(
     x, weight, up, norm_weight, x_squares, bias, residual, out, next_norm, scaled, next_squares,
     partial, arrivals, num_rows, num_out, size_in, x_stride, eps,
-    GATED: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    SWIGLU: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NEXT: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
     EVEN: tl.constexpr, PREFETCH: tl.constexpr, WIDE: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows (or its SPLIT-th part) of W against all rows of x.
+    """Multiply one tile of rows of W (or its SPLIT-th part) with all rows of x.
 
-    NORM: x is still to be normed. PARTS: x is a norm's product without the division by the rms, and
-    x_squares has Σ x² in PARTS parts (PADDED to a power of two), [PARTS, ROWS].
-    EVEN: size_in is a multiple of DEPTH · SPLIT. PREFETCH: elements of each row asked for before
-    the previous kernel is done. WIDE: multiply in float32 (the interpreter knows no bfloat16).
+    NORM: x is still to be normed. PARTS: x is a norm before the division by the rms, and x_squares
+    has Σ x² in PARTS parts (PADDED to a power of two), [PARTS, ROWS]. EVEN: size_in is a multiple
+    of DEPTH · SPLIT. PREFETCH: elements of each row prefetched before the previous kernel is done.
+    WIDE: multiply in float32 (the interpreter lacks bfloat16).
     """
     program = tl.program_id(0)
     tile, part = program // SPLIT, program % SPLIT
@@ -79,19 +78,19 @@ def skinny_kernel(
     k = tl.arange(0, DEPTH)
     steps = tl.cdiv(size_in, DEPTH * SPLIT)
     start = part * steps * DEPTH
-    # Rows past the end read the last one again; their sums are never stored.
+    # Rows past the end read the last row again; their sums are never stored.
     row = tl.minimum(n, num_out - 1).to(tl.int64)[:, None] * size_in + start
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH:
-            ahead = row + CHUNK * tl.arange(0, PREFETCH // CHUNK)[None, :]
-            prefetch(weight + ahead)
-            if GATED:
-                prefetch(up + ahead)
+            offset = row + CHUNK * tl.arange(0, PREFETCH // CHUNK)[None, :]
+            prefetch(weight + offset)
+            if SWIGLU:
+                prefetch(up + offset)
         tl.extra.cuda.gdc_wait()
 
     if PARTS:
-        # Asked for now and added up after the products, when they have long arrived.
+        # Loaded now and added after the products, so that nothing waits for them.
         at = tl.arange(0, PADDED)[:, None]
         squares_in = tl.load(x_squares + at * ROWS + m[None, :], mask=at < PARTS, other=0.0)
     weights = weight + row + k[None, :]
@@ -119,7 +118,7 @@ def skinny_kernel(
         if WIDE:
             w, x_tile = w.to(tl.float32), x_tile.to(tl.float32)
         total = tl.dot(w, tl.trans(x_tile), total, input_precision="ieee")
-        if GATED:
+        if SWIGLU:
             if EVEN:
                 v = tl.load(ups, eviction_policy="evict_first")
             else:
@@ -138,16 +137,16 @@ def skinny_kernel(
         _write(
             total, second, squares, bias, residual, out, next_norm, scaled, next_squares,
             tile, n, m, num_rows, num_out, size_in, eps,
-            GATED, NORM or PARTS > 0, BIAS, RESIDUAL, NEXT, ROWS,
+            SWIGLU, NORM or PARTS > 0, BIAS, RESIDUAL, NEXT, ROWS,
         )  # fmt: skip
     else:
-        # A part leaves TILE · ROWS sums and ROWS sums of squares.
+        # A program writes TILE · ROWS sums and ROWS sums of squares.
         SIZE: tl.constexpr = TILE * ROWS + ROWS
         at = tl.arange(0, TILE)[:, None] * ROWS + m[None, :]
         tl.store(partial + program * SIZE + at, total)
         if NORM:
             tl.store(partial + program * SIZE + TILE * ROWS + m, squares)
-        tl.debug_barrier()  # all threads have stored before one of them says so
+        tl.debug_barrier()  # all threads have stored before the counter is incremented
         arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
         if arrived == SPLIT - 1:
             total = tl.zeros((TILE, ROWS), tl.float32)
@@ -155,7 +154,7 @@ def skinny_kernel(
                 squares = tl.zeros((ROWS,), tl.float32)
             for other in range(SPLIT):
                 base = partial + (tile * SPLIT + other) * SIZE
-                # Other multiprocessors wrote these: past the L1 cache.
+                # Other multiprocessors wrote these, so loads bypass the L1 cache.
                 total += tl.load(base + at, cache_modifier=".cg")
                 if NORM:
                     squares += tl.load(base + TILE * ROWS + m, cache_modifier=".cg")
@@ -163,5 +162,5 @@ def skinny_kernel(
             _write(
                 total, second, squares, bias, residual, out, next_norm, scaled, next_squares,
                 tile, n, m, num_rows, num_out, size_in, eps,
-                GATED, NORM or PARTS > 0, BIAS, RESIDUAL, NEXT, ROWS,
+                SWIGLU, NORM or PARTS > 0, BIAS, RESIDUAL, NEXT, ROWS,
             )  # fmt: skip

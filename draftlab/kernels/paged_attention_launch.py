@@ -1,4 +1,4 @@
-"""Launching the kernels of `paged_attention_triton.py`: how a call is cut up, and its workspace."""
+"""The launch of `paged_attention.py` on a GPU: its tiling and workspace."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import Tensor
 
 from draftlab.kernels import dependent_launch
 from draftlab.kernels.dependent_launch import launch_options
-from draftlab.kernels.paged_attention_triton import attend_kernel, join_kernel, write_kernel
+from draftlab.kernels.paged_attention_triton import attend_kernel, combine_kernel, write_kernel
+from draftlab.kernels.paged_plan import check_heads
 
-MOST_SPLITS = 16  # more cost more in joining than they save
-MOST_AHEAD = 8 << 20  # bytes of weights asked into L2: more of them keep attention waiting
-MOST_ROWS_AHEAD = 16  # with more tokens, attention itself needs the memory
+MAX_SPLITS = 16  # more splits cost more to combine than they save
+MAX_PREFETCH = 8 << 20  # bytes prefetched to L2: more of them keep attention waiting
+MAX_PREFETCH_TOKENS = 16  # with more tokens, attention itself needs the memory
 
 
 class Plan(NamedTuple):
-    """How a call is cut up: query rows and keys of a tile, splits of the keys, launch options."""
+    """The tiling of a call: query rows and keys of a tile, splits of the keys, launch options."""
 
     rows: int
     keys: int
@@ -31,7 +32,7 @@ class Plan(NamedTuple):
 def plan_attention(
     query: Tensor, key_pool: Tensor, block_table: Tensor, window: int | None, chunk: int | None
 ) -> Plan:
-    """The plan for these shapes: nothing in it depends on what the tensors hold."""
+    """Return the plan for these shapes; it does not depend on the tensors' contents."""
     num_rows, num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_pool.shape[2]
     group = num_heads // num_kv_heads
@@ -42,24 +43,25 @@ def plan_attention(
     elif wide:
         rows, keys, stages = min(64, packed), 32, 2
     else:
-        # A load waits for its entry of the block table, which takes two of the stages.
+        # A load waits for its entry of the block table, which occupies two of the stages.
         rows, keys, stages = min(128, packed), 64, 5 if packed <= 32 else 3
     rows = max(16, rows, triton.next_power_of_2(group))
     warps = 8 if rows >= 128 else 4
 
     programs = num_rows * num_kv_heads * triton.cdiv(num_tokens, rows // group)
     span = block_table.shape[1] * key_pool.shape[1]  # the most keys a row can see
-    for reach in (window, chunk):
-        if reach is not None:
-            span = min(span, reach + num_tokens)
-    # Enough programs to give every multiprocessor a few; more splits than tiles would be idle.
+    for limit in (window, chunk):
+        if limit is not None:
+            span = min(span, limit + num_tokens)
+    # Four programs a multiprocessor; more splits than tiles would be idle.
     splits = 4 * _multiprocessors(query.device) // programs
-    splits = max(1, min(splits, triton.cdiv(span, keys), MOST_SPLITS))
+    splits = max(1, min(splits, triton.cdiv(span, keys), MAX_SPLITS))
     return Plan(rows, keys, 1 << (splits.bit_length() - 1), warps, stages)
 
 
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
+    """Return the GPU's number of multiprocessors, and 4 for a CPU."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"
@@ -67,10 +69,10 @@ def _multiprocessors(device: torch.device) -> int:
     )
 
 
-def write_paged_triton(
+def write_paged(
     key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor
 ) -> None:
-    """`write_paged`, on the device."""
+    """Launch `paged_attention.write_paged`."""
     num_rows, num_tokens, num_kv_heads, head_dim = key.shape
     slots = slots.contiguous()
     with torch.cuda.device_of(key):
@@ -94,7 +96,7 @@ def write_paged_triton(
         )
 
 
-def attend_paged_triton(
+def attend_paged(
     query: Tensor,
     key_pool: Tensor,
     value_pool: Tensor,
@@ -106,10 +108,11 @@ def attend_paged_triton(
     chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    ahead: Tensor | None = None,
+    prefetch_weight: Tensor | None = None,
     plan: Plan | None = None,
 ) -> Tensor:
-    """`attend_paged`, on the device; `plan` overrides how the call is cut up."""
+    """Launch `paged_attention.attend_paged`; `plan` replaces the tiling chosen by shape."""
+    check_heads(query, key_pool)
     num_rows, num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_pool.shape[2]
     plan = plan or plan_attention(query, key_pool, block_table, window, chunk)
@@ -124,7 +127,7 @@ def attend_paged_triton(
         "HEADS": num_heads,
         "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
-        "HEAD_DIM_PADDED": max(16, triton.next_power_of_2(head_dim)),  # products' least
+        "HEAD_DIM_PADDED": max(16, triton.next_power_of_2(head_dim)),  # the least of a product
         "WINDOW": window or 0,
         "CHUNK": chunk or 0,
         "SINKS": sinks is not None,
@@ -136,9 +139,10 @@ def attend_paged_triton(
     num_tiles = triton.cdiv(num_tokens, plan.rows // shared["GROUP"])
     programs = num_kv_heads * num_tiles * plan.splits * num_rows
     chunks = 0
-    few = num_rows * num_tokens <= MOST_ROWS_AHEAD
-    if ahead is not None and few and dependent_launch.supported(query.device):
-        chunks = min(ahead.numel() * ahead.element_size(), MOST_AHEAD) // 512
+    few = num_rows * num_tokens <= MAX_PREFETCH_TOKENS
+    if prefetch_weight is not None and few and dependent_launch.supported(query.device):
+        num_bytes = prefetch_weight.numel() * prefetch_weight.element_size()
+        chunks = min(num_bytes, MAX_PREFETCH) // 512
     with torch.cuda.device_of(query):
         attend_kernel[num_kv_heads, num_tiles * plan.splits, num_rows](
             query,
@@ -152,7 +156,7 @@ def attend_paged_triton(
             statistics,
             scale,
             softcap or 0.0,
-            ahead if chunks else query,
+            prefetch_weight if chunks else query,
             chunks,
             num_tokens,
             block_table.shape[1],
@@ -161,14 +165,14 @@ def attend_paged_triton(
             *value_pool.stride()[:3],
             BLOCK_SIZE=key_pool.shape[1],
             SOFTCAP=softcap is not None,
-            AHEAD=triton.next_power_of_2(triton.cdiv(chunks, programs)) if chunks else 0,
+            PREFETCH=triton.next_power_of_2(triton.cdiv(chunks, programs)) if chunks else 0,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=plan.warps,
             num_stages=plan.stages,
             **shared,
         )
         if plan.splits > 1:
-            join_kernel[num_heads, num_tokens, num_rows](
+            combine_kernel[num_heads, num_tokens, num_rows](
                 positions, sinks, output, partial, statistics, num_tokens, **shared
             )
     return output

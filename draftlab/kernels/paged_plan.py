@@ -1,7 +1,7 @@
-"""The eager reference of paged attention, in two parts: where rows read and write, and doing it.
+"""The eager reference of paged attention: plan which keys rows read and write, then do it.
 
-Where they do is the same in every layer with the same window, so a decode pass plans it once
-(`PagedCache.reads`) and a layer pays for little more than its attention.
+The plan is the same in every layer with the same window, so a decode pass makes it once
+(`PagedCache.reads`) and a layer costs little more than its attention.
 """
 
 from __future__ import annotations
@@ -13,49 +13,58 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def check_heads(query: Tensor, key: Tensor) -> None:
+    """Raise ValueError if the query heads [.., .., heads, ..] are no multiple of the kv heads."""
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"{query.shape[2]} query heads cannot share {key.shape[2]} kv heads evenly"
+        )
+
+
 @dataclass(frozen=True)
 class Writes:
-    """Where T new tokens are written, the same in every layer.
+    """The slots that T new tokens are written to, the same in every layer.
 
     Attributes:
         slots: int64 [W], none of them −1.
-        kept: int64 [W], which tokens these are of; None: all.
+        tokens: int64 [W], the token that goes to each slot; None: all, in order.
     """
 
     slots: Tensor
-    kept: Tensor | None
+    tokens: Tensor | None
 
 
 def plan_writes(slots: Tensor) -> Writes:
-    """The writes to slots int64 [B, M], −1 for none."""
+    """Return the writes to slots int64 [B, M], where −1 writes nothing."""
     slots = slots.flatten()
     real = slots >= 0
     if bool(real.all()):
         return Writes(slots, None)
-    kept = real.nonzero().squeeze(1)
-    return Writes(slots.index_select(0, kept), kept)
+    tokens = real.nonzero().squeeze(1)
+    return Writes(slots.index_select(0, tokens), tokens)
 
 
 def write_rows(
     key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, writes: Writes
 ) -> None:
-    """`write_paged` of keys and values [T, kv heads, head_dim] whose places are planned."""
+    """Write keys and values [T, kv heads, head_dim] to the pools by a plan."""
     for pool, new in ((key_pool, key), (value_pool, value)):
-        if writes.kept is not None:
-            new = new.index_select(0, writes.kept)
-        # A view, not a reshape: of pools that cannot be viewed so, a copy would be written to.
+        if writes.tokens is not None:
+            new = new.index_select(0, writes.tokens)
+        # A view, because a reshape might write to a copy of the pool.
         pool.view(-1, *pool.shape[2:]).index_copy_(0, writes.slots, new)
 
 
 @dataclass(frozen=True)
 class Read:
-    """What the new tokens of one row read, the same in every layer with the same window.
+    """The keys that the new tokens of one row read, the same in every layer with the same window.
 
     Attributes:
-        row: of the batch; its first `count` tokens are real.
-        blocks: the block that holds all of its keys, or int32 [n], those it reads.
-        keys: where the keys lie in that block, or in those laid end to end.
-        mask: what to add to the scores, [count · group, keys]; None for one token.
+        row: the row of the batch.
+        count: the row's real tokens, which come first.
+        blocks: the block that holds all of its keys, or int32 [n], the blocks that it reads.
+        keys: the keys' positions in that block, or in the concatenated blocks.
+        mask: added to the scores, [count · group, keys]; None for one token.
     """
 
     row: int
@@ -75,13 +84,13 @@ def plan_reads(
     window: int | None = None,
     chunk: int | None = None,
 ) -> list[Read]:
-    """What each row with real tokens reads.
+    """Return what each row with real tokens reads.
 
     Args:
-        block_table, positions, window, chunk: as `attend_paged` has them.
+        block_table, positions, window, chunk: as in `attend_paged`.
         block_size: positions in a block.
         group: query heads of a kv head.
-        dtype: of the masks, the queries' own.
+        dtype: of the masks, equal to the queries'.
     """
     reads = []
     tables = block_table.tolist() if block_table.shape[1] == 1 else None
@@ -112,15 +121,15 @@ def attend_reads(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attend_paged` of rows whose reads are planned."""
+    """Return `attend_paged` by a plan of reads."""
     num_rows, num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_pool.shape[2]
     group = num_heads // num_kv_heads
-    # The queries that share a kv head side by side: [B, kv heads, tokens · group, head_dim].
+    # The queries that share a kv head are adjacent: [B, kv heads, tokens · group, head_dim].
     shape = num_rows, num_tokens, num_kv_heads, group, head_dim
     grouped = query.reshape(shape).transpose(1, 2).flatten(2, 3)
-    alone = num_rows == 1 and len(reads) == 1 and reads[0].count == num_tokens
-    if not alone:
+    is_whole_batch = num_rows == 1 and len(reads) == 1 and reads[0].count == num_tokens
+    if not is_whole_batch:
         output = torch.zeros_like(grouped, memory_format=torch.contiguous_format)
     for read in reads:
         key, value = (
@@ -132,7 +141,7 @@ def attend_reads(
         # [1, kv heads, keys or tokens · group, head_dim]
         rows = slice(read.row, read.row + 1), slice(None), slice(read.count * group)
         attended = _attend(
-            grouped if alone else grouped[rows],
+            grouped if is_whole_batch else grouped[rows],
             key.transpose(0, 1)[None],
             value.transpose(0, 1)[None],
             read.mask,
@@ -140,7 +149,7 @@ def attend_reads(
             softcap,
             sinks,
         )
-        if alone:
+        if is_whole_batch:
             output = attended
         else:
             output[rows] = attended
@@ -149,7 +158,7 @@ def attend_reads(
 
 
 def _lowest(position: int, window: int | None, chunk: int | None) -> int:
-    """The first key that a query at `position` sees."""
+    """Return the first key that a query at `position` sees."""
     by_window = 0 if window is None else position - window + 1
     by_chunk = 0 if chunk is None else position // chunk * chunk
     return max(0, by_window, by_chunk)
@@ -165,15 +174,17 @@ def _mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """What to add to the scores, [count · group, first + count − low]: 0 where seen, else −inf."""
+    """Return the additive mask [count · group, first + count − low]: 0 where seen, else −inf."""
     queries = torch.arange(first, first + count, device=device)[:, None]
     keys = torch.arange(low, first + count, device=device)
-    seen = keys <= queries
+    visible = keys <= queries
     if window is not None:
-        seen &= keys > queries - window
+        visible &= keys > queries - window
     if chunk is not None:
-        seen &= keys >= queries // chunk * chunk
-    mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
+        visible &= keys >= queries // chunk * chunk
+    mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(
+        ~visible, float("-inf")
+    )
     return mask.repeat_interleave(group, 0)
 
 
@@ -186,7 +197,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """SDPA; written out for what it lacks, capped scores and sinks. Shapes as it takes them."""
+    """Return SDPA's result, written out for capped scores and sinks, which SDPA lacks."""
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = (query @ key.mT).float() * scale

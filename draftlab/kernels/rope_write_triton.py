@@ -1,10 +1,16 @@
-"""The Triton kernels of `kernels/rope_write.py`."""
+"""Triton kernels of `rope_write.py`."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra import libdevice
+
+from draftlab.kernels.dependent_launch import launch_options
+
+_HEADS = 8  # of one program
 
 
 @triton.jit
@@ -12,7 +18,7 @@ def angles_kernel(
     positions, inv_freq, cos, sin, scaling,
     HALF: tl.constexpr, PADDED: tl.constexpr, EXACT: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
-    """One token a program. EXACT: with libdevice, which reduces large angles fully."""
+    """Compute one token's angles. EXACT: by libdevice, which reduces large angles fully."""
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -38,7 +44,7 @@ def rope_write_kernel(
     HALF: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, NORMS: tl.constexpr,
     GDC: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token: of its queries, of its keys or of its values."""
+    """Process HEADS heads of one token: of its queries, of its keys or of its values."""
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -47,7 +53,7 @@ def rope_write_kernel(
     token, part = tl.program_id(0), tl.program_id(1)
     is_query = part < Q_PARTS
     is_value = part >= Q_PARTS + K_PARTS
-    # The first head of the kind, this program's heads of the kind, and how many there are.
+    # The first head of this program's kind, the programs of the kinds before it, and its heads.
     base = tl.where(is_query, 0, tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS))
     before = tl.where(is_query, 0, tl.where(is_value, Q_PARTS + K_PARTS, Q_PARTS))
     count = tl.where(is_query, NUM_HEADS, NUM_KV_HEADS)
@@ -70,21 +76,87 @@ def rope_write_kernel(
         at = token * HALF + half
         cosine = tl.load(cos + at, mask=half < HALF, other=0.0).to(tl.float32)
         sine = tl.load(sin + at, mask=half < HALF, other=0.0).to(tl.float32)
-        turned = first * cosine - second * sine
+        rotated = first * cosine - second * sine
         second = second * cosine + first * sine
-        first = turned
+        first = rotated
 
     if is_query:
-        to = query + (token * NUM_HEADS + head) * (2 * HALF) + half
-        tl.store(to, first.to(query.dtype.element_ty), mask=inside)
-        tl.store(to + HALF, second.to(query.dtype.element_ty), mask=inside)
+        target = query + (token * NUM_HEADS + head) * (2 * HALF) + half
+        tl.store(target, first.to(query.dtype.element_ty), mask=inside)
+        tl.store(target + HALF, second.to(query.dtype.element_ty), mask=inside)
     else:
         slot = tl.load(slots + token)
         if slot >= 0:
             block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-            to = key_pool + block * key_block + offset * key_offset + head * key_head
+            target = key_pool + block * key_block + offset * key_offset + head * key_head
             if is_value:
-                to = value_pool + block * value_block + offset * value_offset + head * value_head
-            to += half
-            tl.store(to, first.to(key_pool.dtype.element_ty), mask=inside)
-            tl.store(to + HALF, second.to(key_pool.dtype.element_ty), mask=inside)
+                target = value_pool + block * value_block + offset * value_offset
+                target += head * value_head
+            target += half
+            tl.store(target, first.to(key_pool.dtype.element_ty), mask=inside)
+            tl.store(target + HALF, second.to(key_pool.dtype.element_ty), mask=inside)
+
+
+def rope_angles(
+    positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Launch `rope_write.rope_angles`."""
+    positions, half = positions.contiguous(), len(inv_freq)
+    cos, sin = (positions.new_empty(len(positions), half, dtype=dtype) for _ in range(2))
+    with torch.cuda.device_of(positions):
+        angles_kernel[(len(positions),)](
+            positions,
+            inv_freq,
+            cos,
+            sin,
+            scaling,
+            HALF=half,
+            PADDED=triton.next_power_of_2(half),
+            EXACT=positions.device.type == "cuda",
+            **launch_options(positions.device),
+        )
+    return cos, sin
+
+
+def rope_write(
+    qkv: Tensor,
+    angles: tuple[Tensor, Tensor],
+    key_pool: Tensor,
+    value_pool: Tensor,
+    slots: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Launch `rope_write.rope_write`."""
+    block_size, num_kv_heads, head_dim = key_pool.shape[1:]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    query = qkv.new_empty(len(qkv), num_heads, head_dim)
+    cos, sin = angles
+    parts = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
+    with torch.cuda.device_of(qkv):
+        rope_write_kernel[(len(qkv), parts)](
+            qkv,
+            cos,
+            sin,
+            qkv if q_norm is None else q_norm,
+            qkv if k_norm is None else k_norm,
+            slots.contiguous(),
+            query,
+            key_pool,
+            value_pool,
+            qkv.stride(0),
+            *key_pool.stride()[:3],
+            *value_pool.stride()[:3],
+            eps,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            BLOCK_SIZE=block_size,
+            HALF=head_dim // 2,
+            PADDED=triton.next_power_of_2(head_dim // 2),
+            HEADS=_HEADS,
+            NORMS=q_norm is not None,
+            **launch_options(qkv.device),
+        )
+    return query

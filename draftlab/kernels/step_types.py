@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.kernels.sampling_types import SamplingMetadata
@@ -123,3 +125,25 @@ class ParallelLayout:
     slots: Tensor
     is_mask: Tensor
     sample_index: Tensor
+
+
+@dataclass(frozen=True)
+class MaskedColumns:
+    """The mask columns of a parallel head's pass.
+
+    Attributes:
+        is_mask: bool [B, M], contiguous.
+        hidden: [H], the hidden state of all of them.
+    """
+
+    is_mask: Tensor
+    hidden: Tensor
+
+    def fill(self, hidden: Tensor) -> Tensor:
+        """Return hidden states [B, M, H] from those of the first columns, [B, ≤ M, H].
+
+        Columns that are neither given nor masked are padding.
+        """
+        missing = self.is_mask.shape[1] - hidden.shape[1]
+        padded = F.pad(hidden, (0, 0, 0, missing))
+        return torch.where(self.is_mask[..., None], self.hidden, padded)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftlab.kernels.linear import gated_linear, linear, linear_then_norm
+from draftlab.kernels.linear import linear, linear_then_norm, swiglu_linear
 from draftlab.kernels.paged_attention import attend_paged
 from draftlab.kernels.rope_write import rope_angles, rope_write
 from draftlab.target_model.model import HiddenStates, Target
@@ -120,12 +120,12 @@ class FusedDecoder:
                 cache.positions,
                 scale=layer.scale,
                 window=layer.window,
-                ahead=layer.out,
+                prefetch_weight=layer.out,
             ).view(len(x), -1)
             x, normed = linear_then_norm(
                 attended, layer.out, layer.mlp_norm, self.eps, residual=x, bias=layer.out_bias
             )
-            inner = gated_linear(normed, layer.gate, layer.up)
+            inner = swiglu_linear(normed, layer.gate, layer.up)
             x, normed = linear_then_norm(
                 inner, layer.down, self.norms[number + 1], self.eps, residual=x
             )

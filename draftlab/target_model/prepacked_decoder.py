@@ -1,8 +1,8 @@
 """A fast decode path on CPUs: products with weights that are prepacked for oneDNN.
 
 At a few tokens a row, half of the time of transformers' layers is spent in the calls between
-products; and verifying K drafts in float32 costs K + 1 rows (`kernels/packed_linear.py` explains
-why). For the architectures of `target_model/fused_decoder.py` the same computation is written here
+products; and verifying K drafts in float32 costs K + 1 rows (see
+`kernels/cpu_prepacked_linear.py`). For the architectures of `target_model/fused_decoder.py` the same computation is written here
 with prepacked products, one for queries, keys and values, and values that all layers share are
 computed once a step. The model does not change: weights are copied, which doubles their memory.
 
@@ -20,7 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.kernels.packed_linear import PackedGated, PackedLinear, RowNorm, why_not_packed
+from draftlab.kernels.cpu_prepacked_linear import (
+    PrepackedLinear,
+    PrepackedSwiGLU,
+    RowNorm,
+    why_no_prepacking,
+)
 from draftlab.kernels.paged_plan import Writes, attend_reads, write_rows
 from draftlab.kernels.rope_write import rope_angles
 from draftlab.target_model.fused_decoder import has_known_layers, window_of
@@ -46,12 +51,12 @@ class _Layer:
     """A decoder layer's prepacked products and other parameters."""
 
     input_norm: RowNorm
-    qkv: PackedLinear
+    qkv: PrepackedLinear
     q_norm: RowNorm | None
     k_norm: RowNorm | None
-    out: PackedLinear
+    out: PrepackedLinear
     mlp_norm: RowNorm
-    mlp: PackedGated
+    mlp: PrepackedSwiGLU
     scale: float
     window: int | None
 
@@ -78,7 +83,7 @@ class PrepackedDecoder:
         self.num_heads = attention.q_proj.out_features // self.head_dim
         self.norm = _norm(target.norm)
         self.layers = [_pack_layer(layer, target.config) for layer in target.layers]
-        self.lm_head = PackedLinear(target.parts.lm_head)
+        self.lm_head = PrepackedLinear(target.parts.lm_head)
 
     @cached_property
     def num_bytes(self) -> int:
@@ -121,8 +126,8 @@ class PrepackedDecoder:
                 cache.reads(group, x.dtype, layer.window),
                 scale=layer.scale,
             )
-            x = layer.out.added_to(x, attended.view(x.shape[0], -1))
-            x = layer.mlp.added_to(x, layer.mlp_norm(x))
+            x = layer.out.add_to(x, attended.view(x.shape[0], -1))
+            x = layer.mlp.add_to(x, layer.mlp_norm(x))
         if len(self.layers) in boundaries:
             features.append(x)
         last = x.view(*token_ids.shape, -1)
@@ -180,7 +185,7 @@ def describe_products(target: Target, *, cpu_prepacked: bool) -> str:
 
 def why_not_prepacked(target: Target) -> str | None:
     """Return why a target cannot decode on prepacked products; None if it can."""
-    reason = why_not_packed(target.device, target.dtype)
+    reason = why_no_prepacking(target.device, target.dtype)
     if reason is None and not has_known_layers(target):
         reason = f"layers of {type(target.decoder).__name__} run as transformers writes them"
     return reason
@@ -199,14 +204,14 @@ def _pack_layer(layer: Any, config: Any) -> _Layer:
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return _Layer(
         input_norm=_norm(layer.input_layernorm),
-        qkv=PackedLinear(
+        qkv=PrepackedLinear(
             torch.cat([p.weight for p in projections]), torch.cat(biases) if biases else None
         ),
         q_norm=None if q_norm is None else _norm(q_norm),
         k_norm=None if k_norm is None else _norm(k_norm),
-        out=PackedLinear(attention.o_proj.weight, attention.o_proj.bias),
+        out=PrepackedLinear(attention.o_proj.weight, attention.o_proj.bias),
         mlp_norm=_norm(layer.post_attention_layernorm),
-        mlp=PackedGated(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight),
+        mlp=PrepackedSwiGLU(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight),
         scale=float(attention.scaling),
         window=window_of(attention, config),
     )

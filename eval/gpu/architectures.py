@@ -39,9 +39,11 @@ from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.target_model.compiled import compile_layers
-from draftlab.target_model.fused_decoder import knows
-from draftlab.target_model.model import Target, TargetSettings, load_target
+from draftlab.target_model.fused_decoder import has_known_layers
+from draftlab.target_model.loading import load_target
+from draftlab.target_model.model import Target
 from draftlab.target_model.probe import can_capture
+from draftlab.target_model.settings import TargetSettings
 from tests.helpers.head_toys import make_config
 from tests.helpers.zoo import ZOO, wide, zoo_folder
 
@@ -193,7 +195,7 @@ def step_ms(target: Target, head: Eagle3Head, graphs: bool) -> float:
     engine = Engine(
         target, drafter_for(head, 0.0), batch=1, max_length=MAX_LENGTH, graphs=graphs and on_gpu
     )
-    index = engine.slots.index([0])
+    index = engine.input_batch.index([0])
 
     def run() -> None:
         if engine.graphs is not None:
@@ -238,7 +240,7 @@ def check(kind: str, folder: Path, device: str) -> bool:
     plain, target = load("bfloat16"), load("bfloat16", compiled=True)
     if device == "cpu":  # where loading compiles nothing
         compile_layers(target, "eager")
-    fused = device != "cpu" and knows(target)
+    fused = device != "cpu" and has_known_layers(target)
     compiled = any({"forward", "_apply_gate"} & vars(m).keys() for m in target.layers.modules())
     if device != "cpu" and not can_capture(target):
         raise AssertionError("a pass waits for the device")

@@ -21,8 +21,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.kernels import dependent_launch
-from draftlab.kernels.paged_attention import attend_paged, attend_paged_reference, write_paged
-from draftlab.kernels.paged_attention_launch import Plan, attend_paged_triton, plan_attention
+from draftlab.kernels.paged_attention import attend_paged, write_paged
+from draftlab.kernels.paged_attention_launch import Plan, plan_attention
 
 BANDWIDTH = 4.15e12  # an H200's measured streaming rate
 
@@ -93,7 +93,7 @@ def check(shape: tuple, options: dict, dtype: torch.dtype, seed: int) -> float:
     if "sinks" in options:
         options = options | {"sinks": torch.randn(shape[2], device="cuda").to(dtype)}
     found = case(**options)
-    expected = case(attend_paged_reference, Tensor.double, **options)
+    expected = case(attend_paged.reference, Tensor.double, **options)
     assert torch.equal(found, case(**options)), "two runs differ"
     assert not found[case.positions < 0].any(), "padding is not zero"
     error = ((found - expected).norm() / expected.norm()).item()
@@ -154,7 +154,7 @@ def widen(case: Case, capacity: int) -> None:
 
 
 def times(cases: list[Case], plan: Plan | None = None) -> float:
-    return graph_time([lambda c=c: c(attend_paged_triton, plan=plan) for c in cases])
+    return graph_time([lambda c=c: c(attend_paged.triton, plan=plan) for c in cases])
 
 
 def sweep(cases: list[Case], chosen: Plan) -> tuple[float, Plan]:

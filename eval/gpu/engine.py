@@ -20,8 +20,9 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.heads.folder import load_head
-from draftlab.target_model.model import TargetSettings, load_target, load_tokenizer
-from draftlab.text.render import stop_ids
+from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.chat_template import stop_ids
 
 torch.backends.cuda.matmul.allow_tf32 = False
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.kernels import dependent_launch
 from draftlab.kernels import linear as skinny
 from draftlab.kernels import rope_write as rope
-from draftlab.kernels.paged_attention import attend_paged, attend_paged_reference
+from draftlab.kernels.paged_attention import attend_paged
 
 BANDWIDTH = 4.15e12
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4096, 14336, 32, 8, 128, 64
@@ -67,7 +67,9 @@ class Layers:
 
     def attend(self, query: Tensor, layer: int, attention: Callable = attend_paged) -> Tensor:
         query = query.view(*self.positions.shape, HEADS, HEAD_DIM)
-        options = {"ahead": self.weights[layer]["out"]} if attention is attend_paged else {}
+        options = (
+            {"prefetch_weight": self.weights[layer]["out"]} if attention is attend_paged else {}
+        )
         return attention(
             query, *self.pools[layer], self.table, self.positions, scale=HEAD_DIM**-0.5, **options
         )
@@ -91,7 +93,7 @@ class Layers:
             x, normed = skinny.linear_then_norm(
                 attended, w["out"], w["second"], EPS, residual=x, **config("out")
             )
-            inner = skinny.gated_linear(normed, w["gate"], w["up"], **config("gate_up"))
+            inner = skinny.swiglu_linear(normed, w["gate"], w["up"], **config("gate_up"))
             after = self.weights[(number + 1) % len(self.weights)]["first"]
             x, normed = skinny.linear_then_norm(
                 inner, w["down"], after, EPS, residual=x, **config("down")
@@ -104,10 +106,10 @@ class Layers:
         angles = rope.rope_angles(self.positions.flatten(), self.inv_freq, 1.0, x.dtype)
         for number, w in enumerate(self.weights):
             qkv = skinny.linear_reference(x, w["qkv"], norm_weight=w["first"], eps=EPS)
-            query = rope.rope_write_reference(qkv, angles, *self.pools[number], self.slots)
-            attended = self.attend(query, number, attend_paged_reference).view(len(x), -1)
+            query = rope.rope_write.reference(qkv, angles, *self.pools[number], self.slots)
+            attended = self.attend(query, number, attend_paged.reference).view(len(x), -1)
             x = skinny.linear_reference(attended, w["out"], residual=x)
-            inner = skinny.gated_linear_reference(
+            inner = skinny.swiglu_linear_reference(
                 x, w["gate"], w["up"], norm_weight=w["second"], eps=EPS
             )
             x = skinny.linear_reference(inner, w["down"], residual=x)
@@ -165,7 +167,7 @@ def check_rope() -> None:
         norms = {"q_norm": draw(80).to(dtype), "k_norm": draw(80).to(dtype), "eps": 1e-6}
         for options in ({}, norms):
             both = []
-            for run in (rope.rope_write, rope.rope_write_reference):
+            for run in (rope.rope_write, rope.rope_write.reference):
                 copies = [pool.clone() for pool in pools]
                 cast = tuple(half.to(dtype) for half in angles)
                 both.append([run(qkv, cast, *copies, slots, **options), *copies])
@@ -195,7 +197,7 @@ def parts(layers: Layers) -> dict[str, Callable[[], Tensor]]:
     """Single kernels, each once for every layer, so that weights come from memory."""
     x, numbers = layers.x, range(len(layers.weights))
     qkv = skinny.linear(x, layers.weights[0]["qkv"])
-    inner = skinny.gated_linear(x, layers.weights[0]["gate"], layers.weights[0]["up"])
+    inner = skinny.swiglu_linear(x, layers.weights[0]["gate"], layers.weights[0]["up"])
     angles = rope.rope_angles(layers.positions.flatten(), layers.inv_freq, 1.0, x.dtype)
     query = rope.rope_write(qkv, angles, *layers.pools[0], layers.slots)
 
@@ -210,7 +212,7 @@ def parts(layers: Layers) -> dict[str, Callable[[], Tensor]]:
         "rope": each(lambda i, w: rope.rope_write(qkv, angles, *layers.pools[i], layers.slots)),
         "attend": each(lambda i, w: layers.attend(query, i)),
         "out": each(lambda i, w: skinny.linear(x, w["out"], residual=x)),
-        "gate_up": each(lambda i, w: skinny.gated_linear(normed, w["gate"], w["up"])),
+        "gate_up": each(lambda i, w: skinny.swiglu_linear(normed, w["gate"], w["up"])),
         "down": each(lambda i, w: skinny.linear(inner, w["down"], residual=x)),
     }
 
@@ -245,7 +247,7 @@ def main() -> None:
     plain = microseconds(
         lambda: [
             skinny.linear_reference(
-                skinny.gated_linear_reference(
+                skinny.swiglu_linear_reference(
                     skinny.linear_reference(
                         skinny.linear_reference(x, a["qkv"], norm_weight=a["first"], eps=EPS)[
                             :, :HIDDEN

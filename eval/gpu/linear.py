@@ -26,10 +26,10 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.kernels import dependent_launch
 from draftlab.kernels.linear import (
-    gated_linear,
-    gated_linear_reference,
     linear,
     linear_reference,
+    swiglu_linear,
+    swiglu_linear_reference,
 )
 from draftlab.kernels.linear_launch import Config, choose, launch
 
@@ -190,10 +190,10 @@ def check_case(dtype: torch.dtype, m: int, n: int, k: int, config: Config | None
         found = [linear(x, w, config=config, **parts) for _ in range(5)]
         assert all(torch.equal(found[0], other) for other in found), (m, n, k, config)
         errors.append(difference(found[0], expected))
-    expected = gated_linear_reference(
+    expected = swiglu_linear_reference(
         x.float(), w.float(), u.float(), norm_weight=norm.float(), eps=1e-5
     )
-    found = gated_linear(x, w, u, norm_weight=norm, eps=1e-5, config=config)
+    found = swiglu_linear(x, w, u, norm_weight=norm, eps=1e-5, config=config)
     errors.append(difference(found, expected))
     assert max(errors) < 0.02, (dtype, m, n, k, config, errors)
     return max(errors)

@@ -9,7 +9,7 @@ of temperatures. A line for each:
   than 1e-4 fails.
 - bfloat16: of the median token, the relative error of its states side by side, and alone, against
   float32's alone. Side by side twice as much (and 0.02) fails.
-- kernel: layers whose attention was torch's kernel for rows of documents, in bfloat16.
+- kernel: layers whose attention was torch's kernel for packed rows, in bfloat16.
 - waits: whether a bfloat16 pass makes the host wait for the device. On a GPU, yes fails.
 - recorded: the way in which a recording in bfloat16 takes its passes, and why.
 """
@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from draftlab.target_model import attention
-from draftlab.target_model import packed_rows as documents
-from draftlab.target_model.model import Target, TargetSettings, load_target
-from draftlab.target_model.packed_rows import Documents
+from draftlab.target_model import attention, packed_rows
+from draftlab.target_model.loading import load_target
+from draftlab.target_model.model import Target
+from draftlab.target_model.packed_rows import PackedRow
+from draftlab.target_model.settings import TargetSettings
 from tests.helpers.zoo import ZOO, wide, zoo_folder
 
 LENGTHS = (170, 3, 33, 1, 290)
@@ -51,21 +52,21 @@ class Beside:
     def __init__(self, target: Target) -> None:
         self.target, self.kernels = target, 0
         self.ids = torch.cat(texts(target))[None]
-        self.documents = Documents.of(LENGTHS, target.device)
+        self.packed_row = PackedRow.of(LENGTHS, target.device)
 
     def __call__(self) -> Tensor:
         """Last states [T, Ht]."""
-        original, self.kernels = documents.attend_in_one_kernel, 0
+        original, self.kernels = packed_rows.varlen_attention, 0
 
         def counted(*args: object) -> Tensor:
             self.kernels += 1
             return original(*args)
 
-        attention.attend_in_one_kernel = counted
+        attention.varlen_attention = counted
         try:
-            return self.target.states(self.ids, documents=self.documents).last[0]
+            return self.target.states(self.ids, packed_row=self.packed_row).last[0]
         finally:
-            attention.attend_in_one_kernel = original
+            attention.varlen_attention = original
 
     def waits(self) -> str:
         """What torch says of a pass that waits; "no" when it does not."""
@@ -73,7 +74,7 @@ class Beside:
             return "no"
         torch.cuda.set_sync_debug_mode("error")
         try:
-            self.documents = Documents.of(LENGTHS, self.target.device)
+            self.packed_row = PackedRow.of(LENGTHS, self.target.device)
             self()
         except RuntimeError as error:
             return str(error).partition("\n")[0]
@@ -101,7 +102,7 @@ def line(kind: str, device: str) -> bool:
     errors = error(beside(), expected), error(alone(half), expected)
     kernels, waits = beside.kernels, beside.waits()
     right = difference <= 1e-4 and errors[0] <= max(2 * errors[1], 0.02) and waits == "no"
-    way = f"padded: {half.why_padded}" if half.why_padded else "side by side"
+    way = f"padded: {half.padding_reason}" if half.padding_reason else "side by side"
     end = "" if right else "  WRONG"
     print(
         f"{kind}: float32 {difference:.1e}, bfloat16 {errors[0]:.2g} (alone {errors[1]:.2g}), "

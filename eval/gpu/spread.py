@@ -28,7 +28,9 @@ from architectures import make_head
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request, Sampling
-from draftlab.target_model.model import Target, TargetSettings, load_target
+from draftlab.target_model.loading import load_target
+from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
 from tests.helpers.zoo import wide, zoo_folder
 
 BOUNDARIES = (1, 2, 4)
@@ -76,7 +78,7 @@ def compare(kind: str, gpus: int) -> bool:
         f"{sum(same)}/{len(same)}; GB {shares}; {many.notes[-1]}",
         flush=True,
     )
-    return bits and all(same) and many.spread and not one.spread
+    return bits and all(same) and many.pipeline_parallel and not one.pipeline_parallel
 
 
 def main() -> int:

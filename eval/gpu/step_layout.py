@@ -25,7 +25,7 @@ from draftlab.kernels import head_inputs as inputs
 from draftlab.kernels import step_layout as steps
 from draftlab.kernels.sampling import argmax_draft, sample_draft
 from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
-from draftlab.kernels.step_layout import SlotBuffers
+from draftlab.kernels.step_types import SlotBuffers
 
 BLOCK, WIDTH, VOCAB, DRAFTS = 64, 128, 128_256, 32_000
 LIMIT = BLOCK * (WIDTH - 1)  # tables are a block longer than the limit
@@ -95,18 +95,18 @@ def check_step(rows: int, k: int, dtype: torch.dtype) -> None:
     """A step's three kernels; the dummy's rows race for one place, so its entries are left out."""
     slots = make_slots(2 * rows + 2, k, dtype)
     index = make_index(rows, len(slots.length) - 1)
-    layout = steps.lay_out(slots, index, **LAY_OUT)
-    same(layout, steps.lay_out_reference(slots, index, **LAY_OUT))
+    layout = steps.gather_batch(slots, index, **LAY_OUT)
+    same(layout, steps.gather_batch.reference(slots, index, **LAY_OUT))
     verdict, proposal = make_verdict(layout), make_proposal(rows, k, dtype)
     ours, eager = deepcopy(slots), deepcopy(slots)
-    found = steps.advance(ours, layout, verdict)
-    same(found, steps.advance_reference(eager, layout, verdict))
-    steps.keep(ours, index, *proposal)
-    steps.keep_reference(eager, index, *proposal)
+    found = steps.commit(ours, layout, verdict)
+    same(found, steps.commit.reference(eager, layout, verdict))
+    steps.store_drafts(ours, index, *proposal)
+    steps.store_drafts.reference(eager, index, *proposal)
     same(ours, eager, slice(-1))
     assert not torch.equal(ours.length, slots.length)
     chain = found.positions, found.counts, layout.block_table, BLOCK, k - 1
-    same(chains.chain_layout(*chain), chains.chain_layout_reference(*chain))
+    same(chains.chain_layout(*chain), chains.chain_layout.reference(*chain))
 
 
 def head_arguments(rows: int, width: int, dtype: torch.dtype, size: int = 4096) -> tuple:
@@ -125,11 +125,11 @@ def check_head(rows: int, width: int, dtype: torch.dtype) -> float:
         arguments = head_arguments(rows, width, dtype, size)
         if counts is not None:
             hidden = arguments[1]
-            same(chains.last_rows(hidden, counts), chains.last_rows_reference(hidden, counts))
+            same(chains.last_rows(hidden, counts), chains.last_rows.reference(hidden, counts))
         for before in (False, True):
             options = {"norm_before_residual": before, "counts": counts}
             found = inputs.head_inputs(*arguments, **options)
-            expected = inputs.head_inputs_reference(*arguments, **options)
+            expected = inputs.head_inputs.reference(*arguments, **options)
             for one, other in zip(found, expected, strict=True):
                 step = 2.0**-7 if dtype == torch.bfloat16 else 4e-6
                 torch.testing.assert_close(one, other, rtol=step, atol=1e-6)
@@ -165,9 +165,9 @@ def check_replays() -> None:
     proposal = make_proposal(8, 4, torch.bfloat16)
 
     def work() -> tuple:
-        layout = steps.lay_out(slots, index, **LAY_OUT)
-        outcome = steps.advance(slots, layout, verdict)
-        steps.keep(slots, index, *proposal)
+        layout = steps.gather_batch(slots, index, **LAY_OUT)
+        outcome = steps.commit(slots, layout, verdict)
+        steps.store_drafts(slots, index, *proposal)
         return layout, outcome
 
     graph, found = capture(work)
@@ -175,9 +175,9 @@ def check_replays() -> None:
         index.copy_(make_index(8, 19))
         eager = deepcopy(slots)
         graph.replay()
-        layout = steps.lay_out_reference(eager, index, **LAY_OUT)
-        same(found, (layout, steps.advance_reference(eager, layout, verdict)))
-        steps.keep_reference(eager, index, *proposal)
+        layout = steps.gather_batch.reference(eager, index, **LAY_OUT)
+        same(found, (layout, steps.commit.reference(eager, layout, verdict)))
+        steps.store_drafts.reference(eager, index, *proposal)
         same(slots, eager, slice(-1))
 
 
@@ -211,9 +211,9 @@ def times(rows: int, k: int) -> None:
     dtype = torch.bfloat16
     slots = make_slots(rows + 1, k, dtype)
     index = torch.arange(rows, device="cuda")
-    layout = steps.lay_out(slots, index, **LAY_OUT)
+    layout = steps.gather_batch(slots, index, **LAY_OUT)
     verdict, proposal = make_verdict(layout), make_proposal(rows, k, dtype)
-    outcome = steps.advance(slots, layout, verdict)
+    outcome = steps.commit(slots, layout, verdict)
     chain = outcome.positions, outcome.counts, layout.block_table, BLOCK, k - 1
     first, later = head_arguments(rows, k + 1, dtype), head_arguments(rows, 1, dtype)
     logits = proposal[1][:, 0]
@@ -222,32 +222,32 @@ def times(rows: int, k: int) -> None:
     plain: dict[str, Any] = {"norm_before_residual": False}
     pairs: dict[str, tuple[Callable, Callable | None]] = {
         "lay_out": (
-            lambda: steps.lay_out(slots, index, **LAY_OUT),
-            lambda: steps.lay_out_reference(slots, index, **LAY_OUT),
+            lambda: steps.gather_batch(slots, index, **LAY_OUT),
+            lambda: steps.gather_batch.reference(slots, index, **LAY_OUT),
         ),
         "advance": (
-            lambda: steps.advance(slots, layout, verdict),
-            lambda: steps.advance_reference(slots, layout, verdict),
+            lambda: steps.commit(slots, layout, verdict),
+            lambda: steps.commit.reference(slots, layout, verdict),
         ),
         "keep": (
-            lambda: steps.keep(slots, index, *proposal),
-            lambda: steps.keep_reference(slots, index, *proposal),
+            lambda: steps.store_drafts(slots, index, *proposal),
+            lambda: steps.store_drafts.reference(slots, index, *proposal),
         ),
         "chain_layout": (
             lambda: chains.chain_layout(*chain),
-            lambda: chains.chain_layout_reference(*chain),
+            lambda: chains.chain_layout.reference(*chain),
         ),
         "last_rows": (
             lambda: chains.last_rows(first[1], outcome.counts),
-            lambda: chains.last_rows_reference(first[1], outcome.counts),
+            lambda: chains.last_rows.reference(first[1], outcome.counts),
         ),
         "head_inputs, observed": (
             lambda: inputs.head_inputs(*first, **plain, counts=outcome.counts),
-            lambda: inputs.head_inputs_reference(*first, **plain, counts=outcome.counts),
+            lambda: inputs.head_inputs.reference(*first, **plain, counts=outcome.counts),
         ),
         "head_inputs, later": (
             lambda: inputs.head_inputs(*later, **plain),
-            lambda: inputs.head_inputs_reference(*later, **plain),
+            lambda: inputs.head_inputs.reference(*later, **plain),
         ),
         "argmax_draft": (
             lambda: argmax_draft(logits, ids=ids),

@@ -3,7 +3,8 @@
     python eval/gpu/step_profile.py [--k 3,8] [--batch 1] [--layers 8] [--list]
 
 Shapes of Llama-3.1-8B with fewer layers (a layer is like the next) and an EAGLE3 head, as in
-eval/bench/bench_decode.py. Prints, for the target's part, one pass of the head and the rest of the step:
+eval/bench/bench_decode.py. Prints, for the target's part, one pass of the head and the rest of the
+step:
 the time from the first kernel's start to the last one's end, and what each kind of kernel adds to
 it. A kernel adds the time from the end of all before it to its own end, so overlapped launches are
 counted once and the additions sum up to the whole.
@@ -50,13 +51,13 @@ def kernels_of(engine: Engine, batch: int, replays: int = 5) -> list[list[Kernel
     assert engine.graphs is not None
     with torch.inference_mode():
         # The slots are empty again: a step of a row is made real by giving it a length.
-        engine.slots.length[:batch] = 512
-        width = engine.slots.block_table.shape[1]
+        engine.input_batch.length[:batch] = 512
+        width = engine.input_batch.block_table.shape[1]
         table = 1 + torch.arange(batch * width, dtype=torch.int32, device="cuda")
-        engine.slots.block_table[:batch] = table.view(batch, width)
+        engine.input_batch.block_table[:batch] = table.view(batch, width)
         found = []
         for _ in range(replays):
-            engine.slots.length[:batch] = 512
+            engine.input_batch.length[:batch] = 512
             torch.cuda.synchronize()
             with profile(activities=[ProfilerActivity.CUDA]) as profiler:
                 engine.graphs(tuple(range(batch)), limited=False)

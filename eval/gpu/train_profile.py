@@ -2,7 +2,8 @@
 
     python eval/gpu/train_profile.py [--family eagle3] [--layers 1] [--top 30] [--least 30]
 
-The work of eval/bench/bench_train.py, some steps profiled one behind the other without a word to the
+The work of eval/bench/bench_train.py, some steps profiled one behind the other without a word to
+the
 device between them. Of the last one are printed: how long kernels ran and how long none did; what
 each kind of kernel adds, overlapping ones counted once; each time that the GPU was idle for
 `--least` microseconds or longer, and between which kernels; and how often the host called what may
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench_train import step, trainer
 from train_work import SHAPES, in_family, new_work
 
-from draftlab.train.profiler import Clock
+from draftlab.train.profiler import PhaseTimer
 
 STEPS = 3
 LAST_OF_A_STEP = "FusedOptimizer"
@@ -47,7 +48,7 @@ def profiled(options: argparse.Namespace) -> tuple[list[Span], list[Span]]:
     device = torch.device("cuda")
     shape = replace(in_family(SHAPES["8b"], options.family), layers=options.layers)
     work = new_work(shape, device, torch.bfloat16)
-    whole, clock = trainer(work, device, options), Clock(device)
+    whole, clock = trainer(work, device, options), PhaseTimer(device)
     batch = work.packed(device).to(device)
     clock.start()
     for _ in range(5):

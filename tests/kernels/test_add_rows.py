@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftlab.kernels.add_rows import add_rows_, add_rows_reference_
+from draftlab.kernels.add_rows import add_rows_
 from tests.helpers.gpu import on_devices
 from tests.helpers.interpreter import on_kernels, run_in_the_interpreter, runs_the_others
 
@@ -32,7 +32,7 @@ def test_the_reference_adds() -> None:
     expected = whole.clone()
     for place, row in zip(index.tolist(), rows, strict=True):
         expected[place] = expected[place] + row
-    add_rows_reference_(whole, index, rows)
+    add_rows_.reference(whole, index, rows)
     assert torch.equal(whole, expected)
 
 
@@ -40,17 +40,15 @@ def test_the_reference_adds() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "columns"), [(6, 40), (11, 1), (1, 5000), (0, 8)])
 def test_the_kernel_adds_the_same(n: int, columns: int, dtype: torch.dtype, device: str) -> None:
-    from draftlab.kernels.add_rows import launch_
-
     whole, index, rows = case(n, columns, dtype, device)
     wide = whole.clone(), whole.clone()
-    add_rows_reference_(wide[0], index, rows)
-    launch_(wide[1], index, rows)
+    add_rows_.reference(wide[0], index, rows)
+    add_rows_.triton(wide[1], index, rows)
     # The interpreter truncates bfloat16 where a GPU rounds.
     truncates = device == "cpu" and dtype == torch.bfloat16
     torch.testing.assert_close(wide[1], wide[0], rtol=2**-7 if truncates else 0, atol=0)
     untouched = whole._base.clone()
-    launch_(whole, index, rows)
+    add_rows_.triton(whole, index, rows)
     assert torch.equal(whole, wide[1])
     others = torch.ones_like(untouched, dtype=torch.bool)
     others[index, 3 : columns + 3] = False
@@ -59,27 +57,23 @@ def test_the_kernel_adds_the_same(n: int, columns: int, dtype: torch.dtype, devi
 
 @on_kernels
 def test_shapes_that_do_not_fit_are_refused(device: str) -> None:
-    from draftlab.kernels.add_rows import launch_
-
     whole, index, rows = case(6, 40, torch.float32, device)
     for wrong in (rows[:5], rows[:, :39]):
         with pytest.raises(ValueError, match=r"expected rows \[6, 40\]"):
-            launch_(whole, index, wrong)
+            add_rows_.triton(whole, index, wrong)
     with pytest.raises(ValueError, match="columns side by side"):
-        launch_(whole.T.contiguous().T, index, rows)
-    launch_(whole, index[:0], rows[:0])
+        add_rows_.triton(whole.T.contiguous().T, index, rows)
+    add_rows_.triton(whole, index[:0], rows[:0])
 
 
 @on_kernels
 def test_rows_of_any_strides(device: str) -> None:
     """The gradient of a sum is an expanded number; another one may be transposed."""
-    from draftlab.kernels.add_rows import launch_
-
     whole, index, rows = case(6, 40, torch.float32, device)
     for each in (rows.T.contiguous().T, torch.ones((), device=device).expand(6, 40)):
         found, expected = whole.clone(), whole.clone()
-        launch_(found, index, each)
-        add_rows_reference_(expected, index, each)
+        add_rows_.triton(found, index, each)
+        add_rows_.reference(expected, index, each)
         assert torch.equal(found, expected)
 
 

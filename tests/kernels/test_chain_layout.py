@@ -13,13 +13,14 @@ from torch import Tensor
 from draftlab.heads.config import TargetIdentity, make_head_config
 from draftlab.heads.eagle3 import Eagle3Layer
 from draftlab.kernels import chain_layout as module
-from draftlab.kernels.head_inputs import Masks, head_inputs, head_inputs_reference, launch
+from draftlab.kernels.head_inputs import head_inputs
+from draftlab.kernels.step_types import MaskedColumns
 from tests.helpers.gpu import on_gpu
 from tests.helpers.interpreter import INTERPRETED, inside, run_in_the_interpreter, runs_the_others
 
 LAY_OUT: list[Callable] = [module.chain_layout.reference]
 LAST: list[Callable] = [module.last_rows.reference]
-INPUTS: list[Callable] = [head_inputs_reference]
+INPUTS: list[Callable] = [head_inputs.reference]
 
 if INTERPRETED:
     from draftlab.kernels import chain_layout_triton
@@ -27,7 +28,7 @@ if INTERPRETED:
     chain_layout_triton._COLUMNS, chain_layout_triton._TILE = 4, 16  # several of each
     LAY_OUT.append(chain_layout_triton.chain_layout)
     LAST.append(chain_layout_triton.last_rows)
-    INPUTS.append(launch)
+    INPUTS.append(head_inputs.triton)
 
 
 @runs_the_others
@@ -165,8 +166,8 @@ def test_masked_slots_share_a_hidden_state(asked: int | None, before: bool) -> N
             *rest,
             norm_before_residual=before,
             counts=None if asked is None else counts,
-            ahead=asked or 1,
-            masks=Masks(where, state),
+            num_columns=asked or 1,
+            masks=MaskedColumns(where, state),
         )
         torch.testing.assert_close(found[real], x[real], atol=2e-6, rtol=2e-6)
         if asked is None:
@@ -183,8 +184,8 @@ def test_rounding_is_the_eager_norms(before: bool) -> None:
     """16 bit: all entries but some on the border between two numbers are the same."""
     given = arguments(make_layer(512, before), 512, 3, torch.float16)
     counts = torch.tensor([3, 1, 2])
-    found = launch(*given, norm_before_residual=before, counts=counts)
-    expected = head_inputs_reference(*given, norm_before_residual=before, counts=counts)
+    found = head_inputs.triton(*given, norm_before_residual=before, counts=counts)
+    expected = head_inputs.reference(*given, norm_before_residual=before, counts=counts)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == torch.float16
         assert one.shape == other.shape

@@ -41,14 +41,14 @@ def test_gpus_before_hopper_are_asked_for_the_same_sums() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 9, 32])
 def test_products(kernels: dict[str, list[Any]], num_rows: int) -> None:
-    from draftlab.kernels.linear import gated_linear, linear, linear_then_norm
+    from draftlab.kernels.linear import linear, linear_then_norm, swiglu_linear
 
     x, bias = on_gpu(num_rows, 4096), on_gpu(6144)
     norm = on_gpu(4096)
     linear(x, on_gpu(6144, 4096), norm_weight=norm, eps=1e-5, bias=bias)
     y, normed = linear_then_norm(x, on_gpu(4096, 4096), norm, 1e-5, residual=x)
     gate = on_gpu(14336, 4096)
-    inner = gated_linear(normed, gate, gate)
+    inner = swiglu_linear(normed, gate, gate)
     linear_then_norm(inner, on_gpu(4096, 14336), norm, 1e-5, residual=y)
     linear(normed, on_gpu(6144, 4096))
     variants = kernels["skinny_kernel"]
@@ -82,9 +82,9 @@ def test_attention(
             window=window,
             softcap=softcap,
             sinks=on_gpu(32, dtype=dtype) if sinks else None,
-            ahead=weights,
+            prefetch_weight=weights,
         )
-    assert {"write_kernel", "attend_kernel", "join_kernel"} <= kernels.keys()
+    assert {"write_kernel", "attend_kernel", "combine_kernel"} <= kernels.keys()
     one_row = kernels["attend_kernel"][0]
     assert "cp.async.bulk.prefetch.L2" in one_row.asm["ptx"]
 
@@ -115,11 +115,11 @@ def test_added_rows(kernels: dict[str, list[Any]], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gates(kernels: dict[str, list[Any]], dtype: torch.dtype) -> None:
-    from draftlab.kernels.gated import gated, gated_backward_
+    from draftlab.kernels.swiglu import swiglu, swiglu_backward_
 
     gate_up = on_gpu(5, 2 * 14336, dtype=dtype)
-    gated_backward_(gate_up, gated(gate_up))
-    assert kernels.keys() == {"gated_kernel", "gated_backward_kernel"}
+    swiglu_backward_(gate_up, swiglu(gate_up))
+    assert kernels.keys() == {"swiglu_kernel", "swiglu_backward_kernel"}
     # 16 bytes a load, where rows are whole: a step reads and writes 7 GB of these.
     assert all("ld.global.v4.b32" in k.asm["ptx"] for (k,) in kernels.values())
 
@@ -141,7 +141,7 @@ def test_verification(kernels: dict[str, list[Any]], dtype: torch.dtype, drawn: 
     from draftlab.kernels.verify import verify
 
     rows, k, vocab, drafted = 3, 4, 128_256, 32_000
-    keys = row_keys(rows)
+    keys = sampling_metadata(rows)
     q = DraftDistribution(
         on_gpu(rows, k, drafted, dtype=dtype),
         on_gpu(rows, k, dtype=torch.float32),
@@ -169,9 +169,10 @@ def test_a_whole_step(
 
     Nothing but these kernels and the few torch operations between them may be in a step.
     """
+    from draftlab.engine.slots import Slots
+
     from draftlab.engine.drafter import new_drafter
     from draftlab.engine.fused_head import FusedHead
-    from draftlab.engine.slots import Slots
     from draftlab.engine.step import Step
     from draftlab.target_model.fused_decoder import FusedDecoder
 
@@ -209,7 +210,7 @@ def test_a_whole_step(
         assert once in launched, once
 
 
-def row_keys(rows: int) -> SamplingMetadata:
+def sampling_metadata(rows: int) -> SamplingMetadata:
     reals, ints = on_gpu(rows, dtype=torch.float32), on_gpu(rows, **INT)
     return SamplingMetadata(*({"temperature": reals, "top_p": reals}.get(f, ints) for f in FIELDS))
 

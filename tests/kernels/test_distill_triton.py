@@ -14,8 +14,8 @@ from torch import Tensor
 from draftlab.kernels import distill_linear
 from draftlab.kernels.distill import Distilled, Loss, Teacher, distill_rows_reference
 from draftlab.kernels.distill_plan import plan_rows
+from tests.helpers.distill_cases import LOSSES, in_chunks, make_case
 from tests.helpers.interpreter import compiles, inside, run_in_the_interpreter, runs_the_others
-from tests.kernels.test_distill import LOSSES, in_chunks, make_case
 
 
 @pytest.mark.slow

@@ -60,15 +60,15 @@ def test_linear(num_rows: int, split: int, dtype: torch.dtype) -> None:
 @inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("normed", [True, False])
-def test_gated_linear(normed: bool, dtype: torch.dtype) -> None:
-    from draftlab.kernels.linear import gated_linear_reference
+def test_swiglu_linear(normed: bool, dtype: torch.dtype) -> None:
+    from draftlab.kernels.linear import swiglu_linear_reference
     from draftlab.kernels.linear_launch import Config, launch
 
     x = random(5, 96, seed=1, dtype=dtype, scale=3.0)
     gate, up = (random(40, 96, seed=s, dtype=dtype, scale=0.1) for s in (2, 3))
     norm = 1 + random(96, seed=4, dtype=dtype, scale=0.2) if normed else None
     found = launch(x, gate, up, norm, 1e-5, None, None, Config(16, 32, 2))
-    expected = gated_linear_reference(
+    expected = swiglu_linear_reference(
         x.float(),
         gate.float(),
         up.float(),
@@ -85,26 +85,26 @@ def test_a_norm_started_by_one_product_and_finished_by_the_next(
     splits: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """40 outputs in tiles of 16: the last partial Σ y² covers rows that W does not have."""
-    from draftlab.kernels.linear import gated_linear_reference, linear_reference
-    from draftlab.kernels.linear_launch import Config, launch, next_norm
+    from draftlab.kernels.linear import linear_reference, swiglu_linear_reference
+    from draftlab.kernels.linear_launch import Config, allocate_next_norm, launch
 
     x, residual = (random(3, n, seed=n, dtype=dtype) for n in (64, 40))
     first = random(40, 64, seed=1, dtype=dtype, scale=0.1)
     gate, up = (random(24, 40, seed=s, dtype=dtype, scale=0.2) for s in (2, 3))
     norm = 1 + random(40, seed=4, dtype=dtype, scale=0.2)
     before, after = (Config(16, 16, split) for split in splits)
-    following = next_norm(norm, x, before)
+    following = allocate_next_norm(norm, x, before)
     assert following.squares.shape == (3, 8)
     following.squares.fill_(float("nan"))  # every part is written
-    y = launch(x, first, None, None, 0.0, None, residual, before, following=following)
+    y = launch(x, first, None, None, 0.0, None, residual, before, next_norm=following)
     close(y, linear_reference(x.float(), first.float(), residual=residual.float()), dtype)
     begun = {"squares": following.squares}
     found = launch(following.rows, gate, None, None, 0.1, None, None, after, **begun)
-    gated = launch(following.rows, gate, up, None, 0.1, None, None, after, **begun)
+    swiglu = launch(following.rows, gate, up, None, 0.1, None, None, after, **begun)
     wide = [t.float() for t in (y, gate, up)]
     options = {"norm_weight": norm.float(), "eps": 0.1}
     close(found, linear_reference(*wide[:2], **options), dtype)
-    close(gated, gated_linear_reference(*wide, **options), dtype)
+    close(swiglu, swiglu_linear_reference(*wide, **options), dtype)
 
 
 @inside
@@ -134,7 +134,7 @@ def test_rows_of_a_wider_tensor() -> None:
 
 def test_references_are_the_modules() -> None:
     """The references equal the formulas in float64; the kernels are compared with them."""
-    from draftlab.kernels.linear import gated_linear, linear
+    from draftlab.kernels.linear import linear, swiglu_linear
 
     x, norm = random(3, 24, seed=1, dtype=torch.float64), random(24, seed=2, dtype=torch.float64)
     weight, up = (random(10, 24, seed=s, dtype=torch.float64) for s in (3, 4))
@@ -145,13 +145,13 @@ def test_references_are_the_modules() -> None:
     torch.testing.assert_close(found, expected)
     first, second = ((normed[:, None] * w).sum(-1) for w in (weight, up))
     expected = first / (1 + torch.exp(-first)) * second
-    found = gated_linear(x, weight, up, norm_weight=norm, eps=1e-3)
+    found = swiglu_linear(x, weight, up, norm_weight=norm, eps=1e-3)
     torch.testing.assert_close(found, expected)
 
 
 def test_a_norm_before_and_after_its_division() -> None:
-    """`linear_then_norm` on a CPU and `Normed` with partial sums give readers the same norm."""
-    from draftlab.kernels.linear import Normed, gated_linear, linear, linear_then_norm
+    """`linear_then_norm` on a CPU and `DeferredNorm` with partial sums give the same norm."""
+    from draftlab.kernels.linear import DeferredNorm, linear, linear_then_norm, swiglu_linear
 
     x, residual = (random(3, n, seed=n, dtype=torch.float64) for n in (12, 24))
     first, gate, up = (
@@ -163,8 +163,8 @@ def test_a_norm_before_and_after_its_division() -> None:
     torch.testing.assert_close(y, x @ first.T + residual)
     parts = torch.zeros(2, 8, dtype=torch.float64)
     parts[0, :3], parts[1, :3] = (half.square().sum(1) for half in y.chunk(2, 1))
-    begun = Normed(y * norm, parts, 1e-3)
-    for read in (lambda n: linear(n, gate), lambda n: gated_linear(n, gate, up)):
+    begun = DeferredNorm(y * norm, parts, 1e-3)
+    for read in (lambda n: linear(n, gate), lambda n: swiglu_linear(n, gate, up)):
         expected = read(whole)
         torch.testing.assert_close(read(begun), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(linear(whole, gate), linear(y, gate, norm_weight=norm, eps=1e-3))
@@ -172,21 +172,21 @@ def test_a_norm_before_and_after_its_division() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 4, 9, 17, 33, 64])
 @pytest.mark.parametrize("shape", [(1024, 896), (6144, 4096), (152064, 3584), (4096, 14336)])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 def test_configurations_fit_the_device(
-    num_rows: int, shape: tuple[int, int], gated: bool, normed: bool
+    num_rows: int, shape: tuple[int, int], swiglu: bool, normed: bool
 ) -> None:
     """Shared memory of an H200, tiles Triton takes, and no split where it is not meant."""
     from draftlab.kernels.linear_launch import choose
 
-    config = choose(num_rows, *shape, gated, normed)
+    config = choose(num_rows, *shape, swiglu, normed)
     rows = max(8, 1 << (num_rows - 1).bit_length())
-    tile_bytes = 2 * config.depth * ((1 + gated) * config.tile + rows + 1)
+    tile_bytes = 2 * config.depth * ((1 + swiglu) * config.tile + rows + 1)
     assert tile_bytes * (config.stages - 1) <= 227 * 1024
     assert config.tile >= 16 * config.warps
     assert config.depth & (config.depth - 1) == 0
-    assert config.split == 1 or not gated
+    assert config.split == 1 or not swiglu
     assert config.prefetch % 256 == 0
 
 
@@ -209,10 +209,10 @@ def test_products_at_real_sizes(
 ) -> None:
     """Errors against float32 of the same numbers; a split product repeats bit by bit."""
     from draftlab.kernels.linear import (
-        gated_linear,
-        gated_linear_reference,
         linear,
         linear_reference,
+        swiglu_linear,
+        swiglu_linear_reference,
     )
     from draftlab.kernels.linear_launch import Config
 
@@ -234,9 +234,9 @@ def test_products_at_real_sizes(
         outputs = [linear(x, weight, config=chosen, **options) for _ in range(5)]
         assert all(torch.equal(outputs[0], other) for other in outputs)
         assert error(outputs[0], linear_reference(x.float(), weight.float(), **wide)) < 0.02
-    gated = gated_linear(x, weight, up, norm_weight=norm, eps=1e-5, config=chosen)
+    swiglu = swiglu_linear(x, weight, up, norm_weight=norm, eps=1e-5, config=chosen)
     wide = [t.float() for t in (x, weight, up)]
-    assert error(gated, gated_linear_reference(*wide, norm_weight=norm.float(), eps=1e-5)) < 0.02
+    assert error(swiglu, swiglu_linear_reference(*wide, norm_weight=norm.float(), eps=1e-5)) < 0.02
 
 
 @on_gpu

@@ -41,7 +41,7 @@ from tests.helpers.lossless import (
     g_test,
     make_drafter,
     propose,
-    row_keys,
+    sampling_metadata,
 )
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -50,7 +50,7 @@ each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @on_devices
 @each_case
 def test_the_joint_of_three_tokens_is_the_targets(case: Case, device: str) -> None:
-    tokens, steps = decode(case, verify_module.verify, row_keys(case, device=device))
+    tokens, steps = decode(case, verify_module.verify, sampling_metadata(case, device=device))
     assert g_test(tokens, exact_joint(case)) > 1e-3
     first = steps[0][1]
     if case.draft_probs:
@@ -64,7 +64,7 @@ def test_the_joint_of_three_tokens_is_the_targets(case: Case, device: str) -> No
 @each_case
 def test_expected_acceptance_is_observed(case: Case, device: str) -> None:
     """Of the drafts that were reached, as many are accepted as their probabilities predict."""
-    _, steps = decode(case, verify_module.verify, row_keys(case, 30_000, 1, device))
+    _, steps = decode(case, verify_module.verify, sampling_metadata(case, 30_000, 1, device))
     for depth in range(K):
         surplus, variance = 0.0, 0.0
         for _, verdict in steps:
@@ -78,7 +78,7 @@ def test_expected_acceptance_is_observed(case: Case, device: str) -> None:
 @on_devices
 def test_greedy_is_the_chain_of_argmaxes(device: str) -> None:
     case = Case(temperature=0.0)
-    tokens, _ = decode(case, verify_module.verify, row_keys(case, 50, device=device))
+    tokens, _ = decode(case, verify_module.verify, sampling_metadata(case, 50, device=device))
     chain = [START]
     for _ in range(3):
         chain.append(int(TARGET[chain[-1]].argmax()))
@@ -88,7 +88,7 @@ def test_greedy_is_the_chain_of_argmaxes(device: str) -> None:
 @on_devices
 @each_case
 def test_first_tokens_follow_p(case: Case, device: str) -> None:
-    keys = row_keys(case, 30_000, 2, device)
+    keys = sampling_metadata(case, 30_000, 2, device)
     for context in range(VOCAB):
         logits = TARGET[context].to(device).expand(30_000, VOCAB)
         tokens = sample_token(logits, torch.full((30_000,), 9 + context, device=device), keys)
@@ -103,7 +103,7 @@ def test_first_tokens_follow_p(case: Case, device: str) -> None:
 @pytest.mark.parametrize("draft_temperature", [None, 0.6])
 def test_sampled_drafts_follow_q(draft_temperature: float | None) -> None:
     case = Case(temperature=1.3, draft_temperature=draft_temperature)
-    keys, drafter = row_keys(case, 30_000), make_drafter(case)
+    keys, drafter = sampling_metadata(case, 30_000), make_drafter(case)
     for context in range(VOCAB):
         last, positions = torch.full((30_000,), context), torch.full((30_000,), 3 + context)
         proposal = propose(drafter, last, positions, keys)
@@ -121,7 +121,7 @@ def test_rows_below_greedy_below_draft_their_argmax() -> None:
     case = Case(temperature=0.5)
     drafter = make_drafter(case)
     drafter.greedy_below = 0.8
-    keys = row_keys(case, 100)
+    keys = sampling_metadata(case, 100)
     keys = replace(keys, temperature=torch.tensor([0.5, 1.0]).repeat(50))
     proposal = propose(drafter, torch.zeros(100, dtype=torch.int64), torch.full((100,), 3), keys)
     tokens, distribution = proposal.tokens[:, 0], proposal.distribution
@@ -134,14 +134,14 @@ def test_rows_below_greedy_below_draft_their_argmax() -> None:
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_broken_verifiers_are_rejected(fault: tuple[str, str]) -> None:
     case = CASES["draft probabilities"]
-    tokens, _ = decode(case, broken(*fault).verify, row_keys(case))
+    tokens, _ = decode(case, broken(*fault).verify, sampling_metadata(case))
     assert_rejected(tokens, exact_joint(case))
 
 
 @pytest.mark.parametrize("fault", ARGMAX_DRAFT_FAULTS.values(), ids=ARGMAX_DRAFT_FAULTS.keys())
 def test_broken_verifiers_of_argmax_drafts_are_rejected(fault: tuple[str, str]) -> None:
     case = CASES["argmax drafts"]
-    tokens, _ = decode(case, broken(*fault).verify, row_keys(case))
+    tokens, _ = decode(case, broken(*fault).verify, sampling_metadata(case))
     assert_rejected(tokens, exact_joint(case))
 
 
@@ -151,7 +151,7 @@ def test_a_draft_that_shares_its_noise_with_the_verifier_is_rejected(
     shared = broken("Purpose.DRAFT", "Purpose.EMIT").sample_draft
     monkeypatch.setattr(drafter_module, "sample_draft", shared)
     case = CASES["draft probabilities"]
-    tokens, _ = decode(case, verify_module.verify, row_keys(case))
+    tokens, _ = decode(case, verify_module.verify, sampling_metadata(case))
     assert_rejected(tokens, exact_joint(case))
 
 
@@ -164,5 +164,5 @@ def test_draft_probabilities_5_percent_too_small_are_rejected(device: str) -> No
         q = replace(q, log_sum=q.log_sum + math.log(1.05))
         return verify_module.verify(logits, drafts, num, q, *rest)
 
-    tokens, _ = decode(case, verify, row_keys(case, 200_000, device=device))
+    tokens, _ = decode(case, verify, sampling_metadata(case, 200_000, device=device))
     assert g_test(tokens, exact_joint(case)) < 1e-6

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.kernels.paged_attention import write_paged
+from draftlab.kernels.paged_attention import attend_paged, write_paged
 from tests.helpers.gpu import on_devices, on_gpu
 from tests.helpers.interpreter import (
     INTERPRETED,
@@ -116,10 +116,7 @@ def test_write(
     dtype: torch.dtype, block_size: int, kv_heads: int, head_dim: int, device: str
 ) -> None:
     """New entries are in both pools; all others keep their bits."""
-    if INTERPRETED:
-        from draftlab.kernels.paged_attention_launch import write_paged_triton as run
-    else:
-        run = write_paged
+    run = write_paged.triton if INTERPRETED else write_paged
     generator = torch.Generator().manual_seed(1)
     shape = 5, block_size, kv_heads, head_dim
     pools = [torch.randn(*shape, generator=generator).to(dtype) for _ in range(2)]
@@ -155,10 +152,10 @@ def test_write_into_what_cannot_be_viewed_by_slot() -> None:
 
 
 def triton_case(plan: tuple[int, ...] | None, case: Case, **options) -> None:
-    from draftlab.kernels.paged_attention_launch import Plan, attend_paged_triton
+    from draftlab.kernels.paged_attention_launch import Plan
 
     def attend(*inputs: Tensor, **options) -> Tensor:
-        return attend_paged_triton(*inputs, plan=plan and Plan(*plan, 4, 2), **options)
+        return attend_paged.triton(*inputs, plan=plan and Plan(*plan, 4, 2), **options)
 
     case.check(attend, **options)
 
@@ -199,9 +196,7 @@ def test_kernel_as_planned() -> None:
     """The plan's own choices, in float32 and float16."""
     triton_case(None, Case([150, 10], [2, 1], 2, head_dim=32, block_size=16))
     case = Case([150, 10], [2, 1], 2, head_dim=32, block_size=64, dtype=torch.float16)
-    from draftlab.kernels.paged_attention_launch import attend_paged_triton
-
-    case.check(attend_paged_triton, tolerance=4e-3)
+    case.check(attend_paged.triton, tolerance=4e-3)
 
 
 @inside

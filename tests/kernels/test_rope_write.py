@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from draftlab.kernels.rope_write import rope_angles, rope_write, rope_write_reference
+from draftlab.kernels.rope_write import rope_angles, rope_write
 from tests.helpers.gpu import on_gpu
 from tests.helpers.interpreter import inside, run_in_the_interpreter, runs_the_others
 
@@ -46,7 +46,7 @@ def test_the_reference_is_what_transformers_does(norms: bool) -> None:
     case = Case()
     pools = [pool.clone() for pool in case.pools]
     weights = {"q_norm": case.q_norm, "k_norm": case.k_norm} if norms else {}
-    query = rope_write_reference(case.qkv, case.angles(), *pools, case.slots, **weights, eps=1e-3)
+    query = rope_write.reference(case.qkv, case.angles(), *pools, case.slots, **weights, eps=1e-3)
 
     heads = case.qkv.unflatten(-1, (-1, HEAD_DIM)).transpose(0, 1)[None]  # [1, heads, T, head_dim]
     q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], 1)
@@ -74,12 +74,10 @@ def test_the_reference_is_what_transformers_does(norms: bool) -> None:
 @pytest.mark.parametrize("norms", [False, True])
 def test_kernel(norms: bool, dtype: torch.dtype) -> None:
     """Heads that fill no program, head_dim that is no power of two, pools with strides."""
-    from draftlab.kernels.rope_write import launch
-
     case = Case(dtype)
     weights = {"q_norm": case.q_norm, "k_norm": case.k_norm} if norms else {}
     expected_pools = [pool.clone() for pool in case.pools]
-    expected = rope_write_reference(
+    expected = rope_write.reference(
         case.qkv.float(),
         tuple(half.float() for half in case.angles()),
         *(wide := [pool.float() for pool in expected_pools]),
@@ -90,7 +88,9 @@ def test_kernel(norms: bool, dtype: torch.dtype) -> None:
     # Keys in the order [P, kv heads, S, head_dim] in memory.
     key_pool = case.pools[0].transpose(1, 2).contiguous().transpose(1, 2)
     value_pool = case.pools[1].clone()
-    query = launch(case.qkv, case.angles(), key_pool, value_pool, case.slots, **weights, eps=1e-3)
+    query = rope_write.triton(
+        case.qkv, case.angles(), key_pool, value_pool, case.slots, **weights, eps=1e-3
+    )
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     for found, want in ((query, expected), (key_pool, wide[0]), (value_pool, wide[1])):
         assert found.dtype == dtype
@@ -102,10 +102,8 @@ def test_kernel(norms: bool, dtype: torch.dtype) -> None:
 
 @inside
 def test_angles_kernel() -> None:
-    from draftlab.kernels.rope_write import launch_angles
-
     case = Case()
-    found = launch_angles(case.positions, case.inv_freq, 1.2, torch.float32)
+    found = rope_angles.triton(case.positions, case.inv_freq, 1.2, torch.float32)
     torch.testing.assert_close(found, case.angles(), atol=1e-5, rtol=0)
     assert torch.equal(found[0][4], torch.full((HEAD_DIM // 2,), 1.2))  # padding counts as 0
 
@@ -141,7 +139,7 @@ def test_kernel_at_real_sizes(
     slots = torch.tensor([5, 17, 0, -1, 9, -1], device=device)
     options = {"q_norm": random(head_dim), "k_norm": random(head_dim), "eps": 1e-6}
     results = []
-    for run in (rope_write, rope_write_reference):
+    for run in (rope_write, rope_write.reference):
         copies = [pool.clone() for pool in pools]
         results.append([run(qkv, angles, *copies, slots, **options if norms else {}), *copies])
     for output, expected in zip(*results, strict=True):

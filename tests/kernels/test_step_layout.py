@@ -158,7 +158,7 @@ def test_commit(case: tuple[SlotBuffers, Tensor, int, int], seed: int) -> None:
             if slot < len(slots.length) - 1:
                 assert int(after.newest[slot]) == token
         assert torch.equal(result.num_drafts.long(), layout.num_drafts)
-        assert torch.equal(result.chance, verdict.probability)  # bit by bit
+        assert torch.equal(result.probability, verdict.probability)  # bit by bit
         others = [s for s in range(len(slots.length)) if s not in index.tolist()]
         assert torch.equal(after.newest[others], slots.newest[others])
         assert torch.equal(after.length[others], slots.length[others])
@@ -196,7 +196,7 @@ def test_a_result_takes_one_copy() -> None:
     assert result.k == 0
     assert result.num_drafts.tolist() == [-1, -1]
     assert result.tokens.tolist() == [[5], [7]]
-    assert result.chance.tolist() == [[], []]
+    assert result.probability.tolist() == [[], []]
 
 
 def test_the_layout_of_a_row_near_the_limit() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftlab.kernels.add_rows import add_rows_
-from draftlab.kernels.gated import gated, gated_backward_
+from draftlab.kernels.swiglu import swiglu, swiglu_backward_
 
 _ALL = slice(None)
 
@@ -108,14 +108,14 @@ class _GatedProduct(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor, total: _Sum) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
         ctx.total = total
-        return gated(gate_up) @ weight.T
+        return swiglu(gate_up) @ weight.T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         gate_up, weight = ctx.saved_tensors
         inner = gradient @ weight
-        given = gated_backward_(gate_up, inner)  # and inner is what was multiplied
+        given = swiglu_backward_(gate_up, inner)  # and inner is what was multiplied
         if ctx.needs_input_grad[1]:
             ctx.total.add(gradient, inner)
         return given, None, None

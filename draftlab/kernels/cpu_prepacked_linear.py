@@ -1,9 +1,10 @@
-"""Matrix products of few rows on a CPU, with weights in the layout that oneDNN multiplies fastest.
+"""Matrix products of few rows on a CPU, with weights prepacked in oneDNN's layout.
 
-MKL lays a float32 weight out anew in every product of more than one row: five rows cost 2.6 times
-as much as one, which is what verifying four drafts would pay. oneDNN takes the weight laid out once
-and reads it once, whatever the rows (docs/benchmarks.md). The operators are those that
-torch.compile calls on CPUs; they are not public, so `why_not_packed` looks before they are used.
+MKL packs a float32 weight again in every product of more than one row: five rows, as in verifying
+four drafts, cost 2.6 times as much as one. oneDNN packs the weight once and reads it once, whatever
+the number of rows (docs/benchmarks.md). The operators are those that torch.compile calls on CPUs.
+They are not public, so `why_no_prepacking` checks for them first. Tests:
+tests/kernels/test_cpu_prepacked_linear.py.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _OPERATORS = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
 
 
-def why_not_packed(device: torch.device, dtype: torch.dtype) -> str | None:
-    """What keeps products on `device` in `dtype` from being packed; None: nothing does."""
+def why_no_prepacking(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why products on `device` in `dtype` cannot be prepacked, or None if they can."""
     if device.type != "cpu":
-        return f"packing is for CPUs, not for {device.type}"
+        return f"prepacking is for CPUs, not for {device.type}"
     if dtype not in _DTYPES:
-        return f"oneDNN packs float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+        return f"oneDNN prepacks float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     if not torch.backends.mkldnn.is_available():
         return "this build of torch has no oneDNN"
     if not all(hasattr(torch.ops.mkldnn, name) for name in _OPERATORS):
-        return "this release of torch has no packed products of oneDNN"
+        return "this release of torch has no prepacked products of oneDNN"
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "this CPU has no bfloat16 products"
     return None
 
 
 class RowNorm:
-    """RMS norm over the last dimension; in float32 as four operations, torch's own makes nine.
+    """RMS norm over the last dimension; in float32 four operations, where torch's takes nine.
 
     Args:
         weight: [H].
@@ -46,18 +47,18 @@ class RowNorm:
         self.floor = self.weight.new_tensor((size * eps) ** 0.5)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Of x [..., H], in its dtype."""
+        """Return the norm of x [..., H], in its dtype."""
         if x.dtype != torch.float32:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x / torch.hypot(length, self.floor) * self.scaled
 
 
-class PackedLinear:
-    """x ↦ activation(x Wᵀ + bias), with a copy of W in oneDNN's layout.
+class PrepackedLinear:
+    """The function x ↦ activation(x Wᵀ + bias), with a copy of W in oneDNN's layout.
 
     Args:
-        weight: [N, Kin], float32 or bfloat16 on a CPU; later changes of it are not seen.
+        weight: [N, Kin], float32 or bfloat16 on a CPU; later changes have no effect.
         bias: [N].
         activation: "none", or "swish" (silu).
     """
@@ -70,22 +71,22 @@ class PackedLinear:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[M, N] of x [M, Kin], in its dtype."""
+        """Return [M, N] for x [M, Kin], in its dtype."""
         return torch.ops.mkldnn._linear_pointwise.default(
             x, self._weight, self.bias, self.activation, [], ""
         )
 
-    def added_to(self, other: Tensor, x: Tensor) -> Tensor:
-        """other + x Wᵀ + bias; `other` [M, N] is not changed."""
+    def add_to(self, other: Tensor, x: Tensor) -> Tensor:
+        """Return other + x Wᵀ + bias; `other` [M, N] is not changed."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self.bias, "add")
 
-    def times(self, other: Tensor, x: Tensor) -> Tensor:
-        """other · (x Wᵀ + bias); `other` [M, N] is not changed."""
+    def multiply(self, other: Tensor, x: Tensor) -> Tensor:
+        """Return other · (x Wᵀ + bias); `other` [M, N] is not changed."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self.bias, "mul")
 
 
-class PackedGated:
-    """x ↦ down(silu(gate(x)) · up(x)) + residual: Llama's feed-forward, packed.
+class PrepackedSwiGLU:
+    """Llama's feed-forward, x ↦ down(silu(gate(x)) · up(x)) + residual, prepacked.
 
     Args:
         gate, up: [I, H].
@@ -93,10 +94,10 @@ class PackedGated:
     """
 
     def __init__(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
-        self.gate = PackedLinear(gate, activation="swish")
-        self.up, self.down = PackedLinear(up), PackedLinear(down)
+        self.gate = PrepackedLinear(gate, activation="swish")
+        self.up, self.down = PrepackedLinear(up), PrepackedLinear(down)
         self.num_bytes = self.gate.num_bytes + self.up.num_bytes + self.down.num_bytes
 
-    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + the feed-forward of x, both [M, H]."""
-        return self.down.added_to(residual, self.up.times(self.gate(x), x))
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return residual + the feed-forward of x, both [M, H]."""
+        return self.down.add_to(residual, self.up.multiply(self.gate(x), x))

@@ -9,13 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.kernels.packed_linear import PackedGated, PackedLinear, RowNorm, why_not_packed
+from draftlab.kernels.cpu_prepacked_linear import (
+    PrepackedLinear,
+    PrepackedSwiGLU,
+    RowNorm,
+    why_no_prepacking,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SHAPES = [(1, 1), (7, 5), (33, 47), (256, 128), (123, 300)]
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
-    why_not_packed(CPU, torch.float32) is not None, reason="no packed products here"
+    why_no_prepacking(CPU, torch.float32) is not None, reason="no packed products here"
 )
 
 
@@ -34,7 +39,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    if (reason := why_not_packed(CPU, request.param)) is not None:
+    if (reason := why_no_prepacking(CPU, request.param)) is not None:
         pytest.skip(reason)
     return request.param
 
@@ -46,7 +51,7 @@ def test_any_rows_multiply_as_linear_does(
 ) -> None:
     weight = made(*shape, dtype=dtype)
     bias = made(shape[0], dtype=dtype) if biased else None
-    packed, gate = PackedLinear(weight, bias), PackedLinear(weight, bias, activation="swish")
+    packed, gate = PrepackedLinear(weight, bias), PrepackedLinear(weight, bias, activation="swish")
     assert packed.num_bytes == weight.numel() * weight.element_size()
     wide = weight.double(), None if bias is None else bias.double()
     for rows in (1, 2, 3, 5, 8, 9, 16, 17, 63, 64):
@@ -56,14 +61,14 @@ def test_any_rows_multiply_as_linear_does(
         with torch.inference_mode():
             assert_close(packed(x), exact)
             assert_close(gate(x), F.silu(exact))
-            assert_close(packed.added_to(other, x), other.double() + exact)
-            assert_close(packed.times(other, x), other.double() * exact)
+            assert_close(packed.add_to(other, x), other.double() + exact)
+            assert_close(packed.multiply(other, x), other.double() * exact)
         assert torch.equal(other, before)
 
 
 def test_later_changes_of_a_weight_are_not_seen() -> None:
     weight, x = made(8, 4, dtype=torch.float32), made(2, 4, dtype=torch.float32)
-    packed = PackedLinear(weight)
+    packed = PrepackedLinear(weight)
     before = packed(x)
     weight.zero_()
     assert torch.equal(packed(x), before)
@@ -76,7 +81,7 @@ def test_the_feed_forward_is_llamas(dtype: torch.dtype) -> None:
     wide = [t.double() for t in (x, gate, up, down, residual)]
     inner = F.silu(wide[0] @ wide[1].T) * (wide[0] @ wide[2].T)
     with torch.inference_mode():
-        found = PackedGated(gate, up, down).added_to(residual, x)
+        found = PrepackedSwiGLU(gate, up, down).add_to(residual, x)
     assert_close(found, wide[4] + inner @ wide[3].T)
 
 
@@ -91,10 +96,10 @@ def test_the_norm_is_torchs(scale: float, dtype: torch.dtype) -> None:
 
 
 def test_packing_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "not for cuda" in (why_not_packed(torch.device("cuda"), torch.float32) or "")
-    assert "float16" in (why_not_packed(CPU, torch.float16) or "")
+    assert "not for cuda" in (why_no_prepacking(torch.device("cuda"), torch.float32) or "")
+    assert "float16" in (why_no_prepacking(CPU, torch.float16) or "")
     with monkeypatch.context() as patch:
         patch.setattr(torch.ops, "mkldnn", SimpleNamespace())
-        assert "release" in (why_not_packed(CPU, torch.float32) or "")
+        assert "release" in (why_no_prepacking(CPU, torch.float32) or "")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert "no oneDNN" in (why_not_packed(CPU, torch.float32) or "")
+    assert "no oneDNN" in (why_no_prepacking(CPU, torch.float32) or "")

@@ -7,12 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.kernels.gated import (
-    gated,
-    gated_backward_,
-    gated_backward_reference_,
-    gated_reference,
-)
+from draftlab.kernels.swiglu import swiglu, swiglu_backward_
 from tests.helpers.gpu import on_devices
 from tests.helpers.interpreter import on_kernels, run_in_the_interpreter, runs_the_others
 
@@ -39,18 +34,18 @@ def test_the_reference_is_autograds(n: int, columns: int) -> None:
     leaf = gate_up.clone().requires_grad_()
     gate, up = leaf.chunk(2, -1)
     expected = F.silu(gate) * up
-    torch.testing.assert_close(gated_reference(gate_up), expected.detach())
+    torch.testing.assert_close(swiglu.reference(gate_up), expected.detach())
     (exact,) = torch.autograd.grad(expected, leaf, gradient)
-    torch.testing.assert_close(gated_backward_reference_(gate_up, gradient), exact)
-    assert torch.equal(gradient, gated_reference(gate_up))
+    torch.testing.assert_close(swiglu_backward_.reference(gate_up, gradient), exact)
+    assert torch.equal(gradient, swiglu.reference(gate_up))
 
 
 def test_16_bit_is_rounded_once() -> None:
     gate_up, gradient = case(6, 40, torch.bfloat16)
     exact, exact_gradient = gate_up.double(), gradient.double()
-    assert torch.equal(gated_reference(gate_up), gated_reference(exact.float()).bfloat16())
-    found = gated_backward_reference_(gate_up, gradient)
-    expected = gated_backward_reference_(exact, exact_gradient)
+    assert torch.equal(swiglu.reference(gate_up), swiglu.reference(exact.float()).bfloat16())
+    found = swiglu_backward_.reference(gate_up, gradient)
+    expected = swiglu_backward_.reference(exact, exact_gradient)
     assert (found - expected).abs().max() <= 2**-8 * expected.abs().max()
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-30)
 
@@ -58,8 +53,8 @@ def test_16_bit_is_rounded_once() -> None:
 @on_devices
 def test_float64_is_not_rounded(device: str) -> None:
     gate_up, gradient = case(6, 40, torch.float64, device)
-    assert torch.equal(gated(gate_up), gated_reference(gate_up))
-    assert gated_backward_(gate_up, gradient).dtype == torch.float64
+    assert torch.equal(swiglu(gate_up), swiglu.reference(gate_up))
+    assert swiglu_backward_(gate_up, gradient).dtype == torch.float64
 
 
 @on_kernels
@@ -68,16 +63,14 @@ def test_float64_is_not_rounded(device: str) -> None:
 def test_the_kernels_compute_the_same(
     n: int, columns: int, dtype: torch.dtype, device: str
 ) -> None:
-    from draftlab.kernels.gated import launch, launch_backward_
-
     gate_up, gradient = case(n, columns, dtype, device)
     before, again = gate_up.clone(), gradient.clone()
     # The interpreter truncates bfloat16 where a GPU rounds.
     rtol = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
-    made = launch(gate_up)
-    torch.testing.assert_close(made, gated_reference(gate_up), rtol=rtol, atol=1e-30)
-    expected = gated_backward_reference_(gate_up, again)
-    found = launch_backward_(gate_up, gradient)
+    made = swiglu.triton(gate_up)
+    torch.testing.assert_close(made, swiglu.reference(gate_up), rtol=rtol, atol=1e-30)
+    expected = swiglu_backward_.reference(gate_up, again)
+    found = swiglu_backward_.triton(gate_up, gradient)
     assert found.isfinite().all()
     torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-5)
     assert torch.equal(gradient, made)  # what the forward pass multiplied, to the bit
@@ -86,21 +79,17 @@ def test_the_kernels_compute_the_same(
 
 @on_kernels
 def test_a_gradient_that_does_not_fit_is_refused(device: str) -> None:
-    from draftlab.kernels.gated import launch_backward_
-
     gate_up, gradient = case(6, 40, torch.float32, device)
     for wrong in (gradient[:5], gradient[:, :39], gradient.T.contiguous().T):
         with pytest.raises(ValueError, match=r"contiguous gradient \[6, 40\]"):
-            launch_backward_(gate_up, wrong)
+            swiglu_backward_.triton(gate_up, wrong)
 
 
 @on_kernels
 def test_gates_and_ups_of_any_strides(device: str) -> None:
-    from draftlab.kernels.gated import launch, launch_backward_
-
     gate_up, gradient = case(6, 40, torch.float32, device)
     other = gate_up.T.contiguous().T
-    assert torch.equal(launch(other), launch(gate_up))
+    assert torch.equal(swiglu.triton(other), swiglu.triton(gate_up))
     assert torch.equal(
-        launch_backward_(other, gradient.clone()), launch_backward_(gate_up, gradient)
+        swiglu_backward_.triton(other, gradient.clone()), swiglu_backward_.triton(gate_up, gradient)
     )
