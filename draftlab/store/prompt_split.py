@@ -2,7 +2,7 @@
 
 A record's id contains its prompt's: `prompt-7~1` is a further answer to `prompt-7`
 (`conversations.answer_id`), and `prompt-7#3` continues with the third answer of a conversation
-that takes several records (`samples.samples`).
+that takes several records (`samples.build_samples`).
 """
 
 from __future__ import annotations

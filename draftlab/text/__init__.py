@@ -1,1 +1,1 @@
-"""From conversations to token ids: chat templates, answers, suites, the draft vocabulary."""
+"""Text: prompts, chat templates, loss masks, answers, suites, and the draft vocabulary."""

@@ -1,13 +1,16 @@
-"""What decodes answers: the target's engine, here or in processes on other devices."""
+"""Answer workers: the target's engine in this process, and in one process per further device."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import TypeVar
 
 import torch
 
@@ -15,97 +18,143 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
 from draftlab.formatting import ended_text
+from draftlab.target_model.loading import load_target
+from draftlab.target_model.locate import resolve_device
 from draftlab.target_model.metadata import TargetMetadata
-from draftlab.target_model.model import Target, load_target, resolve_device
+from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
 
-_SPAWN = get_context("spawn")  # CUDA cannot be used in a fork of a process that used it
+_SPAWN = get_context("spawn")  # CUDA does not work in a fork of a process that has used it
+Item = TypeVar("Item")
 
 Decode = Callable[[Sequence[Request], int], Iterator[Generation]]
-"""Decodes requests whose prompt and answer take at most so many positions, in any order."""
+"""A function that decodes requests, in any order. Its second argument is the maximum length of a
+prompt and its answer together, in tokens."""
 
 
 def engine_decode(target: Target | TargetMetadata, batch: int) -> Decode:
-    """The target's own engine, for so many requests at once."""
+    """Return a `Decode` that runs the target's own engine on `batch` requests at once."""
     if isinstance(target, TargetMetadata):
-        raise ValueError("an outline decodes nothing: expected `decode`")
+        raise ValueError("expected a loaded target or `decode`, found the target's metadata only")
 
     def decode(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
-        engine = Engine(target, batch=min(batch, len(requests)), max_length=max_length, packed=True)
+        size = min(batch, len(requests))
+        engine = Engine(target, batch=size, max_length=max_length, cpu_prepacked=True)
         return engine.generate(requests)
 
     return decode
 
 
-class _Elsewhere:
-    """A `Decode` in a process of its own."""
+class WorkerProcess:
+    """A `Decode` that runs in its own process."""
 
     def __init__(self, settings: TargetSettings, device: str, batch: int) -> None:
         self.device = device
-        self._pipe, theirs = _SPAWN.Pipe()
-        asked = settings.model_copy(update={"device": device})
-        self._process = _SPAWN.Process(target=_serve, args=(theirs, asked, batch), daemon=True)
+        self._connection, child = _SPAWN.Pipe()
+        settings = settings.model_copy(update={"device": device})
+        self._process = _SPAWN.Process(target=_serve, args=(child, settings, batch), daemon=True)
         self._process.start()
-        theirs.close()  # so that its end is seen here
+        child.close()  # so that this process notices when the worker ends
 
     def __call__(self, requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
-        with suppress(OSError):  # if it has ended, its last words are read
-            self._pipe.send((requests, max_length))
+        with suppress(OSError):  # the worker has ended; its last message is read below
+            self._connection.send((requests, max_length))
         try:
-            while (found := self._pipe.recv()) is not None:
-                if isinstance(found, str):
-                    raise self._failed(found)
-                yield found
+            while (message := self._connection.recv()) is not None:
+                if isinstance(message, str):
+                    raise self._error(message)
+                yield message
         except (EOFError, OSError):
             self._process.join()
-            raise self._failed(f"it ended ({ended_text(self._process.exitcode)})") from None
+            raise self._error(f"it ended ({ended_text(self._process.exitcode)})") from None
 
-    def _failed(self, why: str) -> UserError:
+    def _error(self, reason: str) -> UserError:
         return UserError(
-            f"the process that answers on {self.device} failed: {why}",
-            do="run again, with fewer GPUs where that fails too: whole pieces are kept",
+            f"the answer process on {self.device} failed: {reason}",
+            do="run the same command again, with fewer GPUs if it fails again: finished answers "
+            "are kept",
         )
 
     def close(self) -> None:
-        """Ends the process, whatever it does."""
+        """Terminate the process."""
         self._process.terminate()
         self._process.join()
-        self._pipe.close()
+        self._connection.close()
 
 
 @contextmanager
-def answering(
+def start_answer_workers(
     settings: TargetSettings, devices: Sequence[str], batch: int
 ) -> Iterator[list[Decode]]:
-    """Decoders for `data.regenerate`, one on each device, while the block runs.
+    """Start one worker process on each device for the duration of the block.
 
     Args:
-        settings: of the target, which each process loads.
-        batch: prompts that each decodes at once.
+        settings: the target's; each process loads it.
+        batch: prompts that each process decodes at once.
     """
     with ExitStack() as stack:
-        started = []
+        workers = []
         for device in devices:
-            started.append(_Elsewhere(settings, device, batch))
-            stack.callback(started[-1].close)
-        yield started
+            workers.append(WorkerProcess(settings, device, batch))
+            stack.callback(workers[-1].close)
+        yield workers
 
 
-def _serve(pipe: Connection, settings: TargetSettings, batch: int) -> None:
-    """The process: answers what comes until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+def _serve(connection: Connection, settings: TargetSettings, batch: int) -> None:
+    """Decode requests until the parent closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     try:
         device = resolve_device(settings.device)
-        if device.type == "cuda":  # streams, events and graphs are the current one's
+        if device.type == "cuda":  # streams, events and graphs use the current device
             torch.cuda.set_device(device)
         decode = engine_decode(load_target(settings), batch)
         while True:
-            for generation in decode(*pipe.recv()):
-                pipe.send(generation)
-            pipe.send(None)
+            for generation in decode(*connection.recv()):
+                connection.send(generation)
+            connection.send(None)
     except (EOFError, BrokenPipeError):
         pass
     except Exception as error:
-        said = str(error).replace("\n", "; ")
-        pipe.send(said if isinstance(error, UserError) else f"{type(error).__name__}: {said}")
-        os._exit(1)  # nothing is to be waited for
+        text = str(error).replace("\n", "; ")
+        message = text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+        connection.send(message)
+        os._exit(1)  # without waiting for threads
+
+
+def map_in_order(
+    function: Callable[[Item, Decode], None],
+    items: Sequence[Item],
+    workers: Sequence[Decode],
+    stop: Callable[[], None],
+) -> Iterator[Item]:
+    """Apply `function` to each item and a free worker; yield the finished items in their order.
+
+    A single worker runs in the caller's thread, several in a thread each. Close the generator: an
+    error, or leaving it early, stops all threads.
+
+    Args:
+        stop: makes running calls of `function` return early.
+    """
+    if len(workers) == 1:
+        for item in items:
+            function(item, workers[0])
+            yield item
+        return
+    free: SimpleQueue[Decode] = SimpleQueue()
+    for worker in workers:
+        free.put(worker)
+
+    def call(item: Item) -> Item:
+        worker = free.get()
+        try:
+            function(item, worker)
+        finally:
+            free.put(worker)
+        return item
+
+    with ThreadPoolExecutor(len(workers), "answers") as pool:
+        try:
+            yield from pool.map(call, items)
+        finally:
+            stop()
+            pool.shutdown(cancel_futures=True)

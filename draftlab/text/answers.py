@@ -1,7 +1,7 @@
-"""The target answers the prompts itself: on-policy conversations, resumable to the same bytes.
+"""Generate the target's own answers to the prompts (on-policy data), resumable bit by bit.
 
-Prompts are answered in pieces of fixed size and order, each decoded on its own, so what a piece
-contains does not depend on whether the process was interrupted between two of them.
+Prompts are answered in chunks of fixed size (`regenerate.piece`) and order, and each chunk is
+decoded independently. The answers therefore do not depend on interruptions between chunks.
 """
 
 from __future__ import annotations
@@ -25,22 +25,16 @@ from draftlab.progress import Monitor
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.text.answer_file import AnswerFile
-from draftlab.text.answer_workers import Decode, engine_decode
-from draftlab.text.conversations import (
-    Answer,
-    Conversation,
-    further_id,
-    with_answers,
-    write_conversations,
-)
-from draftlab.text.ordered_map import dealt
-from draftlab.text.render import (
+from draftlab.text.answer_workers import Decode, engine_decode, map_in_order
+from draftlab.text.chat_template import (
     RenderError,
     prompt_ids,
     stop_ids,
     template_sha256,
     tokenizer_sha256,
 )
+from draftlab.text.conversations import Answer, Conversation, answer_id, write_conversations
+from draftlab.text.prompts import select_answered
 from draftlab.text.settings import RegenerateSettings
 
 
@@ -54,31 +48,32 @@ def regenerate(
     seed: int,
     monitor: Monitor,
     decode: Decode | None = None,
-    others: Sequence[Decode] = (),
+    extra_decoders: Sequence[Decode] = (),
 ) -> list[Conversation]:
-    """Answers the prompts and writes them to `path` (JSONL), in prompt order.
+    """Generate the answers to the prompts and write them to `path` (JSONL), in prompt order.
 
-    Every assistant turn is written anew, in rounds: later ones answer to the target's own earlier
-    ones. Called again, it continues where it stopped, or reads what is complete.
+    Every assistant turn is generated anew, in rounds: a later turn answers the target's own earlier
+    answers. A second call resumes where the first was interrupted, or reads the complete file.
 
     Args:
-        target: may be None with `enabled: false`; an `TargetMetadata` needs `decode`.
-        seed: of the sampling noise.
-        decode: what decodes instead of the target's engine, as `settings.backend` says.
-        others: what decodes beside it. Each takes whole pieces, so who took one changes nothing.
+        target: may be None with `enabled: false`; `TargetMetadata` requires `decode`.
+        seed: the seed of the sampling noise.
+        decode: replaces the target's engine, as `settings.backend` says.
+        extra_decoders: work in parallel to it. Each decodes whole chunks, so the answers do not
+            depend on which one decodes a chunk.
 
     Returns:
-        The answered conversations. Prompts the template refuses or that leave no room for an
-        answer are dropped and counted.
+        The answered conversations. Prompts that the template refuses, or that leave no room for an
+        answer, are dropped and counted.
 
     Raises:
-        UserError: answers there were made otherwise, or no prompt can be answered.
+        UserError: the file has answers generated in another way, or no prompt can be answered.
     """
     if not settings.enabled:
-        given = with_answers(prompts, monitor)
-        write_conversations(path, given)
-        monitor.say(f"answers: {len(given):,} given conversations, not the target's own")
-        return given
+        answered = select_answered(prompts, monitor)
+        write_conversations(path, answered)
+        monitor.say(f"answers: {len(answered):,} given conversations, not the target's own")
+        return answered
     if target is None:
         raise UserError("expected a target to answer the prompts, found none")
     decode = decode or engine_decode(target, settings.batch)
@@ -92,38 +87,38 @@ def regenerate(
         "prompts": sha256_text("\n".join(prompt.to_json() for prompt in prompts)),
         "seed": seed,
         **settings.model_dump(mode="json", exclude={"enabled", "backend", "vllm"}),
-        # Answers from before there was another have no such key.
+        # Older answer files have no such key.
         **({} if settings.backend == "paged" else {"backend": settings.backend}),
     }
     answers = AnswerFile(path, identity, monitor)
-    finished = answers.finished()
-    if finished is not None:
-        return finished
-    drafts, dropped = _start(tokenizer, prompts, settings, target.max_length, monitor)
-    asked = sum(draft.rounds for draft in drafts)
-    with answers.progress([draft.prompt.id for draft in drafts], settings.piece) as (done, file):
-        clock = _Clock(monitor, asked, sum(draft.rounds for draft in drafts[: len(done)]))
-        writer = _Writer(tokenizer, settings, seed, stops, target.max_length, clock)
+    if (complete := answers.read_complete()) is not None:
+        return complete
+    drafts, num_dropped = _start_drafts(tokenizer, prompts, settings, target.max_length, monitor)
+    num_turns = sum(len(draft.rounds) for draft in drafts)
+    ids = [draft.prompt.id for draft in drafts]
+    with answers.open_partial(ids, settings.piece) as (done, file):
+        throughput = _Throughput(monitor, num_turns, sum(len(c.answers) for c in done))
+        generator = _Generator(tokenizer, settings, seed, stops, target.max_length, throughput)
         starts = range(len(done), len(drafts), settings.piece)
-        pieces = [drafts[start : start + settings.piece] for start in starts]
-        with closing(
-            dealt(writer.answer, pieces, [decode, *others], writer.stopped.set)
-        ) as answered:
-            for piece in answered:
-                made = [draft.conversation() for draft in piece]
-                done += made
-                answers.append(file, made)
-        counts = _counts(done) | {"dropped": dropped}
-        answers.finish(done, counts)
-    if counts["answers"] < asked:
+        chunks = [drafts[start : start + settings.piece] for start in starts]
+        decoders = [decode, *extra_decoders]
+        finished = map_in_order(generator.answer, chunks, decoders, generator.stopped.set)
+        with closing(finished):
+            for chunk in finished:
+                conversations = [draft.conversation() for draft in chunk]
+                done += conversations
+                answers.append(file, conversations)
+        counts = _counts(done) | {"dropped": num_dropped}
+        answers.complete(done, counts)
+    if counts["answers"] < num_turns:
         monitor.say(
-            f"answers: {asked - counts['answers']:,} later turns were left out: no room, or the "
-            "template refuses them"
+            f"answers: {num_turns - counts['answers']:,} later turns were left out: no room, or "
+            "the template refuses them"
         )
     monitor.say(
         f"answers: {counts['answers']:,} with {counts['tokens']:,} tokens in "
         f"{counts['conversations']:,} conversations; {counts['unfinished']:,} reached their "
-        f"length limit unfinished; {clock.rate:,.0f} tokens/s"
+        f"length limit unfinished; {throughput.rate:,.0f} tokens/s"
     )
     return done
 
@@ -140,25 +135,27 @@ def _counts(conversations: list[Conversation]) -> dict[str, int]:
 
 @dataclass
 class _Draft:
-    """A conversation being answered; `said` is what the next answer will answer to."""
+    """A conversation whose answers are being generated.
+
+    Attributes:
+        rounds: the turns that precede each answer.
+        messages: the conversation so far.
+    """
 
     prompt: Conversation
     temperature: float
-    groups: list[list[dict[str, Any]]]
-    said: list[dict[str, Any]] = field(default_factory=list)
+    rounds: list[list[dict[str, Any]]]
+    messages: list[dict[str, Any]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
 
-    @property
-    def rounds(self) -> int:
-        """Answers asked for."""
-        return len(self.groups)
-
     def conversation(self) -> Conversation:
-        """The answered conversation; turns after the last answer are left out."""
-        count = max((i for i, m in enumerate(self.said) if m["role"] == "assistant"), default=-1)
+        """Return the answered conversation, without the turns after its last answer."""
+        roles = [message["role"] for message in self.messages]
+        while roles and roles[-1] != "assistant":
+            roles.pop()
         return Conversation(
             self.prompt.id,
-            self.said[: count + 1],
+            self.messages[: len(roles)],
             self.prompt.source,
             self.temperature,
             tuple(self.answers),
@@ -166,44 +163,42 @@ class _Draft:
         )
 
 
-def _groups(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The turns before each answer; given answers are left out, adjacent ones count once.
+def _split_rounds(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the turns before each answer, without given answers.
 
-    A tool's result answers to a call that the target may not make: nothing is asked from there on.
+    A tool's result answers a call that the target may not make, so the rounds end before it.
     """
-    groups: list[list[dict[str, Any]]] = [[]]
+    rounds: list[list[dict[str, Any]]] = [[]]
     for message in takewhile(lambda m: m["role"] != "tool", messages):
         if message["role"] != "assistant":
-            groups[-1].append(message)
-        elif groups[-1]:
-            groups.append([])
-    return groups if groups[-1] else groups[:-1]
+            rounds[-1].append(message)
+        elif rounds[-1]:
+            rounds.append([])
+    return rounds if rounds[-1] else rounds[:-1]
 
 
-def _start(
+def _start_drafts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Conversation],
     settings: RegenerateSettings,
     max_length: int,
     monitor: Monitor,
 ) -> tuple[list[_Draft], int]:
-    """The prompts that can be answered, and how many were dropped (reasons are printed)."""
+    """Return a draft per answerable prompt and sample; report and count the dropped prompts."""
     drafts: list[_Draft] = []
     dropped: Counter[str] = Counter()
     first: dict[str, str] = {}
-    for (i, given), sample in product(enumerate(prompts), range(settings.samples)):
+    for (i, conversation), sample in product(enumerate(prompts), range(settings.samples)):
         temperature = settings.temperatures[(i + sample) % len(settings.temperatures)]
-        prompt = replace(given, id=further_id(given.id, sample))
-        draft = _Draft(prompt, temperature, _groups(prompt.messages))
+        prompt = replace(conversation, id=answer_id(conversation.id, sample))
+        draft = _Draft(prompt, temperature, _split_rounds(prompt.messages))
         try:
-            length = len(prompt_ids(tokenizer, draft.groups[0], prompt.tools))
-        except RenderError as error:
-            reason = error.what
-        else:
-            reason = f"no room for an answer in the target's {max_length:,} positions"
-            if length < max_length:
+            if len(prompt_ids(tokenizer, draft.rounds[0], prompt.tools)) < max_length:
                 drafts.append(draft)
                 continue
+            reason = f"no room for an answer in the target's {max_length:,} positions"
+        except RenderError as error:
+            reason = error.what
         dropped[reason] += 1
         first.setdefault(reason, prompt.id)
     for reason, count in dropped.items():
@@ -211,7 +206,7 @@ def _start(
     if not drafts:
         raise UserError("expected prompts the target can answer, found none: " + "; ".join(dropped))
     id_, count = Counter(draft.prompt.id for draft in drafts).most_common(1)[0]
-    if count > 1:  # ids of prompts are unique: it is a further answer's, too
+    if count > 1:  # a prompt has the id of another prompt's second or later answer
         raise UserError(
             f"expected ids for {settings.samples} answers a prompt that no other prompt has, found "
             f"{id_!r} twice",
@@ -221,50 +216,70 @@ def _start(
     return drafts, dropped.total()
 
 
+class _Throughput:
+    """Counts finished answers and tokens, and reports the progress. Threads may share it."""
+
+    def __init__(self, monitor: Monitor, total: int, done: int) -> None:
+        self.monitor, self.total, self.done = monitor, total, done
+        self.tokens, self.started = 0, time.perf_counter()
+        self._lock = Lock()
+
+    @property
+    def rate(self) -> float:
+        """Return the tokens per second since the start of this process's work."""
+        return self.tokens / max(time.perf_counter() - self.started, 1e-9)
+
+    def add_answer(self, tokens: int) -> None:
+        """Count one answer."""
+        with self._lock:
+            self.done += 1
+            self.tokens += tokens
+            self.monitor.progress("answers", self.done, self.total, f"{self.rate:,.0f} tokens/s")
+
+
 @dataclass(frozen=True)
-class _Writer:
-    """What answers are written with; `stopped`: who writes stops, whatever is left undone."""
+class _Generator:
+    """Generates the answers of one chunk at a time; `stopped` makes it return early."""
 
     tokenizer: PreTrainedTokenizerBase
     settings: RegenerateSettings
     seed: int
     stops: frozenset[int]
     max_length: int
-    clock: _Clock
+    throughput: _Throughput
     stopped: Event = field(default_factory=Event)
 
-    def answer(self, piece: list[_Draft], decode: Decode) -> None:
-        """Writes a piece's answers, round by round."""
-        for number in range(max(draft.rounds for draft in piece)):
-            asked: dict[str, tuple[_Draft, Request]] = {}
-            for draft in piece:
-                request = self._request(draft, number)
-                if request:
-                    asked[request.id] = draft, request
-            if not asked:
+    def answer(self, chunk: list[_Draft], decode: Decode) -> None:
+        """Generate the answers of a chunk, round by round."""
+        for number in range(max(len(draft.rounds) for draft in chunk)):
+            pending: dict[str, tuple[_Draft, Request]] = {}
+            for draft in chunk:
+                if request := self._request(draft, number):
+                    pending[request.id] = draft, request
+            if not pending:
                 return
-            requests = [request for _, request in asked.values()]
-            longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-            for generation in decode(requests, longest):
+            requests = [request for _, request in pending.values()]
+            max_length = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
+            for generation in decode(requests, max_length):
                 if self.stopped.is_set():
                     return
-                self._take(*asked[generation.id], generation)
-                self.clock.tick(len(generation.token_ids))
+                self._add_answer(*pending[generation.id], generation)
+                self.throughput.add_answer(len(generation.token_ids))
 
     def _request(self, draft: _Draft, number: int) -> Request | None:
-        # A turn that could not be answered ends its conversation.
-        if not len(draft.answers) == number < draft.rounds:
+        """Return the request of round `number`; None once a round could not be answered."""
+        if not len(draft.answers) == number < len(draft.rounds):
             return None
-        draft.said += draft.groups[number]
+        draft.messages += draft.rounds[number]
         try:
-            ids = prompt_ids(self.tokenizer, draft.said, draft.prompt.tools)
+            ids = prompt_ids(self.tokenizer, draft.messages, draft.prompt.tools)
         except RenderError:
             return None
         room = self.max_length - len(ids)
         if room < 1:
             return None
         return Request(
-            # The noise's name: another one in each round.
+            # The id is a key of the sampling noise, so each round has its own.
             f"{draft.prompt.id}/{number}" if number else draft.prompt.id,
             ids,
             min(self.settings.max_new_tokens, room),
@@ -272,33 +287,13 @@ class _Writer:
             self.stops,
         )
 
-    def _take(self, draft: _Draft, request: Request, generation: Generation) -> None:
+    def _add_answer(self, draft: _Draft, request: Request, generation: Generation) -> None:
         ids = generation.token_ids
-        said = ids[:-1] if generation.finish == "stop" else ids
-        text = self.tokenizer.decode(
-            list(said), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        draft.said.append({"role": "assistant", "content": text})
         finish = "stop" if generation.finish == "stop" else "length"
+        text = self.tokenizer.decode(
+            list(ids[:-1] if finish == "stop" else ids),
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
+        )
+        draft.messages.append({"role": "assistant", "content": text})
         draft.answers.append(Answer(request.prompt_ids, ids, finish))
-
-
-class _Clock:
-    """Answers done and tokens per second of this process."""
-
-    def __init__(self, monitor: Monitor, total: int, done: int) -> None:
-        self.monitor, self.total, self.done = monitor, total, done
-        self.tokens, self.started = 0, time.perf_counter()
-        self._turn = Lock()
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second, of all the time since it began."""
-        return self.tokens / max(time.perf_counter() - self.started, 1e-9)
-
-    def tick(self, tokens: int) -> None:
-        """Counts an answer, of whichever thread."""
-        with self._turn:
-            self.done += 1
-            self.tokens += tokens
-            self.monitor.progress("answers", self.done, self.total, f"{self.rate:,.0f} tokens/s")

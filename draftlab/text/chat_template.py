@@ -1,4 +1,4 @@
-"""A target's own chat template and tokenizer: texts, ids and their places, identities, stop ids."""
+"""The chat template is applied here, with the target's tokenizer: prompts, stop ids, hashes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Messages = Sequence[Mapping[str, Any]]
 """[{"role": "system" | "user" | "assistant" | "tool", "content": text}, …]; an assistant's may also
 have `reasoning_content` (text) and `tool_calls` ([{"function": {"name", "arguments": {…}}}])."""
 Tools = Sequence[dict[str, Any]]
-"""JSON schemas of the functions that a conversation's answers may call."""
+"""JSON schemas of the functions that the answers may call."""
 
-_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# What tokenizers disagree about: cases, digits, indentation, line ends, contractions, accents.
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Text that tokenizers split differently: digits, indentation, line ends, contractions, accents.
 _PROBE = "It's  1234567 OK:\n\n\tdef f(x):\r\n        return x  # naïve “日本語” 👩‍💻\n"
 
 
 class RenderError(UserError):
-    """A conversation that cannot be rendered with trusted answer spans; others may be fine."""
+    """The error of one conversation that the template cannot render reliably."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A rendered text, its token ids, and where in the text each token lies: (start, end)."""
+    """A rendered text, its token ids, and the character range (start, end) of each token."""
 
     text: str
     ids: tuple[int, ...]
@@ -40,10 +40,10 @@ class Encoded:
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The Jinja source of the template that chats are rendered with.
+    """Return the Jinja source of the tokenizer's chat template.
 
     Raises:
-        UserError: when the tokenizer has none.
+        UserError: the tokenizer has no chat template.
     """
     try:
         return tokenizer.get_chat_template()
@@ -52,8 +52,7 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
             "expected a target with a chat template, found a tokenizer without a (default) one",
             where=tokenizer.name_or_path,
             do="draftlab renders chats only with the target's own template: use the chat model's "
-            "folder, or put the template it was tuned with beside the tokenizer as "
-            "chat_template.jinja",
+            "folder, or add the template that it was tuned with as chat_template.jinja",
         ) from None
 
 
@@ -64,52 +63,55 @@ def render_text(
     *,
     generation_prompt: bool = False,
 ) -> str:
-    """The conversation as the template writes it, optionally ready for the next answer."""
-    return _jinja(tokenizer, messages, tools, generation_prompt=generation_prompt, marks=False)[0]
+    """Return the rendered conversation, optionally with the generation prompt."""
+    return _render(tokenizer, messages, tools, generation_prompt=generation_prompt)[0]
 
 
-def marked_blocks(
+def generation_blocks(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None = None
 ) -> list[tuple[int, int]] | None:
-    """Character ranges of the text inside `{% generation %}`; None when none was met."""
-    return _jinja(tokenizer, messages, tools, generation_prompt=False, marks=True)[1] or None
+    """Return the character ranges inside `{% generation %}` blocks; None if there are none."""
+    return _render(tokenizer, messages, tools, blocks=True)[1] or None
 
 
-def _named(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning under each of the names that templates read."""
-    thoughts = message.get("reasoning_content")
-    return dict(message) if thoughts is None else {**message, "thinking": thoughts}
-
-
-def _jinja(
+def _render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Messages,
     tools: Tools | None,
     *,
-    generation_prompt: bool,
-    marks: bool,
+    generation_prompt: bool = False,
+    blocks: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    # What `apply_chat_template` calls. Its token mask is not enough here: adjacent answers melt
-    # into one run, and an answer whose first character has no token silently loses its mask.
+    """Return the rendered text and, with `blocks`, its generation blocks.
+
+    `apply_chat_template` calls the same function, but its token mask is not sufficient: it merges
+    adjacent answers, and an answer whose first character has no token silently loses its mask.
+    """
     source = chat_template(tokenizer)
     if not messages:
-        raise RenderError("expected a conversation that begins with another turn than an answer")
+        raise RenderError("expected a turn before the first answer, found none")
     try:
-        texts, blocks = render_jinja_template(
-            conversations=[[_named(message) for message in messages]],
+        texts, ranges = render_jinja_template(
+            conversations=[[_with_thinking(message) for message in messages]],
             tools=list(tools) if tools else None,
             chat_template=source,
-            return_assistant_tokens_mask=marks and _MARKER.search(source) is not None,
+            return_assistant_tokens_mask=blocks and _GENERATION.search(source) is not None,
             add_generation_prompt=generation_prompt,
             **tokenizer.special_tokens_map,
         )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise RenderError(f"the target's chat template refuses the conversation: {error}") from None
-    return texts[0], [(start, end) for start, end in blocks[0]] if blocks else []
+    return texts[0], [(start, end) for start, end in ranges[0]] if ranges else []
+
+
+def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message with its reasoning also under `thinking`, which some templates read."""
+    reasoning = message.get("reasoning_content")
+    return dict(message) if reasoning is None else {**message, "thinking": reasoning}
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
-    """Token ids of a rendered text; nothing is added, the template writes its own specials."""
+    """Tokenize a rendered text without adding special tokens: the template has written them."""
     if not tokenizer.is_fast:
         raise UserError(
             f"expected a fast tokenizer (tokenizer.json), found {type(tokenizer).__name__}",
@@ -121,21 +123,28 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
     return Encoded(text, tuple(out["input_ids"]), offsets)
 
 
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None = None
+) -> tuple[int, ...]:
+    """Return the token ids of the conversation with the generation prompt."""
+    return encode(tokenizer, render_text(tokenizer, messages, tools, generation_prompt=True)).ids
+
+
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Ids of control tokens: the named specials and every added token marked special."""
+    """Return the ids of the named special tokens and of every added token marked special."""
     added = tokenizer.added_tokens_decoder
     return frozenset(tokenizer.all_special_ids) | {i for i, t in added.items() if t.special}
 
 
 def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hex SHA-256 of the chat template's source."""
+    """Return the hex SHA-256 of the chat template's source."""
     return sha256_text(chat_template(tokenizer))
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hex SHA-256 of vocabulary, special ids and a probe text's ids.
+    """Return the hex SHA-256 of the vocabulary, the special ids and a probe text's ids.
 
-    Not of tokenizer.json: its layout changes with the library's version, its meaning does not.
+    The file tokenizer.json is not hashed, because its layout changes with the library's version.
     """
     probe = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     vocabulary = sorted(tokenizer.get_vocab().items())
@@ -145,23 +154,23 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 def stop_ids(
     tokenizer: PreTrainedTokenizerBase, source: GenerationConfig | Path | None
 ) -> frozenset[int]:
-    """The ids that end an answer: the tokenizer's eos and the generation config's, as vLLM has it.
+    """Return the ids that end an answer: the tokenizer's and the generation config's, as in vLLM.
 
     Args:
         source: a generation config, or the target's folder (its generation_config.json, else the
             eos_token_id of its config.json).
 
     Raises:
-        UserError: when there is none, so that no answer would ever end.
+        UserError: there is none, so no answer would ever end.
     """
     if isinstance(source, Path):
         names = ("generation_config.json", "config.json")
         file = next((source / name for name in names if (source / name).is_file()), None)
-        found = read_json(file, kind="target's configuration").get("eos_token_id") if file else None
+        eos = read_json(file, kind="target's configuration").get("eos_token_id") if file else None
     else:
-        found = source.eos_token_id if source is not None else None
-    listed = found if isinstance(found, list) else [found]
-    stops = frozenset(int(i) for i in (*listed, tokenizer.eos_token_id) if i is not None)
+        eos = source.eos_token_id if source is not None else None
+    eos_ids = eos if isinstance(eos, list) else [eos]
+    stops = frozenset(int(i) for i in (*eos_ids, tokenizer.eos_token_id) if i is not None)
     if not stops:
         raise UserError(
             "expected an eos_token_id in the target's generation config or tokenizer, found none",

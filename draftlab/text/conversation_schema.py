@@ -1,4 +1,4 @@
-"""One line of a JSONL file of conversations, as strictly as it is read."""
+"""The schema of one line of a JSONL file of conversations (docs/formats.md)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
-class Strict(BaseModel):
-    """Unknown keys and other types are errors."""
+class StrictModel(BaseModel):
+    """A model that rejects unknown keys and converts no types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Part(BaseModel):
-    """A part of a message, as chat APIs write those of several: text, or something else."""
+class ContentPart(BaseModel):
+    """One part of a multi-part message, as chat APIs write it: text, an image, audio …"""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -22,77 +22,76 @@ class Part(BaseModel):
     text: str | None = None
 
     @model_validator(mode="after")
-    def _said(self) -> Part:
+    def _check_text(self) -> ContentPart:
         if self.type == "text" and self.text is None:
             raise ValueError("a part of type text needs a text")
         return self
 
 
-class Function(Strict):
-    """A function and what it is called with."""
+class FunctionCall(StrictModel):
+    """A function's name and its arguments."""
 
     name: Annotated[str, Field(min_length=1)]
     arguments: dict[str, Any]
 
 
-class ToolCall(Strict):
-    """A call of a function, as chat APIs write it."""
+class ToolCall(StrictModel):
+    """A tool call, as chat APIs write it."""
 
-    function: Function
+    function: FunctionCall
     type: Literal["function"] = "function"
     id: str | None = None
 
 
-class Message(Strict):
-    """A turn."""
+class Message(StrictModel):
+    """One turn of a conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | Annotated[list[Part], Field(min_length=1)]
+    content: str | Annotated[list[ContentPart], Field(min_length=1)]
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
     @model_validator(mode="after")
-    def _answers(self) -> Message:
+    def _check_role(self) -> Message:
         if self.role != "assistant" and (self.reasoning_content is not None or self.tool_calls):
             raise ValueError("only an assistant has reasoning_content or tool_calls")
         return self
 
-    def plain(self) -> dict[str, Any]:
-        """As chat templates read it; what was not given is left out."""
-        given = self.model_dump(exclude_none=True)
-        return {**given, "content": self.text}
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates read it, without the absent keys."""
+        return {**self.model_dump(exclude_none=True), "content": self.text}
 
     @property
     def text(self) -> str:
-        """What is said in words."""
+        """Return the text of all text parts."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text or "" for part in self.content if part.type == "text")
 
     @property
     def media(self) -> set[str]:
-        """Kinds of its parts that are no text."""
+        """Return the kinds of all parts that are not text: "image", "input_audio" …"""
         if isinstance(self.content, str):
             return set()
         return {part.type.removesuffix("_url") for part in self.content} - {"text"}
 
 
-class GivenAnswer(Strict):
-    """An answer as the target wrote it."""
+class AnswerLine(StrictModel):
+    """The tokens of one answer that the target generated."""
 
     prompt_ids: list[int]
     token_ids: list[int]
     finish: Literal["stop", "length"]
 
 
-class Line(Strict):
-    """A conversation."""
+class ConversationLine(StrictModel):
+    """One conversation."""
 
     id: Annotated[str, Field(min_length=1)] | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
     source: str | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
-    answers: list[GivenAnswer] = []
+    answers: list[AnswerLine] = []
     tools: list[dict[str, Any]] = []

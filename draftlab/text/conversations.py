@@ -1,14 +1,11 @@
-"""Conversations: strict JSONL in, strict JSONL out, and where prompts come from."""
+"""Conversations, read from and written to strict JSONL (docs/formats.md)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib import resources
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,14 +13,9 @@ from pydantic import ValidationError
 
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, canonical_json
-from draftlab.progress import Monitor
-from draftlab.text.conversation_schema import Line
-from draftlab.text.settings import PromptSettings
+from draftlab.text.conversation_schema import ConversationLine
 
-EMBEDDED = {"embedded": "head.jsonl", "embedded:heldout": "heldout.jsonl"}
-"""Prompt sets that ship in draftlab/embedded/prompts: for training a head, and held out."""
-
-_HINT = (
+LINE_HELP = (
     'a line is {"id": …, "messages": [{"role": "system" | "user" | "assistant", '
     '"content": text}, …], "source": …}; id and source may be left out of all lines'
 )
@@ -31,12 +23,12 @@ _HINT = (
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer as the target wrote it; nothing is tokenised a second time.
+    """One answer, as the token ids that the target generated; they are never re-tokenized.
 
     Attributes:
-        prompt_ids: what it answered to.
-        token_ids: the answer, a final stop token included.
-        finish: "stop" or "length" (no closing tag then).
+        prompt_ids: the token ids that the target answered.
+        token_ids: the answer, including a final stop token.
+        finish: "stop", or "length" (the answer then has no stop token).
     """
 
     prompt_ids: tuple[int, ...]
@@ -46,16 +38,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and where they come from.
+    """The messages of one conversation and their origin.
 
     Attributes:
         id: unique in its file.
         messages: [{"role", "content"}, …]; answers may have `reasoning_content` and `tool_calls`.
-        source: data set or file it was taken from.
-        temperature: that its answers were sampled at; None: given, not the target's own.
-        answers: the target's own, in the order of the assistant turns; empty for given ones.
-        media: kinds of parts that are no text ("image", …) and so are not in `messages`.
-        tools: JSON schemas of functions that the answers may call.
+        source: the data set or file that the conversation comes from.
+        temperature: the sampling temperature of `answers`; None if the target did not write them.
+        answers: the target's own answers, one per assistant turn; empty for given answers.
+        media: kinds of the parts that are not text ("image", …); `messages` does not hold them.
+        tools: JSON schemas of the functions that the answers may call.
     """
 
     id: str
@@ -67,18 +59,18 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
 
     @property
-    def answered(self) -> bool:
-        """Whether there is an assistant turn."""
+    def has_answer(self) -> bool:
+        """Return whether there is an assistant turn."""
         return any(message["role"] == "assistant" for message in self.messages)
 
     @property
     def digest(self) -> bytes:
-        """Of what is said, messages and tools; the same for two that say the same."""
+        """Return a hash of messages and tools; duplicates have equal digests."""
         text = canonical_json([self.messages, self.tools])
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def to_json(self) -> str:
-        """One line of JSON, without its end."""
+        """Return one line of JSON, without the newline."""
         fields = {
             "id": self.id,
             "messages": self.messages,
@@ -90,204 +82,122 @@ class Conversation:
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
 
 
-def further_id(id_: str, sample: int) -> str:
-    """The id of a prompt's answer number `sample`: `prompt-7`, `prompt-7~1`, `prompt-7~2`, …"""
-    return f"{id_}~{sample}" if sample else id_
+def answer_id(prompt_id: str, sample: int) -> str:
+    """Return the id of answer number `sample` to a prompt: `prompt-7`, `prompt-7~1`, …"""
+    return f"{prompt_id}~{sample}" if sample else prompt_id
 
 
-def parse_line(line: bytes, path: Path, number: int) -> Conversation:
-    """A conversation from one line of `path`; without an id it is called file:number.
+def parse_conversation(line: bytes, path: Path, number: int) -> Conversation:
+    """Parse line `number` of `path`; a conversation without an id gets the id file:number.
 
     Raises:
-        UserError: naming file and line.
+        UserError: the line is not valid; the error names file and line.
     """
-    return _conversation(_parse(line, path, number), path, number)
+    return _conversation(_parse_line(line, path, number), path, number)
 
 
-def _parse(line: bytes, path: Path, number: int) -> Line:
+def _parse_line(line: bytes, path: Path, number: int) -> ConversationLine:
     where = f"{path}:{number}"
     try:
-        # Editors of Windows begin a file with a byte order mark.
+        # Windows editors begin a file with a byte order mark.
         value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(
             "expected a JSON object in UTF-8 on each line, found "
             f"{line[:60].decode(errors='replace').strip() or 'an empty line'!r}: {error}",
             where=where,
-            do=_HINT,
+            do=LINE_HELP,
         ) from None
     try:
-        read = Line.model_validate(value)
-        for message in read.messages:
+        parsed = ConversationLine.model_validate(value)
+        for message in parsed.messages:
             message.text.encode()
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "the line"
-        if first["type"] == "missing":
-            text = f"expected {place}, found {', '.join(first['input']) or 'nothing'}"
-        else:
-            wanted = first["msg"].replace("Input should be", "expected")
-            if first["type"] in ("model_type", "dict_type"):
-                wanted = "expected an object"
-            text = f"{place}: {wanted}, found {str(first['input'])[:60]!r}"
-        raise UserError(text, where=where, do=_HINT) from None
+        raise UserError(_describe(error), where=where, do=LINE_HELP) from None
     except UnicodeEncodeError as error:
         raise UserError(
             f"expected Unicode text, found half a surrogate pair: {error}", where=where
         ) from None
-    return read
+    return parsed
 
 
-def _conversation(read: Line, path: Path, number: int) -> Conversation:
+def _describe(error: ValidationError) -> str:
+    """Return what the first error of a line expected and found, with the key's path."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"]) or "the line"
+    if first["type"] == "missing":
+        return f"expected {key}, found {', '.join(first['input']) or 'nothing'}"
+    expected = first["msg"].replace("Input should be", "expected")
+    if first["type"] in ("model_type", "dict_type"):
+        expected = "expected an object"
+    return f"{key}: {expected}, found {str(first['input'])[:60]!r}"
+
+
+def _conversation(line: ConversationLine, path: Path, number: int) -> Conversation:
     return Conversation(
-        read.id or f"{path.stem}:{number}",
-        [message.plain() for message in read.messages],
-        read.source or path.name,
-        read.temperature,
-        tuple(Answer(tuple(a.prompt_ids), tuple(a.token_ids), a.finish) for a in read.answers),
-        tuple(sorted(set().union(*(message.media for message in read.messages)))),
-        tuple(read.tools),
+        line.id or f"{path.stem}:{number}",
+        [message.for_template() for message in line.messages],
+        line.source or path.name,
+        line.temperature,
+        tuple(Answer(tuple(a.prompt_ids), tuple(a.token_ids), a.finish) for a in line.answers),
+        tuple(sorted(set().union(*(message.media for message in line.messages)))),
+        tuple(line.tools),
     )
 
 
 def iterate_conversations(path: Path) -> Iterator[Conversation]:
-    """Reads JSONL line by line.
+    """Yield the conversations of a JSONL file, line by line.
 
     Raises:
-        UserError: at a broken line, a line of another schema than the first, or a repeated id.
+        UserError: a line is not valid, has other keys than the first, or repeats an id.
     """
-    seen: dict[str, int] = {}
-    keys: set[str] | None = None
+    first_line: dict[str, int] = {}
+    expected_keys: set[str] | None = None
     try:
         with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                read = _parse(line, path, number)
-                conversation = _conversation(read, path, number)
-                found = read.model_fields_set - {"tools"}
-                keys = found if keys is None else keys
-                if found != keys:
+            for number, text in enumerate(file, 1):
+                where = f"{path}:{number}"
+                line = _parse_line(text, path, number)
+                conversation = _conversation(line, path, number)
+                keys = line.model_fields_set - {"tools"}
+                expected_keys = keys if expected_keys is None else expected_keys
+                if keys != expected_keys:
                     raise UserError(
-                        f"expected the keys of line 1, {sorted(keys)}, found {sorted(found)}",
-                        where=f"{path}:{number}",
-                        do="keep data sets of different make in different files",
+                        f"expected the keys of line 1, {sorted(expected_keys)}, "
+                        f"found {sorted(keys)}",
+                        where=where,
+                        do="keep data sets with different keys in different files",
                     )
-                if conversation.id in seen:
+                if conversation.id in first_line:
                     raise UserError(
                         f"expected unique ids, found {conversation.id!r} here and on line "
-                        f"{seen[conversation.id]}",
-                        where=f"{path}:{number}",
+                        f"{first_line[conversation.id]}",
+                        where=where,
                         do="rename one, or leave ids out of all lines",
                     )
-                seen[conversation.id] = number
+                first_line[conversation.id] = number
                 yield conversation
     except OSError as error:
         raise UserError(
             f"expected a readable JSONL file of conversations, found: {error.strerror}",
             where=path,
-            do=f'give a path, "embedded" or "embedded:heldout". {_HINT}',
+            do=f'give a path, "embedded" or "embedded:heldout". {LINE_HELP}',
         ) from None
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """All conversations of a JSONL file; an empty one is a `UserError`."""
-    return _some(iterate_conversations(path), path)
+    """Return all conversations of a JSONL file; raise a `UserError` if there are none."""
+    return check_not_empty(list(iterate_conversations(path)), path)
+
+
+def check_not_empty(conversations: list[Conversation], path: Path) -> list[Conversation]:
+    """Return the conversations; raise a `UserError` that names `path` if there are none."""
+    if not conversations:
+        raise UserError("expected conversations, found an empty data set", where=path, do=LINE_HELP)
+    return conversations
 
 
 def write_conversations(path: Path, conversations: Iterable[Conversation]) -> None:
-    """Writes JSONL atomically, in order."""
+    """Write conversations as JSONL, in order and atomically."""
     with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.writelines(conversation.to_json() + "\n" for conversation in conversations)
-
-
-def _some(conversations: Iterable[Conversation], where: Path | str) -> list[Conversation]:
-    taken = list(conversations)
-    if not taken:
-        raise UserError("expected conversations, found an empty data set", where=where, do=_HINT)
-    return taken
-
-
-def conversation_file(source: str) -> Path:
-    """The file behind a source: an embedded prompt set by name, or a path.
-
-    Raises:
-        UserError: when there is no such file.
-    """
-    if source in EMBEDDED:
-        folder = Path(str(resources.files("draftlab"))) / "embedded" / "prompts"
-        return folder / EMBEDDED[source]
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise UserError(
-            "expected a JSONL file of conversations, found none",
-            where=path,
-            do=f"give a path, or one of {', '.join(EMBEDDED)}",
-        )
-    return path
-
-
-def load_prompts(settings: PromptSettings, monitor: Monitor) -> list[Conversation]:
-    """`usable_prompts`, counted aloud."""
-    taken = usable_prompts(settings, monitor)
-    monitor.say(f"prompts: {len(taken):,} conversations from {settings.source}")
-    return taken
-
-
-def usable_prompts(settings: PromptSettings, monitor: Monitor) -> list[Conversation]:
-    """The conversations a source has; those a target cannot answer are dropped and counted.
-
-    Raises:
-        UserError: a missing, broken or empty source, or one of which everything was dropped.
-    """
-    path = conversation_file(settings.source)
-    dropped: Counter[str] = Counter()
-    taken_of: Counter[str] = Counter()
-    said: set[bytes] = set()
-
-    def usable() -> Iterator[Conversation]:
-        for conversation in iterate_conversations(path):
-            spoken = [m["role"] for m in conversation.messages if m["role"] != "system"]
-            digest = conversation.digest if settings.deduplicate else b""
-            if conversation.media:
-                dropped[f"have {' and '.join(conversation.media)} parts: drafting is for text"] += 1
-            elif "user" not in spoken:
-                dropped["have no user turn"] += 1
-            elif spoken[0] != "user":
-                dropped["begin with an answer"] += 1
-            elif digest in said:
-                dropped["say the same as an earlier one (prompts.deduplicate)"] += 1
-            elif taken_of[conversation.source] == settings.per_source:
-                dropped["are more of their source than prompts.per_source"] += 1
-            else:
-                taken_of[conversation.source] += 1
-                if settings.deduplicate:
-                    said.add(digest)
-                yield conversation
-
-    taken = list(islice(usable(), settings.max_prompts))
-    for reason, count in sorted(dropped.items()):
-        monitor.say(f"prompts: dropped {count:,} conversations that {reason}")
-    if not taken and dropped:
-        raise UserError(
-            "expected conversations of text with a user turn, found none", where=path, do=_HINT
-        )
-    return _some(taken, path)
-
-
-def with_answers(conversations: list[Conversation], monitor: Monitor) -> list[Conversation]:
-    """The conversations that have an assistant turn; the others are dropped and counted.
-
-    Raises:
-        UserError: when none has.
-    """
-    kept = [conversation for conversation in conversations if conversation.answered]
-    if len(kept) < len(conversations):
-        monitor.say(
-            f"answers: dropped {len(conversations) - len(kept):,} conversations without an "
-            "assistant turn"
-        )
-    if not kept:
-        raise UserError(
-            "expected conversations with an assistant turn, found none",
-            do="let the target answer them (regenerate.enabled: true)",
-        )
-    return kept

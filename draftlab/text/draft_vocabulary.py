@@ -1,4 +1,4 @@
-"""The draft vocabulary: the tokens a head can draft (methods §1)."""
+"""The draft vocabulary: which tokens of the target's vocabulary a head can draft (methods §1)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.store.store import Store, predicted
+from draftlab.store.store import Store, prediction_mask
 
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """Which target tokens a head can draft.
+    """The target tokens that a head can draft.
 
     Attributes:
         target_ids: int64 [D], ascending; draft id i is target id target_ids[i].
-        coverage: share of the store's predicted tokens (occurrences, not kinds) that are inside.
+        coverage: the share of the store's predicted tokens (counting repeats) that it contains.
     """
 
     target_ids: Tensor
@@ -27,66 +27,67 @@ class DraftVocabulary:
 
     @property
     def d2t(self) -> Tensor:
-        """int64 [D] offsets: target id = i + d2t[i]."""
+        """Return int64 [D] offsets: target id = i + d2t[i]."""
         return self.target_ids - torch.arange(len(self.target_ids))
 
     def t2d(self, vocab_size: int) -> Tensor:
-        """bool [V]: which target ids are inside."""
-        inside = torch.zeros(vocab_size, dtype=torch.bool)
-        inside[self.target_ids] = True
-        return inside
+        """Return bool [V]: whether each target id is in the draft vocabulary."""
+        mask = torch.zeros(vocab_size, dtype=torch.bool)
+        mask[self.target_ids] = True
+        return mask
 
 
 def build_draft_vocabulary(
     store: Store,
     size: int | None,
-    always: Iterable[int],
-    never: Iterable[int],
+    required: Iterable[int],
+    excluded: Iterable[int],
     vocab_size: int,
 ) -> DraftVocabulary:
-    """Chooses the most frequent predicted tokens of a store, ties by lowest id.
+    """Choose the most frequent predicted tokens of a store; the lowest id wins a tie.
+
+    If fewer than D different tokens occur, the lowest unused ids fill the vocabulary.
 
     Args:
-        store: whose tokens are counted, by `predicted`: those a head is asked for while serving.
-        size: D; None or ≥ V: every id that is not in `never`.
-        always: stop ids and special tokens; those that occur among the predicted tokens are in,
-            however rare. (Llama 3 alone has 250 special tokens that never occur.)
-        never: the mask token.
+        store: the data set whose `prediction_mask` tokens are counted.
+        size: D; None or ≥ V: all ids except `excluded`.
+        required: stop ids and special tokens; those that occur among the predicted tokens are
+            always chosen. (Llama 3 alone has 250 special tokens that never occur.)
+        excluded: ids that are never chosen, such as the mask token.
         vocab_size: V of the target.
 
-    Returns:
-        D ids, filled up with the lowest unused ones where fewer kinds occur.
-
     Raises:
-        UserError: size below the number of `always` tokens that occur, or not to be reached.
+        UserError: size is below the number of required tokens that occur, or not reachable.
         ValueError: ids outside the vocabulary.
     """
-    forced, banned = set(always), set(never)
-    if any(not 0 <= i < vocab_size for i in forced | banned):
-        raise ValueError(f"expected ids in 0..{vocab_size - 1}, found {sorted(forced | banned)}")
+    required, excluded = set(required), set(excluded)
+    if any(not 0 <= i < vocab_size for i in required | excluded):
+        raise ValueError(
+            f"expected ids in 0..{vocab_size - 1}, found {sorted(required | excluded)}"
+        )
     counts = predicted_counts(store, vocab_size)
-    allowed = np.ones(vocab_size, dtype=bool)
-    allowed[list(banned)] = False
-    wanted = vocab_size if size is None else size
-    chosen = allowed if wanted >= vocab_size else _choose(counts, allowed, forced, wanted)
+    chosen = np.ones(vocab_size, dtype=bool)
+    chosen[list(excluded)] = False
+    if size is not None and size < vocab_size:
+        chosen = _choose(counts, chosen, required, size)
     total = counts.sum()
     coverage = float(counts[chosen].sum() / total) if total else 0.0
     return DraftVocabulary(torch.from_numpy(np.flatnonzero(chosen)), coverage)
 
 
 def predicted_counts(store: Store, vocab_size: int) -> np.ndarray:
-    """How often each token of the target's vocabulary is predicted in a store, int64 [V]."""
+    """Count how often each target token is a `prediction_mask` token of a store, int64 [V]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for index in range(len(store)):
         tokens, spans = store.tokens_and_spans(index)
-        counts += np.bincount(tokens[predicted(spans)].numpy(), minlength=vocab_size)
+        counts += np.bincount(tokens[prediction_mask(spans)].numpy(), minlength=vocab_size)
     return counts
 
 
-def _choose(counts: np.ndarray, allowed: np.ndarray, forced: set[int], size: int) -> np.ndarray:
-    """bool [V] with `size` members."""
+def _choose(counts: np.ndarray, allowed: np.ndarray, required: set[int], size: int) -> np.ndarray:
+    """Return bool [V] with `size` chosen ids."""
     first = np.zeros_like(allowed)
-    first[[i for i in forced if counts[i] > 0]] = True
+    first[[i for i in required if counts[i] > 0]] = True
     first &= allowed
     if first.sum() > size:
         raise UserError(
@@ -96,10 +97,9 @@ def _choose(counts: np.ndarray, allowed: np.ndarray, forced: set[int], size: int
         )
     if allowed.sum() < size:
         raise UserError(f"a draft vocabulary of {size} leaves no room for the mask token")
-    ids = np.arange(len(counts))
-    # Last key first: banned at the end, forced at the front, then frequent, then low. Tokens that
-    # never occur have count 0, so the lowest unused ids follow by themselves.
-    order = np.lexsort((ids, -counts, ~first, ~allowed))
+    # The last key counts first: allowed ids, then required ids, then frequent ids, then low ids.
+    # Tokens that never occur have count 0, so the lowest unused ids follow.
+    order = np.lexsort((np.arange(len(counts)), -counts, ~first, ~allowed))
     chosen = np.zeros_like(allowed)
     chosen[order[:size]] = True
     return chosen

@@ -1,4 +1,4 @@
-"""The mask token of a parallel head: one that no text ever holds (methods §4)."""
+"""The mask token of a parallel head: a token that no text contains (methods §4)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.heads.config import row_fault
+from draftlab.heads.config import embedding_row_fault
 from draftlab.store.store import Store
 
 MASK = "<|mask|>"
 _RESERVED = ("reserved", "unused", "extra_id")
-"""Parts of the names that tokenizers give to tokens they hold in reserve."""
+"""Parts of the names of tokens that tokenizers reserve."""
 
 
 def token_counts(store: Store) -> Tensor:
-    """How often a store's prompts and answers hold each token, int64 [V]."""
+    """Count how often a store's prompts and answers contain each token, int64 [V]."""
     counts = torch.zeros(store.identity.vocab_size, dtype=torch.int64)
     for index in range(len(store)):
         tokens, _ = store.tokens_and_spans(index)
@@ -27,27 +27,27 @@ def token_counts(store: Store) -> Tensor:
 
 
 def choose_mask_token(
-    asked: int | str, tokenizer: Any, num_rows: int, stops: Set[int], counts: Tensor | None
+    requested: int | str, tokenizer: Any, num_rows: int, stops: Set[int], counts: Tensor | None
 ) -> int:
-    """The id of the token that masked slots hold.
+    """Return the id of the mask token.
 
-    "auto" takes the first that will do of: the tokenizer's mask token, `<|mask|>`, a special token
-    held in reserve, an embedding row that no token has.
+    "auto" takes the first usable one of: the tokenizer's mask token, `<|mask|>`, the reserved
+    special tokens, the embedding rows without a token.
 
     Args:
-        asked: "auto", a token's name, or an id.
+        requested: "auto", a token's name, or an id.
         num_rows: rows of the target's embeddings, V.
         stops: ids that end an answer.
         counts: `token_counts` of the data; None: not known yet.
 
     Raises:
-        UserError: no such token, or one that the template or the data holds, or that ends answers.
+        UserError: there is no such token, or it ends answers, or the template or data contains it.
     """
     template = str(tokenizer.chat_template or "")
 
     def fault(token: int) -> str | None:
-        """Why a token will not do."""
-        if outside := row_fault(token, num_rows):
+        """Return why a token is not usable."""
+        if outside := embedding_row_fault(token, num_rows):
             return outside
         name = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
         if token in stops:
@@ -58,7 +58,7 @@ def choose_mask_token(
             return f"occurs {int(counts[token]):,} times in the recorded conversations"
         return None
 
-    if asked == "auto":
+    if requested == "auto":
         for token in _candidates(tokenizer, num_rows):
             if fault(token) is None:
                 return token
@@ -68,26 +68,26 @@ def choose_mask_token(
             where="head.mask_token",
             do="name a token that never occurs, by its name or id",
         )
-    token = _id_of(asked, tokenizer)
-    if why := fault(token):
-        raise _refusal(asked, token, why)
+    token = _token_id(requested, tokenizer)
+    if reason := fault(token):
+        raise _not_usable(requested, token, reason)
     return token
 
 
-def check_mask_id(asked: int | str, num_rows: int) -> None:
-    """As much of `choose_mask_token` as needs no tokenizer: an id is that of a row of embeddings.
+def check_mask_id(requested: int | str, num_rows: int) -> None:
+    """Check, without a tokenizer, that a mask token given as an id has an embedding row.
 
     Raises:
-        UserError: it is not.
+        UserError: it has none.
     """
-    if isinstance(asked, int) and (why := row_fault(asked, num_rows)):
-        raise _refusal(asked, asked, why)
+    if isinstance(requested, int) and (reason := embedding_row_fault(requested, num_rows)):
+        raise _not_usable(requested, requested, reason)
 
 
-def _refusal(asked: int | str, token: int, why: str) -> UserError:
-    found = f"id {token}" if asked == token else f"{asked!r} (id {token})"
+def _not_usable(requested: int | str, token: int, reason: str) -> UserError:
+    name = f"id {token}" if requested == token else f"{requested!r} (id {token})"
     return UserError(
-        f"expected a token that no text ever holds, found {found}, which {why}",
+        f"expected a token that no text contains, found {name}, which {reason}",
         where="head.mask_token",
         do='name another, or "auto"',
     )
@@ -99,18 +99,18 @@ def _candidates(tokenizer: Any, num_rows: int) -> Iterator[int]:
     added = {str(token): i for i, token in sorted(tokenizer.added_tokens_decoder.items())}
     if MASK in added:
         yield added[MASK]
-    yield from (i for name, i in added.items() if any(part in name for part in _RESERVED))
+    yield from (i for name, i in added.items() if any(word in name for word in _RESERVED))
     yield from range(len(tokenizer), num_rows)
 
 
-def _id_of(asked: int | str, tokenizer: Any) -> int:
-    if isinstance(asked, int):
-        return asked
-    token = tokenizer.convert_tokens_to_ids(asked)
-    # Of a name it does not know a tokenizer gives the id of its unknown token, or none.
-    if token is None or tokenizer.convert_ids_to_tokens(token) != asked:
+def _token_id(name: int | str, tokenizer: Any) -> int:
+    if isinstance(name, int):
+        return name
+    token = tokenizer.convert_tokens_to_ids(name)
+    # For an unknown name a tokenizer returns None or the id of its unknown token.
+    if token is None or tokenizer.convert_ids_to_tokens(token) != name:
         raise UserError(
-            f"expected a token of the target's tokenizer, found {asked!r}",
+            f"expected a token of the target's tokenizer, found {name!r}",
             where="head.mask_token",
             do="name it as the vocabulary writes it, or give its id",
         )

@@ -1,77 +1,98 @@
-"""From answered conversations to samples: token ids and answer spans, ready to be recorded."""
+"""Training samples: the token ids and answer spans of answered conversations."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store.store import Sample
+from draftlab.text.chat_template import RenderError
 from draftlab.text.conversations import Answer, Conversation
-from draftlab.text.render import REGENERATE, RenderError, Turn, turns
+from draftlab.text.loss_mask import REGENERATE, AssistantTurn, assistant_turns
 
 
-def samples(
+def build_samples(
     conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, monitor: Monitor
 ) -> list[Sample]:
-    """Samples of conversations, in order; those without trusted spans are dropped and counted.
+    """Return the samples of conversations, in order; report how many were dropped, and why.
 
-    The target's own answers keep the very tokens it read and wrote; given ones are rendered by its
-    template. Where a later prompt does not begin with what was answered before (the template drops
-    earlier reasoning, trims answers, or they tokenise differently), the later answers are samples
-    of their own, `<id>#2`, `<id>#3` …, each with what the target saw.
+    The target's own answers keep the token ids that it read and wrote. Given answers are rendered
+    with its chat template. If a later prompt does not begin with the tokens before it (the template
+    drops earlier reasoning, trims answers, or they tokenize differently), the later answers become
+    samples of their own, `<id>#2`, `<id>#3` …, each with the prompt that the target saw.
 
     Raises:
-        UserError: nothing is left.
+        UserError: no sample is left, or two samples have one id.
     """
-    taken: list[Sample] = []
+    samples: list[Sample] = []
     dropped: Counter[str] = Counter()
     first: dict[str, str] = {}
     for conversation in conversations:
         try:
-            said = conversation.answers or turns(
+            answers = conversation.answers or assistant_turns(
                 tokenizer, conversation.messages, conversation.tools, where=conversation.id
             )
-            taken += _joined(conversation, said)
-            if said:
+            samples += _join_answers(conversation, answers)
+            if answers:
                 continue
             reason = "no assistant turn"
         except RenderError as error:
             reason = error.what
         dropped[reason] += 1
         first.setdefault(reason, conversation.id)
-    # Reasons quote texts, so there may be many; the frequent ones tell.
+    # Reasons quote texts, so there may be many of them.
     for reason, count in dropped.most_common(5):
         monitor.say(f"samples: dropped {count:,} (first: {first[reason]}): {reason}")
     if len(dropped) > 5:
         monitor.say(f"samples: dropped {dropped.total():,} in all")
-    if not taken:
+    if not samples:
         reason = dropped.most_common(1)[0][0] if dropped else "there are no conversations"
         raise UserError(
-            f"expected conversations with answers, found none to learn from: {reason}",
+            f"expected conversations with answers to train on, found none: {reason}",
             where=first.get(reason, ""),
             do=REGENERATE,
         )
-    twice = [i for i, count in Counter(sample.id for sample in taken).items() if count > 1]
-    if twice:
-        raise UserError(f"expected unique ids of samples, found {twice[0]!r} twice")
-    return taken
+    duplicates = [i for i, count in Counter(sample.id for sample in samples).items() if count > 1]
+    if duplicates:
+        raise UserError(f"expected unique ids of samples, found {duplicates[0]!r} twice")
+    return samples
 
 
-def _joined(conversation: Conversation, said: Sequence[Answer | Turn]) -> Iterator[Sample]:
-    """Samples of a conversation's answers: as few as exactness allows."""
+def _join_answers(
+    conversation: Conversation, answers: Sequence[Answer | AssistantTurn]
+) -> Iterator[Sample]:
+    """Yield as few samples as hold every answer behind exactly the prompt that it answered."""
     tokens: tuple[int, ...] = ()
     spans: list[int] = []
-    answers, name = 0, conversation.id
-    for number, answer in enumerate(said, 1):
+    span, name = 0, conversation.id
+    for number, answer in enumerate(answers, 1):
         if tokens and answer.prompt_ids[: len(tokens)] != tokens:
             yield Sample(name, tokens, tuple(spans), conversation.temperature)
-            tokens, spans, answers, name = (), [], 0, f"{conversation.id}#{number}"
-        answers += 1
-        spans += [0] * (len(answer.prompt_ids) - len(tokens)) + [answers] * len(answer.token_ids)
+            tokens, spans, span, name = (), [], 0, f"{conversation.id}#{number}"
+        span += 1
+        spans += [0] * (len(answer.prompt_ids) - len(tokens)) + [span] * len(answer.token_ids)
         tokens = answer.prompt_ids + answer.token_ids
     if tokens:
         yield Sample(name, tokens, tuple(spans), conversation.temperature)
+
+
+def highlight_answers(
+    token_ids: Sequence[int], spans: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> Text:
+    """Return a sample's text with alternating shades per token, answers in green, the rest dim.
+
+    Newlines are shown as ⏎. A token that is part of a character is shown as in the vocabulary.
+    """
+    text = Text()
+    for index, (token, span) in enumerate(zip(token_ids, spans, strict=True)):
+        decoded = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        if "\ufffd" in decoded or not decoded:
+            decoded = str(tokenizer.convert_ids_to_tokens(token))
+        shades = ("black on green", "black on bright_green") if span else ("dim", "dim underline")
+        text.append(decoded.replace("\n", "⏎\n"), style=shades[index % 2])
+    return text

@@ -1,6 +1,7 @@
-"""What can be set about prompts, answers, recording and the draft vocabulary.
+"""The settings of prompts, answers and the draft vocabulary.
 
-Free of torch and transformers, like every room's settings: a mistyped one is answered at once.
+Like every settings module it imports neither torch nor transformers, so that a typing error is
+reported immediately.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ class PromptSettings(Settings):
     """A JSONL file of conversations, or "embedded" (Python functions to write, for training a
     head), or "embedded:heldout" (the same from other files, for evaluation)."""
     max_prompts: Annotated[int, Field(ge=1)] | None = None
-    """Conversations taken from the source, the first ones; None: all."""
+    """Number of conversations, from the start of the source; None: all."""
     deduplicate: bool = True
-    """Whether conversations that say the same as an earlier one are left out."""
+    """Whether to drop conversations that repeat an earlier one."""
     per_source: Annotated[int, Field(ge=1)] | None = None
-    """Conversations taken of each data set that lines name as their `source`, the first ones; None:
-    all."""
+    """Number of conversations per data set (the lines' `source`), from its start; None: all."""
 
 
 class RegenerateSettings(Settings):
@@ -40,27 +40,27 @@ class RegenerateSettings(Settings):
     ] = (0.0, 0.8)
     """Answer s of prompt i is sampled at temperatures[(i + s) modulo their number]; 0 is greedy."""
     samples: Annotated[int, Field(ge=1)] = 1
-    """Answers to each prompt; further ones get ids such as `prompt-7~1`."""
+    """Answers to each prompt; the second and later ones get ids such as `prompt-7~1`."""
     top_k: Annotated[int, Field(ge=1)] | None = None
-    """How many of the most probable tokens are sampled from; None: all."""
+    """Sample from this many of the most probable tokens; None: all."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Probability mass that is sampled from; None: all."""
+    """Sample from the most probable tokens with this total probability; None: all."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 128
-    """Longest answer, in tokens."""
+    """Maximum length of an answer, in tokens."""
     batch: Annotated[int, Field(ge=1)] = 64
     """Prompts decoded at once."""
     piece: Annotated[int, Field(ge=1)] = 256
-    """Conversations written at a time; a restart repeats less than one piece. Each piece is
-    decoded on its own: vLLM wants several times `batch`."""
+    """Conversations written at a time; a restart repeats fewer than this many. Each chunk is
+    decoded independently: for vLLM use several times `batch`."""
     backend: AnswerBackend = "paged"
-    """What decodes: draftlab's device engine, or an installed vLLM in a process of its own, over
-    `target.gpus` at once (tensor parallel)."""
+    """What decodes: draftlab's engine, or an installed vLLM in its own process, on `target.gpus`
+    GPUs (tensor parallel)."""
     vllm: VllmSettings = VllmSettings()
-    """Of the backend "vllm"."""
+    """Settings of the backend "vllm"."""
 
 
 class DraftVocabSettings(Settings):
     """How many of the target's tokens a head can draft."""
 
     size: Annotated[int, Field(gt=0)] | None = None
-    """Tokens; None: all of the target's. A token outside is a miss wherever the target wants it."""
+    """Number of tokens; None: all of the target's. A head cannot draft any other token."""

@@ -1,7 +1,7 @@
-"""Essentials of public chat templates, and word-level tokenizers that carry them.
+"""Short versions of public chat templates, and word-level tokenizers that use them.
 
-Written from how the models' conversations look, as short as the look allows: what decides where an
-answer begins and ends is there, long instructions are cut to a word.
+They are written from rendered conversations of the models. They keep everything that decides where
+an answer begins and ends, and shorten long instructions to a word.
 """
 
 from __future__ import annotations
@@ -247,15 +247,11 @@ DEEPSEEK_V31 = _deepseek(
 
 @dataclass(frozen=True)
 class Family:
-    """A template with the control tokens of its tokenizer.
-
-    Attributes:
-        control: special tokens, the closing one first. plain: added tokens that are not special.
-    """
+    """A chat template and the added tokens of its tokenizer; the closing tag is the first one."""
 
     template: str
-    control: tuple[str, ...]
-    plain: tuple[str, ...] = ()
+    special: tuple[str, ...]
+    not_special: tuple[str, ...] = ()
     bos: str | None = None
 
 
@@ -264,8 +260,8 @@ _LLAMA4_TOKENS = (
     *("<|eot|>", "<|begin_of_text|>", "<|header_start|>", "<|header_end|>"),
     *("<|python_start|>", "<|python_end|>"),
 )
-_QWEN_PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-_QWEN = (("<|im_end|>", "<|im_start|>"), _QWEN_PLAIN)
+_QWEN_NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+_QWEN = (("<|im_end|>", "<|im_start|>"), _QWEN_NOT_SPECIAL)
 _HARMONY_TOKENS = tuple(
     f"<|{n}|>" for n in ("return", "start", "message", "end", "channel", "call")
 )
@@ -294,17 +290,17 @@ _WORDS = r"\n\n|\n| |\w+|[^\w\s]"
 
 
 def family_tokenizer(name: str, texts: str) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are the words, spaces and signs of a template and of `texts`."""
+    """Return a tokenizer of the words, spaces and signs of a template and of `texts`."""
     family = FAMILIES[name]
     words = sorted({*re.findall(_WORDS, family.template + texts), "\n\n", "\n", " ", "\\", "n"})
     backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*words, "?"])}, "?"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(_WORDS), "isolated")
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([AddedToken(t, special=True) for t in family.control])
-    backend.add_tokens([AddedToken(t, special=False) for t in family.plain])
+    backend.add_special_tokens([AddedToken(t, special=True) for t in family.special])
+    backend.add_tokens([AddedToken(t, special=False) for t in family.not_special])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        eos_token=family.control[0],
+        eos_token=family.special[0],
         bos_token=family.bos,
         clean_up_tokenization_spaces=False,
         chat_template=family.template,

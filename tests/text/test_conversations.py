@@ -1,4 +1,4 @@
-"""Strict JSONL: what is read, what is refused and where, what is dropped and counted."""
+"""Conversations and prompts: what is read, refused and dropped."""
 
 from __future__ import annotations
 
@@ -12,106 +12,79 @@ from draftlab.progress import Monitor
 from draftlab.text.conversations import (
     Answer,
     Conversation,
-    PromptSettings,
-    load_prompts,
     read_conversations,
-    with_answers,
     write_conversations,
 )
-
-
-class Lines(Monitor):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
+from draftlab.text.prompts import load_prompts, select_answered
+from draftlab.text.settings import PromptSettings
+from tests.helpers.messages import assistant, user
+from tests.helpers.monitors import RecordingMonitor
 
 
 def line(**changes) -> dict:
-    """A good line with changes; a value of None leaves the key out."""
-    good = {"id": "a", "messages": [{"role": "user", "content": "hi"}], "source": "s"}
-    return {key: value for key, value in {**good, **changes}.items() if value is not None}
+    """Return a valid line with changes; a value of None removes the key."""
+    valid = {"id": "a", "messages": [user("hi")], "source": "s"}
+    return {key: value for key, value in {**valid, **changes}.items() if value is not None}
 
 
 def write(path: Path, *lines: dict | str | bytes) -> Path:
-    encoded = [
-        part
-        if isinstance(part, bytes)
-        else part.encode()
-        if isinstance(part, str)
-        else json.dumps(part).encode()
-        for part in lines
-    ]
-    path.write_bytes(b"".join(part + b"\n" for part in encoded))
+    encoded = [json.dumps(value) if isinstance(value, dict) else value for value in lines]
+    encoded = [value.encode() if isinstance(value, str) else value for value in encoded]
+    path.write_bytes(b"".join(value + b"\n" for value in encoded))
     return path
 
 
-def test_what_is_written_is_read_back(tmp_path: Path):
-    chat = [{"role": "user", "content": "a\u2028b\n日本"}, {"role": "assistant", "content": ""}]
+def load(path: Path, monitor: Monitor | None = None, **changes) -> list[Conversation]:
+    return load_prompts(PromptSettings(source=str(path), **changes), monitor or Monitor())
+
+
+def test_written_conversations_are_read_back(tmp_path: Path):
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"a": [1]}}}
+    chat = [user("a\u2028b\n日本"), assistant("")]
+    with_tools = [
+        user("q"),
+        {**assistant(""), "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": "r", "tool_call_id": "1", "name": "f"},
+        assistant("a"),
+    ]
+    # Some conversations of one file may have tools and others none.
     conversations = [
         Conversation("x", chat, "s", 0.8, (Answer((1, 2), (3,), "stop"),)),
         Conversation("y", chat[:1], "s"),
+        Conversation("z", with_tools, "s", tools=({"type": "function", "function": {}},)),
     ]
     write_conversations(tmp_path / "c.jsonl", conversations)
     assert read_conversations(tmp_path / "c.jsonl") == conversations
-
-
-def test_tools_calls_and_reasoning_are_read_back(tmp_path: Path):
-    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"a": [1]}}}
-    chat = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
-        {"role": "tool", "content": "r", "tool_call_id": "1", "name": "f"},
-        {"role": "assistant", "content": "a"},
-    ]
-    # Of one file some may have tools and others none.
-    conversations = [
-        Conversation("x", chat, "s", tools=({"type": "function", "function": {"name": "f"}},)),
-        Conversation("y", chat[:1], "s"),
-    ]
-    write_conversations(tmp_path / "c.jsonl", conversations)
-    assert read_conversations(tmp_path / "c.jsonl") == conversations
-
-
-@pytest.mark.parametrize(
-    ("message", "says"),
-    [
-        ({"role": "user", "content": "q", "reasoning_content": "hm"}, "only an assistant has"),
-        ({"role": "assistant", "content": "q", "tool_calls": []}, "tool_calls"),
-        (
-            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
-            "function.arguments",
-        ),
-        ({"role": "judge", "content": "q"}, "role"),
-    ],
-)
-def test_calls_that_do_not_fit_are_errors(tmp_path: Path, message: dict, says: str):
-    path = tmp_path / "c.jsonl"
-    path.write_text(json.dumps({"messages": [message]}) + "\n")
-    with pytest.raises(UserError, match=says):
-        read_conversations(path)
 
 
 def test_ids_and_sources_may_be_left_out_of_all_lines(tmp_path: Path):
     path = write(tmp_path / "mine.jsonl", *[line(id=None, source=None)] * 2)
-    found = [(c.id, c.source) for c in read_conversations(path)]
-    assert found == [("mine:1", "mine.jsonl"), ("mine:2", "mine.jsonl")]
+    origins = [(c.id, c.source) for c in read_conversations(path)]
+    assert origins == [("mine:1", "mine.jsonl"), ("mine:2", "mine.jsonl")]
+
+
+def turn(role: str = "user", content: object = "q", **fields) -> dict:
+    """Return a line whose only message has these fields."""
+    return line(id="b", messages=[{"role": role, "content": content, **fields}])
 
 
 @pytest.mark.parametrize(
-    ("bad", "says"),
+    ("bad", "words"),
     [
         ("{not json", "JSON object"),
         ("", "JSON object"),
         (b'{"id": "\xff"}', "UTF-8"),
         ("[1, 2]", "the line"),
-        (line(id="b", messages=[{"role": "human", "content": "x"}]), "messages.0.role"),
+        (turn("human"), "messages.0.role"),
         (line(id="b", messages=[{"role": "user"}]), "messages.0.content"),
-        (line(id="b", messages=[{"role": "user", "content": ["x"]}]), "messages.0.content"),
-        (line(id="b", messages=[{"role": "user", "content": "\ud800"}]), "surrogate"),
+        (turn(content="\ud800"), "surrogate"),
+        *(
+            (turn(content=content), "messages.0.content")
+            for content in (["x"], [{"text": "a"}], [{"type": "text"}], [], 5, [{"type": ""}])
+        ),
+        (turn(reasoning_content="hm"), "only an assistant has"),
+        (turn("assistant", tool_calls=[]), "tool_calls"),
+        (turn("assistant", "", tool_calls=[{"function": {"name": "f"}}]), "function.arguments"),
         (line(id="b", messages=[]), "messages"),
         (line(id="b", messages=None, conversations=[]), "messages"),
         (line(id="b", sorce="x"), "sorce"),
@@ -121,17 +94,16 @@ def test_ids_and_sources_may_be_left_out_of_all_lines(tmp_path: Path):
         (line(), "here and on line 1"),
     ],
 )
-def test_one_bad_line_is_an_error_with_file_and_line(tmp_path: Path, bad, says):
+def test_a_bad_line_is_an_error_with_file_and_line(tmp_path: Path, bad, words):
     path = write(tmp_path / "c.jsonl", line(), bad, line(id="z"))
     with pytest.raises(UserError) as caught:
         read_conversations(path)
-    assert says in caught.value.what
+    assert words in caught.value.what
     assert caught.value.where == f"{path}:2"
 
 
-def test_a_byte_order_mark_is_passed_over(tmp_path: Path):
-    path = tmp_path / "windows.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(line()).encode() + b"\r\n")
+def test_a_byte_order_mark_is_skipped(tmp_path: Path):
+    path = write(tmp_path / "windows.jsonl", b"\xef\xbb\xbf" + json.dumps(line()).encode() + b"\r")
     assert len(read_conversations(path)) == 1
 
 
@@ -139,125 +111,105 @@ def test_empty_and_missing_files_are_errors(tmp_path: Path):
     (tmp_path / "empty.jsonl").touch()
     for name in ("empty.jsonl", "missing.jsonl", "."):
         with pytest.raises(UserError) as caught:
-            load_prompts(PromptSettings(source=str(tmp_path / name)), Monitor())
+            load(tmp_path / name)
         assert str(tmp_path) in caught.value.where
 
 
-def test_conversations_nobody_asked_in_are_dropped_and_counted(tmp_path: Path):
-    answer = {"role": "assistant", "content": "x"}
-    path = write(
-        tmp_path / "c.jsonl",
+def test_conversations_without_a_question_are_dropped_and_counted(tmp_path: Path):
+    path, monitor = tmp_path / "c.jsonl", RecordingMonitor()
+    write(
+        path,
         line(id="1", messages=[{"role": "system", "content": "x"}]),
-        line(id="2", messages=[answer, {"role": "user", "content": "x"}]),
-        line(id="3"),
-        line(id="4"),
-        line(id="5"),
+        line(id="2", messages=[assistant("x"), user("x")]),
+        *(line(id=str(number)) for number in (3, 4, 5)),
     )
-    lines = Lines()
-    settings = PromptSettings(source=str(path), max_prompts=2, deduplicate=False)
-    taken = load_prompts(settings, lines)
-    assert [c.id for c in taken] == ["3", "4"]
-    assert sum("dropped 1 conversations" in said for said in lines.lines) == 2
-    write(path, line(messages=[answer]))
+    prompts = load(path, monitor, max_prompts=2, deduplicate=False)
+    assert [c.id for c in prompts] == ["3", "4"]
+    assert monitor.text.count("dropped 1 conversations") == 2
+    write(path, line(messages=[assistant("x")]))
     with pytest.raises(UserError, match="user turn"):
-        load_prompts(PromptSettings(source=str(path)), lines)
+        load(path)
 
 
-@pytest.mark.parametrize("source", ["embedded", "embedded:heldout"])
-def test_embedded_prompts_load_and_are_disjoint(source: str):
-    lines = Lines()
-    taken = load_prompts(PromptSettings(source=source), lines)
-    assert len(taken) >= 128
-    assert f"{len(taken):,}" in lines.lines[-1]
-    other = load_prompts(
-        PromptSettings(source="embedded" if source != "embedded" else "embedded:heldout"), lines
-    )
-    texts = {c.messages[-1]["content"] for c in taken}
-    assert not texts & {c.messages[-1]["content"] for c in other}
+def test_embedded_prompts_load_and_are_disjoint():
+    texts, monitor = {}, RecordingMonitor()
+    for source in ("embedded", "embedded:heldout"):
+        prompts = load_prompts(PromptSettings(source=source), monitor)
+        assert len(prompts) >= 128
+        assert f"{len(prompts):,}" in monitor.lines[-1]
+        texts[source] = {c.messages[-1]["content"] for c in prompts}
+    assert not texts["embedded"] & texts["embedded:heldout"]
 
 
-def test_without_regeneration_answers_are_needed():
-    asked = Conversation("a", [{"role": "user", "content": "x"}], "s")
-    told = Conversation("b", [*asked.messages, {"role": "assistant", "content": "y"}], "s")
-    lines = Lines()
-    assert with_answers([asked, told], lines) == [told]
-    assert "dropped 1 " in lines.lines[0]
+def test_without_regeneration_answers_are_required():
+    unanswered = Conversation("a", [user("x")], "s")
+    answered = Conversation("b", [user("x"), assistant("y")], "s")
+    monitor = RecordingMonitor()
+    assert select_answered([unanswered, answered], monitor) == [answered]
+    assert "dropped 1 " in monitor.lines[0]
     with pytest.raises(UserError, match="assistant turn"):
-        with_answers([asked], lines)
+        select_answered([unanswered], monitor)
 
 
-def parts(*kinds: str) -> list[dict]:
-    """A user turn of several parts, as chat APIs write it."""
+def parts(*kinds: str) -> dict:
+    """Return a user turn of several parts, as chat APIs write it."""
     content = [
-        {"type": kind, "text": f"said {i}. "} if kind == "text" else {"type": kind, kind: {"a": 1}}
+        {"type": kind, "text": f"part {i}. "} if kind == "text" else {"type": kind, kind: {"a": 1}}
         for i, kind in enumerate(kinds)
     ]
-    return [{"role": "user", "content": content}]
+    return {"role": "user", "content": content}
 
 
-def test_images_are_left_out_and_counted(tmp_path: Path):
-    """Text in parts is text; what else there is cannot be drafted from."""
-    path = write(
-        tmp_path / "chat.jsonl",
-        line(id="words", messages=parts("text", "text")),
-        line(id="seen", messages=parts("text", "image_url")),
-        line(id="seen too", messages=[*parts("image"), {"role": "assistant", "content": "a cat"}]),
-        line(id="heard", messages=parts("input_audio", "image")),
+def test_conversations_with_images_are_dropped_and_counted(tmp_path: Path):
+    path, monitor = tmp_path / "chat.jsonl", RecordingMonitor()
+    write(
+        path,
+        line(id="text", messages=[parts("text", "text")]),
+        line(id="image", messages=[parts("text", "image_url")]),
+        line(id="answered", messages=[parts("image"), assistant("a cat")]),
+        line(id="audio", messages=[parts("input_audio", "image")]),
         line(id="plain"),
     )
-    lines = Lines()
-    kept = load_prompts(PromptSettings(source=str(path)), lines)
-    assert [c.id for c in kept] == ["words", "plain"]
-    assert kept[0].messages == [{"role": "user", "content": "said 0. said 1. "}]
-    why = "parts: drafting is for text"
-    assert lines.lines == [
-        f"prompts: dropped 1 conversations that have image and input_audio {why}",
-        f"prompts: dropped 2 conversations that have image {why}",
-        f"prompts: 2 conversations from {path}",
-    ]
-
-
-def test_nothing_but_images(tmp_path: Path):
-    path = write(tmp_path / "chat.jsonl", line(messages=parts("image")))
-    with pytest.raises(UserError, match="expected conversations of text"):
-        load_prompts(PromptSettings(source=str(path)), Lines())
-
-
-@pytest.mark.parametrize("content", [[{"text": "a"}], [{"type": "text"}], [], 5, [{"type": ""}]])
-def test_parts_that_say_nothing_are_refused(content: object, tmp_path: Path):
-    path = write(tmp_path / "chat.jsonl", line(messages=[{"role": "user", "content": content}]))
-    with pytest.raises(UserError, match=r"chat.jsonl:1|content"):
-        load_prompts(PromptSettings(source=str(path)), Lines())
-
-
-def test_what_was_said_before_and_more_than_a_source_may_give_is_dropped(tmp_path: Path) -> None:
-    ask = lambda text: [{"role": "user", "content": text}]  # noqa: E731
-    answered = [*ask("one"), {"role": "assistant", "content": "1"}]
-    lines = [
-        ("a", ask("one")),
-        ("b", ask("one")),  # said before, whoever says it
-        ("a", answered),
-        ("b", ask("two")),
-        ("a", ask("three")),
-        ("a", ask("one")),
-        ("b", ask("four")),
-    ]
-    path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps({"messages": m, "source": s}) + "\n" for s, m in lines))
-    for settings, kept, said in (
-        ({}, [1, 3, 4, 5, 7], ["dropped 2 conversations that say the same as an earlier one"]),
-        ({"deduplicate": False}, [1, 2, 3, 4, 5, 6, 7], []),
-        (
-            {"per_source": 2},
-            [1, 3, 4, 7],
-            ["dropped 1 conversations that are more of their", "dropped 2 conversations that say"],
-        ),
-        ({"per_source": 1, "deduplicate": False}, [1, 2], ["dropped 5 conversations"]),
-        ({"per_source": 2, "max_prompts": 2}, [1, 3], ["dropped 1 conversations that say"]),
+    prompts = load(path, monitor)
+    assert [c.id for c in prompts] == ["text", "plain"]
+    assert prompts[0].messages == [user("part 0. part 1. ")]
+    for words in (
+        "dropped 1 conversations that have image and input_audio parts",
+        "dropped 2 conversations that have image parts",
+        "prompts: 2 conversations from",
     ):
-        heard = Lines()
-        taken = load_prompts(PromptSettings(source=str(path), **settings), heard)
-        assert [c.id for c in taken] == [f"p:{number}" for number in kept]
-        told = [line for line in heard.lines if "dropped" in line]
-        assert len(told) == len(said)
-        assert all(part in line for part, line in zip(said, told, strict=True))
+        assert words in monitor.text
+    write(path, line(messages=[parts("image")]))
+    with pytest.raises(UserError, match="expected text conversations"):
+        load(path)
+
+
+REPEATED, TOO_MANY = "that repeat an earlier one", "that exceed prompts.per_source"
+
+
+@pytest.mark.parametrize(
+    ("changes", "selected", "dropped"),
+    [
+        ({}, [1, 3, 4, 5, 7], [(2, REPEATED)]),
+        ({"deduplicate": False}, [1, 2, 3, 4, 5, 6, 7], []),
+        ({"per_source": 2}, [1, 3, 4, 7], [(1, TOO_MANY), (2, REPEATED)]),
+        ({"per_source": 1, "deduplicate": False}, [1, 2], [(5, TOO_MANY)]),
+        ({"per_source": 2, "max_prompts": 2}, [1, 3], [(1, REPEATED)]),
+    ],
+)
+def test_deduplication_and_the_limit_per_source(tmp_path: Path, changes, selected, dropped):
+    lines = [
+        ("a", [user("one")]),
+        ("b", [user("one")]),  # a duplicate, although from another source
+        ("a", [user("one"), assistant("1")]),
+        ("b", [user("two")]),
+        ("a", [user("three")]),
+        ("a", [user("one")]),
+        ("b", [user("four")]),
+    ]
+    path = write(tmp_path / "p.jsonl", *({"messages": m, "source": s} for s, m in lines))
+    monitor = RecordingMonitor()
+    assert [c.id for c in load(path, monitor, **changes)] == [f"p:{n}" for n in selected]
+    assert monitor.text.count("dropped") == len(dropped)
+    for count, reason in dropped:
+        assert f"dropped {count} conversations {reason}" in monitor.text

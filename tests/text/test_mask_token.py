@@ -1,8 +1,7 @@
-"""The mask token: what is chosen, and what will not do."""
+"""The mask token: which token is chosen, and which ones are refused."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,24 +11,27 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.text.mask_token import choose_mask_token, token_counts
+from tests.helpers.token_store import TokenStore
 from tests.helpers.toys import LLAMA3_TEMPLATE, toy_tokenizer
-from tests.text.test_draft_vocabulary import TokenStore
 
 MASK, IM_START, EOT, ROWS = 288, 286, 285, 300
 
 
 def choose(
-    asked: int | str = "auto", tokenizer: Any = None, counts: Tensor | None = None, rows: int = ROWS
+    requested: int | str = "auto",
+    tokenizer: Any = None,
+    counts: Tensor | None = None,
+    rows: int = ROWS,
 ) -> int:
-    return choose_mask_token(asked, tokenizer or toy_tokenizer(), rows, {EOT}, counts)
+    return choose_mask_token(requested, tokenizer or toy_tokenizer(), rows, {EOT}, counts)
 
 
-def seen(*tokens: int) -> Tensor:
+def counts_of(*tokens: int) -> Tensor:
     return torch.bincount(torch.tensor(tokens), minlength=ROWS)
 
 
 def without_mask(*reserved: str) -> Any:
-    """The toy's tokenizer when `<|mask|>` is no mask token of its, with reserved tokens added."""
+    """Return the toy tokenizer without a declared mask token, with reserved tokens added."""
     tokenizer = toy_tokenizer()
     tokenizer.mask_token = None
     tokenizer.add_tokens([AddedToken(name, special=True) for name in reserved], special_tokens=True)
@@ -40,28 +42,29 @@ def test_auto_goes_from_mask_to_reserved_to_unused_rows() -> None:
     assert choose() == MASK
     assert choose(tokenizer=without_mask()) == MASK  # by its name
     reserved = without_mask("<|reserved_special_token_0|>", "<|reserved_special_token_1|>")
-    assert choose(tokenizer=reserved, counts=seen(MASK)) == MASK + 1
-    assert choose(tokenizer=reserved, counts=seen(MASK, MASK + 1)) == MASK + 2
-    assert choose(tokenizer=without_mask(), counts=seen(MASK)) == MASK + 1 == len(toy_tokenizer())
+    assert choose(tokenizer=reserved, counts=counts_of(MASK)) == MASK + 1
+    assert choose(tokenizer=reserved, counts=counts_of(MASK, MASK + 1)) == MASK + 2
+    assert len(toy_tokenizer()) == MASK + 1
+    assert choose(tokenizer=without_mask(), counts=counts_of(MASK)) == MASK + 1
     with pytest.raises(UserError, match="every one of the 289 rows"):
-        choose(tokenizer=without_mask(), counts=seen(MASK), rows=289)
+        choose(tokenizer=without_mask(), counts=counts_of(MASK), rows=289)
 
 
-def test_auto_passes_over_what_the_template_writes_and_what_ends_answers() -> None:
+def test_auto_skips_tokens_of_the_template_and_stop_tokens() -> None:
     tokenizer = toy_tokenizer(LLAMA3_TEMPLATE + "<|mask|>")
     assert choose(tokenizer=tokenizer) == MASK + 1
     assert choose_mask_token("auto", toy_tokenizer(), ROWS, {MASK}, None) == MASK + 1
 
 
 @pytest.mark.parametrize(
-    ("asked", "wanted"), [("<|im_start|>", IM_START), (MASK, MASK), (299, 299)]
+    ("requested", "expected"), [("<|im_start|>", IM_START), (MASK, MASK), (299, 299)]
 )
-def test_a_token_by_name_or_id(asked: int | str, wanted: int) -> None:
-    assert choose(asked, counts=seen(1, 2)) == wanted
+def test_a_token_by_name_or_id(requested: int | str, expected: int) -> None:
+    assert choose(requested, counts=counts_of(1, 2)) == expected
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("requested", "message"),
     [
         ("<|nonsense|>", r"expected a token of the target's tokenizer, found '<\|nonsense\|>'"),
         (300, r"found id 300, which lies outside the 300 rows of embeddings \(ids 0 to 299\)"),
@@ -71,13 +74,12 @@ def test_a_token_by_name_or_id(asked: int | str, wanted: int) -> None:
         ("user", "occurs 2 times in the recorded conversations"),
     ],
 )
-def test_a_token_that_will_not_do_is_named(asked: int | str, message: str) -> None:
+def test_an_unusable_token_is_refused_with_the_reason(requested: int | str, message: str) -> None:
     user = toy_tokenizer().convert_tokens_to_ids("user")
     with pytest.raises(UserError, match=message):
-        choose(asked, counts=seen(1, user, user))
+        choose(requested, counts=counts_of(1, user, user))
 
 
-def test_prompts_count_as_answers_do() -> None:
-    store: Any = TokenStore(([3, 4, 4], [0, 1, 1]), ([3, 9], [0, 0]))
-    store.identity = SimpleNamespace(vocab_size=12)
+def test_tokens_of_prompts_and_answers_are_counted() -> None:
+    store = TokenStore(([3, 4, 4], [0, 1, 1]), ([3, 9], [0, 0]), vocab_size=12)
     assert token_counts(store).tolist() == [0, 0, 0, 2, 2, 0, 0, 0, 0, 1, 0, 0]

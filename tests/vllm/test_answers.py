@@ -13,8 +13,8 @@ import pytest
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
+from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.metadata import TargetMetadata
-from draftlab.target_model.model import load_target, load_tokenizer
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.answers import regenerate
 from draftlab.text.conversations import Conversation
@@ -124,7 +124,7 @@ def test_the_answers_file_is_any_engines_and_goes_on_in_pieces(
     log.unlink()
     answer(outline, path, SETTINGS, lines)
     assert not log.exists()
-    with pytest.raises(UserError, match="backend: 'vllm' there, None wanted"):
+    with pytest.raises(UserError, match="backend: 'vllm' in the file, None now"):
         answer(outline, path, SETTINGS.model_copy(update={"backend": "paged"}), lines)
 
 

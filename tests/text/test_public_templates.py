@@ -1,22 +1,19 @@
-"""Masks on the chat templates of public model families: which tokens are an answer, one by one."""
+"""The loss mask on the chat templates of public models, token by token."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from draftlab.progress import Monitor
-from draftlab.target_model.model import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
+from draftlab.text.chat_template import RenderError
 from draftlab.text.conversations import Conversation
-from draftlab.text.render import RenderError, prompt_ids, render, template_sha256, turns
-from draftlab.text.samples import samples
-from tests.helpers.template_families import FAMILIES, QWEN3, family_tokenizer
-from tests.helpers.toys import toy_tokenizer
+from draftlab.text.loss_mask import assistant_turns
+from draftlab.text.samples import build_samples
+from tests.helpers.template_families import FAMILIES, family_tokenizer
 
 ASK, AGAIN = {"role": "user", "content": "two and two"}, {"role": "user", "content": "sure"}
 FOUR, YES = {"role": "assistant", "content": "four"}, {"role": "assistant", "content": "yes sir"}
@@ -41,9 +38,9 @@ def tokenizer_for(family: str, arguments: dict[str, Any] | None = None):
     return tokenizer
 
 
-def pieces(text: str) -> list[str]:
-    """Tokens of a text written with ¦ between them."""
-    return [piece.replace("⏎", "\n") for piece in text.split("¦")]
+def tokens(text: str) -> list[str]:
+    """Return the tokens of a text that is written with ¦ between them."""
+    return [token.replace("⏎", "\n") for token in text.split("¦")]
 
 
 QWEN_CALL = (
@@ -51,7 +48,7 @@ QWEN_CALL = (
     '{¦"¦a¦"¦:¦ ¦{¦"¦b¦"¦:¦ ¦2¦}¦}¦}¦⏎¦</tool_call>¦<|im_end|>'
 )
 LLAMA_CALL = '{¦"¦name¦"¦:¦ ¦"¦add¦"¦,¦ ¦"¦parameters¦"¦:¦ ¦{¦"¦a¦"¦:¦ ¦{¦"¦b¦"¦:¦ ¦2¦}¦}¦}¦'
-# Family, the template's arguments, messages, tokens of every answer.
+# Family, template arguments, messages, the tokens of each answer.
 CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[str]]] = [
     ("llama3", {}, [SYSTEM, ASK, FOUR, AGAIN, YES], ["four¦<|eot_id|>", "yes¦ ¦sir¦<|eot_id|>"]),
     (
@@ -163,26 +160,26 @@ CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[str]]] = [
 @pytest.mark.parametrize(("family", "arguments", "chat", "expected"), CASES)
 def test_answers_token_by_token(family, arguments, chat, expected) -> None:
     tokenizer = tokenizer_for(family, arguments)
-    found = turns(tokenizer, chat, TOOLS if CALL in chat or THINK_CALL in chat else None)
-    said = [tokenizer.convert_ids_to_tokens(list(turn.token_ids)) for turn in found]
-    assert said == [pieces(text) for text in expected]
-    assert tokenizer.unk_token_id not in [i for turn in found for i in turn.prompt_ids]
-    # What each answers to is what the target would have read.
-    places = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
-    for place, turn in zip(places, found, strict=True):
-        asked = tokenizer.apply_chat_template(
-            [{**m, "thinking": m.get("reasoning_content")} for m in chat[:place]],
-            tools=TOOLS if CALL in chat or THINK_CALL in chat else None,
+    tools = TOOLS if CALL in chat or THINK_CALL in chat else None
+    turns = assistant_turns(tokenizer, chat, tools)
+    answers = [tokenizer.convert_ids_to_tokens(list(turn.token_ids)) for turn in turns]
+    assert answers == [tokens(text) for text in expected]
+    assert tokenizer.unk_token_id not in [i for turn in turns for i in turn.prompt_ids]
+    indices = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+    for index, turn in zip(indices, turns, strict=True):
+        prompt = tokenizer.apply_chat_template(
+            [{**m, "thinking": m.get("reasoning_content")} for m in chat[:index]],
+            tools=tools,
             add_generation_prompt=True,
             return_dict=False,
         )
-        assert list(turn.prompt_ids) == list(asked)
+        assert list(turn.prompt_ids) == list(prompt)
 
 
 @pytest.mark.parametrize(
     ("family", "arguments", "chat", "lengths"),
     [
-        # One sample where history stands as it was written, else one for each answer.
+        # One sample if the template keeps the history as it was written, else one per answer.
         ("llama3", {}, [ASK, FOUR, AGAIN, YES], [2]),
         ("mistral", {}, [ASK, FOUR, AGAIN, YES], [2]),
         ("qwen3", {}, [ASK, THINK, AGAIN, THINK_AGAIN], [1, 1]),  # earlier reasoning is dropped
@@ -192,67 +189,46 @@ def test_answers_token_by_token(family, arguments, chat, expected) -> None:
         ("gpt-oss", {}, [ASK, THINK_CALL, RESULT, THINK], [2]),
     ],
 )
-def test_a_conversation_is_as_few_samples_as_its_history_allows(
+def test_answers_share_a_sample_if_the_template_keeps_history(
     family, arguments, chat, lengths
 ) -> None:
     tokenizer = tokenizer_for(family, arguments)
     tools = TOOLS if THINK_CALL in chat else ()
-    found = samples([Conversation("c", chat, "s", tools=tools)], tokenizer, Monitor())
-    assert [len(set(s.spans) - {0}) for s in found] == lengths
-    assert [s.id for s in found] == ["c", "c#2"][: len(lengths)]
-    said = [turn.token_ids for turn in turns(tokenizer, chat, tools)]
+    samples = build_samples([Conversation("c", chat, "s", tools=tools)], tokenizer, Monitor())
+    assert [len(set(s.spans) - {0}) for s in samples] == lengths
+    assert [s.id for s in samples] == ["c", "c#2"][: len(lengths)]
     spans = [
         tuple(t for t, s in zip(sample.token_ids, sample.spans, strict=True) if s == n)
-        for sample in found
+        for sample in samples
         for n in sorted(set(sample.spans) - {0})
     ]
-    assert spans == said
-    if len(lengths) == 2:
-        with pytest.raises(RenderError, match="when the conversation goes on"):
-            render(tokenizer, chat, tools)
+    assert spans == [turn.token_ids for turn in assistant_turns(tokenizer, chat, tools)]
 
 
 @pytest.mark.parametrize(
     ("family", "chat", "words"),
     [
-        # A thinking target never writes an empty thought: enable_thinking belongs off.
+        # A reasoning target never writes an empty <think> block: enable_thinking must be off.
         ("qwen3", [ASK, FOUR], "'<think>\\n\\n</think>\\n\\nfour"),
         ("llama3", [ASK, THINK], "where the reasoning is 'easy sum'"),
         ("deepseek-r1", [ASK, FOUR], "rewrites history"),
         ("deepseek-r1", [ASK, {**FOUR, "content": "<think>\neasy sum\n</think>four"}], "history"),
         ("gemma", [ASK, ASK, FOUR], "must alternate"),
-        # The system's words stand before the last user's only, so they go when it is answered.
+        # The system prompt precedes the last user turn only, so an answer removes it.
         ("mistral", [SYSTEM, ASK, FOUR], "'be brief"),
     ],
 )
-def test_what_a_template_does_not_write_is_an_error(family, chat, words) -> None:
+def test_an_answer_that_the_template_does_not_write_is_an_error(family, chat, words) -> None:
     with pytest.raises(RenderError) as caught:
-        turns(tokenizer_for(family), chat, where="c")
+        assistant_turns(tokenizer_for(family), chat, where="c")
     assert words in caught.value.what
     assert caught.value.where == "c"
 
 
-def test_a_recipes_template_arguments_reach_prompts_and_identity(tmp_path: Path) -> None:
-    toy_tokenizer(QWEN3).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    plain = load_tokenizer(TargetSettings(path=str(tmp_path)))
-    off = load_tokenizer(
-        TargetSettings(path=str(tmp_path), template_arguments={"enable_thinking": False})
-    )
-    assert off.decode(prompt_ids(off, [ASK])) == (
-        plain.decode(prompt_ids(plain, [ASK])) + "<think>\n\n</think>\n\n"
-    )
-    assert template_sha256(off) != template_sha256(plain)
-    with pytest.raises(ValidationError, match="pattern"):
-        TargetSettings(template_arguments={"a b": 1})
-
-
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"deepseek-r1", "qwen3"}))
 def test_empty_answers_and_any_characters(family) -> None:
-    tokenizer = tokenizer_for(family)
-    empty = turns(tokenizer, [ASK, {**FOUR, "content": ""}])[0].token_ids
-    assert tokenizer.convert_ids_to_tokens(empty[-1]) == FAMILIES[family].control[0]
-    assert len([i for i in empty if i in tokenizer.all_special_ids]) >= 1
-    odd = {**FOUR, "content": "naïve “日本語” 👩‍💻\u2028<b>"}
-    found = turns(tokenizer, [ASK, odd, AGAIN, YES])
-    assert tokenizer.convert_ids_to_tokens(found[1].token_ids[-1]) == FAMILIES[family].control[0]
+    tokenizer, closing_tag = tokenizer_for(family), FAMILIES[family].special[0]
+    unusual = {**FOUR, "content": "naïve “日本語” 👩‍💻\u2028<b>"}
+    empty = assistant_turns(tokenizer, [ASK, {**FOUR, "content": ""}])
+    for turns in (empty, assistant_turns(tokenizer, [ASK, unusual, AGAIN, YES])):
+        assert tokenizer.convert_ids_to_tokens(turns[-1].token_ids[-1]) == closing_tag

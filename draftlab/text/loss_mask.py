@@ -1,0 +1,254 @@
+"""The loss mask: which tokens of a conversation the target itself would write.
+
+An answer begins after the generation prompt and ends with the tag that closes it. The end comes
+from the template's `{% generation %}` blocks or, in a template without them, from the texts of the
+message: its reasoning, its content and the functions that it calls. Anything uncertain is an error,
+because a wrong mask trains a head on tokens that the target never writes.
+
+Every answer is rendered as the last message of its conversation, as the target wrote it. Many
+templates rewrite an answer when the conversation continues: they drop its reasoning, or close it
+with another tag.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from draftlab.text.chat_template import (
+    Encoded,
+    Messages,
+    RenderError,
+    Tools,
+    encode,
+    generation_blocks,
+    render_text,
+    special_ids,
+)
+
+REGENERATE = "let the target answer the prompts itself (regenerate.enabled: true)"
+_THINK_TAGS = re.compile(r"</?think>")
+
+
+@dataclass(frozen=True)
+class AssistantTurn:
+    """One answer as token ids.
+
+    Attributes:
+        prompt_ids: everything before the answer, including the generation prompt.
+        token_ids: what the target writes, including the closing tag.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+def assistant_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Tools | None = None,
+    *,
+    where: str = "",
+) -> list[AssistantTurn]:
+    """Return the answers of a conversation, in order.
+
+    Args:
+        where: the conversation's name in errors, such as its id.
+
+    Raises:
+        RenderError: the template refuses this conversation, does not write an answer directly
+            after its generation prompt, or does not show where the answer ends.
+        UserError: the tokenizer has no template or is not a fast tokenizer.
+    """
+    indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    try:
+        render_text(tokenizer, messages, tools)  # raises also if there is no answer
+        return [
+            _last_turn(tokenizer, messages[: index + 1], tools, number)
+            for number, index in enumerate(indices, 1)
+        ]
+    except RenderError as error:
+        raise RenderError(
+            error.what, where=where or error.where, do=error.do or REGENERATE
+        ) from None
+
+
+def _last_turn(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None, number: int
+) -> AssistantTurn:
+    """Return the last message, which is answer `number`."""
+    prompt = encode(tokenizer, render_text(tokenizer, messages[:-1], tools, generation_prompt=True))
+    full = encode(tokenizer, render_text(tokenizer, messages, tools))
+    start = len(prompt.ids)
+    if not full.text.startswith(prompt.text):
+        pairs = enumerate(zip(full.text, prompt.text, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), len(full.text))
+        raise RenderError(
+            f"the chat template rewrites history: the prompt of message {len(messages) - 1} has "
+            f"{prompt.text[same : same + 40]!r} where the whole conversation has "
+            f"{full.text[same : same + 40]!r}"
+        )
+    if full.ids[:start] != prompt.ids:
+        raise RenderError(
+            f"the answer in message {len(messages) - 1} shares a token with its prompt "
+            f"({full.text[len(prompt.text) :][:20]!r} after {prompt.text[-20:]!r}): "
+            "the target could not have written it so"
+        )
+    end = _answer_end(tokenizer, messages, tools, number, prompt, full)
+    if end <= start:
+        raise RenderError(f"expected answer {number} to have tokens, found none")
+    return AssistantTurn(prompt.ids, full.ids[start:end])
+
+
+def _answer_end(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Tools | None,
+    number: int,
+    prompt: Encoded,
+    full: Encoded,
+) -> int:
+    """Return the end of the last answer (token index, exclusive), from its block or its texts."""
+    specials = special_ids(tokenizer)
+    blocks = generation_blocks(tokenizer, messages, tools)
+    message = messages[-1]
+    if blocks is None:
+        reason = "it has no {% generation %} markers"
+    elif len(blocks) != number:
+        reason = f"its markers enclose {len(blocks)} parts in {number} answers"
+    else:
+        try:
+            end = _end_from_block(blocks[-1], prompt, full, specials)
+            _check_complete(message, full.text[len(prompt.text) :])
+            return end
+        except RenderError as error:
+            reason = error.what
+    try:
+        header = "" if any(_texts(message)) else _header(tokenizer, messages, tools, prompt)
+        return _end_from_texts(message, header, prompt, full, specials)
+    except RenderError as error:
+        raise RenderError(
+            "the chat template does not show where answers begin and end: "
+            f"{reason}, and {error.what}"
+        ) from None
+
+
+def _is_blank(full: Encoded, index: int) -> bool:
+    start, end = full.offsets[index]
+    return not full.text[start:end].strip()
+
+
+def _first_token_from(full: Encoded, char: int, first: int) -> int:
+    """Return the first token, counted from `first`, that begins at or after `char`."""
+    index = first
+    while index < len(full.ids) and full.offsets[index][0] < char:
+        index += 1
+    return index
+
+
+def _end_from_block(
+    block: tuple[int, int], prompt: Encoded, full: Encoded, specials: frozenset[int]
+) -> int:
+    block_start, block_end = block
+    low, high = sorted((block_start, len(prompt.text)))
+    if block_end < len(prompt.text) or full.text[low:high].strip():
+        raise RenderError(
+            f"its markers begin {full.text[block_start:][:30]!r} but the generation prompt ends "
+            f"before {full.text[len(prompt.text) :][:30]!r}"
+        )
+    start = len(prompt.ids)
+    end = inner = _first_token_from(full, block_end, start)
+    # Some templates mark `<|im_end|>\n`. The target stops before the newline.
+    while inner > start and _is_blank(full, inner - 1):
+        inner -= 1
+    if inner > start and full.ids[inner - 1] in specials:
+        return inner
+    # Other templates leave the closing tag outside of the block. The target writes it too.
+    for outer in range(end, len(full.ids)):
+        if full.ids[outer] in specials:
+            return outer + 1
+        if not _is_blank(full, outer):
+            break
+    return end
+
+
+def _check_complete(message: Mapping[str, Any], turn: str) -> None:
+    """Raise if the rendered turn lacks the reasoning or a call: the target wrote another answer."""
+    for kind, text in _texts(message):
+        if kind != "answer" and text not in turn:
+            raise RenderError(f"it leaves out the {kind} {text[:40]!r}")
+
+
+def _header(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None, prompt: Encoded
+) -> str:
+    """Return what the template writes before the text of an answer, if that text is empty."""
+    probe = {**messages[-1], "content": "☃"}
+    text = render_text(tokenizer, [*messages[:-1], probe], tools)
+    return text[len(prompt.text) :].partition("☃")[0]
+
+
+def _end_from_texts(
+    message: Mapping[str, Any],
+    header: str,
+    prompt: Encoded,
+    full: Encoded,
+    specials: frozenset[int],
+) -> int:
+    start = len(prompt.ids)
+    length = len(header) or _texts_length(message, prompt, full, specials)
+    # The first special token after the texts closes the answer. The target does not write what
+    # follows it (Qwen's newline). Without a special token the last visible character ends it.
+    for end in range(_first_token_from(full, len(prompt.text) + length, start), len(full.ids)):
+        if full.ids[end] in specials:
+            return end + 1
+    return _first_token_from(full, len(full.text.rstrip()), start)
+
+
+def _texts_length(
+    message: Mapping[str, Any], prompt: Encoded, full: Encoded, specials: frozenset[int]
+) -> int:
+    """Return the characters from the prompt's end to the end of the message's last text.
+
+    Raises:
+        RenderError: a text is missing, or something other than a header precedes the answer.
+    """
+    begin, start = len(prompt.text), len(prompt.ids)
+    turn, end = full.text[begin:], 0
+    for number, (kind, text) in enumerate(_texts(message)):
+        position = turn.find(text, end)
+        if position < 0:
+            raise _unexpected_text(turn[end:], kind, text)
+        if number == 0 and kind == "answer" and turn[:position].strip():
+            # Only a header of special tokens may precede a plain answer. An empty <think> block,
+            # for example, is nothing that a reasoning target writes.
+            first = _first_token_from(full, begin, start)
+            last = _first_token_from(full, begin + position, start) - 1
+            if full.ids[first] not in specials or full.ids[last] not in specials:
+                raise _unexpected_text(turn, kind, text)
+        end = position + len(text)
+    if message.get("tool_calls"):  # each template writes the arguments in its own format
+        end = max(end, turn.rfind("}") + 1)
+    return end
+
+
+def _unexpected_text(turn: str, kind: str, text: str) -> RenderError:
+    return RenderError(
+        f"after the generation prompt it writes {turn[:40]!r} where the {kind} is {text[:40]!r}"
+    )
+
+
+def _texts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the kind and text of each part of an answer, in the order that templates use."""
+    *thoughts, answer = (part.strip() for part in _THINK_TAGS.split(message.get("content") or ""))
+    for thought in ((message.get("reasoning_content") or "").strip(), *thoughts):
+        if thought:
+            yield "reasoning", thought
+    if answer:
+        yield "answer", answer
+    for call in message.get("tool_calls") or ():
+        yield "function", call["function"]["name"]

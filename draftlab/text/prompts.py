@@ -1,0 +1,110 @@
+"""The prompts of a recipe: read from a JSONL file or an embedded set, deduplicated and limited."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from importlib import resources
+from itertools import islice
+from pathlib import Path
+
+from draftlab.errors import UserError
+from draftlab.progress import Monitor
+from draftlab.text.conversations import (
+    LINE_HELP,
+    Conversation,
+    check_not_empty,
+    iterate_conversations,
+)
+from draftlab.text.settings import PromptSettings
+
+EMBEDDED_PROMPTS = {"embedded": "head.jsonl", "embedded:heldout": "heldout.jsonl"}
+"""Prompt sets in draftlab/embedded/prompts: one to train a head, one held out for evaluation."""
+
+
+def prompt_file(source: str) -> Path:
+    """Return the file of a prompt source: an embedded prompt set's name, or a path.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    if source in EMBEDDED_PROMPTS:
+        folder = Path(str(resources.files("draftlab"))) / "embedded" / "prompts"
+        return folder / EMBEDDED_PROMPTS[source]
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise UserError(
+            "expected a JSONL file of conversations, found none",
+            where=path,
+            do=f"give a path, or one of {', '.join(EMBEDDED_PROMPTS)}",
+        )
+    return path
+
+
+def load_prompts(settings: PromptSettings, monitor: Monitor) -> list[Conversation]:
+    """Return `select_prompts` and report how many there are."""
+    prompts = select_prompts(settings, monitor)
+    monitor.say(f"prompts: {len(prompts):,} conversations from {settings.source}")
+    return prompts
+
+
+def select_prompts(settings: PromptSettings, monitor: Monitor) -> list[Conversation]:
+    """Return the prompts that a target can answer; report how many were dropped, and why.
+
+    Raises:
+        UserError: the source is missing, not valid or empty, or every conversation was dropped.
+    """
+    path = prompt_file(settings.source)
+    dropped: Counter[str] = Counter()
+    per_source: Counter[str] = Counter()
+    digests: set[bytes] = set()
+
+    def usable() -> Iterator[Conversation]:
+        for conversation in iterate_conversations(path):
+            roles = [m["role"] for m in conversation.messages if m["role"] != "system"]
+            digest = conversation.digest if settings.deduplicate else b""
+            if conversation.media:
+                media = " and ".join(conversation.media)
+                dropped[f"have {media} parts: draftlab reads text only"] += 1
+            elif "user" not in roles:
+                dropped["have no user turn"] += 1
+            elif roles[0] != "user":
+                dropped["begin with an answer"] += 1
+            elif digest in digests:
+                dropped["repeat an earlier one (prompts.deduplicate)"] += 1
+            elif per_source[conversation.source] == settings.per_source:
+                dropped["exceed prompts.per_source for their source"] += 1
+            else:
+                per_source[conversation.source] += 1
+                if settings.deduplicate:
+                    digests.add(digest)
+                yield conversation
+
+    prompts = list(islice(usable(), settings.max_prompts))
+    for reason, count in sorted(dropped.items()):
+        monitor.say(f"prompts: dropped {count:,} conversations that {reason}")
+    if not prompts and dropped:
+        raise UserError(
+            "expected text conversations with a user turn, found none", where=path, do=LINE_HELP
+        )
+    return check_not_empty(prompts, path)
+
+
+def select_answered(conversations: list[Conversation], monitor: Monitor) -> list[Conversation]:
+    """Return the conversations that have an assistant turn; report how many were dropped.
+
+    Raises:
+        UserError: no conversation has an assistant turn.
+    """
+    answered = [conversation for conversation in conversations if conversation.has_answer]
+    if len(answered) < len(conversations):
+        monitor.say(
+            f"answers: dropped {len(conversations) - len(answered):,} conversations without an "
+            "assistant turn"
+        )
+    if not answered:
+        raise UserError(
+            "expected conversations with an assistant turn, found none",
+            do="let the target answer them (regenerate.enabled: true)",
+        )
+    return answered

@@ -1,0 +1,23 @@
+"""A monitor that records what it is told."""
+
+from __future__ import annotations
+
+from draftlab.progress import Monitor
+
+
+class RecordingMonitor(Monitor):
+    """Records all lines, and the arguments of the last `progress` call."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.last_progress: tuple = ()
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
+        self.last_progress = (stage, done, total, detail)

@@ -1,0 +1,58 @@
+"""What depends on the chat template and tokenizer: hashes, stop ids, prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from transformers import GenerationConfig
+
+from draftlab.errors import UserError
+from draftlab.target_model.loading import load_tokenizer
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.chat_template import prompt_ids, stop_ids, template_sha256, tokenizer_sha256
+from tests.helpers.messages import user
+from tests.helpers.template_families import QWEN3
+from tests.helpers.toys import CHATML_TEMPLATE, toy_tokenizer
+
+
+def test_hashes_change_with_what_they_identify():
+    llama = toy_tokenizer()
+    assert template_sha256(llama) != template_sha256(toy_tokenizer(CHATML_TEMPLATE))
+    assert tokenizer_sha256(llama) == tokenizer_sha256(toy_tokenizer(CHATML_TEMPLATE))
+    other = toy_tokenizer()
+    other.add_tokens(["<more>"])
+    assert tokenizer_sha256(llama) != tokenizer_sha256(other)
+
+
+def test_a_target_without_a_template_is_an_error():
+    with pytest.raises(UserError, match="chat template"):
+        prompt_ids(toy_tokenizer(None), [user("q")])
+
+
+def test_stop_ids_join_tokenizer_and_generation_config(tmp_path: Path):
+    tokenizer = toy_tokenizer()
+    assert stop_ids(tokenizer, None) == {285}
+    assert stop_ids(tokenizer, GenerationConfig(eos_token_id=[282, 285])) == {282, 285}
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 287}))
+    assert stop_ids(tokenizer, tmp_path) == {285, 287}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 282}))
+    assert stop_ids(tokenizer, tmp_path) == {282, 285}
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="eos_token_id"):
+        stop_ids(tokenizer, None)
+
+
+def test_template_arguments_reach_prompts_and_hash(tmp_path: Path) -> None:
+    toy_tokenizer(QWEN3).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    default = load_tokenizer(TargetSettings(path=str(tmp_path)))
+    arguments = {"enable_thinking": False}
+    changed = load_tokenizer(TargetSettings(path=str(tmp_path), template_arguments=arguments))
+    prompt = default.decode(prompt_ids(default, [user("q")]))
+    assert changed.decode(prompt_ids(changed, [user("q")])) == prompt + "<think>\n\n</think>\n\n"
+    assert template_sha256(changed) != template_sha256(default)
+    with pytest.raises(ValidationError, match="pattern"):
+        TargetSettings(template_arguments={"a b": 1})

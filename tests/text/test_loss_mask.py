@@ -1,0 +1,191 @@
+"""The loss mask from generation blocks and from texts, on templates that help and that do not."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftlab.progress import Monitor
+from draftlab.text.chat_template import RenderError, prompt_ids
+from draftlab.text.conversations import Conversation
+from draftlab.text.loss_mask import AssistantTurn, assistant_turns
+from draftlab.text.samples import build_samples
+from tests.helpers.messages import assistant, user
+from tests.helpers.toys import CHATML_TEMPLATE, LLAMA3_TEMPLATE, toy_tokenizer
+
+
+def unmarked(template: str) -> str:
+    """Return the same template without its generation blocks."""
+    return template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+
+
+CHATML_MARKED = """\
+{%- for message in messages %}
+    {%- if message['role'] == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- generation %}
+            {{- message['content'] + '<|im_end|>\\n' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+CHATML_TAG_OUTSIDE = CHATML_MARKED.replace(
+    "+ '<|im_end|>\\n' }}\n        {%- endgeneration %}",
+    "}}\n        {%- endgeneration %}\n        {{- '<|im_end|>\\n' }}",
+)
+CHATML_HEADER_INSIDE = CHATML_MARKED.replace("{{- '<|im_start|>assistant\\n' }}", "", 1).replace(
+    "{{- message['content']", "{{- '<|im_start|>assistant\\n' + message['content']", 1
+)
+# As in Mistral: no header before an answer, so adjacent answers touch.
+NO_HEADER = """\
+{%- for message in messages %}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}
+            {{- message['content'] + eos_token }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- '[' + message['content'] + ']' }}
+    {%- endif %}
+{%- endfor %}"""
+NO_CLOSING_TAG = (
+    "{% for m in messages %}{{ '# ' + m['role'] + '\n' + m['content'] + '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '# assistant\n' }}{% endif %}"
+)
+# As in Phi-3: an end of text after the last turn only.
+END_OF_TEXT = CHATML_TEMPLATE.replace(
+    "{%- endif %}", "{%- else %}{{- '<|end_of_text|>' }}{%- endif %}"
+)
+# As in Qwen3: an empty <think> block in the last answer only, but not in the generation prompt.
+EMPTY_THINK = CHATML_TEMPLATE.replace(
+    "+ '\\n' + message['content'] +",
+    "+ '\\n' + ('<think></think>' if loop.last and message['role'] == 'assistant' else '')"
+    " + message['content'] +",
+)
+DROPS_HISTORY = CHATML_TEMPLATE.replace(
+    "+ message['content'] +", "+ (message['content'] if loop.last else '…') +"
+)
+DROPS_CONTENT = CHATML_TEMPLATE.replace("+ message['content'] ", "")
+
+CHAT = [
+    {"role": "system", "content": "be kind"},
+    user("first?"),
+    assistant("the\none 日本語"),
+    user("second?"),
+    assistant("two"),
+]
+ANSWERS = ["the\none 日本語", "two"]
+CALL = {"tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize(
+    ("template", "tag"),
+    [
+        (LLAMA3_TEMPLATE, "<|eot_id|>"),
+        (unmarked(LLAMA3_TEMPLATE), "<|eot_id|>"),
+        (CHATML_TEMPLATE, "<|im_end|>"),
+        (CHATML_MARKED, "<|im_end|>"),
+        (CHATML_TAG_OUTSIDE, "<|im_end|>"),
+        (CHATML_HEADER_INSIDE, "<|im_end|>"),
+        (END_OF_TEXT, "<|im_end|>"),
+        (NO_HEADER, "<|eot_id|>"),
+        (unmarked(NO_HEADER), "<|eot_id|>"),
+        (NO_CLOSING_TAG, ""),  # the last visible character ends the answer
+    ],
+)
+def test_answers_end_with_their_closing_tag(template, tag):
+    tokenizer = toy_tokenizer(template)
+    turns = assistant_turns(tokenizer, CHAT)
+    assert [tokenizer.decode(turn.token_ids) for turn in turns] == [text + tag for text in ANSWERS]
+    whole = tokenizer.apply_chat_template(CHAT)["input_ids"]
+    for turn, index in zip(turns, (2, 4), strict=True):
+        assert turn.prompt_ids == prompt_ids(tokenizer, CHAT[:index])
+        ids = [*turn.prompt_ids, *turn.token_ids]
+        assert whole[: len(ids)] == ids
+
+
+def test_the_mask_equals_the_one_from_transformers():
+    tokenizer = toy_tokenizer(LLAMA3_TEMPLATE)
+    out = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    (sample,) = build_samples([Conversation("c", CHAT, "s")], tokenizer, Monitor())
+    assert [int(span > 0) for span in sample.spans] == out["assistant_masks"]
+
+
+@pytest.mark.parametrize(
+    "template", [NO_HEADER, unmarked(NO_HEADER), LLAMA3_TEMPLATE, CHATML_TEMPLATE]
+)
+def test_adjacent_answers_are_distinct(template):
+    tokenizer = toy_tokenizer(template)
+    first, second = assistant_turns(tokenizer, [*CHAT[:3], assistant("and more")])
+    texts = [tokenizer.decode(turn.token_ids).split("<|")[0] for turn in (first, second)]
+    assert texts == ["the\none 日本語", "and more"]
+    if template == NO_HEADER:
+        assert second.prompt_ids == first.prompt_ids + first.token_ids
+
+
+@pytest.mark.parametrize("template", [LLAMA3_TEMPLATE, unmarked(LLAMA3_TEMPLATE), CHATML_TEMPLATE])
+def test_an_empty_answer_is_its_closing_tag(template):
+    (turn,) = assistant_turns(toy_tokenizer(template), [user(""), assistant("")])
+    assert len(turn.token_ids) == 1
+
+
+def test_a_conversation_without_an_answer_has_no_turns():
+    assert assistant_turns(toy_tokenizer(), CHAT[:2]) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "reason"),
+    [
+        (DROPS_HISTORY, CHAT, "rewrites history"),
+        (EMPTY_THINK, CHAT[:3], "no {% generation %} markers, and after the generation prompt"),
+        (DROPS_CONTENT, CHAT[:3], "generation prompt it writes"),
+        (CHATML_TEMPLATE + "{{ raise_exception('no system') }}", CHAT, "no system"),
+        (CHATML_TEMPLATE, [user("a"), assistant("\n\nb")], "shares a token with its prompt"),
+        *(
+            (template, [CHAT[1], {**assistant(content), **extra}], word)
+            for template in (LLAMA3_TEMPLATE, unmarked(LLAMA3_TEMPLATE))
+            for content, extra, word in (
+                ("two", {"reasoning_content": "hm"}, "hm"),
+                ("", CALL, "add"),
+            )
+        ),
+    ],
+)
+def test_an_unreliable_mask_is_an_error_that_names_the_conversation(template, chat, reason):
+    with pytest.raises(RenderError, match="conversation c7") as caught:
+        assistant_turns(toy_tokenizer(template), chat, where="conversation c7")
+    assert reason in caught.value.what
+    assert caught.value.do
+
+
+TURNS = st.lists(
+    st.tuples(
+        st.sampled_from(["user", "assistant"]),
+        st.text(st.sampled_from("ab \n\té日👩‍\u2028#<|"), max_size=8)
+        | st.sampled_from(["", " ", "\n\n", "<|im_end|>", "the def", " x<|eot_id|>y "]),
+    ),
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("template", [LLAMA3_TEMPLATE, CHATML_MARKED, NO_HEADER])
+@settings(max_examples=120, deadline=None)
+@given(turns=TURNS)
+def test_generation_blocks_and_texts_give_the_same_mask(template, turns):
+    chat = [user("go"), *({"role": role, "content": text} for role, text in turns)]
+
+    def outcome(source: str) -> list[AssistantTurn] | None:
+        try:
+            return assistant_turns(toy_tokenizer(source), chat)
+        except RenderError:
+            return None
+
+    from_blocks = outcome(template)
+    assert from_blocks == outcome(unmarked(template))
+    if from_blocks is not None:
+        assert len(from_blocks) == sum(message["role"] == "assistant" for message in chat)
+        assert all(turn.token_ids for turn in from_blocks)
