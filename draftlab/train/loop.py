@@ -24,19 +24,19 @@ from draftlab.store.prompt_split import hold_out
 from draftlab.store.store import Store
 from draftlab.target_model.parts import TargetParts
 from draftlab.text.draft_vocabulary import DraftVocabulary
-from draftlab.train.batch.loader import Piece, feed, in_one_row
+from draftlab.train.batch.loader import BatchLoader, MicroBatch
 from draftlab.train.batch.order import batches
-from draftlab.train.batch.pack_processes import choose_packing
-from draftlab.train.batch.packer import Packer, StepWork
+from draftlab.train.batch.packer import OptimizerStep, Packer
+from draftlab.train.batch.packing import uses_one_row
 from draftlab.train.checkpoint import Checkpoint, checkpoints, read_checkpoint, save_checkpoint
 from draftlab.train.distillation_module import DistillationModule
-from draftlab.train.distributed.backends import wrap
-from draftlab.train.distributed.ranks import Ranks, share
+from draftlab.train.distributed.ranks import Ranks, assign_micro_batches
+from draftlab.train.distributed.wrap import wrap
 from draftlab.train.flops import dense_flops, matrix_rate, mean_context
 from draftlab.train.metrics import MetricsLog, Window, speed_line
 from draftlab.train.objectives.loss import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
-from draftlab.train.profiler import OUTSIDE, Clock
+from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
 from draftlab.train.settings import TrainSettings
 from draftlab.train.validation import Validation, validate
 
@@ -81,9 +81,9 @@ class Trainer:
         if settings.validation_share and not self.held_out:
             monitor.say("validation: none, since all records answer one prompt")
         drops, imitates = self.objective.drops_anchors, self.objective.imitates_states
-        one_row = in_one_row(self.device)
+        one_row = uses_one_row(self.device)
         packer = Packer(store, settings, seed, drops, imitates, one_row)
-        self.pack = choose_packing(packer, self.ranks)
+        self.loader = BatchLoader(packer, self.ranks)
         head = new_head(config)
         initialise_head(
             head,
@@ -100,7 +100,7 @@ class Trainer:
             head.embed_tokens.to(self.dtype)  # what reads them has no more digits
         self.target = DraftTeacher.of(parts, head, torch.float32)
         lesson = DistillationModule(head, self.target, settings, self.dtype)
-        self.wrapped = wrap(lesson, settings, self.ranks)
+        self.backend = wrap(lesson, settings, self.ranks)
         self.key = sha256_text(
             canonical_json(
                 [
@@ -115,7 +115,7 @@ class Trainer:
         )
         self.step = self.tokens_seen = 0
         self.log = MetricsLog(folder, settings, muted=not self.ranks.is_main)
-        self.clock = Clock(self.device)
+        self.clock = PhaseTimer(self.device)
         self._measure(lesson)
         self._resume()
 
@@ -126,28 +126,28 @@ class Trainer:
         self.dense_flops = dense_flops(self.head.config, num_steps, context)
         self.ceiling = matrix_rate(self.device, self.dtype) * self.ranks.size
         self.monitor.say(
-            f"training on {self.wrapped.describe()}, products in {str(self.dtype)[6:]}: "
+            f"training on {self.backend.describe()}, products in {str(self.dtype)[6:]}: "
             f"{rounded_text(self.dense_flops / 1e9)} GFLOP a token if every position ran every "
             f"step; large products reach {rounded_text(self.ceiling / 1e12)} TFLOP/s here (dense "
             "MFU: the share of that; rows without loss are left out, which lifts it, above 100% "
             "even)"
         )
         self.monitor.say(
-            f"how steps are run: {lesson.description}; batches are packed by {self.pack.how}"
+            f"how steps are run: {lesson.description}; batches are packed by {self.loader.describe()}"
         )
 
     def _resume(self) -> None:
-        found = self.ranks.told(checkpoints(self.folder / "checkpoints")[-1:])
+        found = self.ranks.broadcast(checkpoints(self.folder / "checkpoints")[-1:])
         for path in found:
             kept = read_checkpoint(path, key=self.key)
-            self.wrapped.load(kept.weights, kept.moments)
+            self.backend.load(kept.weights, kept.moments)
             self.step, self.tokens_seen = kept.step, kept.tokens_seen
             self.monitor.say(f"resuming training after step {self.step}")
         self.log.truncate(self.step)
 
     def run(self) -> Validation | None:
         """Trains to the last step; returns the closing validation (None: nothing held out)."""
-        with closing(self.pack), self.ranks.together():
+        with self.ranks.report_lost_rank():
             self._train()
             validation = None
             if self.held_out:
@@ -163,13 +163,13 @@ class Trainer:
         settings = self.settings
         self.window = Window.empty(settings.ttt_steps, self.device)
         self.clock.start()
-        with closing(feed(self._works(), self.pack, self.device, self.pack.threads)) as pieces:
-            for piece in pieces:
+        with closing(self.loader.micro_batches(self._optimizer_steps())) as micro_batches:
+            for micro in micro_batches:
                 self.clock.mark("data")
-                if piece.first:
-                    self._agree(piece)
-                self._accumulate(piece)
-                if not piece.last:
+                if micro.first:
+                    self._agree(micro)
+                self._accumulate(micro)
+                if not micro.last:
                     continue
                 self._update()
                 self.step += 1
@@ -185,10 +185,12 @@ class Trainer:
                 if self.step % settings.checkpoint_every == 0 and not last:
                     self.save()
 
-    def _works(self) -> Iterator[StepWork]:
+    def _optimizer_steps(self) -> Iterator[OptimizerStep]:
         """This process's part of the optimizer steps that are left."""
         for step, rows in islice(enumerate(self._order()), self.step, self.settings.steps):
-            yield StepWork(step, share(rows, self.settings.micro_rows, self.ranks))
+            yield OptimizerStep(
+                step, assign_micro_batches(rows, self.settings.micro_rows, self.ranks)
+            )
 
     def _order(self) -> Iterator[list[list[int]]]:
         """Rows of record indices for each optimizer step."""
@@ -198,36 +200,38 @@ class Trainer:
         ):
             yield [[self.training[i] for i in row] for row in rows]
 
-    def _agree(self, piece: Piece) -> None:
+    def _agree(self, micro: MicroBatch) -> None:
         """Counts an optimizer step over all ranks; hosts wait for each other here."""
-        *counts, tokens = self.ranks.total(torch.tensor([*piece.counts, piece.tokens])).tolist()
+        *counts, tokens = self.ranks.all_reduce(
+            torch.tensor([*micro.counts, micro.tokens])
+        ).tolist()
         self.anchors, self.weights = counts[0], self.objective.weights(self.settings.gamma, counts)
         self.window.seen(counts, tokens)
         self.tokens_seen += tokens
         if self.ranks.size > 1:
             self.clock.mark("ranks")
 
-    def _accumulate(self, piece: Piece) -> None:
+    def _accumulate(self, micro: MicroBatch) -> None:
         """Adds a micro-batch's gradients; the loss is normalised by its whole step's counts."""
-        idle, parts = piece.batch.idle, list(piece.batch.split())
+        idle, parts = micro.batch.idle, list(micro.batch.split())
         weights = [0.0] * len(self.weights) if idle else self.weights
         for number, part in enumerate(parts, 1):
-            last = piece.last and number == len(parts)
-            loss, sums = self.wrapped.forward(part, weights, reduce=last)
+            last = micro.last and number == len(parts)
+            loss, sums = self.backend.forward(part, weights, reduce=last)
             self.clock.mark("forward")
-            self.wrapped.backward(loss, self.anchors)
+            self.backend.backward(loss, self.anchors)
             self.clock.mark("backward")
             if not idle:
                 self.window.sums.add(sums)
 
     def _update(self) -> None:
         """Moves the weights along the gradients."""
-        self.window.stepped(self.wrapped.step(learning_rate(self.step, self.settings)))
+        self.window.stepped(self.backend.step(learning_rate(self.step, self.settings)))
         self.clock.mark("optimizer")
 
     def _log(self) -> None:
         mine = torch.stack(self.window.sums.tensors()).cpu()
-        self.window.sums = Sums(*self.ranks.total(mine))
+        self.window.sums = Sums(*self.ranks.all_reduce(mine))
         found = self.window.row(self.clock, dense_flops=self.dense_flops, ceiling=self.ceiling)
         largest = float(self.window.largest_norm)
         self.window = Window.empty(self.settings.ttt_steps, self.device)
@@ -241,7 +245,7 @@ class Trainer:
     def validate(self) -> Validation:
         """Validates on the held-out records, writes and says what it found."""
         num_steps = self.settings.ttt_steps
-        head, ranks = self.wrapped.plain(), self.ranks
+        head, ranks = self.backend.unwrap(), self.ranks
         found = validate(
             head, self.target, self.store, self.held_out, num_steps=num_steps, ranks=ranks
         )
@@ -251,7 +255,7 @@ class Trainer:
         self.monitor.say(f"validation at step {self.step}: {found.line()}")
         if line := found.position_line():
             self.monitor.say(line)
-        self.clock.mark(OUTSIDE)
+        self.clock.mark(NOT_TRAINING)
         return found
 
     def _not_finite(self, found: str) -> NoReturn:
@@ -267,14 +271,14 @@ class Trainer:
         Raises:
             UserError: weights are not finite: a run would never get over such a checkpoint.
         """
-        weights, moments = self.wrapped.weights(), self.wrapped.moments()
+        weights, moments = self.backend.weights(), self.backend.moments()
         broken = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
-        if broken := self.ranks.told(broken):
+        if broken := self.ranks.broadcast(broken):
             self._not_finite(f"others in {', '.join(broken)}")
         if self.ranks.is_main:
             kept = Checkpoint(self.step, self.tokens_seen, self.key, weights, moments)
             save_checkpoint(self.folder / "checkpoints", kept)
-        self.clock.mark(OUTSIDE)
+        self.clock.mark(NOT_TRAINING)
 
 
 def product_dtype(precision: str, device: torch.device) -> torch.dtype:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.train.objectives.loss import Sums
-from draftlab.train.profiler import OUTSIDE, Clock
+from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
 from draftlab.train.settings import TrainSettings
 
 
@@ -47,7 +47,7 @@ class Window:
         self.grad_norm = grad_norm
         self.largest_norm = torch.maximum(self.largest_norm, grad_norm)
 
-    def row(self, clock: Clock, *, dense_flops: float, ceiling: float) -> dict[str, Any]:
+    def row(self, clock: PhaseTimer, *, dense_flops: float, ceiling: float) -> dict[str, Any]:
         """The numbers of a line; the device is waited for, once.
 
         Args:
@@ -59,7 +59,7 @@ class Window:
             (x / self.sums.count.clamp(min=1)).tolist() for x in self.sums.tensors()[:3]
         )
         phases = clock.read()
-        phases.pop(OUTSIDE, None)
+        phases.pop(NOT_TRAINING, None)
         seconds = sum(phases.values())
         return {
             "loss": loss,

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-OUTSIDE = "outside"
+NOT_TRAINING = "outside"
 """The phase of what is no training: validation and checkpoints."""
 
 
-class Clock:
+class PhaseTimer:
     """Cuts the time since `start` into named phases.
 
     On a GPU it is the GPU's own time: a mark is an event behind the work that was queued before it,

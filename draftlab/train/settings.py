@@ -18,7 +18,7 @@ FREE_SETTINGS = frozenset(
         "recompute",
         "checkpoint_every",
         "log_every",
-        "packers",
+        "data_workers",
         "validate_every",
         "wandb",
     }
@@ -181,9 +181,9 @@ class TrainSettings(Settings):
     """What several processes keep: the whole head each (ddp), shards of weights, gradients and
     moments (fsdp2, zero3), of gradients and moments (zero2), or of moments (zero1). zero: by
     DeepSpeed, on two GPUs 1% to 3% slower than the others."""
-    packers: int | None = Field(default=None, ge=0)
-    """Processes that pack batches, of half a gigabyte each; 0: threads of the one that trains.
-    None: up to 4 for a GPU, whose work starts more slowly beside threads; on a CPU 0."""
+    data_workers: int | None = Field(default=None, ge=0)
+    """Processes that pack batches, of half a gigabyte each; 0: the process that trains packs them.
+    None: up to 4 for a GPU, as far as CPU cores and /dev/shm allow; 0 on a CPU."""
     wandb: str | None = None
     """Project on Weights & Biases; None: off."""
 

@@ -215,8 +215,8 @@ def validate(
                 runs = ratios[b, : len(record.tokens)][whole].cumprod(-1).sum(-1)
                 expected, anchors = expected + float(runs.sum()), anchors + len(runs)
     head.train(training)
-    by_position.sums, sums = (ranks.total(of.cpu()) for of in (by_position.sums, sums))
-    each = ranks.gathered((counters, steps, expected, anchors))
+    by_position.sums, sums = (ranks.all_reduce(of.cpu()) for of in (by_position.sums, sums))
+    each = ranks.all_gather((counters, steps, expected, anchors))
     counters = sum((c for c, _, _, _ in each), Counters(num_steps))
     steps = {name: found for _, of, _, _ in each for name, found in of.items()}
     expected, anchors = (sum(one[i] for one in each) for i in (2, 3))

@@ -5,8 +5,8 @@
     python eval/bench/bench_train.py --host                   # batches packed and copied on the way
     python eval/bench/bench_train.py --same-loss 20 --precision float32
     python eval/bench/bench_train.py --peer speculators       # or specforge; prints the ratio
-    python eval/bench/bench_train.py --family ptd --layers 2  # a parallel head, 8 depths; with peers too
-    python eval/bench/bench_train.py --shape tiny --device cpu
+    python eval/bench/bench_train.py --family peagle --layers 2  # a parallel head, 8 depths; with
+    peers too python eval/bench/bench_train.py --shape tiny --device cpu
 
 Features are random but fixed; what is timed is what `draftlab train` runs:
 `train/distillation_module.py`,
@@ -53,16 +53,15 @@ from train_work import (
     step_weights,
 )
 
-from draftlab.train.batch.loader import feed
-from draftlab.train.batch.pack_processes import choose_packing
+from draftlab.train.batch.loader import BatchLoader
 from draftlab.train.batch.packing import Batch
 from draftlab.train.checkpoint import trainable
 from draftlab.train.distillation_module import DistillationModule
-from draftlab.train.distributed.backends import Whole
+from draftlab.train.distributed.backends import TrainBackend
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.flops import dense_flops, matrix_rate, mean_context
 from draftlab.train.metrics import peak_memory
-from draftlab.train.profiler import Clock
+from draftlab.train.profiler import PhaseTimer
 from draftlab.train.settings import TrainSettings
 
 RATE = 1e-4
@@ -71,7 +70,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LOSS_BOUND, COSINE_BOUND, LATE_BOUND = 1e-4, 0.9999, 0.01
 
 
-def trainer(work: Work, device: torch.device, options: argparse.Namespace) -> Whole:
+def trainer(work: Work, device: torch.device, options: argparse.Namespace) -> TrainBackend:
     """The head of some work in the trainer's hands."""
     work.head.lm_head.weight.requires_grad_(not options.freeze_lm_head)
     known = {"auto": "auto", "on": True, "off": False}
@@ -85,11 +84,11 @@ def trainer(work: Work, device: torch.device, options: argparse.Namespace) -> Wh
         cod_min=work.shape.cod_min,
     )
     lesson = DistillationModule(work.head, work.target, settings, DTYPES[options.precision])
-    print(f"how steps are run: {lesson.how}", file=sys.stderr)
-    return Whole(lesson, settings, Ranks(0, 1, device))
+    print(f"how steps are run: {lesson.description}", file=sys.stderr)
+    return TrainBackend(lesson, settings, Ranks(0, 1, device))
 
 
-def step(whole: Whole, batch: Batch, clock: Clock) -> Tensor:
+def step(whole: TrainBackend, batch: Batch, clock: PhaseTimer) -> Tensor:
     """One optimizer step, without waiting for it; the loss on the device."""
     weights = step_weights(whole.head.config.family, batch.counts)
     loss, _ = whole.forward(batch, weights, reduce=True)
@@ -109,17 +108,17 @@ def batches(
     if not options.host:
         yield repeat(work.packed(device).to(device))
         return
-    packer = work.packer(device, packers=options.packers)
-    with closing(choose_packing(packer, Ranks(0, 1, device))) as pack:
-        print(f"batches are packed by {pack.how}", file=sys.stderr)
-        with closing(feed(repeat(work.step_work), pack, device, pack.threads)) as pieces:
-            yield (piece.batch for piece in pieces)
+    packer = work.packer(device, data_workers=options.data_workers)
+    loader = BatchLoader(packer, Ranks(0, 1, device))
+    print(f"batches are packed by {loader.describe()}", file=sys.stderr)
+    with closing(loader.micro_batches(repeat(work.step))) as micro_batches:
+        yield (micro.batch for micro in micro_batches)
 
 
 def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of a step and its phases, speed and memory."""
     started = time.perf_counter()
-    whole, clock = trainer(work, device, options), Clock(device)
+    whole, clock = trainer(work, device, options), PhaseTimer(device)
     found: list[dict[str, float]] = []
     clock.start()
     with batches(work, device, options) as fed:
@@ -158,7 +157,7 @@ def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict
     }
 
 
-def gradients(whole: Whole) -> Tensor:
+def gradients(whole: TrainBackend) -> Tensor:
     """All gradients, flat; of a parameter without one, zeros."""
     weights = trainable(whole.head).values()
     return torch.cat(
@@ -167,7 +166,7 @@ def gradients(whole: Whole) -> Tensor:
 
 
 @contextmanager
-def lent_weights(to: Whole, of: Whole) -> Iterator[None]:
+def lent_weights(to: TrainBackend, of: TrainBackend) -> Iterator[None]:
     """One trainer with another's weights inside the block.
 
     Gradients are compared there: AdamW makes steps out of rounding, and after some of them two
@@ -249,7 +248,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--recompute", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--host", action="store_true", help="batches from the host's memory")
-    parser.add_argument("--packers", type=int, help="--host: train.packers")
+    parser.add_argument("--data-workers", type=int, help="--host: train.data_workers")
     parser.add_argument("--same-loss", type=int, default=0, metavar="STEPS")
     parser.add_argument("--rate", type=float, default=1.0, help="--same-loss: times 1e-4")
     parser.add_argument(
@@ -260,8 +259,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> dict[str, Any]:
     options = arguments(words)
-    if options.packers is not None and not options.host:
-        raise SystemExit("--packers goes with --host")
+    if options.data_workers is not None and not options.host:
+        raise SystemExit("--data-workers goes with --host")
     device = torch.device(options.device)
     shape = in_family(SHAPES[options.shape], options.family)
     given = {name: getattr(options, name) for name in vars(shape)}

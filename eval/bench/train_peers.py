@@ -31,7 +31,7 @@ from transformers import LlamaConfig
 
 from draftlab.errors import UserError
 from draftlab.train.metrics import peak_memory
-from draftlab.train.profiler import Clock
+from draftlab.train.profiler import PhaseTimer
 
 RATE = 1e-4
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -61,7 +61,7 @@ def peer_seconds(
         before = torch.cuda.memory_allocated(device)  # what it is timed beside keeps
     asked = frozenset(filter(None, choices.split(",")))
     peer = PEERS[kind](asked, work, device, DTYPES[options.precision])
-    clock, found = Clock(device), []
+    clock, found = PhaseTimer(device), []
     counted: list[float] = []
     for number in range(options.warmup + options.repeats):
         clock.start()
@@ -74,7 +74,7 @@ def peer_seconds(
         phases = clock.read()
         if number >= options.warmup:
             found.append(phases)
-            if work.shape.family == "ptd":
+            if work.shape.family == "peagle":
                 counted.append(float(metrics[COUNTED]))
     seconds = median(sum(each.values()) for each in found)
     row = {
@@ -140,10 +140,10 @@ def _imported(library: str, *modules: str) -> list[Any]:
 
 
 def _speculators(asked: Set[str], work: Work, device: torch.device, precision: torch.dtype) -> Peer:
-    parallel = work.shape.family == "ptd"
+    parallel = work.shape.family == "peagle"
     if asked - {"fused", "frozen"} or ("frozen" in asked and not parallel):
         raise UserError(
-            f"expected speculators[:fused] or, for --family ptd, speculators[:fused,frozen]; found "
+            f"expected speculators[:fused] or, for --family peagle, speculators[:fused,frozen]; found "
             f"speculators:{','.join(sorted(asked))}"
         )
     algorithm, name = ("peagle", "PEagle") if parallel else ("eagle3", "Eagle3")

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
-from draftlab.train.families import OBJECTIVES
 from torch import Tensor
 
-from draftlab.heads.config import HeadConfig, TargetIdentity
+from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
 from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.family import get_family
 from draftlab.heads.folder import new_head
 from draftlab.heads.layers import RMSNorm
 from draftlab.heads.peagle import PeagleHead
@@ -20,14 +20,13 @@ from draftlab.kernels.distill import distill
 from draftlab.kernels.ttt_attention import ttt_attention_reference
 from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
-from draftlab.train.batch.loader import in_one_row
-from draftlab.train.batch.packer import Packer, StepWork
-from draftlab.train.batch.packing import Batch, pinned
+from draftlab.train.batch.packer import OptimizerStep, Packer
+from draftlab.train.batch.packing import Batch, uses_one_row
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.settings import TrainSettings
 
 GAMMA = 0.8
-FAMILIES = ("eagle3", "ptd")
+FAMILIES = ("eagle3", "peagle")
 ATTENTION = (
     "draftlab.train.objectives.chunked_attention.ttt_attention",
     "draftlab.train.objectives.parallel.ttt_attention",
@@ -42,7 +41,7 @@ class Shape:
         rows, row_tokens: rows of a batch, each one conversation.
         prompt: share of each row that is prompt, at its beginning; the rest is one answer.
         steps: unrolled steps, or depths.
-        cod_ratio, cod_min: ptd, as in `TrainSettings`.
+        cod_ratio, cod_min: peagle, as in `TrainSettings`.
     """
 
     hidden: int = 4096
@@ -76,13 +75,13 @@ SHAPES = {
 
 def in_family(shape: Shape, family: str) -> Shape:
     """The same work for a parallel head too: eight depths where a chain has seven steps."""
-    return replace(shape, family=family, steps=shape.steps + (family == "ptd"))
+    return replace(shape, family=family, steps=shape.steps + (family == "peagle"))
 
 
 def head_config(shape: Shape) -> HeadConfig:
     """The head's, of a target with as many layers as its boundaries need."""
-    layers, parallel = shape.boundaries + 1, shape.family == "ptd"
-    return HeadConfig(
+    layers, parallel = shape.boundaries + 1, shape.family == "peagle"
+    return make_head_config(
         schema=1,
         family=shape.family,
         num_layers=shape.layers,
@@ -133,35 +132,35 @@ class Work:
     records: Sequence[Record]
 
     @property
-    def step_work(self) -> StepWork:
+    def step(self) -> OptimizerStep:
         """An optimizer step: all records, each in a row of its own."""
-        return StepWork(0, [([[number] for number in range(len(self.records))], False)])
+        return OptimizerStep(0, [([[number] for number in range(len(self.records))], False)])
 
     def packer(
-        self, device: torch.device, *, one_row: bool | None = None, packers: int | None = None
+        self, device: torch.device, *, one_row: bool | None = None, data_workers: int | None = None
     ) -> Packer:
         """What makes batches of the records, to be run on a device.
 
         Args:
             one_row: None: as training lays them out for the device.
-            packers: as `TrainSettings`.
+            data_workers: as `TrainSettings`.
         """
-        shape, objective = self.shape, OBJECTIVES[self.shape.family]
+        shape, objective = self.shape, get_family(self.shape.family).objective()
         settings = TrainSettings(
             ttt_steps=shape.steps,
             row_tokens=shape.row_tokens,
             cod_ratio=shape.cod_ratio,
             cod_min=shape.cod_min,
-            packers=packers,
+            data_workers=data_workers,
         )
-        one_row = in_one_row(device) if one_row is None else one_row
-        return Packer(Held(self.records), settings, 0, objective.drops, objective.imitates, one_row)
+        one_row = uses_one_row(device) if one_row is None else one_row
+        drops, imitates = objective.drops_anchors, objective.imitates_states
+        return Packer(Held(self.records), settings, 0, drops, imitates, one_row)
 
     def packed(self, device: torch.device, *, one_row: bool | None = None) -> Batch:
         """The records as a batch in the host's memory; `one_row` as in `packer`."""
-        room = pinned if device.type == "cuda" else None
-        (batch,) = self.packer(device, one_row=one_row).batches(self.step_work, room)
-        return batch
+        (batch,) = self.packer(device, one_row=one_row)[self.step]
+        return batch.pin_memory() if device.type == "cuda" else batch
 
 
 def new_work(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Work:
@@ -226,7 +225,7 @@ def all_positions(work: Work) -> Work:
 
 def step_weights(family: str, counts: Sequence[int]) -> list[float]:
     """What each step's sum of losses counts, of a batch with so many positions at each."""
-    return OBJECTIVES[family].weights(GAMMA, counts)
+    return get_family(family).objective().step_weights(GAMMA, counts)
 
 
 def reference_loss(head: Eagle3Head, target: DraftTeacher, batch: Batch) -> Tensor:
@@ -237,10 +236,10 @@ def reference_loss(head: Eagle3Head, target: DraftTeacher, batch: Batch) -> Tens
     with ExitStack() as stack:
         for kernel in ATTENTION:
             stack.enter_context(mock.patch(kernel, ttt_attention_reference))
-        steps = list(OBJECTIVES[family].outputs(head, batch))
+        steps = list(get_family(family).objective().forward(head, batch))
     for weight, step in zip(weights, steps, strict=False):
-        last = target.norm(teacher.last[step.teacher].to(target.weight.dtype))
+        last = target.norm(teacher.last[step.teacher_index].to(target.weight.dtype))
         z = teacher.finish(last @ target.weight.t())
-        judged = distill(head.logits(step.output), z, teacher.logsumexp[step.teacher])
+        judged = distill(head.logits(step.output), z, teacher.logsumexp[step.teacher_index])
         total = total + weight * judged.loss.sum()
     return total / batch.num_anchors

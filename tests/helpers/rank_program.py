@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from draftlab.errors import UserError
-from draftlab.kernels.current import give_back_memory
+from draftlab.kernels.cuda_device import free_memory
 from draftlab.progress import Monitor
 from draftlab.train.loop import Trainer
 from tests.helpers import synthetic
@@ -73,16 +73,16 @@ def main() -> None:
         except UserError as error:
             (folder / f"{name}-{os.environ['RANK']}.txt").write_text(str(error))
             continue
-        head, ranks = trainer.wrapped.plain(), trainer.ranks
+        head, ranks = trainer.backend.unwrap(), trainer.ranks
         if parallel in ("zero1", "zero2"):
-            made = trainer.wrapped.module.get_global_grad_norm()
+            made = trainer.backend.module.get_global_grad_norm()
             assert made is None, f"{name}: DeepSpeed made a norm, for which hosts wait for GPUs"
         if ranks.is_main:
             torch.save((head.state_dict(), heard.lines), folder / name / "result.pt")
-        trainer.wrapped.close()
-        left = weakref.ref(trainer.wrapped.optimizer)
+        trainer.backend.close()
+        left = weakref.ref(trainer.backend.optimizer)
         del trainer
-        give_back_memory()
+        free_memory()
         assert parallel == "zero3" or left() is None, f"{name}: it outlives its training"
     # gloo's threads, left to the end of the process, now and then abort it: 1 of 25 on a busy CPU.
     ranks.leave()

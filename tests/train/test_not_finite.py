@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.train.distributed.backends import Whole
+from draftlab.train.distributed.backends import TrainBackend
 from draftlab.train.metrics import Window
 from tests.helpers.list_store import ListStore
 from tests.train.test_learning import orthogonal_parts, toy_answer, trained
@@ -36,13 +36,13 @@ def test_one_gradient_that_is_not_finite_is_noticed(
     factor: float, norm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where only its norm overflows: clipped by that, its step would change nothing."""
-    usual, calls = Whole.backward, []
+    usual, calls = TrainBackend.backward, []
 
-    def backward(self: Whole, loss: Tensor, anchors: int) -> None:
+    def backward(self: TrainBackend, loss: Tensor, anchors: int) -> None:
         calls.append(None)
         usual(self, loss * (factor if len(calls) == 2 else 1.0), anchors)
 
-    monkeypatch.setattr(Whole, "backward", backward)
+    monkeypatch.setattr(TrainBackend, "backward", backward)
     with pytest.raises(UserError, match=f"up to step 4, found losses .* gradient of norm {norm}"):
         train(tmp_path, steps=8, log_every=4)
 

@@ -11,9 +11,9 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, load_head, save_head
 from draftlab.heads.peagle import PeagleHead
 from draftlab.progress import Monitor
-from draftlab.train.batch.packer import StepWork
+from draftlab.train.batch.packer import OptimizerStep
 from draftlab.train.batch.packing import Batch, pack
-from draftlab.train.distributed.ranks import share
+from draftlab.train.distributed.ranks import assign_micro_batches
 from draftlab.train.loop import Trainer
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.token_scores import score
@@ -112,7 +112,7 @@ def test_vectors_do_not_decay_even_as_matrices_of_one_row(tmp_path: Path) -> Non
         weight_decay=0.1,
     )
     head = trainer.head
-    groups = trainer.wrapped.optimizer.param_groups
+    groups = trainer.backend.optimizer.param_groups
     decayed, rest = ({id(p) for p in group["params"]} for group in groups)
     assert groups[0]["weight_decay"] == 0.1
     assert groups[1]["weight_decay"] == 0
@@ -182,8 +182,8 @@ def test_what_is_dropped_depends_on_the_step_and_not_on_how_it_is_cut(tmp_path: 
     rows = next(made[0]._order())
 
     def packed(trainer: Trainer, step: int) -> list[tuple]:
-        micro = share(rows, trainer.settings.micro_rows, trainer.ranks)
-        return entries(trainer.pack(StepWork(step, micro)))
+        micro = assign_micro_batches(rows, trainer.settings.micro_rows, trainer.ranks)
+        return entries(trainer.loader.packer[OptimizerStep(step, micro)])
 
     first, *others = (packed(t, 7) for t in made)
     assert others == [first, first]

@@ -7,6 +7,8 @@ Every stage keeps the order, so training sees the same batches for any number of
 
 from __future__ import annotations
 
+import atexit
+import math
 import os
 import pickle
 import shutil
@@ -78,7 +80,7 @@ class BatchLoader:
         """Return where batches are packed, for the console."""
         return counted(self.num_workers, "data worker") if self.num_workers else "this process"
 
-    def micro_batches(self, steps: Iterable[OptimizerStep]) -> Generator[MicroBatch]:
+    def micro_batches(self, steps: Iterable[OptimizerStep]) -> Generator[MicroBatch, None, None]:
         """Yield the micro-batches of the steps in order, on the device, loaded ahead.
 
         Data workers end with the generator: close it.
@@ -88,11 +90,10 @@ class BatchLoader:
         """
         loaded = _micro_batches(self._packed(steps))
         if self.device.type != "cuda":
-            arrived = (replace(m, batch=m.batch.to(self.device)) for m in loaded)
-            return prefetch(_closed_with(loaded, arrived))
+            return prefetch(loaded)
         return _wait_for_copies(prefetch(_start_copies(loaded, self.device)), self.device)
 
-    def _packed(self, steps: Iterable[OptimizerStep]) -> Generator[list[Batch]]:
+    def _packed(self, steps: Iterable[OptimizerStep]) -> Generator[list[Batch], None, None]:
         """Yield the packed micro-batches of each step, in pinned memory for a GPU."""
         on_gpu, workers = self.device.type == "cuda", self.num_workers
         loader = DataLoader(
@@ -104,7 +105,7 @@ class BatchLoader:
             pin_memory=on_gpu,
             # A forked process cannot use CUDA, nor locks that other threads hold.
             multiprocessing_context="spawn" if workers else None,
-            worker_init_fn=_ignore_interrupts,
+            worker_init_fn=_prepare_worker,
             generator=torch.Generator(),  # or it would draw from the global one
         )
         with _worker_start(), torch.cuda.device(self.device) if on_gpu else nullcontext():
@@ -114,7 +115,7 @@ class BatchLoader:
             while (batches := next(packed, None)) is not None:
                 if isinstance(batches, Exception):
                     raise batches
-                yield batches
+                yield batches if on_gpu else [batch.dequantised() for batch in batches]
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
@@ -153,9 +154,13 @@ class _WorkerPacker(Dataset[Any]):
             return sent
 
 
-def _ignore_interrupts(_: int) -> None:
-    """Leave Ctrl-C to the process that trains, which ends the workers."""
+def _prepare_worker(_: int) -> None:
+    """Leave Ctrl-C to the process that trains, and end as forked workers do.
+
+    At the interpreter's own end, a thread that still sends a batch would abort the process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    atexit.register(os._exit, 0)
 
 
 @contextmanager
@@ -178,7 +183,7 @@ def _worker_start() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _micro_batches(packed: Generator[list[Batch]]) -> Generator[MicroBatch]:
+def _micro_batches(packed: Generator[list[Batch], None, None]) -> Generator[MicroBatch, None, None]:
     with closing(packed):
         for batches in packed:
             counts = tuple(map(sum, zip(*(batch.counts for batch in batches), strict=True)))
@@ -187,12 +192,7 @@ def _micro_batches(packed: Generator[list[Batch]]) -> Generator[MicroBatch]:
                 yield MicroBatch(batch, counts, tokens, number == 1, number == len(batches))
 
 
-def _closed_with(source: Generator[Any], items: Iterator[Item]) -> Generator[Item]:
-    with closing(source):
-        yield from items
-
-
-def prefetch(items: Generator[Item]) -> Generator[Item]:
+def prefetch(items: Generator[Item, None, None]) -> Generator[Item, None, None]:
     """Yield the items; a thread prepares the next one meanwhile."""
     with closing(items), ThreadPoolExecutor(1, "prefetch") as thread:
         following = thread.submit(next, items, _END)
@@ -202,8 +202,8 @@ def prefetch(items: Generator[Item]) -> Generator[Item]:
 
 
 def _start_copies(
-    micro_batches: Generator[MicroBatch], device: torch.device
-) -> Generator[tuple[MicroBatch, torch.cuda.Event]]:
+    micro_batches: Generator[MicroBatch, None, None], device: torch.device
+) -> Generator[tuple[MicroBatch, torch.cuda.Event], None, None]:
     """Copy each micro-batch to the GPU on a stream, and yield it with the event of its arrival."""
     stream = torch.cuda.Stream(device)
     with closing(micro_batches):
@@ -214,8 +214,8 @@ def _start_copies(
 
 
 def _wait_for_copies(
-    micro_batches: Generator[tuple[MicroBatch, torch.cuda.Event]], device: torch.device
-) -> Generator[MicroBatch]:
+    micro_batches: Generator[tuple[MicroBatch, torch.cuda.Event], None, None], device: torch.device
+) -> Generator[MicroBatch, None, None]:
     """Yield micro-batches; the current stream waits for the arrival of each, the host does not."""
     queued: deque[torch.cuda.Event] = deque()
     with closing(micro_batches):
@@ -240,7 +240,7 @@ def _choose_num_workers(packer: Packer, ranks: Ranks) -> int:
     else:
         number = requested or default_num_workers(ranks.local_gpus)
         needed = (number + 1) * packer.step_bytes(ranks.size) * ranks.local_gpus
-        free = shutil.disk_usage(SHARED_MEMORY).free
+        free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else math.inf
         if needed <= free:
             return number
         reason = (

@@ -39,16 +39,16 @@ class Packer(Dataset[list[Batch]]):
     Attributes:
         store: the records.
         settings, seed: of the training.
-        drops: whether the objective drops depths at random (`sample_depths`).
-        imitates: whether the objective adds noise to the features.
+        drops_anchors: whether the objective drops depths at random (`sample_depths`).
+        imitates_states: whether the objective adds noise to the features.
         one_row: see `pack`.
     """
 
     store: Store
     settings: TrainSettings
     seed: int
-    drops: bool
-    imitates: bool
+    drops_anchors: bool
+    imitates_states: bool
     one_row: bool
 
     def __getitem__(self, step: OptimizerStep) -> list[Batch]:
@@ -67,8 +67,8 @@ class Packer(Dataset[list[Batch]]):
                 self._records(rows),
                 settings.row_tokens,
                 settings.ttt_steps,
-                max_steps=max_steps if self.drops else None,
-                noise=noise if self.imitates and settings.noise else None,
+                max_steps=max_steps if self.drops_anchors else None,
+                noise=noise if self.imitates_states and settings.noise else None,
                 num_passes=settings.anchor_parts,
                 one_row=self.one_row,
                 idle=idle,

@@ -118,6 +118,15 @@ class Batch:
         return replace(self, features=dequantise(self.features, self.scales), scales=None)
 
 
+def uses_one_row(device: torch.device) -> bool:
+    """Return whether batches for a device are packed into one row, which has no padding.
+
+    A GPU's attention skips other documents. A CPU's attention computes whole rows, whose cost grows
+    with the square of their length.
+    """
+    return device.type == "cuda"
+
+
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply a function to every tensor of a batch except those that stay on the host."""
     if isinstance(value, Tensor):

@@ -1,9 +1,9 @@
-"""The processes of a training: which one this is, and what their hosts tell each other.
+"""The ranks of a training: which one this process is, and what they exchange on the CPU.
 
-Whoever starts them (`draftlab train --gpus N`, torchrun, accelerate launch) sets RANK, WORLD_SIZE,
-LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Gradients travel by NCCL on GPUs and by gloo on a CPU. What
-hosts tell each other always goes by a gloo group of its own: there a rank may wait for hours while
-rank 0 answers prompts, where NCCL would give up after minutes, and learns at once when one dies.
+The launcher (`draftlab train --gpus N`, torchrun, accelerate launch) sets RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Gradients are reduced by NCCL on GPUs and by gloo on a CPU.
+Everything else goes through a gloo group of its own. There a rank may wait for hours while rank 0
+answers prompts, where NCCL would time out after minutes, and notices at once when a rank dies.
 """
 
 from __future__ import annotations
@@ -25,81 +25,82 @@ from draftlab.errors import UserError
 from draftlab.target_model.locate import resolve_device
 
 T = TypeVar("T")
-STARTED = "WORLD_SIZE"
-"""Environment variable: how many processes were started together."""
-PATIENCE = timedelta(days=30)
-"""How long hosts wait for one that is alive."""
-_MOMENT = 0.1
-"""Seconds, in which this process leaves Python to its other threads."""
-HOW = "start them with `draftlab train RECIPE --gpus N`, torchrun or accelerate launch"
+WORLD_SIZE = "WORLD_SIZE"
+"""Environment variable: how many processes were launched together."""
+TIMEOUT = timedelta(days=30)
+"""Of the gloo group: as good as none."""
+_THREADS_END = 0.1
+"""Seconds that gloo's threads get to end in."""
+LAUNCH_HINT = "start them with `draftlab train RECIPE --gpus N`, torchrun or accelerate launch"
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that work together.
+    """This process among the ranks of a training.
 
     Attributes:
-        rank, size: its number, and how many there are.
-        device: what it trains on.
-        hosts: the group in which hosts talk; None for a process alone, or one that left.
+        rank, size: its number, and the number of ranks.
+        device: the device that it trains on.
+        cpu_group: the gloo group; None for a single process, or after `leave`.
     """
 
     rank: int
     size: int
     device: torch.device
-    hosts: Any = None
+    cpu_group: Any = None
 
     @classmethod
     def join(cls, device: str) -> Ranks:
-        """Joins the processes that were started with this one; alone if none were.
+        """Join the processes that were launched with this one, if there are any.
 
         Args:
             device: `train.device`.
 
         Raises:
-            UserError: one device named for all of them, fewer GPUs than processes, or a launcher
-                whose processes do not find each other.
+            UserError: one device is named for all processes, there are fewer GPUs than processes,
+                or the processes do not find each other.
         """
-        started, wanted = started_together(), resolve_device(device)
-        if started == 1:
-            return cls(0, 1, wanted)
-        if wanted.type == "cuda":
-            local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-            if wanted.index is not None:
+        launched, resolved = num_launched(), resolve_device(device)
+        if launched == 1:
+            return cls(0, 1, resolved)
+        if resolved.type == "cuda":
+            local, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+            if resolved.index is not None:
                 raise UserError(
-                    f"{started} processes train, and train.device names one device for all: "
+                    f"{launched} processes train, and train.device names one device for all: "
                     f"{device}",
                     do="use train.device: auto, which gives each process a GPU of its own",
                 )
-            if local >= there:
+            if local >= num_gpus:
                 raise UserError(
-                    f"expected a GPU for each process, found {there} for process {local} (from 0)",
-                    do=f"start {there} processes on this machine",
+                    f"expected a GPU for each process, found {num_gpus} for process {local} "
+                    "(from 0)",
+                    do=f"start {num_gpus} processes on this machine",
                 )
-        state = PartialState(cpu=wanted.type == "cpu")
-        if state.num_processes != started:
+        state = PartialState(cpu=resolved.type == "cpu")
+        if state.num_processes != launched:
             raise UserError(
-                f"{started} processes were started, and accelerate joined {state.num_processes}",
-                do=HOW,
+                f"{launched} processes were started, and accelerate joined {state.num_processes}",
+                do=LAUNCH_HINT,
             )
-        hosts = dist.new_group(backend="gloo", timeout=PATIENCE)
-        return cls(state.process_index, state.num_processes, state.device, hosts)
+        cpu_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        return cls(state.process_index, state.num_processes, state.device, cpu_group)
 
     def leave(self) -> None:
-        """Parts from the others, once nothing is left to say.
+        """Destroy the process groups, after the last collective.
 
-        A thread of gloo that still lets go of its last tensor while Python exits aborts the
-        process (1 of 50 on a busy CPU). Threads of `hosts` end with the last reference to it; those
-        of groups that FSDP2 and DeepSpeed hold are given a moment.
+        A thread of gloo that releases its last tensor while Python exits aborts the process (1 of
+        50 on a busy CPU). The threads of `cpu_group` end with the last reference to it; those of
+        the groups that FSDP2 and DeepSpeed hold get a moment.
         """
         if self.size > 1:
             dist.destroy_process_group()
-            object.__setattr__(self, "hosts", None)
-            time.sleep(_MOMENT)
+            object.__setattr__(self, "cpu_group", None)
+            time.sleep(_THREADS_END)
 
     @property
-    def gpus_here(self) -> int:
-        """How many GPUs of this machine train; at least 1."""
+    def local_gpus(self) -> int:
+        """The number of GPUs of this machine that train; at least 1."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.device.type == "cuda" else 1
 
     @property
@@ -107,34 +108,34 @@ class Ranks:
         """Whether this process prints and writes."""
         return self.rank == 0
 
-    def total(self, numbers: Tensor) -> Tensor:
-        """The sum over all ranks of a tensor on the CPU, in place."""
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum a CPU tensor over all ranks, in place, and return it."""
         if self.size > 1:
-            with self.together():
-                dist.all_reduce(numbers, group=self.hosts)
-        return numbers
+            with self.report_lost_rank():
+                dist.all_reduce(tensor, group=self.cpu_group)
+        return tensor
 
-    def told(self, value: T) -> T:
-        """Rank 0's value, on every rank; the others wait for it as long as it takes."""
+    def broadcast(self, value: T) -> T:
+        """Broadcast rank 0's value over the gloo group, without a timeout."""
         if self.size == 1:
             return value
-        box = [value]
-        with self.together():
-            dist.broadcast_object_list(box, src=0, group=self.hosts)
-        return box[0]
+        values = [value]
+        with self.report_lost_rank():
+            dist.broadcast_object_list(values, src=0, group=self.cpu_group)
+        return values[0]
 
-    def gathered(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in the order of ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self.together():
-            dist.all_gather_object(values, value, group=self.hosts)
+        with self.report_lost_rank():
+            dist.all_gather_object(values, value, group=self.cpu_group)
         return values
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Around what all ranks do together: the death of another one becomes the user's error."""
+    def report_lost_rank(self) -> Iterator[None]:
+        """Raise a UserError where a collective fails since another rank died."""
         try:
             yield
         except RuntimeError as error:
@@ -144,49 +145,53 @@ class Ranks:
                 raise
             raise UserError(
                 f"rank {self.rank} of {self.size} lost another process: {error}",
-                do="that process's log says why it ended; the same command goes on from the last "
-                "checkpoint",
+                do="look in that process's log why it ended; the same command resumes from the "
+                "last checkpoint",
             ) from None
 
 
-def started_together() -> int:
-    """How many processes were started with this one, itself included."""
-    return int(os.environ.get(STARTED, "1"))
+def num_launched() -> int:
+    """Return how many processes were launched together, including this one."""
+    return int(os.environ.get(WORLD_SIZE, "1"))
 
 
 def check_gpus(count: int, device: str) -> None:
-    """Refuses to start more processes than there are GPUs, or any from one of them.
+    """Raise a UserError if this process cannot launch `count` processes with a GPU each.
 
     Args:
-        count: of processes. device: `train.device`; a CPU has room for any number.
+        device: `train.device`; a CPU can train any number of processes.
     """
-    there = torch.cuda.device_count()
-    if started_together() > 1:
-        raise UserError("a process started with others cannot start more", where="--gpus", do=HOW)
-    if device == "cpu" or (resolve_device(device).type == "cuda" and count <= there):
+    num_gpus = torch.cuda.device_count()
+    if num_launched() > 1:
+        raise UserError(
+            "a process launched with others cannot start more", where="--gpus", do=LAUNCH_HINT
+        )
+    if device == "cpu" or (resolve_device(device).type == "cuda" and count <= num_gpus):
         return
     raise UserError(
-        f"expected {count} GPUs, found {there}",
+        f"expected {count} GPUs, found {num_gpus}",
         where="--gpus",
         do="ask for fewer; train.device=cpu starts as many processes on the CPU",
     )
 
 
-def share(items: list[T], size: int | None, ranks: Ranks) -> list[tuple[T, bool]]:
-    """Cuts an optimizer step's rows into micro-batches and deals them to the ranks in turn.
+def assign_micro_batches(
+    rows: list[T], micro_rows: int | None, ranks: Ranks
+) -> list[tuple[list[T], bool]]:
+    """Split an optimizer step's rows into micro-batches, and assign them to ranks in turn.
 
-    All ranks get equally many, since they reduce gradients together: one that would have fewer runs
-    the first of all again, as an idle one.
+    All ranks get equally many, since they reduce gradients together: a rank that would have fewer
+    runs the first micro-batch again, as an idle one.
 
     Args:
-        items: rows of the step, the same on every rank.
-        size: rows of a micro-batch; None: as many as give each rank one.
+        rows: of the step, equal on every rank.
+        micro_rows: rows of a micro-batch; None: as many as give each rank one.
 
     Returns:
         This rank's micro-batches, and whether each is idle.
     """
-    size = size or -(-len(items) // ranks.size)
-    micro = [items[at : at + size] for at in range(0, len(items), size)]
-    mine = [(rows, False) for rows in micro[ranks.rank :: ranks.size]]
-    missing = -(-len(micro) // ranks.size) - len(mine)
-    return mine + [(micro[0], True)] * missing
+    micro_rows = micro_rows or -(-len(rows) // ranks.size)
+    micro = [rows[start : start + micro_rows] for start in range(0, len(rows), micro_rows)]
+    assigned = [(batch, False) for batch in micro[ranks.rank :: ranks.size]]
+    missing = -(-len(micro) // ranks.size) - len(assigned)
+    return assigned + [(micro[0], True)] * missing

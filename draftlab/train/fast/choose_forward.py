@@ -107,7 +107,7 @@ def check_compiled(head: DraftHead, compiled: Any, eager: Any) -> None:
     Raises:
         ValueError: they differ by more than rounding.
     """
-    batch = _tiny_batch(head).to(head.fc.weight.device)
+    batch = tiny_batch(head).to(head.fc.weight.device)
     trained = [
         p
         for name, p in head.named_parameters()
@@ -125,7 +125,7 @@ def check_compiled(head: DraftHead, compiled: Any, eager: Any) -> None:
             raise ValueError(f"compiled and eager steps differ by {float(error):.2g} (relative)")
 
 
-def _tiny_batch(head: DraftHead) -> Batch:
+def tiny_batch(head: DraftHead) -> Batch:
     """Return a conversation of random tokens and features, half of it an answer."""
     config, length = head.config, 32
     generator = torch.Generator().manual_seed(0)

@@ -15,7 +15,7 @@ from draftlab.train.batch import packing
 from draftlab.train.batch.loader import ahead, feed, in_threads
 from draftlab.train.batch.packing import Batch, map_tensors, pack
 from draftlab.train.objectives.loss import DraftTeacher
-from draftlab.train.profiler import OUTSIDE, Clock
+from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
 from draftlab.train.token_scores import score
 from draftlab.train.validation import validate
 from tests.helpers.list_store import ListStore
@@ -102,13 +102,13 @@ def test_one_row_has_the_same_loss_and_no_padding() -> None:
 
 
 def test_time_is_cut_into_phases() -> None:
-    clock = Clock(CPU)
+    clock = PhaseTimer(CPU)
     clock.start()
-    for phase, seconds in (("data", 0.01), ("forward", 0.03), ("data", 0.01), (OUTSIDE, 0.02)):
+    for phase, seconds in (("data", 0.01), ("forward", 0.03), ("data", 0.01), (NOT_TRAINING, 0.02)):
         time.sleep(seconds)
         clock.mark(phase)
     found = clock.read()
-    assert found.keys() == {"data", "forward", OUTSIDE}
+    assert found.keys() == {"data", "forward", NOT_TRAINING}
     assert found["data"] >= 0.02
     assert found["forward"] >= 0.03
     assert clock.read() == {}

@@ -19,7 +19,7 @@ from draftlab.errors import UserError
 from draftlab.train.batch.packing import pack
 from draftlab.train.checkpoint import trainable
 from draftlab.train.distillation_module import DistillationModule
-from draftlab.train.distributed.ranks import Ranks, check_gpus, share
+from draftlab.train.distributed.ranks import Ranks, assign_micro_batches, check_gpus
 from draftlab.train.distributed.zero import Zero
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.settings import TrainSettings
@@ -155,7 +155,7 @@ def ranks(size: int) -> list[Ranks]:
 @pytest.mark.parametrize("micro", [None, 1, 3])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_rows_are_dealt_once_and_evenly(rows: int, micro: int | None, size: int) -> None:
-    dealt = [share(list(range(rows)), micro, each) for each in ranks(size)]
+    dealt = [assign_micro_batches(list(range(rows)), micro, each) for each in ranks(size)]
     assert len({len(mine) for mine in dealt}) == 1
     counting = [batch for mine in dealt for batch, idle in mine if not idle]
     assert sorted(row for batch in counting for row in batch) == list(range(rows))
@@ -203,7 +203,7 @@ def test_whoever_leaves_has_no_threads_left() -> None:
     before = gloo()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     left = Ranks(0, 2, torch.device("cpu"), dist.new_group(backend="gloo"))
-    left.total(torch.ones(3))
+    left.all_reduce(torch.ones(3))
     assert gloo() > before
     left.leave()
     assert gloo() == before
