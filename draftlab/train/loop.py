@@ -205,7 +205,10 @@ class Trainer:
         *counts, tokens = self.ranks.all_reduce(
             torch.tensor([*micro.counts, micro.tokens])
         ).tolist()
-        self.anchors, self.weights = counts[0], self.objective.weights(self.settings.gamma, counts)
+        self.anchors, self.weights = (
+            counts[0],
+            self.objective.step_weights(self.settings.gamma, counts),
+        )
         self.window.seen(counts, tokens)
         self.tokens_seen += tokens
         if self.ranks.size > 1:
