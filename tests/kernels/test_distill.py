@@ -17,7 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftlab.kernels.distill import Loss, Teacher, distill, lk_share
 from draftlab.kernels.distill_linear import distill_linear
 from draftlab.kernels.distill_plan import plan_rows
-from tests.helpers.distill_cases import LOSSES, assert_close, at_once, in_chunks, make_case
+from tests.helpers.distill_cases import (
+    LOSSES,
+    assert_close,
+    at_once,
+    gradients,
+    in_chunks,
+    make_case,
+)
 from tests.helpers.gpu import no_host_sync, on_gpu
 
 
@@ -273,10 +280,9 @@ def test_the_targets_norm() -> None:
     plain = Teacher(norm(teacher.last), None, teacher.weight, teacher.logsumexp)
     normed = Teacher(teacher.last, norm, teacher.weight, teacher.logsumexp)
     case["row"] = case["row"] // 3 * 3  # three positions of nine
+    expected = at_once(case | {"teacher": plain})
     seen.clear()
-    assert_close(
-        in_chunks(case | {"teacher": normed}, height=100), at_once(case | {"teacher": plain})
-    )
+    assert_close(in_chunks(case | {"teacher": normed}, height=100), expected)
     assert seen == [3]
 
 
@@ -322,9 +328,7 @@ def test_kernel_at_real_sizes(
 
     def run() -> dict[str, Tensor]:
         out = distill_linear(**arguments)
-        leaves = [case["hidden"], case["lm_head"]]
-        d_hidden, d_lm_head = torch.autograd.grad(3 * out.total, leaves)
-        return vars(out) | {"d_hidden": d_hidden, "d_lm_head": d_lm_head}
+        return vars(out) | gradients(case, out.total, 1.0)
 
     run()  # compiles
     with no_host_sync() if device == "cuda" else nullcontext():
@@ -332,11 +336,12 @@ def test_kernel_at_real_sizes(
     again = run()
     for name in ("loss", "d_hidden", "d_lm_head"):
         assert torch.equal(values[name], again[name]), name
-    eager = at_once(case)
+    eager = at_once(case, 1.0)
     exact = at_once(
         case
         | {name: case[name].detach().double().requires_grad_() for name in ("hidden", "lm_head")}
-        | {"teacher": in_float64(case["teacher"])}
+        | {"teacher": in_float64(case["teacher"])},
+        1.0,
     )
     # Products of other shapes round otherwise, where two logits are nearly equal.
     assert (values["best"] == eager["best"]).float().mean() > 0.98
