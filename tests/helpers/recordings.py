@@ -1,35 +1,37 @@
-"""Small recordings for tests: a toy target's conversations, and what a store's folder holds."""
+"""Small recordings: a toy target, conversations, stores of them and the hashes of their files."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from draftlab.progress import Monitor
-from draftlab.store.record import RecordSettings, record
+from draftlab.store.online import OnlineStore
+from draftlab.store.record import RecordSettings, Role, plan_recording, record
 from draftlab.store.store import Sample, Store, StoreIdentity
+from draftlab.target_model.loading import load_target
 from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
+from tests.helpers.toys import toy_target_folder
 
 BOUNDARIES = (0, 2, 3)
+_SETTINGS = {"dtype": "float32", "shard_tokens": 100, "batch_tokens": 96}
 
 
-class Lines(Monitor):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.steps: list[tuple[float, float]] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
-        self.steps.append((done, total))
+def small_target(folder: Path) -> Target:
+    """Make and load a random target with 4 layers, 32 channels and 64 positions."""
+    toy_target_folder(folder, layers=4, hidden=32, max_length=64)
+    return load_target(TargetSettings(path=str(folder), device="cpu"))
 
 
 def make_samples(count: int = 12, seed: int = 0) -> list[Sample]:
-    """Conversations of 8–40 tokens with one or two answers."""
+    """Make conversations of 8–40 tokens with one or two answers."""
     generator = np.random.default_rng(seed)
     samples = []
     for i in range(count):
@@ -50,16 +52,16 @@ def identity_of(target: Target, dtype: str = "float32", **changes: object) -> St
     return replace(identity, **changes)
 
 
-def make(
+def record_store(
     target: Target,
     folder: Path,
     samples: list[Sample] | None = None,
     monitor: Monitor | None = None,
+    role: Role = "alone",
     **changes: object,
-) -> Store:
-    settings = RecordSettings(
-        **({"dtype": "float32", "shard_tokens": 100, "batch_tokens": 96} | changes)
-    )
+) -> Store | None:
+    """Record samples (default: `make_samples()`) with small shards."""
+    settings = RecordSettings(**(_SETTINGS | changes))
     return record(
         target,
         make_samples() if samples is None else samples,
@@ -67,8 +69,39 @@ def make(
         settings,
         identity_of(target, settings.dtype),
         monitor=monitor or Monitor(),
+        role=role,
     )
 
 
-def contents(folder: Path) -> dict[str, str]:
+def fork_recorder(target: Target, folder: Path, role: Role = "alone", pause: float = 0.0) -> int:
+    """Fork a process that records with pauses (seconds) between batches, and return its id."""
+
+    class SlowMonitor(Monitor):
+        def progress(self, *_: object) -> None:
+            time.sleep(pause)
+
+    child = os.fork()
+    if child:
+        return child
+    try:
+        torch.set_num_threads(1)
+        record_store(target, folder, monitor=SlowMonitor(), role=role)
+        os._exit(0)
+    except BaseException:
+        os._exit(1)
+
+
+def exit_codes(*children: int) -> list[int]:
+    """Wait for processes to end."""
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def online_store(target: Target, samples: list[Sample], **changes: object) -> OnlineStore:
+    settings = RecordSettings(**(_SETTINGS | changes))
+    identity = identity_of(target, settings.dtype)
+    plan, samples = plan_recording(target, samples, settings, identity, monitor=Monitor())
+    return OnlineStore(target, samples, plan)
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}

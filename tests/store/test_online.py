@@ -1,4 +1,4 @@
-"""A store whose records are made on demand gives what a recording stores."""
+"""An online store computes the records that a recording stores."""
 
 from __future__ import annotations
 
@@ -11,86 +11,70 @@ import pytest
 import torch
 
 from draftlab.errors import UserError
-from draftlab.progress import Monitor
-from draftlab.store.online import OnlineStore
-from draftlab.store.record import RecordSettings, planned
-from draftlab.store.store import Record, Sample
-from draftlab.target_model.model import Target, TargetSettings, load_target
+from draftlab.store.store import Record
+from draftlab.target_model.model import Target
 from draftlab.text.draft_vocabulary import build_draft_vocabulary
-from tests.helpers.recordings import identity_of, make, make_samples
+from tests.helpers.recordings import make_samples, online_store, record_store
 from tests.helpers.small_run import contents, draftlab, new_workshop
-from tests.helpers.toys import toy_target_folder
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    folder = tmp_path_factory.mktemp("target")
-    toy_target_folder(folder, layers=4, hidden=32, max_length=64)
-    return load_target(TargetSettings(path=str(folder), device="cpu"))
-
-
-def online(target: Target, samples: list[Sample], **changes: object) -> OnlineStore:
-    settings = RecordSettings(**({"dtype": "float32", "batch_tokens": 96} | changes))
-    plan, kept = planned(
-        target, samples, settings, identity_of(target, settings.dtype), monitor=Monitor()
-    )
-    return OnlineStore(target, kept, plan)
-
-
-def same(found: Record, expected: Record, **tolerance: float) -> None:
+def assert_same(record: Record, expected: Record, tolerance: float = 0.0) -> None:
     for field in fields(Record):
-        one, two = getattr(found, field.name), getattr(expected, field.name)
-        if isinstance(two, torch.Tensor):
-            assert one.dtype == two.dtype, field.name
+        a, b = getattr(record, field.name), getattr(expected, field.name)
+        if isinstance(b, torch.Tensor):
+            assert a.dtype == b.dtype, field.name
             torch.testing.assert_close(
-                one, two, equal_nan=True, msg=field.name, **{"rtol": 0, "atol": 0} | tolerance
+                a, b, equal_nan=True, msg=field.name, rtol=tolerance, atol=tolerance
             )
         else:
-            assert one == two, field.name
+            assert a == b, field.name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
-def test_the_bits_are_those_of_a_recording(dtype: str, target: Target, tmp_path: Path) -> None:
-    # A pass of its own for each sample, here and there.
+def test_with_a_pass_per_sample_the_bits_are_equal(
+    dtype: str, target: Target, tmp_path: Path
+) -> None:
     settings = {"dtype": dtype, "batch_tokens": 1, "max_length": 30}
-    stored, made = make(target, tmp_path, **settings), online(target, make_samples(), **settings)
-    assert (made.ids, made.lengths) == (stored.ids, stored.lengths)
-    assert max(made.lengths) == 30
+    stored = record_store(target, tmp_path, **settings)
+    online = online_store(target, make_samples(), **settings)
+    assert (online.ids, online.lengths) == (stored.ids, stored.lengths)
+    assert max(online.lengths) == 30
+    assert (online.on_disk, stored.on_disk) == (False, True)
     for index in [3, 0, 11]:
-        same(made[index], stored[index])
-        same(made.view(index), stored.view(index))
-        for one, two in zip(
-            made.tokens_and_spans(index), stored.tokens_and_spans(index), strict=True
-        ):
-            assert torch.equal(one, two)
-    words = [build_draft_vocabulary(s, 50, (), (), target.vocab_size) for s in (made, stored)]
-    assert torch.equal(words[0].target_ids, words[1].target_ids)
+        assert_same(online[index], stored[index])
+        assert_same(online.view(index), stored.view(index))
+        pairs = zip(online.tokens_and_spans(index), stored.tokens_and_spans(index), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    one, two = (
+        build_draft_vocabulary(store, 50, (), (), target.vocab_size) for store in (online, stored)
+    )
+    assert torch.equal(one.target_ids, two.target_ids)
 
 
-def test_records_asked_for_together_share_passes(target: Target, tmp_path: Path) -> None:
-    stored, made = make(target, tmp_path), online(target, make_samples())
+def test_records_that_are_read_together_share_passes(target: Target, tmp_path: Path) -> None:
+    stored, online = record_store(target, tmp_path), online_store(target, make_samples())
     passes: list[tuple[int, ...]] = []
     hook = target.layers[0].register_forward_pre_hook(
         lambda _, args: passes.append(tuple(args[0].shape[:2]))
     )
-    wanted = [7, 2, 9, 4, 0]
-    found = made.views(wanted)
+    indices = [7, 2, 9, 4, 0]
+    records = online.views(indices)
     hook.remove()
-    assert 1 < len(passes) < len(wanted)
+    assert 1 < len(passes) < len(indices)
     assert all(rows * width <= 96 for rows, width in passes)
-    for index, record in zip(wanted, found, strict=True):
-        same(record, stored.view(index), rtol=1e-5, atol=1e-5)
+    for index, record in zip(indices, records, strict=True):
+        assert_same(record, stored.view(index), 1e-5)
 
 
-def test_threads_do_not_see_each_others_passes(target: Target) -> None:
-    made = online(target, make_samples(), batch_tokens=1)
-    expected = made.views(range(12))
-    found: dict[int, list[Record]] = {}
+def test_passes_of_several_threads_are_separate(target: Target) -> None:
+    online = online_store(target, make_samples(), batch_tokens=1)
+    expected = online.views(range(12))
+    results: dict[int, list[Record]] = {}
 
     def read(number: int) -> None:
-        found[number] = made.views([(number + i) % 12 for i in range(12)])
+        results[number] = online.views([(number + i) % 12 for i in range(12)])
 
-    # A pause in the middle of each pass, in which another thread would begin its own.
+    # A pause in the middle of each pass, in which another thread could begin its own.
     hook = target.layers[1].register_forward_pre_hook(lambda *_: time.sleep(1e-3))
     threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -98,25 +82,28 @@ def test_threads_do_not_see_each_others_passes(target: Target) -> None:
     for thread in threads:
         thread.join()
     hook.remove()
-    assert len(found) == 4
-    for number, records in found.items():
+    assert len(results) == 4
+    for number, records in results.items():
         for i, record in enumerate(records):
-            same(record, expected[(number + i) % 12])
+            assert_same(record, expected[(number + i) % 12])
 
 
-def test_states_that_are_not_finite_are_refused_or_taught_nothing(target: Target) -> None:
+def test_states_that_are_not_finite_are_refused_or_skipped(target: Target) -> None:
     samples = make_samples(2)
 
-    def poison(_module: object, args: tuple) -> tuple:
+    def insert_nan(_module: object, args: tuple) -> tuple:
         states = args[0].clone()
         states[0, 5, 3] = float("nan")
         return (states, *args[1:])
 
-    hook = target.layers[2].register_forward_pre_hook(poison)
+    refusing, skipping = (
+        online_store(target, samples, not_finite=policy) for policy in ("refuse", "skip")
+    )
+    hook = target.layers[2].register_forward_pre_hook(insert_nan)
     try:
         with pytest.raises(UserError, match="boundary 2, position 5"):
-            online(target, samples).view(1)
-        record = online(target, samples, not_finite="skip").view(1)
+            refusing.view(1)
+        record = skipping.view(1)
     finally:
         hook.remove()
     assert not record.spans.any()
@@ -126,20 +113,20 @@ def test_states_that_are_not_finite_are_refused_or_taught_nothing(target: Target
 def test_training_online_ends_with_the_bits_of_training_from_a_store(tmp_path: Path) -> None:
     workshop = new_workshop(tmp_path)
     settings = ("record.batch_tokens=1", "record.dtype=float32", "train.validate_every=3")
+    train = ("train", "small.yaml", *settings)
     runs = {}
-    for name, way in {"stored": "false", "online": "true"}.items():
-        done = draftlab(
-            workshop, "train", "small.yaml", f"name={name}", f"record.online={way}", *settings
-        )
-        assert done.exit_code == 0, done.output
+    for name, online in {"stored": "false", "online": "true"}.items():
+        result = draftlab(workshop, *train, f"name={name}", f"record.online={online}")
+        assert result.exit_code == 0, result.output
         runs[name] = contents(workshop / "runs" / name)
-    weights = Path("head/model.safetensors")
-    assert runs["online"][str(weights)] == runs["stored"][str(weights)]
-    assert {name for name in runs["online"] if name.startswith("store/")} == {"store/manifest.json"}
-    assert len([name for name in runs["stored"] if name.startswith("store/")]) > 1
-    again = draftlab(
-        workshop, "train", "small.yaml", "name=online", "record.online=true", *settings
-    )
+    weights = "head/model.safetensors"
+    assert runs["online"][weights] == runs["stored"][weights]
+    store_files = {
+        run: [name for name in files if name.startswith("store/")] for run, files in runs.items()
+    }
+    assert store_files["online"] == ["store/manifest.json"]
+    assert len(store_files["stored"]) > 1
+    again = draftlab(workshop, *train, "name=online", "record.online=true")
     assert again.exit_code == 0
     assert "store: there" in again.output
     assert contents(workshop / "runs" / "online") == runs["online"]
@@ -148,11 +135,11 @@ def test_training_online_ends_with_the_bits_of_training_from_a_store(tmp_path: P
     assert "record.online: True in the run, False now" in other.output
 
 
-def test_what_holds_no_states_says_so(tmp_path: Path) -> None:
+def test_inspect_reports_that_an_online_store_has_no_states(tmp_path: Path) -> None:
     workshop = new_workshop(tmp_path)
-    done = draftlab(workshop, "record", "small.yaml", "record.online=true")
-    assert done.exit_code == 0, done.output
-    assert "nothing is stored" in done.output
-    looked = draftlab(workshop, "inspect", "runs/small/store")
-    assert looked.exit_code == 2
-    assert "this store holds no states" in looked.output
+    result = draftlab(workshop, "record", "small.yaml", "record.online=true")
+    assert result.exit_code == 0, result.output
+    assert "nothing is stored" in result.output
+    result = draftlab(workshop, "inspect", "runs/small/store")
+    assert result.exit_code == 2
+    assert "this store holds no states" in result.output

@@ -1,8 +1,8 @@
-"""Batches of a recording: full without padding; with it, as cheap as any cut of sorted records."""
+"""Batches of a recording: without padding they are full, with padding they cost the least."""
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -10,47 +10,12 @@ import pytest
 from draftlab.store.plan import PASS_TOKENS, cut_batches
 
 
-def cost(lengths: list[int], batches: list[list[int]]) -> int:
-    return sum(len(b) * max(lengths[i] for i in b) + PASS_TOKENS for b in batches)
+def padded_tokens(lengths: list[int], batches: list[list[int]]) -> int:
+    return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_no_cut_of_the_sorted_records_is_cheaper(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    lengths = generator.integers(20, 1500, 9).tolist()
-    limit = 2500
-    found = cut_batches(lengths, limit, padded=True)
-    assert sorted(i for batch in found for i in batch) == list(range(9))
-    order = [i for batch in found for i in batch]
-    assert [lengths[i] for i in order] == sorted(lengths, reverse=True)
-    costs = []
-    for cuts in product([False, True], repeat=8):
-        batches = [[order[0]]]
-        for index, cut in zip(order[1:], cuts, strict=True):
-            if cut:
-                batches.append([])
-            batches[-1].append(index)
-        if all(len(b) == 1 or len(b) * max(lengths[i] for i in b) <= limit for b in batches):
-            costs.append(cost(lengths, batches))
-    assert cost(lengths, found) == min(costs)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_record_over_the_limit_goes_alone_and_first(padded: bool) -> None:
-    assert cut_batches([10, 5000, 10], 1000, padded=padded) == [[1], [0, 2]]
-    assert cut_batches([5000, 1000, 6000], 1000, padded=padded) == [[2], [0], [1]]
-
-
-def test_padding_is_a_few_percent_of_ragged_conversations() -> None:
-    generator = np.random.default_rng(0)
-    lengths = np.clip(generator.lognormal(6.6, 0.7, 40), 30, 4096).astype(int).tolist()
-    found = cut_batches(lengths, 8192, padded=True)
-    padded = sum(len(b) * max(lengths[i] for i in b) for b in found)
-    assert sum(lengths) / padded > 0.93
-
-
-def ragged(seed: int, tokens: int = 32_768) -> list[int]:
-    """Lengths of a shard's conversations, as public sets have them."""
+def conversation_lengths(seed: int, tokens: int = 32_768) -> list[int]:
+    """Draw lengths of a shard's conversations as in public data sets."""
     generator = np.random.default_rng(seed)
     lengths: list[int] = []
     while True:
@@ -60,21 +25,58 @@ def ragged(seed: int, tokens: int = 32_768) -> list[int]:
         lengths.append(length)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_no_cut_of_the_sorted_records_costs_less(seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(20, 1500, 9).tolist()
+    limit = 2500
+    batches = cut_batches(lengths, limit, padded=True)
+    order = [i for batch in batches for i in batch]
+    assert sorted(order) == list(range(9))
+    assert [lengths[i] for i in order] == sorted(lengths, reverse=True)
+    costs = []
+    for cuts in product([False, True], repeat=8):
+        edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), 9]
+        groups = [order[a:b] for a, b in pairwise(edges)]
+        if all(len(group) == 1 or padded_tokens(lengths, [group]) <= limit for group in groups):
+            costs.append(padded_tokens(lengths, groups) + PASS_TOKENS * len(groups))
+    assert padded_tokens(lengths, batches) + PASS_TOKENS * len(batches) == min(costs)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_record_over_the_limit_has_an_early_pass_of_its_own(padded: bool) -> None:
+    assert cut_batches([10, 5000, 10], 1000, padded=padded) == [[1], [0, 2]]
+    assert cut_batches([5000, 1000, 6000], 1000, padded=padded) == [[2], [0], [1]]
+
+
+def test_padding_is_a_few_percent_of_ragged_conversations() -> None:
+    generator = np.random.default_rng(0)
+    lengths = np.clip(generator.lognormal(6.6, 0.7, 40), 30, 4096).astype(int).tolist()
+    batches = cut_batches(lengths, 8192, padded=True)
+    assert sum(lengths) / padded_tokens(lengths, batches) > 0.93
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_records_side_by_side_fill_equal_passes(seed: int) -> None:
-    lengths = ragged(seed)
-    found = cut_batches(lengths, 8192, padded=False)
-    assert sorted(i for batch in found for i in batch) == list(range(len(lengths)))
-    sizes = [sum(lengths[i] for i in batch) for batch in found]
+def test_records_side_by_side_fill_passes_evenly(seed: int) -> None:
+    lengths = conversation_lengths(seed)
+    batches = cut_batches(lengths, 8192, padded=False)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    sizes = [sum(lengths[i] for i in batch) for batch in batches]
     assert max(sizes) <= 8192
     assert max(sizes) - min(sizes) <= min(max(lengths), 512)
     assert len(sizes) <= -(-sum(lengths) // 8192) + 1
-    assert max(lengths) in [lengths[i] for i in found[0]]
+    assert max(lengths) in [lengths[i] for i in batches[0]]
 
 
-def test_what_fills_passes_exactly_takes_no_more_of_them() -> None:
-    assert cut_batches([3, 5, 5, 3], 8, padded=False) == [[1, 0], [2, 3]]
-    assert cut_batches([4], 8, padded=False) == [[0]]
-    assert cut_batches([8, 8], 8, padded=False) == [[0], [1]]
-    # Two of three would not fit: each has a pass of its own.
-    assert cut_batches([5, 5, 5], 8, padded=False) == [[0], [1], [2]]
+@pytest.mark.parametrize(
+    ("lengths", "batches"),
+    [
+        ([3, 5, 5, 3], [[1, 0], [2, 3]]),
+        ([4], [[0]]),
+        ([8, 8], [[0], [1]]),
+        ([5, 5, 5], [[0], [1], [2]]),  # no two fit in one pass
+    ],
+)
+def test_records_take_no_more_passes_than_they_fill(
+    lengths: list[int], batches: list[list[int]]
+) -> None:
+    assert cut_batches(lengths, 8, padded=False) == batches
