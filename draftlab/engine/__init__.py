@@ -1,1 +1,1 @@
-"""The decoding engine: propose, verify, count."""
+"""Speculative decoding: propose drafts, verify them by rejection sampling, count."""

@@ -1,7 +1,7 @@
-"""Who owns which block of the key-value pool: the host's books, no tensors.
+"""Allocation of the blocks of a paged KV cache, on the host.
 
-Block 0 is nobody's: tables are filled with it where a row owns nothing yet, it is never written,
-and what it holds is only read for drafts that cannot be verified any more.
+Block 0 is never allocated: block tables are padded with it. It is never written, and it is read
+only for drafts that cannot be verified any more.
 """
 
 from __future__ import annotations
@@ -10,40 +10,40 @@ from draftlab.errors import UserError
 
 
 class BlockPool:
-    """Hands out block numbers 1 … num_blocks.
+    """The free and the allocated ones of blocks 1 … num_blocks.
 
     Args:
-        num_blocks: blocks to own; the tensors need one more.
+        num_blocks: blocks to allocate; the cache has one more.
         block_size: positions in a block.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self._free = list(range(num_blocks, 0, -1))  # the lowest number is handed out first
-        self._owned: set[int] = set()
+        self._free = list(range(num_blocks, 0, -1))  # the lowest number is allocated first
+        self._allocated: set[int] = set()
 
-    def missing(self, owned: list[int], positions: int) -> int:
-        """How many blocks an owner of `owned` lacks for `positions` positions."""
-        return max(-(-positions // self.block_size) - len(owned), 0)
+    def num_missing(self, blocks: list[int], positions: int) -> int:
+        """Return how many more blocks the owner of `blocks` needs for `positions` positions."""
+        return max(-(-positions // self.block_size) - len(blocks), 0)
 
-    def grow(self, owned: list[int], positions: int) -> bool:
-        """Extends `owned` in place to hold `positions`; False, with nothing taken, if it cannot."""
-        count = self.missing(owned, positions)
+    def allocate(self, blocks: list[int], positions: int) -> bool:
+        """Extend `blocks` in place to hold `positions`; return False, unchanged, if it cannot."""
+        count = self.num_missing(blocks, positions)
         if count > len(self._free):
             return False
-        taken = [self._free.pop() for _ in range(count)]
-        self._owned.update(taken)
-        owned.extend(taken)
+        new = [self._free.pop() for _ in range(count)]
+        self._allocated.update(new)
+        blocks.extend(new)
         return True
 
-    def release(self, owned: list[int]) -> None:
-        """Takes all blocks of an owner back; `owned` is empty afterwards.
+    def free(self, blocks: list[int]) -> None:
+        """Free all blocks of an owner; `blocks` is empty afterwards.
 
         Raises:
-            UserError: when a block was free already (a bug: two owners would share it).
+            UserError: a block is free already (a bug: two owners would share it).
         """
-        if unknown := set(owned) - self._owned:
-            raise UserError(f"blocks {sorted(unknown)} were given back twice: please report this")
-        self._owned.difference_update(owned)
-        self._free.extend(sorted(owned, reverse=True))
-        owned.clear()
+        if unknown := set(blocks) - self._allocated:
+            raise UserError(f"blocks {sorted(unknown)} were freed twice: please report this")
+        self._allocated.difference_update(blocks)
+        self._free.extend(sorted(blocks, reverse=True))
+        blocks.clear()

@@ -7,7 +7,10 @@ token limit. Acceptance length (AL) is 1 + accepted / drafts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from functools import reduce
+from operator import add
 
 
 @dataclass
@@ -26,7 +29,7 @@ class Counters:
         self.accepted_at = self.accepted_at or [0] * self.k
 
     def add_step(self, drafted: int, accepted: int) -> None:
-        """Counts one verify step; `drafted` = 0 counts as undrafted."""
+        """Count one verify step; `drafted` = 0 counts as undrafted."""
         if not 0 <= accepted <= drafted <= self.k:
             raise ValueError(
                 f"expected 0 <= accepted <= drafted <= {self.k}, found {accepted}, {drafted}"
@@ -43,19 +46,22 @@ class Counters:
     def __add__(self, other: Counters) -> Counters:
         if self.k != other.k:
             raise ValueError(f"counters of different K cannot be added: {self.k} and {other.k}")
-        return Counters(
-            self.k,
-            self.drafts + other.drafts,
-            self.draft_tokens + other.draft_tokens,
-            self.accepted + other.accepted,
-            [a + b for a, b in zip(self.accepted_at, other.accepted_at, strict=True)],
-            self.undrafted_steps + other.undrafted_steps,
-            self.truncated_tokens + other.truncated_tokens,
-        )
+        scalars = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in COUNTER_FIELDS
+            if name not in ("k", "accepted_at")
+        }
+        accepted_at = [a + b for a, b in zip(self.accepted_at, other.accepted_at, strict=True)]
+        return Counters(self.k, accepted_at=accepted_at, **scalars)
+
+    @staticmethod
+    def total(counters: Iterable[Counters]) -> Counters:
+        """Return the sum of one or more counters of the same k."""
+        return reduce(add, counters)
 
     @property
     def acceptance_length(self) -> float | None:
-        """1 + accepted / drafts; None when nothing was drafted."""
+        """AL, 1 + accepted / drafts; None when nothing was drafted."""
         return 1 + self.accepted / self.drafts if self.drafts else None
 
     @property
@@ -70,10 +76,10 @@ class Counters:
         return [a / n if n else None for a, n in zip(self.accepted_at, reached, strict=True)]
 
     def check_tokens(self, output_tokens: int, prompts: int) -> None:
-        """The accounting identity of methods §6; a decoder that drops a bonus token fails it.
+        """Check the accounting identity of methods §6; a decoder that drops a bonus token fails it.
 
         Raises:
-            AssertionError: with both sides, when the identity does not hold.
+            AssertionError: the identity does not hold; the message states both sides.
         """
         expected = (
             prompts + self.drafts + self.accepted + self.undrafted_steps - self.truncated_tokens
@@ -84,3 +90,7 @@ class Counters:
                 f"{self.drafts} drafts + {self.accepted} accepted + {self.undrafted_steps} "
                 f"undrafted − {self.truncated_tokens} truncated = {expected}"
             )
+
+
+COUNTER_FIELDS = tuple(f.name for f in fields(Counters))
+"""Names of all counters; report rows use the same names."""

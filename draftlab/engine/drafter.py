@@ -18,7 +18,7 @@ from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata,
 
 
 @dataclass(frozen=True)
-class Observed:
+class VerifiedFeatures:
     """What the target has just established for B rows: pairs (x_{p+1}, g_p) of new positions p.
 
     Attributes:
@@ -39,7 +39,7 @@ class Observed:
     keys: SamplingMetadata
     sampling: tuple[Tensor, Tensor] | None = None
 
-    def first_columns(self, width: int) -> Observed:
+    def first_columns(self, width: int) -> VerifiedFeatures:
         """Without the columns behind the first `width`."""
         cut = {n: getattr(self, n)[:, :width] for n in ("tokens", "features", "positions")}
         return replace(self, **cut)
@@ -56,7 +56,7 @@ class Proposal:
 class Drafter(Protocol):
     """Proposes K tokens a row.
 
-    The engine calls `start` once, `observe` for each chunk of a prompt but its last pair, then
+    The engine calls `start` once, `extend_cache` for each chunk of a prompt but its last pair, then
     `propose` with that pair and after each decode step. All run on the device without waiting.
 
     Attributes:
@@ -82,19 +82,19 @@ class Drafter(Protocol):
         block_size: int,
         *,
         max_length: int | None = None,
-        packed: bool = False,
+        cpu_prepacked: bool = False,
     ) -> None:
         """Makes room for the keys of `num_blocks` blocks, those of the target's tables.
 
         Args:
             max_length: positions a row may take; None: as many as its blocks hold.
-            packed: on a CPU, run on weights packed for oneDNN.
+            cpu_prepacked: on a CPU, run on weights prepacked for oneDNN.
         """
 
-    def observe(self, observed: Observed) -> None:
+    def extend_cache(self, verified: VerifiedFeatures) -> None:
         """Takes in true features."""
 
-    def propose(self, observed: Observed) -> Proposal:
+    def propose(self, verified: VerifiedFeatures) -> Proposal:
         """Takes in true features and drafts K tokens beyond each row's last pair."""
 
     def sampling(self, keys: SamplingMetadata) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ class HeadDrafter:
         block_size: int,
         *,
         max_length: int | None = None,
-        packed: bool = False,
+        cpu_prepacked: bool = False,
     ) -> None:
         config = self.head.config
         shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
@@ -165,7 +165,7 @@ class HeadDrafter:
         if FusedHead.suits(self.head):
             if not isinstance(self.passes, FusedHead):  # its copies serve every engine
                 self.passes = FusedHead(self.head)
-        elif packed and PackedHead.suits(self.head):
+        elif cpu_prepacked and PackedHead.suits(self.head):
             self.passes = PackedHead(self.head)
         else:
             self.passes = PlainHead(self.head)
@@ -178,9 +178,9 @@ class HeadDrafter:
         return temperature, sampled
 
     @torch.inference_mode()
-    def observe(self, observed: Observed) -> None:
-        place = self._lay_out(observed.positions, observed.counts, observed.block_table, later=0)
-        self._observe(observed, place[0])
+    def extend_cache(self, verified: VerifiedFeatures) -> None:
+        place = self._lay_out(verified.positions, verified.counts, verified.block_table, later=0)
+        self._run_verified(verified, place[0])
 
     def _lay_out(
         self, positions: Tensor, counts: Tensor, block_table: Tensor, *, later: int
@@ -194,17 +194,17 @@ class HeadDrafter:
         angles = self.passes.angles(chain.positions)
         passes = []
         for number in range(later + 1):
-            slots, at = (chain.of_pass(x, number) for x in (chain.slots, chain.positions))
-            here = tuple(chain.of_pass(part, number) for part in angles)
+            slots, at = (chain.select_pass(x, number) for x in (chain.slots, chain.positions))
+            here = tuple(chain.select_pass(part, number) for part in angles)
             first = number == 0 and chain.width > 1
             asked = chain.last[:, None] if first else at
             passes.append(Pass(slots, here, at, asked, counts if first else None))
         return passes
 
-    def _observe(self, observed: Observed, place: Pass) -> Tensor:
-        """Outputs [B, A, H] that a pass over what was observed is asked for."""
-        hidden = self.passes.project_features(observed.features.to(self.dtype))
-        return self._forward(observed.tokens, hidden, place, observed.block_table)
+    def _run_verified(self, verified: VerifiedFeatures, place: Pass) -> Tensor:
+        """Outputs [B, A, H] that a pass over what was verified is asked for."""
+        hidden = self.passes.project_features(verified.features.to(self.dtype))
+        return self._forward(verified.tokens, hidden, place, verified.block_table)
 
     def _forward(self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor) -> Tensor:
         return self.passes.forward(tokens, hidden, place, block_table, self.pools)
@@ -235,12 +235,12 @@ class ChainDrafter(HeadDrafter):
     kind: Literal["chain"] = "chain"
 
     @torch.inference_mode()
-    def propose(self, observed: Observed) -> Proposal:
+    def propose(self, verified: VerifiedFeatures) -> Proposal:
         chain = self._lay_out(
-            observed.positions, observed.counts, observed.block_table, later=self.k - 1
+            verified.positions, verified.counts, verified.block_table, later=self.k - 1
         )
-        keys, sampling = observed.keys, observed.sampling or self.sampling(observed.keys)
-        output = self._observe(observed, chain[0])
+        keys, sampling = verified.keys, verified.sampling or self.sampling(verified.keys)
+        output = self._run_verified(verified, chain[0])
         # One pass behind the other, so each writes to one piece of memory.
         shape = self.k, len(output)
         tokens = keys.seed.new_empty(shape)
@@ -252,7 +252,7 @@ class ChainDrafter(HeadDrafter):
         for step in range(self.k):
             if step:
                 drafted = tokens[step - 1][:, None]
-                output = self._forward(drafted, output, chain[step], observed.block_table)
+                output = self._forward(drafted, output, chain[step], verified.block_table)
             if logits is None or log_sum is None:
                 argmax_draft(self.passes.logits(output[:, 0]), ids=self.draft_ids, out=tokens[step])
                 continue

@@ -14,8 +14,8 @@ from torch import Tensor
 from draftlab.heads.head import DraftHead
 from draftlab.heads.layers import Angles
 from draftlab.kernels.chain_layout import last_rows
-from draftlab.kernels.head_inputs import Masks
 from draftlab.kernels.paged_attention import attend_paged, write_paged
+from draftlab.kernels.step_types import MaskedColumns
 
 Pools = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of each layer, [P, S, kv heads, head_dim], written in place."""
@@ -40,7 +40,7 @@ class Pass:
     positions: Tensor
     asked: Tensor
     counts: Tensor | None = None
-    masks: Masks | None = None
+    masks: MaskedColumns | None = None
 
     def parts(self, num_layers: int) -> Iterator[tuple[Tensor | None, Tensor]]:
         """`counts` and the queries' positions of each layer.

@@ -18,7 +18,7 @@ from draftlab.engine.eager_head import Pass, Pools
 from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.head_inputs import head_inputs
-from draftlab.kernels.linear import gated_linear, linear, linear_then_norm
+from draftlab.kernels.linear import linear, linear_then_norm, swiglu_linear
 from draftlab.kernels.paged_attention import attend_paged
 from draftlab.kernels.rope_write import rope_angles, rope_write
 
@@ -120,11 +120,11 @@ class FusedHead:
                 block_table,
                 positions,
                 scale=query.shape[-1] ** -0.5,
-                ahead=layer.out,
+                prefetch_weight=layer.out,
             )
             attended = attended.flatten(2).flatten(0, 1)
             y, normed = linear_then_norm(attended, layer.out, layer.mlp_norm, eps, residual=y)
-            inner = gated_linear(normed, layer.gate, layer.up)
+            inner = swiglu_linear(normed, layer.gate, layer.up)
             if number == len(self.layers) - 1:
                 y = linear(inner, layer.down, residual=y)
             else:
@@ -151,7 +151,7 @@ class FusedHead:
             self.eps,
             norm_before_residual=first.norm_before_residual,
             counts=place.counts if len(self.layers) == 1 else None,
-            ahead=place.asked.shape[1],
+            num_columns=place.asked.shape[1],
             masks=place.masks,
         )
         return x.flatten(0, 1), residual.flatten(0, 1)

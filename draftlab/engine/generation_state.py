@@ -1,17 +1,17 @@
-"""How far a request has come: the books that every engine keeps alike."""
+"""A request's tokens and counters, as every engine keeps them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
 
 
-def check_prompts(requests: Sequence[Request], max_length: int) -> None:
-    """Raises a `UserError` for an empty prompt, or one that leaves no room for an answer."""
+def check_prompts(requests: Iterable[Request], max_length: int) -> None:
+    """Raise a `UserError` if a prompt is empty or leaves no room for an answer."""
     for request in requests:
         if not 0 < len(request.prompt_ids) < max_length:
             raise UserError(
@@ -22,13 +22,13 @@ def check_prompts(requests: Sequence[Request], max_length: int) -> None:
             )
 
 
-class Progress:
+class GenerationState:
     """A request, its tokens so far, and its counters.
 
     Attributes:
-        tokens: prompt and answer; the last has no key cached yet.
-        counters, expected, steps: as `Generation` has them.
-        started: when its prefill began; None before.
+        tokens: prompt and answer; the last one has no cached key yet.
+        counters, expected, steps: see `Generation`.
+        started: time at which its prefill began; None before.
         finish: "stop" or "length" once it has ended.
     """
 
@@ -47,32 +47,32 @@ class Progress:
         """Seconds since its prefill began."""
         return time.perf_counter() - (self.started or 0.0)
 
-    def count(self, num_drafts: int, accepted: int, chance: Sequence[float]) -> None:
-        """Books a verify step, before a stop token or a limit cuts tokens off (methods §6).
+    def count_step(self, num_drafts: int, accepted: int, probability: Sequence[float]) -> None:
+        """Count a verify step, before tokens are truncated (methods §6).
 
         Args:
-            chance: of each draft, given that it was reached.
+            probability: expected acceptance of each draft, given that it was reached.
         """
         self.counters.add_step(num_drafts, accepted)
         self.steps.append((num_drafts, accepted))
         for i in range(min(accepted + 1, num_drafts)):
-            self.expected[i] += chance[i]
+            self.expected[i] += probability[i]
 
-    def emit(self, tokens: Sequence[int], max_length: int) -> None:
-        """Appends tokens until a stop token or a limit; what is cut off is counted."""
+    def append_tokens(self, tokens: Sequence[int], max_length: int) -> None:
+        """Append tokens up to a stop token or a limit; count the truncated ones."""
         for i, token in enumerate(tokens):
             self.tokens.append(token)
-            produced = len(self.tokens) - len(self.request.prompt_ids)
+            num_generated = len(self.tokens) - len(self.request.prompt_ids)
             if token in self.request.stop_ids:
                 self.finish = "stop"
-            elif produced >= self.request.max_new_tokens or len(self.tokens) >= max_length:
+            elif num_generated >= self.request.max_new_tokens or len(self.tokens) >= max_length:
                 self.finish = "length"
             if self.finish:
                 self.counters.truncated_tokens += len(tokens) - i - 1
                 return
 
     def result(self) -> Generation:
-        """The finished request."""
+        """Return the finished request's generation."""
         return Generation(
             self.request.id,
             tuple(self.tokens[len(self.request.prompt_ids) :]),

@@ -7,14 +7,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafter import HeadDrafter, Observed, Proposal
+from draftlab.engine.drafter import HeadDrafter, Proposal, VerifiedFeatures
 from draftlab.engine.eager_head import Pass
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.chain_layout import last_rows
-from draftlab.kernels.head_inputs import Masks
 from draftlab.kernels.parallel_layout import parallel_layout
 from draftlab.kernels.sampling import argmax_draft, sample_draft
 from draftlab.kernels.sampling_types import SamplingMetadata
+from draftlab.kernels.step_types import MaskedColumns
 
 
 class ParallelDrafter(HeadDrafter):
@@ -38,21 +38,21 @@ class ParallelDrafter(HeadDrafter):
         block_size: int,
         *,
         max_length: int | None = None,
-        packed: bool = False,
+        cpu_prepacked: bool = False,
     ) -> None:
-        super().start(num_blocks, block_size, max_length=max_length, packed=packed)
+        super().start(num_blocks, block_size, max_length=max_length, cpu_prepacked=cpu_prepacked)
         with torch.inference_mode():  # the same in every pass
             self.mask_state = self.passes.project_features(self.head.mask_hidden)[0]
 
     @torch.inference_mode()
-    def propose(self, observed: Observed) -> Proposal:
-        if not observed.tokens.is_cuda:  # shapes need not be static: no columns of padding alone
-            observed = observed.first_columns(int(observed.counts.max()))
-        counts, table = observed.counts, observed.block_table
+    def propose(self, verified: VerifiedFeatures) -> Proposal:
+        if not verified.tokens.is_cuda:  # shapes need not be static: no columns of padding alone
+            verified = verified.first_columns(int(verified.counts.max()))
+        counts, table = verified.counts, verified.block_table
         layout = parallel_layout(
-            observed.tokens,
+            verified.tokens,
             counts - 1,
-            observed.positions[:, 0],
+            verified.positions[:, 0],
             table,
             block_size=self.block_size,
             max_length=self.max_length,
@@ -65,12 +65,12 @@ class ParallelDrafter(HeadDrafter):
             layout.positions,
             last_rows(layout.positions, counts, self.k),
             counts,
-            Masks(layout.is_mask, self.mask_state),
+            MaskedColumns(layout.is_mask, self.mask_state),
         )
-        hidden = self.passes.project_features(observed.features.to(self.dtype))
+        hidden = self.passes.project_features(verified.features.to(self.dtype))
         outputs = self._forward(layout.tokens, hidden, place, table)
-        sampling = observed.sampling or self.sampling(observed.keys)
-        return self._draw(outputs, place.asked[:, 0].contiguous(), observed.keys, sampling)
+        sampling = verified.sampling or self.sampling(verified.keys)
+        return self._draw(outputs, place.asked[:, 0].contiguous(), verified.keys, sampling)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [B, M, …] of positions [B, M]."""

@@ -1,150 +1,168 @@
-"""Prefill: prompts in chunks through target and drafter, first tokens, what first drafts need.
+"""Prefill: run prompts in chunks through target and drafter, and sample first tokens.
 
-Equal prompts are computed once: what differs between them begins with their first tokens, so the
-others take a copy of the keys. Sampling a prompt many times then costs little more than decoding.
+Equal prompts are computed once and the other rows copy their cache blocks: what differs between
+them begins with their first tokens. Sampling a prompt many times then costs little more than
+decoding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafter import Observed
-from draftlab.engine.sequence import Job
+from draftlab.engine.drafter import VerifiedFeatures
+from draftlab.engine.sequence import Sequence
 from draftlab.engine.step import Step, StepResult
 from draftlab.kernels.paged_attention import slot_mapping
-from draftlab.kernels.step_layout import pack
-from draftlab.kernels.verify import sample_first
-from draftlab.target_model.model import States
+from draftlab.kernels.sampling import sample_token
+from draftlab.kernels.step_layout import pack_results
+from draftlab.target_model.model import HiddenStates
 
 Tokens = tuple[int, ...]
 
 
 @torch.inference_mode()
 def prefill(
-    step: Step, jobs: Sequence[Job], index: Tensor, chunk_tokens: int
-) -> tuple[StepResult, Observed | None]:
-    """Runs the jobs' tokens and emits their first token.
-
-    A job that was evicted is fed everything but its newest token, which is known.
+    step: Step, sequences: list[Sequence], index: Tensor, chunk_tokens: int
+) -> tuple[StepResult, VerifiedFeatures | None]:
+    """Run the sequences' tokens and emit their first token.
 
     Args:
-        step: of the engine; its slots are written.
-        jobs: with slots and blocks.
+        step: the engine's step; its input batch is written.
+        sequences: admitted sequences, with slots and blocks.
         index: their slots, int64 [B].
-        chunk_tokens: tokens in a forward pass of all rows, padding included.
+        chunk_tokens: tokens in a forward pass of all rows, including padding.
 
     Returns:
-        The first tokens, with num_drafts = −1, and what the drafter is to propose from, so that
-        tokens are on their way before they have drafts (None: there is no drafter).
+        The first tokens, with num_drafts = −1, and the features to propose from, so that the
+        tokens are copied to the host before drafts are computed (None: there is no drafter).
     """
-    slots, drafter = step.slots, step.drafter
-    fed = [tuple(job.tokens[:-1] if job.resumed else job.tokens) for job in jobs]
-    prompts = list(dict.fromkeys(fed))
-    place = {tokens: number for number, tokens in enumerate(prompts)}
-    of = [place[tokens] for tokens in fed]
-    computing = [of.index(number) for number in range(len(prompts))]  # the first row of each
-    last = _run(step, index[slots.to_device(computing, torch.int64)], prompts, chunk_tokens)
-    _share(step, jobs, [computing[number] for number in of], list(map(len, fed)))
+    batch, drafter = step.input_batch, step.drafter
+    # After a preemption the newest token is known; as always, it has no cached key yet.
+    inputs = [tuple(s.tokens[:-1] if s.resumed else s.tokens) for s in sequences]
+    prompts = list(dict.fromkeys(inputs))
+    prompt_rows = [inputs.index(prompt) for prompt in prompts]  # the rows that compute them
+    numbers = {prompt: number for number, prompt in enumerate(prompts)}
+    prompt_of_row = [numbers[tokens] for tokens in inputs]
+    states = _run_prompts(
+        step, index[batch.to_device(prompt_rows, torch.int64)], prompts, chunk_tokens
+    )
+    sources = [prompt_rows[number] for number in prompt_of_row]
+    _copy_blocks(step, sequences, sources, [len(tokens) for tokens in inputs])
 
-    own = slots.to_device(of, torch.int64)
-    lengths = slots.to_device(list(map(len, fed)), torch.int64)
-    resumed = slots.to_device([job.resumed for job in jobs], torch.bool)
-    known = slots.to_device([job.tokens[-1] for job in jobs], torch.int64)
-    keys, limited = slots.keys[index], any(job.limited for job in jobs)
-    sampled = sample_first(step.target.logits(last.last[own]), lengths, keys, limited=limited)
-    newest = known.where(resumed, sampled)
-    slots.length[index], slots.newest[index] = lengths + 1, newest
-    none = torch.zeros_like(lengths)
-    result = StepResult(pack(newest[:, None], none, none - 1, newest.new_empty(len(jobs), 0)))
+    gather = batch.to_device(prompt_of_row, torch.int64)
+    lengths = batch.to_device([len(tokens) for tokens in inputs], torch.int64)
+    resumed = batch.to_device([s.resumed for s in sequences], torch.bool)
+    known = batch.to_device([s.tokens[-1] for s in sequences], torch.int64)
+    keys, limited = batch.keys[index], any(s.limited for s in sequences)
+    logits = step.target.logits(states.last[gather])
+    newest = known.where(resumed, sample_token(logits, lengths, keys, limited=limited))
+    batch.length[index], batch.newest[index] = lengths + 1, newest
+    zeros = torch.zeros_like(lengths)
+    no_probability = newest.new_empty(len(sequences), 0)
+    result = StepResult(pack_results(newest[:, None], zeros, zeros - 1, no_probability))
     if drafter is None:
         return result, None
-    # The last pair has the newest token, each job's own.
-    pair = newest[:, None], last.features[own][:, None], lengths[:, None] - 1
-    return result, Observed(*pair, torch.ones_like(lengths), slots.block_table[index], keys)
+    # The last pair has the newest token, which differs between equal prompts.
+    return result, VerifiedFeatures(
+        newest[:, None],
+        states.features[gather][:, None],
+        lengths[:, None] - 1,
+        torch.ones_like(lengths),
+        batch.block_table[index],
+        keys,
+    )
 
 
-def _run(step: Step, index: Tensor, prompts: Sequence[Tokens], size: int) -> States:
-    """Runs prompts through the target, and all their pairs but the last through the drafter.
+def _run_prompts(
+    step: Step, index: Tensor, prompts: list[Tokens], chunk_tokens: int
+) -> HiddenStates:
+    """Run prompts through the target, and all their pairs but the last through the drafter.
 
     Args:
         index: the prompts' slots, int64 [R].
         prompts: R prompts.
-        size: tokens in a forward pass of all rows, padding included.
+        chunk_tokens: tokens in a forward pass of all rows, including padding.
 
     Returns:
         The states [R, …] of their last positions.
     """
-    slots, drafter = step.slots, step.drafter
-    lengths = slots.to_device(list(map(len, prompts)), torch.int64)
+    batch, drafter, cache = step.input_batch, step.drafter, step.cache
+    lengths = batch.to_device([len(prompt) for prompt in prompts], torch.int64)
     longest = max(map(len, prompts))
-    table, keys = slots.block_table[index], slots.keys[index]
-    width = max(size // len(prompts), 16)
-    kept: States | None = None
+    table, keys = batch.block_table[index], batch.keys[index]
+    width = max(chunk_tokens // len(prompts), 16)
+    last_states: HiddenStates | None = None
     for start in range(0, longest, width):
         end = min(start + width, longest)
         columns = torch.arange(start, end, device=index.device).expand(len(prompts), -1)
         positions = columns.where(columns < lengths[:, None], -1)
         states = step.decoder.states(
-            _columns(slots.to_device, prompts, start, end),
+            _columns(batch.to_device, prompts, start, end),
             step.boundaries,
             positions=positions,
-            cache=step.cache.at(
-                table, positions, slot_mapping(table, positions, step.cache.block_size)
-            ),
+            cache=cache.at(table, positions, slot_mapping(table, positions, cache.block_size)),
         )
-        kept = _keep_last(states, (lengths - 1)[:, None] - start, kept)
+        last_states = _update_last(last_states, states, (lengths - 1)[:, None] - start)
         if drafter is not None and start < longest - 1:
-            paired = columns.where(columns < lengths[:, None] - 1, -1)
-            observed = Observed(
-                _columns(slots.to_device, prompts, start + 1, end + 1),
+            pair_positions = columns.where(columns < lengths[:, None] - 1, -1)
+            verified = VerifiedFeatures(
+                _columns(batch.to_device, prompts, start + 1, end + 1),
                 states.features,
-                paired,
-                (paired >= 0).sum(1).clamp(min=1),
+                pair_positions,
+                (pair_positions >= 0).sum(1).clamp(min=1),
                 table,
                 keys,
             )
-            drafter.observe(observed.first_columns(min(end, longest - 1) - start))
-    assert kept is not None  # no prompt is empty
-    return kept
+            drafter.extend_cache(verified.first_columns(min(end, longest - 1) - start))
+    assert last_states is not None  # no prompt is empty
+    return last_states
 
 
-def _keep_last(states: States, at: Tensor, kept: States | None) -> States:
-    """`kept`, with the states of columns `at` [R, 1] where these lie in the chunk `states`."""
-    inside = (at >= 0) & (at < states.last.shape[1])
-    column = at.clamp(0, states.last.shape[1] - 1)[..., None]
+def _update_last(last: HiddenStates | None, chunk: HiddenStates, column: Tensor) -> HiddenStates:
+    """Replace `last` by the chunk's states in `column` [R, 1], for rows whose column is inside."""
+    width = chunk.last.shape[1]
+    inside = (column >= 0) & (column < width)
+    index = column.clamp(0, width - 1)[..., None]
 
-    def pick(chunk: Tensor, before: Tensor | None) -> Tensor:
-        found = chunk.gather(1, column.expand(-1, 1, chunk.shape[-1]))[:, 0]
-        return found if before is None else found.where(inside, before)
+    def update(before: Tensor | None, states: Tensor) -> Tensor:
+        gathered = states.gather(1, index.expand(-1, 1, states.shape[-1]))[:, 0]
+        return gathered if before is None else gathered.where(inside, before)
 
-    return States(
-        pick(states.features, kept and kept.features), pick(states.last, kept and kept.last)
+    return HiddenStates(
+        update(last and last.features, chunk.features), update(last and last.last, chunk.last)
     )
 
 
-def _share(step: Step, jobs: Sequence[Job], of: Sequence[int], lengths: Sequence[int]) -> None:
-    """Copies the blocks of each job's prompt from the row `of` that computed it."""
+def _copy_blocks(
+    step: Step, sequences: list[Sequence], sources: list[int], lengths: list[int]
+) -> None:
+    """Copy the blocks of each sequence's prompt from the row that computed it (`sources`)."""
     pairs = [
         pair
-        for row, (job, leader, length) in enumerate(zip(jobs, of, lengths, strict=True))
-        if leader != row
+        for row, (sequence, source, length) in enumerate(
+            zip(sequences, sources, lengths, strict=True)
+        )
+        if source != row
         for pair in zip(
-            jobs[leader].blocks[: -(-length // step.cache.block_size)], job.blocks, strict=False
+            sequences[source].blocks[: -(-length // step.cache.block_size)],
+            sequence.blocks,
+            strict=False,
         )
     ]
     if not pairs:
         return
-    source, to = (step.slots.to_device(blocks, torch.int64) for blocks in zip(*pairs, strict=True))
-    own = chain.from_iterable(step.drafter.pools if step.drafter else ())
-    for pool in (*step.cache.key_pool, *step.cache.value_pool, *own):
-        pool.index_copy_(0, to, pool.index_select(0, source))
+    blocks_from, blocks_to = (
+        step.input_batch.to_device(blocks, torch.int64) for blocks in zip(*pairs, strict=True)
+    )
+    draft_pools = chain.from_iterable(step.drafter.pools if step.drafter else ())
+    for pool in (*step.cache.key_pool, *step.cache.value_pool, *draft_pools):
+        pool.index_copy_(0, blocks_to, pool.index_select(0, blocks_from))
 
 
-def _columns(to_device, rows: Sequence[Tokens], start: int, end: int) -> Tensor:
-    """Columns start … end − 1 of ragged rows, int64 [R, end − start], filled with 0."""
-    cut = [list(row[start:end]) for row in rows]
-    return to_device([row + [0] * (end - start - len(row)) for row in cut], torch.int64)
+def _columns(to_device, rows: list[Tokens], start: int, end: int) -> Tensor:
+    """Return columns start … end − 1 of ragged rows, int64 [R, end − start], padded with 0."""
+    chunks = [list(row[start:end]) for row in rows]
+    return to_device([chunk + [0] * (end - start - len(chunk)) for chunk in chunks], torch.int64)

@@ -10,10 +10,15 @@ from draftlab.engine.eager_head import Pass, Pools
 from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import RMSNorm
 from draftlab.kernels.chain_layout import last_rows
-from draftlab.kernels.packed_linear import PackedGated, PackedLinear, RowNorm, why_not_packed
+from draftlab.kernels.cpu_prepacked_linear import (
+    PrepackedLinear,
+    PrepackedSwiGLU,
+    RowNorm,
+    why_no_prepacking,
+)
 from draftlab.kernels.paged_attention import attend_paged, write_paged
 from draftlab.kernels.rope_write import rope_angles
-from draftlab.target_model.prepacked_decoder import rotate, rotation
+from draftlab.target_model.prepacked_decoder import rotate, rotation_factors
 
 
 class _Layer:
@@ -23,11 +28,11 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         self.input_norm = _norm(layer.input_layernorm)
-        self.qkv = PackedLinear(torch.cat([p.weight for p in projections]))
+        self.qkv = PrepackedLinear(torch.cat([p.weight for p in projections]))
         self.q_norm, self.k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
-        self.out = PackedLinear(attention.o_proj.weight)
+        self.out = PrepackedLinear(attention.o_proj.weight)
         self.mlp_norm = _norm(layer.post_attention_layernorm)
-        self.mlp = PackedGated(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+        self.mlp = PrepackedSwiGLU(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
 
 
 def _norm(module: nn.Module | None) -> RowNorm | None:
@@ -46,7 +51,10 @@ class PackedHead:
         self.head, self.embeddings = head, head.embedding_table()
         attention = head.layer.self_attn
         self.head_dim, self.num_kv_heads = attention.head_dim, attention.num_kv_heads
-        self.fc, self.lm_head = PackedLinear(head.fc.weight), PackedLinear(head.lm_head.weight)
+        self.fc, self.lm_head = (
+            PrepackedLinear(head.fc.weight),
+            PrepackedLinear(head.lm_head.weight),
+        )
         self.hidden_norm = _norm(getattr(head.layer, "hidden_norm", None))
         self.norm = _norm(head.norm)
         self.norms_logits = head.logits_norm_weight() is not None
@@ -56,7 +64,7 @@ class PackedHead:
     def suits(head: DraftHead) -> bool:
         """Whether a head's passes can run so."""
         weight = head.fc.weight
-        return head.has_fused_passes and why_not_packed(weight.device, weight.dtype) is None
+        return head.has_fused_passes and why_no_prepacking(weight.device, weight.dtype) is None
 
     def project_features(self, features: Tensor) -> Tensor:
         """See `HeadPasses`."""
@@ -78,7 +86,7 @@ class PackedHead:
     ) -> Tensor:
         """See `HeadPasses`."""
         shape, asked = tokens.shape, place.asked.shape[1]
-        turn = rotation(tuple(half.flatten(0, 1) for half in place.angles))
+        turn = rotation_factors(tuple(half.flatten(0, 1) for half in place.angles))
         parts = place.parts(len(self.layers))
         for layer, pool, (counts, positions) in zip(self.layers, pools, parts, strict=True):
             if layer is self.layers[0]:
@@ -97,8 +105,8 @@ class PackedHead:
             if counts is not None:
                 query, residual = (last_rows(t, counts, asked) for t in (query, residual))
             attended = attend_paged(query, *pool, block_table, positions, scale=self.head_dim**-0.5)
-            y = layer.out.added_to(residual.flatten(0, 1), attended.flatten(2).flatten(0, 1))
-            y = layer.mlp.added_to(y, layer.mlp_norm(y))
+            y = layer.out.add_to(residual.flatten(0, 1), attended.flatten(2).flatten(0, 1))
+            y = layer.mlp.add_to(y, layer.mlp_norm(y))
             hidden = y.view(*attended.shape[:2], -1)
         return hidden if self.norms_logits or self.norm is None else self.norm(hidden)
 

@@ -1,37 +1,38 @@
-"""The reference engine: prefill, propose, verify, count; prompts join and leave.
+"""The reference engine: speculative decoding written to be read, one decision at a time.
 
-It decodes the same as `engine/engine.py`, eagerly and one decision at a time. Every row of the
-cache serves one request. A step feeds each active row its newest token and its drafts, lets the
-target judge them, emits what survives, and shows the drafter the true features of what was
-accepted. It is written to be read: the host decides, and every decision can be printed.
+It emits the same tokens as `engine/engine.py`, eagerly. Every row of the cache serves one request.
+A step gives each row's newest token and drafts to the target, verifies the drafts by rejection
+sampling, appends the emitted tokens, extends the draft model's cache by the features of the
+accepted ones, and proposes new drafts. The host makes every decision, so all can be printed.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafter import Drafter, Observed
-from draftlab.engine.generation_state import Progress, check_prompts
-from draftlab.engine.sampling import Generation, Request, row_keys
-from draftlab.kernels.rows import DraftDistribution
-from draftlab.kernels.verify import sample_first, verify
+from draftlab.engine.drafter import Drafter, VerifiedFeatures
+from draftlab.engine.generation_state import GenerationState, check_prompts
+from draftlab.engine.sampling import Generation, Request, sampling_metadata
+from draftlab.kernels.sampling import sample_token
+from draftlab.kernels.sampling_types import DraftDistribution
+from draftlab.kernels.verify import verify
 from draftlab.target_model.model import Target
 
 
-class _Row(Progress):
-    """A request's progress and its next drafts."""
+class _Row(GenerationState):
+    """A request's state and its next drafts."""
 
     def __init__(self, request: Request, k: int) -> None:
         super().__init__(request, k)
         self.started = time.perf_counter()
         self.drafts: list[int] = []
-        self.drawn_from: DraftDistribution | None = None  # of this row alone; None: argmax drafts
+        self.distribution: DraftDistribution | None = None  # of this row; None: argmax drafts
 
 
 class ReferenceEngine:
@@ -39,9 +40,9 @@ class ReferenceEngine:
 
     Args:
         target: the model whose distribution is kept.
-        drafter: what proposes; None decodes plainly.
+        drafter: proposes drafts; None decodes plainly.
         batch: rows decoded at once.
-        max_length: positions a row may take (prompt and answer); drafts are capped near it.
+        max_length: positions of a row (prompt and answer); drafts are capped near it.
     """
 
     def __init__(
@@ -52,99 +53,105 @@ class ReferenceEngine:
         self.k = drafter.k if drafter else 0
         self.boundaries = drafter.boundaries if drafter else ()
         self.cache = target.new_cache(batch, max_length)
-        # Row r of the head's cache is one block; drafts reach up to K − 1 positions past the last
-        # pair. Block 0 is nobody's.
+        # Each row of the draft model's cache is one block; drafts reach up to K − 1 positions past
+        # the last pair. Block 0 belongs to no row.
         self.blocks = list(range(1, batch + 1))
         if drafter:
             drafter.start(batch + 1, max_length + self.k, max_length=max_length)
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[Request]) -> Iterator[Generation]:
-        """Yields each request's result as it finishes.
+    def generate(self, requests: Collection[Request]) -> Iterator[Generation]:
+        """Yield each request's generation when it finishes.
 
         Raises:
-            UserError: for an empty prompt, or one that leaves no room for an answer.
+            UserError: a prompt is empty or leaves no room for an answer.
         """
         check_prompts(requests, self.max_length)
         waiting = deque(requests)
         active: list[_Row] = []  # active[i] has cache row i
         while waiting or active:
             if waiting and len(active) < self.batch:
-                joining = [waiting.popleft() for _ in range(self.batch - len(active)) if waiting]
-                joined = self._prefill(joining, len(active))
-                active += [row for row in joined if not row.finish]
-                yield from (row.result() for row in joined if row.finish)
+                count = min(self.batch - len(active), len(waiting))
+                admitted = [waiting.popleft() for _ in range(count)]
+                rows = self._prefill(admitted, len(active))
+                active += [row for row in rows if not row.finish]
+                yield from (row.result() for row in rows if row.finish)
             if active:
-                stepped = self._step(active)
-                active = [row for row in stepped if not row.finish]
-                yield from (row.result() for row in stepped if row.finish)
+                rows = self._step(active)
+                active = [row for row in rows if not row.finish]
+                yield from (row.result() for row in rows if row.finish)
 
-    def _tensor(self, rows: Sequence[Sequence[int]], fill: int) -> Tensor:
-        """int64 [B, longest], right-padded with `fill`."""
+    def _tensor(self, rows: Sequence[Sequence[int]], fill: int = 0) -> Tensor:
+        """Return int64 [B, longest], right-padded with `fill`."""
         width = max(len(row) for row in rows)
         padded = [[*row, *([fill] * (width - len(row)))] for row in rows]
         return torch.tensor(padded, dtype=torch.int64, device=self.target.device)
 
+    def _vector(self, values: Sequence[int]) -> Tensor:
+        """Return int64 [B]."""
+        return torch.tensor(values, dtype=torch.int64, device=self.target.device)
+
     def _prefill(self, requests: list[Request], start: int) -> list[_Row]:
-        """Runs prompts in cache rows from `start`, emits first tokens, drafts.
+        """Run prompts in cache rows from `start`, emit first tokens, and propose drafts.
 
         Returns:
-            The rows: those that go on first, in the order of their cache rows.
+            The rows: first those that continue, in the order of their cache rows.
         """
         rows = [_Row(request, self.k) for request in requests]
-        lengths = self._tensor([[len(row.tokens)] for row in rows], 0)[:, 0]
+        lengths = self._vector([len(row.tokens) for row in rows])
         positions = self._tensor([range(len(row.tokens)) for row in rows], -1)
         states = self.target.states(
-            self._tensor([row.tokens for row in rows], 0),
+            self._tensor([row.tokens for row in rows]),
             self.boundaries,
             positions=positions,
             cache=self.cache.at(start, positions, positions.shape[1]),
         )
-        newest = states.last.gather(
-            1, (lengths - 1)[:, None, None].expand(-1, 1, states.last.shape[-1])
-        )[:, 0]
-        keys = row_keys(requests, self.target.device)
-        tokens = sample_first(self.target.logits(newest), lengths, keys).tolist()
+        index = (lengths - 1)[:, None, None].expand(-1, 1, states.last.shape[-1])
+        logits = self.target.logits(states.last.gather(1, index)[:, 0])
+        metadata = sampling_metadata(requests, self.target.device)
+        tokens = sample_token(logits, lengths, metadata).tolist()
         for row, token in zip(rows, tokens, strict=True):
-            row.emit([token], self.max_length)
+            row.append_tokens([token], self.max_length)
             row.first_token_s = row.elapsed
-        shown = [row.tokens[1:] for row in rows]
-        return self._draft(rows, start, states.features, shown, positions)
+        verified = [row.tokens[1:] for row in rows]
+        return self._propose(rows, start, states.features, verified, positions)
 
     def _step(self, rows: list[_Row]) -> list[_Row]:
-        """Verifies each row's drafts, emits, counts, drafts anew; returns as `_prefill` does."""
-        fed = [[row.tokens[-1], *row.drafts] for row in rows]
+        """Verify each row's drafts, append, count, and propose; return rows as `_prefill` does."""
+        # Gather the batch: each row's newest token and its drafts.
+        inputs = [[row.tokens[-1], *row.drafts] for row in rows]
         starts = [len(row.tokens) - 1 for row in rows]
-        positions = self._tensor(
-            [range(s, s + len(f)) for s, f in zip(starts, fed, strict=True)], -1
-        )
-        visible = max(s + len(f) for s, f in zip(starts, fed, strict=True))
+        ends = [start + len(tokens) for start, tokens in zip(starts, inputs, strict=True)]
+        positions = self._tensor([range(s, e) for s, e in zip(starts, ends, strict=True)], -1)
         states = self.target.states(
-            self._tensor(fed, 0),
+            self._tensor(inputs),
             self.boundaries,
             positions=positions,
-            cache=self.cache.at(0, positions, visible),
+            cache=self.cache.at(0, positions, max(ends)),
         )
+        # Verify the drafts by rejection sampling.
         width = positions.shape[1] - 1
-        verdict = verify(
+        result = verify(
             self.target.logits(states.last),
-            self._tensor([f[1:] for f in fed], 0) if width else positions[:, :0],
-            self._tensor([[len(row.drafts)] for row in rows], 0)[:, 0],
-            _stack([row.drawn_from for row in rows], width),
-            self._tensor([[s + 1] for s in starts], 0)[:, 0],
-            row_keys([row.request for row in rows], self.target.device),
+            self._tensor([tokens[1:] for tokens in inputs]) if width else positions[:, :0],
+            self._vector([len(row.drafts) for row in rows]),
+            _stack([row.distribution for row in rows], width),
+            self._vector([start + 1 for start in starts]),
+            sampling_metadata([row.request for row in rows], self.target.device),
         )
-        accepted, emitted = verdict.accepted.tolist(), verdict.emitted.tolist()
-        probability = verdict.probability.tolist()
-        tokens = []
-        for row, count, token, chance in zip(rows, accepted, emitted, probability, strict=True):
-            row.count(len(row.drafts), count, chance)
-            tokens.append([*row.drafts[:count], token])
-            row.emit(tokens[-1], self.max_length)
-        kept = self._tensor([range(s, s + len(t)) for s, t in zip(starts, tokens, strict=True)], -1)
-        return self._draft(rows, 0, states.features[:, : kept.shape[1]], tokens, kept)
+        # Commit the accepted drafts and the token after them.
+        results = (x.tolist() for x in (result.accepted, result.emitted, result.probability))
+        verified = []
+        for row, accepted, token, probability in zip(rows, *results, strict=True):
+            row.count_step(len(row.drafts), accepted, probability)
+            verified.append([*row.drafts[:accepted], token])
+            row.append_tokens(verified[-1], self.max_length)
+        ends = [start + len(tokens) for start, tokens in zip(starts, verified, strict=True)]
+        positions = self._tensor([range(s, e) for s, e in zip(starts, ends, strict=True)], -1)
+        features = states.features[:, : positions.shape[1]]
+        return self._propose(rows, 0, features, verified, positions)
 
-    def _draft(
+    def _propose(
         self,
         rows: list[_Row],
         start: int,
@@ -152,67 +159,73 @@ class ReferenceEngine:
         tokens: Sequence[Sequence[int]],
         positions: Tensor,
     ) -> list[_Row]:
-        """Closes the gaps that finished rows leave, then drafts for the rows that go on.
+        """Close the gaps of finished rows, then propose drafts for the rows that continue.
 
         Args:
-            rows: with cache rows start, start + 1, …
+            rows: rows with cache rows start, start + 1, …
             features, tokens, positions: their new pairs (x_{p+1}, g_p), padded by position −1.
 
         Returns:
-            The rows that go on, in the order of their cache rows, then the finished ones.
+            The rows that continue, in the order of their cache rows, then the finished ones.
         """
-        order = list(range(len(rows)))
-        going = sum(not row.finish for row in rows)
-        gaps = [i for i in range(going) if rows[i].finish]
-        late = [i for i in range(going, len(rows)) if not rows[i].finish]
-        for gap, source in zip(gaps, late, strict=True):
-            self.cache.move(start + source, start + gap)
-            blocks = self.blocks
-            at, source_at = start + gap, start + source
-            blocks[at], blocks[source_at] = blocks[source_at], blocks[at]
-            order[gap], order[source] = order[source], order[gap]
-        placed = [rows[i] for i in order]
-        if self.drafter is None or going == 0:
-            return placed
-        order = order[:going]
+        order = self._close_gaps(rows, start)
+        ordered = [rows[i] for i in order]
+        active = [row for row in ordered if not row.finish]
+        if self.drafter is None or not active:
+            return ordered
+        order = order[: len(active)]
         counts = [len(tokens[i]) for i in order]
-        width = max(counts)
-        select = torch.tensor(order, device=positions.device)
+        select, width = self._vector(order), max(counts)
+        blocks = self._vector(self.blocks[start : start + len(active)])
         proposal = self.drafter.propose(
-            Observed(
-                self._tensor([tokens[i] for i in order], 0),
+            VerifiedFeatures(
+                self._tensor([tokens[i] for i in order]),
                 features[select, :width],
                 positions[select, :width],
-                self._tensor([[count] for count in counts], 0)[:, 0],
-                self._tensor([[b] for b in self.blocks[start : start + going]], 0).int(),
-                row_keys([row.request for row in placed[:going]], positions.device),
+                self._vector(counts),
+                blocks[:, None].int(),
+                sampling_metadata([row.request for row in active], self.target.device),
             )
         )
-        for i, (row, drafts) in enumerate(zip(placed, proposal.tokens.tolist(), strict=False)):
-            # Draft d is fed at position len(tokens) + d and the token after the last draft must fit
-            # too: the limit vLLM's scheduler keeps (docs/benchmarks.md).
+        for i, (row, drafts) in enumerate(zip(active, proposal.tokens.tolist(), strict=True)):
+            # Draft d has position len(tokens) + d, and the token after the last draft must fit too,
+            # as in vLLM's scheduler (docs/benchmarks.md).
             room = max(min(self.k, self.max_length - len(row.tokens) - 1), 0)
             row.drafts = drafts[:room]
-            drawn_from = proposal.distribution
-            row.drawn_from = drawn_from[i : i + 1] if drawn_from is not None else None
-        return placed
+            q = proposal.distribution
+            row.distribution = None if q is None else q[i : i + 1]
+        return ordered
+
+    def _close_gaps(self, rows: list[_Row], start: int) -> list[int]:
+        """Move the last continuing rows into cache rows of finished ones; return the new order."""
+        order = list(range(len(rows)))
+        num_active = sum(not row.finish for row in rows)
+        gaps = [i for i in range(num_active) if rows[i].finish]
+        movable = [i for i in range(num_active, len(rows)) if not rows[i].finish]
+        for gap, source in zip(gaps, movable, strict=True):
+            to_row, from_row = start + gap, start + source
+            self.cache.move(from_row, to_row)
+            blocks = self.blocks
+            blocks[to_row], blocks[from_row] = blocks[from_row], blocks[to_row]
+            order[gap], order[source] = order[source], order[gap]
+        return order
 
 
 def _stack(single: list[DraftDistribution | None], width: int) -> DraftDistribution | None:
-    """The rows' draft distributions as one, cut to `width` drafts; None when no row has any.
+    """Return the rows' draft distributions as one, cut to `width` drafts; None if there are none.
 
-    A row without one has argmax drafts.
+    A row without a distribution has argmax drafts.
     """
-    known = next((q for q in single if q is not None), None)
-    if known is None or width == 0:
+    template = next((q for q in single if q is not None), None)
+    if template is None or width == 0:
         return None
-    blank = replace(known, sampled=torch.zeros_like(known.sampled))
-    rows = [blank if q is None else q for q in single]
+    argmax = replace(template, sampled=torch.zeros_like(template.sampled))
+    rows = [argmax if q is None else q for q in single]
     return DraftDistribution(
         torch.cat([q.logits[:, :width] for q in rows]),
         torch.cat([q.log_sum[:, :width] for q in rows]),
         torch.cat([q.temperature for q in rows]),
         torch.cat([q.sampled for q in rows]),
-        known.ids,
-        known.index,
+        template.ids,
+        template.index,
     )

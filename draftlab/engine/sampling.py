@@ -1,4 +1,4 @@
-"""What a request asks for, and its parameters as batch tensors."""
+"""Requests, their sampling parameters, and their generations."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from draftlab.engine.counters import Counters
 from draftlab.kernels.noise import prompt_key
-from draftlab.kernels.rows import RowKeys
+from draftlab.kernels.sampling_types import SamplingMetadata
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; temperature 0 is greedy, None turns a limit off."""
+    """Sampling parameters; temperature 0 is greedy, None turns a limit off."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -28,7 +28,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to be continued. `id` names its noise: equal ids sample equally for equal seeds."""
+    """A prompt to continue. Its noise is keyed by `id`: equal ids and seeds sample equally."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -42,9 +42,9 @@ class Generation:
     """A finished request.
 
     Attributes:
-        token_ids: what was generated, a final stop token included.
+        token_ids: generated tokens, including a final stop token.
         finish: "stop" or "length".
-        counters: its verify steps.
+        counters: counters of its verify steps.
         expected: per draft position, the summed probability of acceptance where it was reached.
         steps: (drafted, accepted) of each verify step, in order.
         first_token_s, total_s: seconds from the start of its prefill.
@@ -67,8 +67,8 @@ class Generation:
         return (self.total_s - self.first_token_s) / (len(self.token_ids) - 1)
 
 
-def row_keys(requests: Sequence[Request], device: torch.device) -> RowKeys:
-    """Parameters and noise keys of a batch of requests."""
+def sampling_metadata(requests: Sequence[Request], device: torch.device) -> SamplingMetadata:
+    """Return the sampling parameters and noise keys of a batch of requests."""
     sampling = [r.sampling for r in requests]
 
     def ints(values: list[int]) -> torch.Tensor:
@@ -77,10 +77,10 @@ def row_keys(requests: Sequence[Request], device: torch.device) -> RowKeys:
     def floats(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
-    return RowKeys(
-        floats([s.temperature for s in sampling]),
-        ints([s.top_k or 0 for s in sampling]),
-        floats([s.top_p or 1.0 for s in sampling]),
-        ints([s.seed for s in sampling]),
-        ints([prompt_key(r.id) for r in requests]),
+    return SamplingMetadata(
+        temperature=floats([s.temperature for s in sampling]),
+        top_k=ints([s.top_k or 0 for s in sampling]),
+        top_p=floats([s.top_p or 1.0 for s in sampling]),
+        seed=ints([s.seed for s in sampling]),
+        prompt=ints([prompt_key(r.id) for r in requests]),
     )

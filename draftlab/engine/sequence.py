@@ -1,27 +1,26 @@
-"""A request in work, as the host knows it."""
+"""A request that the paged engine decodes, as the host knows it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
-from draftlab.engine.generation_state import Progress
+from draftlab.engine.generation_state import GenerationState
 from draftlab.engine.sampling import Request
 
 
-class Job(Progress):
-    """A request's progress, and what it holds on the device.
+class Sequence(GenerationState):
+    """A request's state, its slot in the input batch and its cache blocks.
 
     Attributes:
-        blocks: numbers of the blocks it owns.
-        slot: its place on the device; −1 when it waits.
-        residence: how many times it has joined or left: results launched in another one are stale.
+        blocks: numbers of its blocks.
+        slot: its slot in the input batch; −1 while it waits.
+        epoch: how often it has entered or left the batch; results of an earlier epoch are stale.
     """
 
     def __init__(self, request: Request, k: int) -> None:
         super().__init__(request, k)
         self.blocks: list[int] = []
-        self.slot, self.residence = -1, 0
+        self.slot, self.epoch = -1, 0
 
     @property
     def limited(self) -> bool:
@@ -33,34 +32,34 @@ class Job(Progress):
 
     @property
     def resumed(self) -> bool:
-        """Whether it has emitted tokens already: after an eviction, its newest token is known."""
+        """Whether it has emitted tokens; after a preemption its newest token is known."""
         return len(self.tokens) > len(self.request.prompt_ids)
 
-    def join(self, slot: int) -> None:
-        """Takes a slot."""
+    def enter(self, slot: int) -> None:
+        """Enter the batch."""
         self.slot = slot
-        self.residence += 1
+        self.epoch += 1
         if self.started is None:
             self.started = time.perf_counter()
 
     def leave(self) -> None:
-        """Gives its slot back."""
+        """Leave the batch."""
         self.slot = -1
-        self.residence += 1
+        self.epoch += 1
 
-    def take(
+    def add_result(
         self,
-        tokens: Sequence[int],
+        tokens: list[int],
         accepted: int,
         num_drafts: int,
-        chance: Sequence[float],
+        probability: list[float],
         max_length: int,
     ) -> None:
-        """Books a result: a verify step's, or a prefill's (`num_drafts` = −1; counts none)."""
+        """Count and append the result of a verify step, or of a prefill (`num_drafts` = −1)."""
         if num_drafts >= 0:
-            self.count(num_drafts, accepted, chance)
+            self.count_step(num_drafts, accepted, probability)
         elif self.resumed:
-            return  # a prefill that computed again what had been emitted
+            return  # the prefill after a preemption emits nothing new
         else:
             self.first_token_s = self.elapsed
-        self.emit(tokens, max_length)
+        self.append_tokens(tokens, max_length)

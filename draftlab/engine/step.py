@@ -1,4 +1,4 @@
-"""One decode step, wholly on the device: verify, accept, show the drafter the truth, draft anew.
+"""One decode step on the device: gather the batch, verify, commit, extend the draft cache, propose.
 
 Nothing here waits for the host: shapes depend only on the number of rows, so on CUDA the step is
 captured once per batch size and replayed (`GraphedStep`).
@@ -12,25 +12,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafter import Drafter, Observed, Proposal
-from draftlab.engine.slots import Slots
-from draftlab.kernels.rows import DraftDistribution
-from draftlab.kernels.step_layout import StepLayout, advance, keep, lay_out
-from draftlab.kernels.verify import Verdict, verify
+from draftlab.engine.drafter import Drafter, Proposal, VerifiedFeatures
+from draftlab.engine.input_batch import InputBatch
+from draftlab.kernels.sampling_types import DraftDistribution, VerifyResult
+from draftlab.kernels.step_layout import commit, gather_batch, store_drafts
+from draftlab.kernels.step_types import StepLayout
+from draftlab.kernels.verify import verify
 from draftlab.target_model.fused_decoder import fused_decoder
-from draftlab.target_model.model import Target
+from draftlab.target_model.model import DecodePath, Target
 from draftlab.target_model.paged_cache import PagedCache
-from draftlab.target_model.prepacked_decoder import packed_decoder
+from draftlab.target_model.prepacked_decoder import prepacked_decoder
 
-Verifier = Callable[..., Verdict]
+Verifier = Callable[..., VerifyResult]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the host must learn of a step, in one tensor, so that one copy brings it.
+    """The results of a step that the host reads, in one tensor for one copy.
 
     Attributes:
-        packed: int32 [B, 2K + 3] of `step_layout.pack`.
+        packed: int32 [B, 2K + 3] of `step_layout.pack_results`.
     """
 
     packed: Tensor
@@ -47,124 +48,129 @@ class StepResult:
 
     @property
     def accepted(self) -> Tensor:
-        """int32 [B], drafts accepted."""
+        """int32 [B], number of accepted drafts."""
         return self.packed[:, self.k + 1]
 
     @property
     def num_drafts(self) -> Tensor:
-        """int32 [B], drafts that were verified."""
+        """int32 [B], number of verified drafts."""
         return self.packed[:, self.k + 2]
 
     @property
-    def chance(self) -> Tensor:
+    def probability(self) -> Tensor:
         """float32 [B, K], expected acceptance of each draft given that it was reached."""
         return self.packed[:, self.k + 3 :].view(torch.float32)
 
 
 class Step:
-    """The step of an engine: a function of `Slots`, which it reads and writes.
+    """The decode step of an engine, which reads and writes an `InputBatch`.
 
     Args:
         target: the model whose distribution is kept.
-        cache: its keys and values.
-        slots: the requests' state.
-        drafter: what proposes; None decodes plainly.
-        max_length: positions a row may take; drafts are capped near it.
-        verifier: decides what is accepted, with the signature of `kernels.verify.verify`.
-        expect: also compute Σ min(p, q) where drafts were sampled.
-        packed: on a CPU, run on weights packed for oneDNN where the target has that path.
+        cache: its KV cache.
+        input_batch: the requests' state.
+        drafter: proposes drafts; None decodes plainly.
+        max_length: positions of a sequence; drafts are capped near it.
+        verifier: decides which drafts are accepted; it has the signature of
+            `kernels.verify.verify`.
+        expect: also compute the expected acceptance of sampled drafts.
+        cpu_prepacked: on a CPU, use prepacked weights where the target has that path.
     """
 
     def __init__(
         self,
         target: Target,
         cache: PagedCache,
-        slots: Slots,
+        input_batch: InputBatch,
         drafter: Drafter | None,
         *,
         max_length: int,
         verifier: Verifier = verify,
         expect: bool = True,
-        packed: bool = False,
+        cpu_prepacked: bool = False,
     ) -> None:
-        self.target, self.cache, self.slots, self.drafter = target, cache, slots, drafter
-        self.decoder = fused_decoder(target) or (packed_decoder(target) if packed else None)
-        self.decoder = self.decoder or target
+        self.target, self.cache, self.input_batch = target, cache, input_batch
+        self.drafter = drafter
+        prepacked = prepacked_decoder(target) if cpu_prepacked else None
+        self.decoder: DecodePath = fused_decoder(target) or prepacked or target
         self.max_length, self.verifier, self.expect = max_length, verifier, expect
         self.k = drafter.k if drafter else 0
         self.boundaries = drafter.boundaries if drafter else ()
 
     @torch.inference_mode()
     def __call__(self, index: Tensor, *, limited: bool) -> StepResult:
-        """Decodes one step of the slots `index` [B].
+        """Decode one step of the slots `index` [B].
 
         Args:
-            index: slot numbers; the dummy's entries compute nothing that anyone reads.
+            index: slot numbers; results of the dummy are not read.
             limited: whether any of them samples with top-k or top-p.
         """
-        slots, cache = self.slots, self.cache
-        layout = lay_out(slots, index, max_length=self.max_length, block_size=cache.block_size)
+        # Gather the batch: each row's newest token and its drafts.
+        layout = gather_batch(
+            self.input_batch,
+            index,
+            max_length=self.max_length,
+            block_size=self.cache.block_size,
+        )
         table, positions = layout.block_table, layout.positions
         states = self.decoder.states(
             layout.tokens,
             self.boundaries,
             positions=positions,
-            cache=cache.at(table, positions, layout.slots),
+            cache=self.cache.at(table, positions, layout.slots),
         )
-        verdict = self.verifier(
+        # Verify the drafts by rejection sampling.
+        verified = self.verifier(
             self.decoder.logits(states.last),
             layout.tokens[:, 1:],
             layout.num_drafts,
-            self._distribution(layout),
+            self._draft_distribution(layout),
             layout.length,
             layout.keys,
             limited=limited,
             expect=self.expect,
         )
-        outcome = advance(slots, layout, verdict)
+        # Commit the accepted drafts and the token after them.
+        output = commit(self.input_batch, layout, verified)
         if self.drafter is not None:
-            observed = Observed(
-                outcome.tokens,
+            # Extend the draft model's cache by the verified features, and propose new drafts.
+            features = VerifiedFeatures(
+                output.tokens,
                 states.features,
-                outcome.positions,
-                outcome.counts,
+                output.positions,
+                output.counts,
                 table,
                 layout.keys,
                 layout.sampling,
             )
-            self.keep(index, self.drafter.propose(observed))
-        return StepResult(outcome.packed)
+            self.store_drafts(index, self.drafter.propose(features))
+        return StepResult(output.packed_results)
 
-    def keep(self, index: Tensor, proposal: Proposal) -> None:
-        """Stores the drafts of the slots `index` for their next step."""
-        drawn_from = proposal.distribution
-        if drawn_from is None:
-            keep(self.slots, index, proposal.tokens)
-        else:
-            keep(self.slots, index, proposal.tokens, drawn_from.logits, drawn_from.log_sum)
+    def store_drafts(self, index: Tensor, proposal: Proposal) -> None:
+        """Store the drafts of the slots `index` for their next step."""
+        q = proposal.distribution
+        distribution = () if q is None else (q.logits, q.log_sum)
+        store_drafts(self.input_batch, index, proposal.tokens, *distribution)
 
-    def _distribution(self, layout: StepLayout) -> DraftDistribution | None:
-        slots = self.slots
-        if (
-            self.drafter is None
-            or layout.sampling is None
-            or slots.draft_logits is None
-            or slots.draft_log_sum is None
-        ):
+    def _draft_distribution(self, layout: StepLayout) -> DraftDistribution | None:
+        """Return what the drafts were drawn from; None: all are argmaxes."""
+        logits, log_sum = self.input_batch.draft_logits, self.input_batch.draft_log_sum
+        if self.drafter is None or layout.sampling is None or logits is None or log_sum is None:
             return None
+        drafter = self.drafter
         return DraftDistribution(
-            slots.draft_logits,
-            slots.draft_log_sum,
+            logits,
+            log_sum,
             *layout.sampling,
-            self.drafter.draft_ids,
-            self.drafter.draft_index,
+            drafter.draft_ids,
+            drafter.draft_index,
             rows=layout.index,
         )
 
 
 @dataclass
 class _Graph:
-    """A captured step, the tensor it reads its slots from, and the slots that lie there."""
+    """A captured step, its input tensor of slots, and the slots that were last written there."""
 
     graph: torch.cuda.CUDAGraph
     index: Tensor
@@ -175,8 +181,7 @@ class _Graph:
 class GraphedStep:
     """Replays the step from CUDA graphs, one for each batch size, all in one memory pool.
 
-    A batch is rounded up to the next size of `SIZES`; the dummy slot fills it. Graphs are captured
-    when they are first needed.
+    A batch is padded with the dummy slot to the next of `SIZES`. Graphs are captured on first use.
     """
 
     SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
@@ -187,21 +192,21 @@ class GraphedStep:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, slots: tuple[int, ...], *, limited: bool) -> StepResult:
-        """Decodes one step of `slots`; the result is overwritten by the next step of its size."""
+        """Decode one step of `slots`; the next step of this size overwrites the result."""
         size = next((s for s in self.SIZES if s >= len(slots)), len(slots))
         key = (size, limited)
         if key not in self._graphs:
             self._graphs[key] = self._capture(size, limited)
         graph = self._graphs[key]
         if graph.slots != slots:
-            graph.index.copy_(self.step.slots.index(slots, size))
+            graph.index.copy_(self.step.input_batch.index(slots, size))
             graph.slots = slots
         graph.graph.replay()
         return graph.result
 
     def _capture(self, size: int, limited: bool) -> _Graph:
-        # Warm-up and capture see only the dummy, so no request's state changes.
-        index = self.step.slots.index([], size)
+        """Capture a step of `size` dummies, so that no request's state changes."""
+        index = self.step.input_batch.index([], size)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -2,9 +2,10 @@
 
 At a few tokens a row, half of the time of transformers' layers is spent in the calls between
 products; and verifying K drafts in float32 costs K + 1 rows (see
-`kernels/cpu_prepacked_linear.py`). For the architectures of `target_model/fused_decoder.py` the same computation is written here
-with prepacked products, one for queries, keys and values, and values that all layers share are
-computed once a step. The model does not change: weights are copied, which doubles their memory.
+`kernels/cpu_prepacked_linear.py`). For the architectures of `target_model/fused_decoder.py` the
+same computation is written here with prepacked products, one for queries, keys and values, and
+values that all layers share are computed once a step. The model does not change: weights are
+copied, which doubles their memory.
 
 Rounding differs from transformers' in the last bits, as it already does between one row and
 several; `docs/benchmarks.md` says how often a token differs.
@@ -34,7 +35,7 @@ from draftlab.target_model.paged_cache import PagedCache
 from draftlab.target_model.path_check import check_decode_path
 
 
-def rotation(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def rotation_factors(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the factors [T, 1, head_dim] of `rotate` from cosines and sines [T, head_dim / 2]."""
     cos, sin = angles
     return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
@@ -109,7 +110,7 @@ class PrepackedDecoder:
         """
         x = F.embedding(token_ids.flatten(), self.embeddings)
         angles = rope_angles(positions.flatten(), self.inv_freq, self.scaling, x.dtype)
-        factors = rotation(angles)
+        factors = rotation_factors(angles)
         group = self.num_heads // self.num_kv_heads
         features = []
         for number, (layer, pool) in enumerate(zip(self.layers, cache.layers, strict=True)):

@@ -1,4 +1,4 @@
-"""The engine: the target's own tokens, whatever the batch, the order and the drafter."""
+"""The engine emits the target's tokens, whatever the batch, the order and the drafter."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from draftlab.engine.drafter import ChainDrafter
 from draftlab.engine.engine import Engine
-from draftlab.engine.sampling import Generation, Request, Sampling
+from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.target_model.model import Target, TargetSettings, load_target
-from tests.helpers.greedy_answers import requests, run
+from draftlab.target_model.loading import load_target
+from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
+from tests.helpers.engines import RecordingTarget
+from tests.helpers.greedy_answers import outcomes, requests, run
 
 HOT = Sampling(temperature=1.0, top_p=0.95, seed=7)
 
@@ -34,117 +37,113 @@ def make_engine(
     return Engine(target, drafter, batch=batch, max_length=max_length)
 
 
-def outcome(generations: list[Generation]) -> list[Any]:
-    """All of it but times."""
-    return [(g.id, g.token_ids, g.finish, g.counters, g.steps) for g in generations]
-
-
 @pytest.fixture(scope="module")
 def greedy(target: Target) -> tuple[list[Request], list[tuple[int, ...]]]:
-    """Requests, and what transformers generates for them."""
+    """Requests, and transformers' greedy answers."""
     model = AutoModelForCausalLM.from_pretrained(target.folder, dtype="float32").eval()
-    # Half of them the head was trained on, so that long runs are accepted too.
-    asked = requests(5, seed=1) + requests(5, seed=100, shortest=3)
+    # The head was trained on half of them, so that long runs of drafts are accepted, too.
+    prompts = requests(5, seed=1) + requests(5, seed=100, shortest=3)
     expected = []
-    for request in asked:
+    for request in prompts:
         ids = torch.tensor([request.prompt_ids])
-        found = model.generate(
+        output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             max_new_tokens=request.max_new_tokens,
             eos_token_id=sorted(request.stop_ids),
         )
-        expected.append(tuple(found[0, ids.shape[1] :].tolist()))
-    return asked, expected
+        expected.append(tuple(output[0, ids.shape[1] :].tolist()))
+    return prompts, expected
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("drafted", [False, True])
-def test_greedy_tokens_are_transformers_own(
+def test_greedy_tokens_equal_transformers(
     batch: int, drafted: bool, target: Target, head: Eagle3Head, greedy
 ) -> None:
-    asked, expected = greedy
+    prompts, expected = greedy
     engine = make_engine(target, head if drafted else None, batch)
-    found = run(engine, asked)
-    assert [g.token_ids for g in found] == expected
-    backwards = run(engine, asked[::-1])
-    assert outcome(backwards[::-1]) == outcome(found)
-    if drafted:  # drafts of all fates, or the test says little
-        fates = {accepted for g in found for drafts, accepted in g.steps if drafts == 3}
-        assert fates >= {0, 1, 3}
+    generations = run(engine, prompts)
+    assert [g.token_ids for g in generations] == expected
+    reversed_order = run(engine, prompts[::-1])
+    assert outcomes(reversed_order[::-1]) == outcomes(generations)
+    if drafted:  # or the test proves little
+        counts = {accepted for g in generations for drafts, accepted in g.steps if drafts == 3}
+        assert counts >= {0, 1, 3}
 
 
 @pytest.mark.parametrize("draft_probs", [None, False, True])
 def test_sampling_does_not_depend_on_batch_or_order(
     draft_probs: bool | None, target: Target, head: Eagle3Head
 ) -> None:
-    asked = requests(11, seed=2, sampling=HOT)
-    used = None if draft_probs is None else head
-    expected = run(make_engine(target, used, 1, draft_probs=bool(draft_probs)), asked)
-    engine = make_engine(target, used, 5, draft_probs=bool(draft_probs))
-    for order in (asked, asked[6:] + asked[5::-1]):
-        found = {g.id: g for g in run(engine, order)}
-        assert outcome([found[r.id] for r in asked]) == outcome(expected)
-    other = run(engine, [replace(r, sampling=replace(HOT, seed=8)) for r in asked])
+    prompts = requests(11, seed=2, sampling=HOT)
+    draft_head = None if draft_probs is None else head
+    expected = run(make_engine(target, draft_head, 1, draft_probs=bool(draft_probs)), prompts)
+    engine = make_engine(target, draft_head, 5, draft_probs=bool(draft_probs))
+    for order in (prompts, prompts[6:] + prompts[5::-1]):
+        by_id = {g.id: g for g in run(engine, order)}
+        assert outcomes([by_id[r.id] for r in prompts]) == outcomes(expected)
+    other = run(engine, [replace(r, sampling=replace(HOT, seed=8)) for r in prompts])
     assert [g.token_ids for g in other] != [g.token_ids for g in expected]
 
 
 def test_greedy_and_sampled_rows_share_a_batch(target: Target, head: Eagle3Head) -> None:
     kinds = [Sampling(), HOT, Sampling(0.7, top_k=4, seed=3)]
-    asked = [replace(r, sampling=kinds[i % 3]) for i, r in enumerate(requests(12, seed=3))]
-    mixed = run(make_engine(target, head, 6), asked)
+    prompts = [replace(r, sampling=kinds[i % 3]) for i, r in enumerate(requests(12, seed=3))]
+    mixed = run(make_engine(target, head, 6), prompts)
     alone = make_engine(target, head, 1)
-    assert outcome(mixed) == outcome([run(alone, [r])[0] for r in asked])
+    assert outcomes(mixed) == outcomes([run(alone, [r])[0] for r in prompts])
 
 
-def test_an_id_names_its_noise(target: Target) -> None:
+def test_noise_depends_on_the_id(target: Target) -> None:
     request = replace(requests(1, sampling=HOT)[0], prompt_ids=(5, 6, 7))
     engine = make_engine(target, None, 4)
-    found = run(engine, [replace(request, id=str(i)) for i in range(4)])
-    assert len({g.token_ids for g in found}) == 4
+    generations = run(engine, [replace(request, id=str(i)) for i in range(4)])
+    assert len({g.token_ids for g in generations}) == 4
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), HOT])
 def test_torchs_global_generator_is_neither_read_nor_written(
     sampling: Sampling, target: Target, head: Eagle3Head
 ) -> None:
-    asked, results = requests(4, seed=4, sampling=sampling), []
+    prompts, results = requests(4, seed=4, sampling=sampling), []
     with torch.random.fork_rng(devices=[]):
         for seed in (1, 2):
             torch.manual_seed(seed)
             before = torch.get_rng_state()
-            results.append(outcome(run(make_engine(target, head, 4), asked)))
+            results.append(outcomes(run(make_engine(target, head, 4), prompts)))
             assert torch.equal(torch.get_rng_state(), before)
     assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), HOT])
-def test_what_earlier_requests_leave_behind_does_not_matter(
+def test_abandoned_requests_have_no_effect(
     sampling: Sampling, target: Target, head: Eagle3Head
 ) -> None:
     engine = make_engine(target, head, 3)
-    asked = requests(6, seed=5, sampling=sampling)
-    expected = outcome(run(engine, asked))
-    stream = engine.generate(requests(9, seed=6, sampling=sampling))
-    next(stream)
-    stream.close()  # abandoned in the middle
-    assert outcome(run(engine, asked)) == expected
+    prompts = requests(6, seed=5, sampling=sampling)
+    expected = outcomes(run(engine, prompts))
+    for _ in range(3):  # each leaves slots and blocks in use
+        stream = engine.generate(requests(9, seed=6, sampling=sampling))
+        next(stream)
+        stream.close()
+    assert outcomes(run(engine, prompts)) == expected
 
 
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("sampling", [Sampling(), HOT])
-def test_a_stop_token_ends_the_answer_and_is_kept(
+def test_a_stop_token_ends_the_answer(
     drafted: bool, sampling: Sampling, target: Target, head: Eagle3Head
 ) -> None:
     engine = make_engine(target, head if drafted else None, 4)
-    asked = [replace(r, stop_ids=frozenset()) for r in requests(12, seed=7, sampling=sampling)]
-    whole = run(engine, asked)
+    prompts = [replace(r, stop_ids=frozenset()) for r in requests(12, seed=7, sampling=sampling)]
+    whole = run(engine, prompts)
     assert {(len(g.token_ids), g.finish) for g in whole} == {(24, "length")}
     # A token from the middle of each answer becomes its stop token.
     stopping = [
         replace(r, stop_ids=frozenset({g.token_ids[5 + i]}))
-        for i, (r, g) in enumerate(zip(asked, whole, strict=True))
+        for i, (r, g) in enumerate(zip(prompts, whole, strict=True))
     ]
     truncated = 0
     for request, long, short in zip(stopping, whole, run(engine, stopping), strict=True):
@@ -158,9 +157,9 @@ def test_a_stop_token_ends_the_answer_and_is_kept(
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
 def test_max_new_tokens(count: int, target: Target, head: Eagle3Head) -> None:
-    asked = requests(6, seed=8, stop_ids=frozenset())
-    long = run(make_engine(target, head, 3), asked)
-    short = run(make_engine(target, head, 3), [replace(r, max_new_tokens=count) for r in asked])
+    prompts = requests(6, seed=8, stop_ids=frozenset())
+    long = run(make_engine(target, head, 3), prompts)
+    short = run(make_engine(target, head, 3), [replace(r, max_new_tokens=count) for r in prompts])
     assert [g.token_ids for g in short] == [g.token_ids[:count] for g in long]
     assert {g.finish for g in short} == {"length"}
     if count == 1:
@@ -169,46 +168,30 @@ def test_max_new_tokens(count: int, target: Target, head: Eagle3Head) -> None:
         assert 0 < generation.first_token_s <= generation.total_s
 
 
-class Watched:
-    """A target that notes every position it is fed."""
-
-    def __init__(self, target: Target) -> None:
-        self.target, self.highest, self.fed = target, -1, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.target, name)
-
-    def states(self, token_ids, boundaries=(), *, positions, cache):
-        self.highest = max(self.highest, int(positions.max()))
-        self.fed += int((positions >= 0).sum())
-        assert bool((cache.slots[positions < 0] == -1).all())
-        return self.target.states(token_ids, boundaries, positions=positions, cache=cache)
-
-
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("limit", [21, 24])
-def test_no_position_beyond_the_limit_is_fed(
+def test_no_pass_has_a_position_beyond_the_limit(
     drafted: bool, limit: int, target: Target, head: Eagle3Head
 ) -> None:
-    asked = requests(10, seed=9, stop_ids=frozenset(), max_new_tokens=30)
-    asked.append(replace(asked[0], id="full", prompt_ids=tuple(range(limit - 1))))
-    watched: Any = Watched(target)
-    engine = make_engine(watched, head if drafted else None, 4, max_length=limit)
-    found = run(engine, asked)
-    assert watched.highest == limit - 2
-    roomy = run(make_engine(target, None, 4), asked)
-    for request, generation, more in zip(asked, found, roomy, strict=True):
+    prompts = requests(10, seed=9, stop_ids=frozenset(), max_new_tokens=30)
+    prompts.append(replace(prompts[0], id="full", prompt_ids=tuple(range(limit - 1))))
+    recording: Any = RecordingTarget(target)
+    engine = make_engine(recording, head if drafted else None, 4, max_length=limit)
+    generations = run(engine, prompts)
+    assert recording.highest == limit - 2
+    unlimited = run(make_engine(target, None, 4), prompts)
+    for request, generation, longer in zip(prompts, generations, unlimited, strict=True):
         room = limit - len(request.prompt_ids)
         assert (len(generation.token_ids), generation.finish) == (room, "length")
-        assert generation.token_ids == more.token_ids[:room]
-    if drafted:  # near the limit steps draft fewer, at it nothing
-        assert {drafts for g in found for drafts, _ in g.steps} >= {1, 2, 3}
+        assert generation.token_ids == longer.token_ids[:room]
+    if drafted:  # steps near the limit draft fewer
+        assert {drafts for g in generations for drafts, _ in g.steps} >= {1, 2, 3}
 
 
 def test_one_token_prompts(target: Target, head: Eagle3Head) -> None:
-    asked = requests(5, seed=10, longest=1)
-    assert {len(r.prompt_ids) for r in asked} == {1}
-    drafted, plain = (run(make_engine(target, h, 5), asked) for h in (head, None))
+    prompts = requests(5, seed=10, longest=1)
+    assert {len(r.prompt_ids) for r in prompts} == {1}
+    drafted, plain = (run(make_engine(target, h, 5), prompts) for h in (head, None))
     assert [g.token_ids for g in drafted] == [g.token_ids for g in plain]
 
 
@@ -216,12 +199,12 @@ def test_one_token_prompts(target: Target, head: Eagle3Head) -> None:
 def test_prompts_that_do_not_fit_are_refused(length: int, target: Target) -> None:
     good = requests(1)[0]
     bad = replace(good, id="the long one", prompt_ids=(5,) * length)
-    with pytest.raises(UserError, match="expected a prompt of 1 to 127 tokens") as caught:
+    with pytest.raises(UserError, match="expected a prompt of 1 to 127 tokens") as raised:
         list(make_engine(target, None, 2).generate([good, bad]))
-    assert "the long one" in caught.value.where
+    assert "the long one" in raised.value.where
 
 
-def test_nothing_asked(target: Target, head: Eagle3Head) -> None:
+def test_no_requests(target: Target, head: Eagle3Head) -> None:
     assert run(make_engine(target, head, 2), []) == []
 
 
@@ -234,12 +217,12 @@ def test_impossible_sampling_is_refused(settings: dict) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are asked for")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="it needs two GPUs")
 def test_a_gpu_that_is_not_the_current_one(target: Target, head: Eagle3Head, greedy) -> None:
-    """Graphs, events and copies are of its streams, or results are read before they are there."""
-    asked, expected = greedy
+    """Graphs, events and copies must use its streams, or results are read too early."""
+    prompts, expected = greedy
     there = load_target(TargetSettings(path=str(target.folder), dtype="float32", device="cuda:1"))
     engine = make_engine(there, deepcopy(head).to("cuda:1"), 3)
     assert torch.cuda.current_device() == 0
-    assert [g.token_ids for g in run(engine, asked)] == expected
+    assert [g.token_ids for g in run(engine, prompts)] == expected
     assert torch.cuda.current_device() == 0

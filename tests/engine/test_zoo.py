@@ -1,4 +1,4 @@
-"""Every architecture of the zoo decodes, with drafts, as transformers alone does."""
+"""Every architecture of the zoo decodes with drafts as transformers does without."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafter import Observed, Proposal
+from draftlab.engine.drafter import Proposal, VerifiedFeatures
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request
-from draftlab.kernels.rows import RowKeys, draft_index
-from draftlab.target_model.model import TargetSettings, load_target
+from draftlab.kernels.sampling_types import SamplingMetadata, draft_index
 from tests.helpers.greedy_answers import run
-from tests.helpers.zoo import SHAPE, ZOO, eager_model, zoo_folder
+from tests.helpers.zoo import SHAPE, ZOO, eager_model, load_on_cpu, random_texts, zoo_folder
 
 VOCABULARY, NEW_TOKENS = int(str(SHAPE["vocab_size"])), 36
 
 
 class BigramDrafter:
-    """Proposes what followed a token in some texts, and nonsense at every fifth position."""
+    """Proposes the successor of a token in some texts, and a wrong token every fifth position."""
 
     kind = "chain"
     boundaries = ()
@@ -38,33 +37,33 @@ class BigramDrafter:
     def start(self, num_blocks: int, block_size: int, **_: object) -> None:
         pass
 
-    def observe(self, observed: Observed) -> None:
+    def extend_cache(self, verified: VerifiedFeatures) -> None:
         pass
 
-    def propose(self, observed: Observed) -> Proposal:
+    def propose(self, verified: VerifiedFeatures) -> Proposal:
         tokens, last = (
-            t.gather(1, observed.counts[:, None] - 1)[:, 0]
-            for t in (observed.tokens, observed.positions)
+            t.gather(1, verified.counts[:, None] - 1)[:, 0]
+            for t in (verified.tokens, verified.positions)
         )
         drafts = []
         for step in range(self.k):
             tokens = self.follower[tokens]
-            nonsense = (last + 2 + step) % 5 == 0
-            drafts.append((tokens + nonsense) % VOCABULARY)
+            wrong = (last + 2 + step) % 5 == 0
+            drafts.append((tokens + wrong) % VOCABULARY)
         return Proposal(torch.stack(drafts, 1))
 
-    def sampling(self, keys: RowKeys) -> tuple[Tensor, Tensor]:
+    def sampling(self, keys: SamplingMetadata) -> tuple[Tensor, Tensor]:
         return keys.temperature, torch.zeros_like(keys.temperature, dtype=torch.bool)
 
 
 @torch.inference_mode()
 def greedy(folder: Path, prompt: tuple[int, ...]) -> list[int]:
-    """transformers' own greedy answer to one prompt alone, with its own attention and cache."""
+    """Return transformers' greedy answer to one prompt, with its own attention and cache."""
     model = eager_model(folder)
     model.generation_config.eos_token_id = None
     ids = torch.tensor([prompt])
-    produced = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
-    return produced[0, len(prompt) :].tolist()
+    output = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return output[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize(
@@ -75,19 +74,17 @@ def greedy(folder: Path, prompt: tuple[int, ...]) -> list[int]:
 def test_decoding_equals_generate(kind: str, k: int, tmp_path: Path) -> None:
     """Prompts of different lengths, two at a time, over several windows, chunks and pages.
 
-    11 drafts reach over a whole window or chunk of 8.
+    11 drafts are longer than a window or chunk of 8.
     """
     folder = zoo_folder(tmp_path, kind)
-    generator = torch.Generator().manual_seed(0)
-    prompts = [
-        tuple(torch.randint(3, VOCABULARY, (n,), generator=generator).tolist()) for n in (23, 2, 11)
-    ]
+    prompts = [tuple(text.tolist()) for text in random_texts((23, 2, 11))]
     expected = [greedy(folder, prompt) for prompt in prompts]
-    target = load_target(TargetSettings(path=str(folder), device="cpu"))
     drafter = BigramDrafter(expected, k)
-    engine = Engine(target, drafter, batch=2, max_length=72, block_size=16, prefill_tokens=13)
-    asked = [Request(str(i), prompt, NEW_TOKENS) for i, prompt in enumerate(prompts)]
-    done = run(engine, asked)
-    assert [list(generation.token_ids) for generation in done] == expected
-    accepted = sum(generation.counters.accepted for generation in done)
-    assert 0 < accepted < sum(generation.counters.draft_tokens for generation in done)
+    engine = Engine(
+        load_on_cpu(folder), drafter, batch=2, max_length=72, block_size=16, prefill_tokens=13
+    )
+    requests = [Request(str(i), prompt, NEW_TOKENS) for i, prompt in enumerate(prompts)]
+    generations = run(engine, requests)
+    assert [list(generation.token_ids) for generation in generations] == expected
+    accepted = sum(generation.counters.accepted for generation in generations)
+    assert 0 < accepted < sum(generation.counters.draft_tokens for generation in generations)

@@ -1,8 +1,9 @@
-"""Prompts, the target's own answers, and records of them."""
+"""Random requests, engines' generations, and records of the target's greedy answers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -27,27 +28,32 @@ def requests(
     shortest: int = 1,
     longest: int = 20,
 ) -> list[Request]:
-    """Random prompts of many lengths."""
+    """Return requests with random prompts of random lengths."""
     generator = torch.Generator().manual_seed(seed)
-    made = []
+    result = []
     for i in range(count):
         length = int(torch.randint(shortest, longest + 1, (1,), generator=generator))
         ids = torch.randint(0, 281, (length,), generator=generator).tolist()
-        made.append(Request(f"{seed}-{i}", tuple(ids), max_new_tokens, sampling, stop_ids))
-    return made
+        result.append(Request(f"{seed}-{i}", tuple(ids), max_new_tokens, sampling, stop_ids))
+    return result
 
 
-def run(engine: Engine, asked: Sequence[Request]) -> list[Generation]:
-    """Every generation, in the order of the requests, its accounting checked."""
-    done = {g.id: g for g in engine.generate(asked)}
-    assert len(done) == len(asked)
-    for generation in done.values():
+def run(engine: Any, prompts: Sequence[Request]) -> list[Generation]:
+    """Return the generations in the order of the requests; check each one's accounting."""
+    by_id = {g.id: g for g in engine.generate(prompts)}
+    assert len(by_id) == len(prompts)
+    for generation in by_id.values():
         check_accounting(generation, engine.k)
-    return [done[request.id] for request in asked]
+    return [by_id[request.id] for request in prompts]
+
+
+def outcomes(generations: Sequence[Generation]) -> list[Any]:
+    """Return everything of generations except times and expected acceptance."""
+    return [(g.id, g.token_ids, g.finish, g.counters, g.steps) for g in generations]
 
 
 def check_accounting(generation: Generation, k: int) -> None:
-    """methods §6.3, check 1, for one request, and its counters from its steps."""
+    """Check a request's token accounting (methods §6.3, check 1) and its counters by its steps."""
     counters = Counters(k)
     for drafted, accepted in generation.steps:
         counters.add_step(drafted, accepted)
@@ -58,14 +64,14 @@ def check_accounting(generation: Generation, k: int) -> None:
 
 
 def answers(target: Target, count: int, *, seed: int) -> list[tuple[Request, Generation]]:
-    """Requests and the target's greedy answers to them."""
-    asked = requests(count, seed=seed, shortest=3)
+    """Return requests and the target's greedy answers."""
+    prompts = requests(count, seed=seed, shortest=3)
     engine = Engine(target, batch=16, max_length=target.max_length)
-    return list(zip(asked, run(engine, asked), strict=True))
+    return list(zip(prompts, run(engine, prompts), strict=True))
 
 
 def greedy_records(target: Target, pairs: Sequence[tuple[Request, Generation]]) -> list[Record]:
-    """Records in float32, as data/record would write them."""
+    """Return float32 records of answers, as recording would write them."""
     records = []
     for request, generation in pairs:
         tokens = torch.tensor([*request.prompt_ids, *generation.token_ids])

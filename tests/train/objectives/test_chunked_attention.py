@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +10,7 @@ from draftlab.heads.head import DraftHead
 from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.chunked_attention import chunked_attention
 from draftlab.train.objectives.ttt import unroll
+from tests.helpers.chunked_chain import run_chain
 from tests.helpers.synthetic import HIDDEN, VOCAB, head, parts, record
 
 STEPS = 4
@@ -35,35 +34,6 @@ def llama4_head(*no_rope_layers: int, **kind: object) -> DraftHead:
     ).double()
 
 
-def server(model: DraftHead, answer: Any, t: int) -> list[Tensor]:
-    """Outputs of a chain that starts at t: true pairs up to it, then its own outputs."""
-    caches: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in model.layers]
-
-    def feed(token: Tensor, hidden: Tensor, position: int) -> Tensor:
-        def attend(number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            caches[number][position] = key, value
-            chunk = model.layers[number].chunk or 1000
-            seen = range(position // chunk * chunk, position + 1)
-            keys, values = (
-                torch.cat([caches[number][p][which] for p in seen], 0) for which in (0, 1)
-            )
-            groups = query.shape[1] // keys.shape[1]
-            keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
-            scores = torch.einsum("qhd,khd->hqk", query, keys) * query.shape[-1] ** -0.5
-            return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
-
-        return model.run(token[None], hidden, torch.tensor([position]), attend)
-
-    for position in range(t + 1):
-        hidden = model.project_features(answer.last[position, None].to(model.fc.weight.dtype))
-        output = feed(answer.tokens[position + 1], hidden, position)
-    outputs = [output]
-    for k in range(1, STEPS):
-        if t + 1 + k < len(answer.tokens):
-            outputs.append(feed(answer.tokens[t + 1 + k], outputs[-1], t + k))
-    return [output[0] for output in outputs]
-
-
 @pytest.mark.parametrize("layers", [(1,), (0,), (1, 0), (0, 1)])
 def test_an_unroll_over_borders_is_a_server(layers: tuple[int, ...]) -> None:
     """Outputs and gradients, of two conversations in a row; unrolls cross up to two borders."""
@@ -80,7 +50,7 @@ def test_an_unroll_over_borders_is_a_server(layers: tuple[int, ...]) -> None:
             at = teacher - 1 - k
             which = at >= offsets[1]
             if at not in chains:
-                chains[at] = server(model, answers[which], at - offsets[which])
+                chains[at] = run_chain(model, answers[which], at - offsets[which])
             torch.testing.assert_close(row, chains[at][k], rtol=0, atol=1e-5)
             found, expected = found + probe @ row, expected + probe @ chains[at][k]
             compared += 1

@@ -1,0 +1,68 @@
+"""Scheduling on the host: which sequences run, in which slots, with which cache blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from draftlab.engine.block_pool import BlockPool
+from draftlab.engine.sampling import Request
+from draftlab.engine.sequence import Sequence
+
+
+class Scheduler:
+    """First come, first served; if blocks run out, the sequence admitted last is preempted.
+
+    Args:
+        requests: to be decoded, in order.
+        pool: blocks of the KV cache.
+        num_slots: sequences that run at once.
+        k: drafts a step.
+        max_length: positions of a sequence.
+
+    Attributes:
+        waiting: sequences to be admitted.
+        running: admitted sequences, in the order of admission.
+    """
+
+    def __init__(
+        self, requests: Iterable[Request], pool: BlockPool, num_slots: int, k: int, max_length: int
+    ) -> None:
+        self.pool, self.k, self.max_length = pool, k, max_length
+        self.waiting = deque(Sequence(request, k) for request in requests)
+        self.running: list[Sequence] = []
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+
+    def admit(self) -> list[Sequence]:
+        """Admit waiting sequences as long as there are slots and blocks; return them."""
+        admitted: list[Sequence] = []
+        while self.waiting and self._free_slots and self.allocate(self.waiting[0], 0):
+            sequence = self.waiting.popleft()
+            sequence.enter(self._free_slots.pop())
+            admitted.append(sequence)
+        self.running += admitted
+        return admitted
+
+    def allocate(self, sequence: Sequence, steps_in_flight: int) -> bool:
+        """Allocate blocks for a sequence's next step; return False if there are too few.
+
+        They hold the tokens known by then and the drafts of two steps.
+        """
+        known = len(sequence.tokens) + steps_in_flight * (self.k + 1)
+        return self.pool.allocate(sequence.blocks, min(known + 1 + 2 * self.k, self.max_length))
+
+    def preempt(self) -> None:
+        """Return the sequence admitted last to the front of the queue."""
+        sequence = self.running[-1]
+        self.remove(sequence)
+        self.waiting.appendleft(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Free a sequence's slot and blocks.
+
+        Steps in flight still write to its blocks, but before their next owner does.
+        """
+        self.running.remove(sequence)
+        self.pool.free(sequence.blocks)
+        self._free_slots.append(sequence.slot)
+        sequence.leave()
