@@ -1,4 +1,4 @@
-"""Result rows for readers: the console's closing tables, an offline HTML page, plots."""
+"""Reports for readers: tables in the console, an offline HTML page, plots."""
 
 from draftlab.report.html import write_html
 from draftlab.report.suites import print_suites

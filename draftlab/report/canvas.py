@@ -1,8 +1,9 @@
-"""Figures of their own (matplotlib's global state stays untouched), and how they look."""
+"""The look of all plots: figures without matplotlib's global state, legends, colours."""
 
 from __future__ import annotations
 
 import io
+import math
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -11,25 +12,25 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart by colour-blind readers too; yellow is too pale on white
+# Okabe and Ito's colours, which colour-blind readers can distinguish; without the pale yellow
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^vPX"
 GREY = "#8C8C8C"
 DPI = 160
 WIDTH = 7.5
-MOST_PANELS = 4
+MAX_PANELS = 4
 
 
 def new_figure(
     title: str, caption: str, *, height: float = 4.2, panels: Sequence[str] = ("",)
 ) -> Figure:
-    """A figure of 7.5 inches, its conditions written below the axes.
+    """Return a figure 7.5 inches wide with a caption below its axes.
 
     Args:
-        title: of the figure.
-        caption: the conditions.
-        height: in inches, of a row of panels.
-        panels: what each panel shows, two in a row; their axes are the figure's, in this order.
+        title: title of the figure.
+        caption: the conditions of the measurement.
+        height: height of a row of panels, in inches.
+        panels: title of each panel, two panels in a row; `figure.axes` has the same order.
     """
     columns = min(len(panels), 2)
     lines = textwrap.wrap(plain(caption), 138, break_on_hyphens=False)
@@ -53,11 +54,11 @@ def new_figure(
 
 
 def legend(figure: Figure) -> None:
-    """One legend for all panels: inside the axes where it is short, else above them."""
+    """Add one legend for all panels: inside the axes if it is short, else above them."""
     axes = figure.axes[0]
     entries: dict[str, Any] = {}
-    for one in figure.axes:
-        for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
+    for panel in figure.axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
     options: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "handlelength": 3.0}
     if len(figure.axes) == 1 and len(entries) <= 4:
@@ -71,7 +72,7 @@ def legend(figure: Figure) -> None:
 
 
 def _grow(figure: Figure, inches: float) -> None:
-    """Adds height for what stands above the axes; the caption keeps its own."""
+    """Make the figure higher above the axes, without a change of the caption."""
     width, before = figure.get_size_inches()
     after = before + inches
     engine = figure.get_layout_engine()
@@ -80,30 +81,33 @@ def _grow(figure: Figure, inches: float) -> None:
     engine.set(rect=(0, below, 1, 1 - below))
 
 
-def spread(values: Sequence[Any], most: int = MOST_PANELS) -> list[Any]:
-    """At most `most` of the distinct sorted values, the first and the last among them."""
-    found = sorted(set(values))
-    if len(found) <= most:
-        return found
-    return [found[round(i * (len(found) - 1) / (most - 1))] for i in range(most)]
+def pick_evenly(values: Sequence[Any], count: int = MAX_PANELS) -> list[Any]:
+    """Return at most `count` distinct sorted values, with the first and the last one."""
+    distinct = sorted(set(values))
+    if len(distinct) <= count:
+        return distinct
+    return [distinct[round(i * (len(distinct) - 1) / (count - 1))] for i in range(count)]
 
 
 def plain(text: str) -> str:
-    """Keeps matplotlib from reading dollar signs in a name as mathematics."""
+    """Escape dollar signs, which matplotlib would read as mathematics."""
     return text.replace("$", r"\$")
 
 
-def errors(
-    value: float, interval: tuple[float, float] | None
-) -> tuple[tuple[float], tuple[float]] | None:
-    """Lengths of the error bar below and above; None where no interval was measured."""
-    if interval is None:
-        return None
-    return (max(0.0, value - interval[0]),), (max(0.0, interval[1] - value),)
+def error_bars(
+    values: Sequence[float], intervals: Sequence[tuple[float, float] | None]
+) -> tuple[list[float], list[float]]:
+    """Return the lengths of the error bars below and above; NaN (no bar) without an interval."""
+    below, above = [], []
+    for value, interval in zip(values, intervals, strict=True):
+        low, high = interval or (math.nan, math.nan)
+        below.append(max(value - low, 0.0))
+        above.append(max(high - value, 0.0))
+    return below, above
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as PNG bytes."""
+    """Return the figure as PNG bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", facecolor="white")
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""Under which conditions rows were measured, and what tells one row from another."""
+"""The conditions under which rows were measured, and short labels of rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from draftlab.evaluate.results import Report, Row
-from draftlab.report import formatting as wording
+from draftlab.report import formatting as fmt
 from draftlab.report.formatting import NONE
 
 
@@ -15,14 +15,14 @@ def _off(value: Any) -> str:
     return "off" if value is None else str(value)
 
 
-def _of_head(get: Callable[[Row], str]) -> Callable[[Row], str | None]:
-    """A condition that rows without a drafter do not have."""
-    return lambda row: get(row) if wording.drafted(row) else None
+def _with_drafter(get: Callable[[Row], str]) -> Callable[[Row], str | None]:
+    """Return a condition that is None for rows without a drafter."""
+    return lambda row: get(row) if fmt.has_drafter(row) else None
 
 
 _CONDITIONS: dict[str, Callable[[Row], str | None]] = {
-    "head": _of_head(lambda row: row.head or "unnamed"),
-    "draft temperature": _of_head(
+    "head": _with_drafter(lambda row: row.head or "unnamed"),
+    "draft temperature": _with_drafter(
         lambda row: (
             "as the target's" if row.draft_temperature is None else f"{row.draft_temperature:g}"
         )
@@ -32,8 +32,8 @@ _CONDITIONS: dict[str, Callable[[Row], str | None]] = {
     "dtype": lambda row: row.dtype,
     "batch": lambda row: str(row.batch),
     "suite": lambda row: f"{row.suite} (sha256 {row.suite_sha256[:12]})",
-    "template": lambda row: wording.short_hash(row.template),
-    "max tokens": lambda row: wording.count(row.max_new_tokens),
+    "template": lambda row: fmt.short_hash(row.template),
+    "max tokens": lambda row: fmt.count(row.max_new_tokens),
     "top-k": lambda row: _off(row.top_k),
     "top-p": lambda row: _off(row.top_p),
     "seed": lambda row: str(row.seed),
@@ -42,18 +42,18 @@ _CONDITIONS: dict[str, Callable[[Row], str | None]] = {
 
 @dataclass(frozen=True)
 class Conditions:
-    """Conditions of a report's rows.
+    """The conditions of a report's rows.
 
     Attributes:
-        shared: name and value of those alike in every row that has them.
-        varying: name of the others, with the value of each row.
+        shared: value of each condition that is the same in every row that has it.
+        varying: values of each other condition, one per row.
     """
 
     shared: dict[str, str]
     varying: dict[str, list[str]]
 
     def lines(self, width: int) -> list[str]:
-        """The shared ones in lines of at most `width` characters, broken between conditions."""
+        """Return the shared conditions in lines of at most `width` characters."""
         lines: list[str] = []
         for item in (f"{name} {value}" for name, value in self.shared.items()):
             if lines and len(lines[-1]) + len(item) + 3 <= width:
@@ -64,7 +64,7 @@ class Conditions:
 
 
 def split_conditions(rows: Sequence[Row]) -> Conditions:
-    """Splits the rows' conditions into shared and varying ones."""
+    """Return the rows' conditions, split into shared and varying ones."""
     shared, varying = {}, {}
     for name, get in _CONDITIONS.items():
         values = [get(row) for row in rows]
@@ -83,45 +83,47 @@ def split_conditions(rows: Sequence[Row]) -> Conditions:
 
 
 def report_conditions(report: Report) -> Conditions:
-    """The conditions of its rows, and of the timing pass where `environment.timing` has them.
+    """Return the conditions of the rows and of the timing pass (`environment.timing`).
 
-    A timing pass may differ from the counted one: batch 1, fewer prompts, stop tokens ignored.
+    The timing pass can differ from the counting pass: batch 1, fewer prompts, no stop tokens.
     """
-    found = split_conditions(report.rows)
+    conditions = split_conditions(report.rows)
     timing = report.environment.get("timing")
     if not isinstance(timing, Mapping):
-        return found
+        return conditions
     text = ", ".join(f"{name} {value}" for name, value in timing.items() if value is not None)
-    return replace(found, shared=found.shared | {"timed at": text})
+    return replace(conditions, shared=conditions.shared | {"timed at": text})
 
 
 def row_traits(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """What tells each row from the others, temperature and draft probabilities aside."""
+    """Return what distinguishes each row, except temperature and draft probabilities."""
     varying = split_conditions(rows).varying
-    several_k = len({row.k for row in rows if wording.drafted(row)}) > 1
-    both = wording.several_drafters(rows)
-    found = []
+    several_k = len({row.k for row in rows if fmt.has_drafter(row)}) > 1
+    both_drafters = fmt.has_chain_and_parallel(rows)
+    traits = []
     for i, row in enumerate(rows):
-        parts = [row.drafter] if both and wording.drafted(row) else []
-        parts += [f"K = {row.k}"] if several_k and wording.drafted(row) else []
+        parts = [row.drafter] if both_drafters and fmt.has_drafter(row) else []
+        parts += [f"K = {row.k}"] if several_k and fmt.has_drafter(row) else []
         parts += [
             values[i] if name == "head" else f"{name} {values[i]}"
             for name, values in varying.items()
             if values[i] != NONE
         ]
-        found.append(tuple(parts))
-    return found
+        traits.append(tuple(parts))
+    return traits
 
 
 def row_labels(rows: Sequence[Row]) -> list[str]:
-    """A short name of each row: temperature, draft probabilities, and its traits; no two alike."""
-    names = []
-    for row, parts in zip(rows, row_traits(rows), strict=True):
-        probs = (
-            "" if wording.draft_probs(row) == NONE else f"draft probs {wording.draft_probs(row)}"
-        )
-        state = probs if wording.drafted(row) else "no drafting"
-        names.append(
-            ", ".join(filter(None, [f"T = {wording.temperature(row.temperature)}", state, *parts]))
-        )
-    return [name if names.count(name) == 1 else f"{name} (#{i})" for i, name in enumerate(names, 1)]
+    """Return a unique label per row: temperature, draft probabilities and its traits."""
+    labels = []
+    for row, traits in zip(rows, row_traits(rows), strict=True):
+        probs = fmt.draft_probs(row)
+        state = "" if probs == NONE else f"draft probs {probs}"
+        if not fmt.has_drafter(row):
+            state = "no drafting"
+        parts = [f"T = {fmt.temperature(row.temperature)}", state, *traits]
+        labels.append(", ".join(filter(None, parts)))
+    return [
+        label if labels.count(label) == 1 else f"{label} (#{i})"
+        for i, label in enumerate(labels, 1)
+    ]

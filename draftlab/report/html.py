@@ -1,23 +1,23 @@
-"""The report as one HTML page that opens offline, and its plots as PNG files beside it."""
+"""The report as one HTML page that opens offline, with its plots as PNG files beside it."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from draftlab.evaluate.results import Report, Row
 from draftlab.files import atomic_path, write_text
-from draftlab.report import by_position, same_k
-from draftlab.report import formatting as wording
+from draftlab.report import alpha_by_position, break_even
+from draftlab.report import formatting as fmt
 from draftlab.report.conditions import report_conditions, row_labels
 from draftlab.report.formatting import NONE
 
 PLOT_TEXTS = {
     "acceptance_length": "Acceptance length by temperature with 95 % intervals over prompts. At "
-    "T = 0 draft probabilities play no part, so its row belongs to every line.",
+    "T = 0 draft probabilities make no difference, so its row belongs to every line.",
     "acceptance_by_position": "Acceptance at each draft position, unconditional: the share of "
     "drafts accepted up to it, at the largest K. Dashed: without draft probabilities. Crosses: "
     "expected acceptance.",
@@ -31,7 +31,7 @@ PLOT_TEXTS = {
 
 
 def flatten(value: Any, name: str = "") -> list[tuple[str, str]]:
-    """Nested mappings as (dotted name, text) in their own order; lists stay on one line."""
+    """Return nested mappings as (dotted name, text) in their order; a list is one text."""
     if isinstance(value, Mapping):
         return [
             pair
@@ -44,92 +44,94 @@ def flatten(value: Any, name: str = "") -> list[tuple[str, str]]:
 
 
 def _ratio(numerator: int, denominator: int) -> str:
-    return f"{wording.count(numerator)} / {wording.count(denominator)}"
+    return f"{fmt.count(numerator)} / {fmt.count(denominator)}"
+
+
+def _interval(interval: tuple[float, float] | None, digits: int) -> str:
+    """Return "[2.20, 2.43]", or an empty string."""
+    return (
+        ""
+        if interval is None
+        else f"[{fmt.number(interval[0], digits)}, {fmt.number(interval[1], digits)}]"
+    )
 
 
 def _positions(row: Row) -> list[dict[str, str]]:
-    """Acceptance at each position with the counters that make it."""
+    """Return the acceptance at each position with its counters."""
     counters = row.counters
-    expected = row.expected_acceptance or [None] * row.k
-    reached = [row.drafts, *row.accepted_at[:-1]]
+    missing = [None] * row.k
+    columns = zip(
+        counters.acceptance_at or missing,
+        row.accepted_at,
+        counters.conditional_acceptance_at,
+        [row.drafts, *row.accepted_at[:-1]],
+        row.expected_acceptance or missing,
+        row.self_check.z if row.self_check else missing,
+        strict=True,
+    )
     return [
         {
-            "share": wording.number(share, 3),
+            "share": fmt.number(share, 3),
             "raw": _ratio(accepted, row.drafts),
-            "conditional": wording.number(conditional, 3),
-            "conditional_raw": _ratio(accepted, before),
-            "expected": wording.number(expect, 3),
-            "z": wording.number(z, 1),
+            "conditional": fmt.number(conditional, 3),
+            "conditional_raw": _ratio(accepted, accepted_before),
+            "expected": fmt.number(expected, 3),
+            "z": fmt.number(z, 1),
         }
-        for share, accepted, conditional, before, expect, z in zip(
-            counters.acceptance_at or [None] * row.k,
-            row.accepted_at,
-            counters.conditional_acceptance_at,
-            reached,
-            expected,
-            row.self_check.z if row.self_check else [None] * row.k,
-            strict=True,
-        )
+        for share, accepted, conditional, accepted_before, expected, z in columns
     ]
 
 
 def _self_check(row: Row) -> str:
-    """ "passed" or "FAILED"; nothing where it was not made."""
+    """Return "passed" or "FAILED" with the p-value; `NONE` without a self-check."""
     if row.self_check is None:
         return NONE
     verdict = "passed" if row.self_check.passed else "FAILED"
-    if all(z is None for z in row.self_check.z):  # T = 0: nothing is drawn, so nothing is tested
+    if all(z is None for z in row.self_check.z):  # T = 0: the counts must be equal
         return f"{verdict}, accepted {'=' if row.self_check.passed else '≠'} expected"
     return f"{verdict}, p = {row.self_check.p_value:.2g}"
 
 
 def _timings(row: Row) -> list[dict[str, str]]:
-    """Times at each batch; one line without a batch where there are none."""
-    found = row.timings or [row]
+    """Return the times at each batch size, or one line with the row's times."""
     return [
         {
             "batch": str(one.batch) if row.timings else NONE,
-            "tpot": wording.milliseconds(one.tpot_ms),
-            "tpot_ci": _interval(one.tpot_ms_ci, wording.TIME_DIGITS),
-            "baseline": wording.milliseconds(one.baseline_tpot_ms),
-            "speedup": wording.times(one.speedup),
+            "tpot": fmt.milliseconds(one.tpot_ms),
+            "tpot_ci": _interval(one.tpot_ms_ci, fmt.TIME_DIGITS),
+            "baseline": fmt.milliseconds(one.baseline_tpot_ms),
+            "speedup": fmt.factor(one.speedup),
             "speedup_ci": _interval(one.speedup_ci, 2),
-            "ttft": wording.milliseconds(one.ttft_ms),
-            "step": wording.milliseconds(one.step_ms),
-            "floor": wording.milliseconds(one.floor_ms),
-            "throughput": wording.number(one.throughput_tok_s, 1),
+            "ttft": fmt.milliseconds(one.ttft_ms),
+            "step": fmt.milliseconds(one.step_ms),
+            "floor": fmt.milliseconds(one.floor_ms),
+            "throughput": fmt.number(one.throughput_tok_s, 1),
         }
-        for one in found
+        for one in row.timings or [row]
     ]
 
 
-def _on(value: bool) -> str:
-    return "on" if value else "off"
-
-
 def _advice(report: Report) -> list[dict[str, Any]]:
-    """The adviser's tables."""
+    """Return the adviser's tables."""
     return [
         {
-            "title": ", ".join(
-                [
-                    f"{one['head']} ({one['engine']})",
-                    f"T = {wording.temperature(one['temperature'])}",
-                    *([f"draft probs {_on(one['draft_probs'])}"] if one["temperature"] else []),
-                    f"batch {one['batch']}",
-                ]
+            "title": fmt.conditions_text(
+                one["temperature"],
+                one["draft_probs"],
+                one["batch"],
+                f"{one['head']} ({one['engine']})",
             ),
             "text": one["text"],
-            "plain": wording.milliseconds(one["plain_ms"]),
+            "plain": fmt.milliseconds(one["plain_ms"]),
             "rows": [
                 {
                     "k": p["k"],
                     "best": p["k"] == one["best_k"],
-                    "al": wording.number(p["acceptance_length"], 2),
-                    "step": wording.milliseconds(p["step_ms"]),
-                    "tpot": wording.milliseconds(p["tpot_ms"]),
-                    "speedup": wording.times(p["speedup"]),
-                    "measured": wording.times(p["measured_speedup"]),
+                    "al": fmt.number(p["acceptance_length"], 2),
+                    "step": fmt.milliseconds(p["step_ms"]),
+                    "tpot": fmt.milliseconds(p["tpot_ms"]),
+                    "speedup": fmt.factor(p["speedup"]),
+                    "measured": fmt.factor(p["measured_speedup"]),
                     "error": NONE if p["error"] is None else f"{100 * p['error']:+.1f} %",
                 }
                 for p in one["predictions"]
@@ -143,129 +145,119 @@ def _lossless(row: Row) -> str:
     if row.lossless is None:
         return NONE
     p_value = "" if row.lossless.p_value is None else f", p = {row.lossless.p_value:.3g}"
-    return (
-        f"{row.lossless.level}: {row.lossless.test}{p_value}, n = {wording.count(row.lossless.n)}"
-    )
+    return f"{row.lossless.level}: {row.lossless.test}{p_value}, n = {fmt.count(row.lossless.n)}"
 
 
-def _view(i: int, row: Row, label: str, *, heads: bool, kinds: bool) -> dict[str, Any]:
-    """A row's texts, as the template prints them.
-
-    `heads`: several are compared. `kinds`: chains and parallel heads.
-    """
-    drafted = wording.drafted(row)
-    name = f"{row.head} ({row.drafter})" if kinds and drafted else row.head or "none"
+def _view(number: int, row: Row, label: str, drafter: str) -> dict[str, Any]:
+    """Return the texts of a row for the template."""
+    has_drafter = fmt.has_drafter(row)
+    tpots = row.baseline_tpot_ms, row.tpot_ms
     return {
-        "i": i,
+        "i": number,
         "label": label,
-        "drafted": drafted,
-        "mark": wording.DEFAULT_MARK if wording.is_vllm_default(row) else "",
-        "drafter": name if heads else row.drafter,
-        "k": str(row.k) if drafted else NONE,
-        "temperature": wording.temperature(row.temperature),
-        "draft_probs": wording.draft_probs(row),
-        "al": wording.number(row.acceptance_length, 3),
+        "drafted": has_drafter,
+        "mark": fmt.DEFAULT_MARK if fmt.is_vllm_default(row) else "",
+        "drafter": drafter,
+        "k": str(row.k) if has_drafter else NONE,
+        "temperature": fmt.temperature(row.temperature),
+        "draft_probs": fmt.draft_probs(row),
+        "al": fmt.number(row.acceptance_length, 3),
         "al_ci": _interval(row.acceptance_length_ci, 3),
-        "al_raw": f"1 + {_ratio(row.accepted, row.drafts)}" if drafted else "",
-        "expected_al": wording.number(wording.expected_length(row), 3),
-        "speedup": wording.times(row.speedup),
+        "al_raw": f"1 + {_ratio(row.accepted, row.drafts)}" if has_drafter else "",
+        "expected_al": fmt.number(fmt.expected_length(row), 3),
+        "speedup": fmt.factor(row.speedup),
         "speedup_ci": _interval(row.speedup_ci, 2),
-        "speedup_raw": ""
-        if row.speedup is None
-        else f"{wording.milliseconds(row.baseline_tpot_ms)} / {wording.milliseconds(row.tpot_ms)}",
-        "tpot": wording.milliseconds(row.tpot_ms),
-        "tpot_ci": _interval(row.tpot_ms_ci, wording.TIME_DIGITS),
-        "ttft": wording.milliseconds(row.ttft_ms),
+        "speedup_raw": "" if row.speedup is None else " / ".join(map(fmt.milliseconds, tpots)),
+        "tpot": fmt.milliseconds(row.tpot_ms),
+        "tpot_ci": _interval(row.tpot_ms_ci, fmt.TIME_DIGITS),
+        "ttft": fmt.milliseconds(row.ttft_ms),
         "timings": _timings(row),
         "self_check": _self_check(row),
-        "repetition": wording.number(row.repetition_rate, 3),
-        "prompts_equal": wording.number(row.prompts_equal, 3),
+        "repetition": fmt.number(row.repetition_rate, 3),
+        "prompts_equal": fmt.number(row.prompts_equal, 3),
         "lossless": _lossless(row),
-        "prompts": wording.count(row.prompts),
-        "output_tokens": wording.count(row.output_tokens),
-        "drafts": wording.count(row.drafts) if drafted else NONE,
-        "draft_tokens": wording.count(row.draft_tokens) if drafted else NONE,
-        "accepted": wording.count(row.accepted) if drafted else NONE,
-        "undrafted": wording.count(row.undrafted_steps),
-        "truncated": wording.count(row.truncated_tokens),
-        "positions": _positions(row) if drafted else [],
+        **{name: fmt.count(getattr(row, name)) for name in _COUNTS},
+        **{name: fmt.count(getattr(row, name)) if has_drafter else NONE for name in _DRAFT_COUNTS},
+        "positions": _positions(row) if has_drafter else [],
     }
 
 
-def _interval(interval: tuple[float, float] | None, digits: int) -> str:
-    """ "[2.20, 2.43]", or nothing."""
-    return (
-        "" if interval is None else wording.with_interval(0.0, interval, digits).partition(" ")[2]
-    )
+_COUNTS = ("prompts", "output_tokens", "undrafted_steps", "truncated_tokens")
+_DRAFT_COUNTS = ("drafts", "draft_tokens", "accepted")
+
+
+def _views(rows: Sequence[Row], *, several_heads: bool) -> list[dict[str, Any]]:
+    """Return the texts of all rows; with several heads the drafter column names the head."""
+    with_drafter = fmt.has_chain_and_parallel(rows)
+    views = []
+    for number, (row, label) in enumerate(zip(rows, row_labels(rows), strict=True), 1):
+        drafter = row.drafter
+        if several_heads:
+            drafter = row.head or "none"
+            if with_drafter and fmt.has_drafter(row):
+                drafter = f"{row.head} ({row.drafter})"
+        views.append(_view(number, row, label, drafter))
+    return views
 
 
 def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
-    """The page's text.
+    """Return the page.
 
     Args:
         report: the report.
-        pngs: plots by the names of `PLOT_TEXTS`; embedded, so that the page needs no other file.
+        pngs: plots by the names of `PLOT_TEXTS`. The page embeds them and needs no other file.
 
     Returns:
-        HTML without any outside reference but the link to report.json beside it.
+        HTML whose only external reference is the link to report.json beside it.
     """
     from jinja2 import Environment, StrictUndefined
 
     rows = report.rows
-    apart = ("certificates", by_position.KEY)  # sections of their own
-    environment_facts = {k: v for k, v in report.environment.items() if k not in apart}
+    own_sections = ("certificates", alpha_by_position.KEY)
+    environment_facts = {k: v for k, v in report.environment.items() if k not in own_sections}
     conditions = report_conditions(report)
     # autoescape: names and warnings come from other people's files
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    text = files("draftlab.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
-    heads = len({row.head for row in rows if row.head}) > 1
-    views = [
-        _view(i, row, label, heads=heads, kinds=wording.several_drafters(rows))
-        for i, (row, label) in enumerate(zip(rows, row_labels(rows), strict=True), 1)
-    ]
-    return environment.from_string(text).render(
-        target=wording.target_name(report),
+    template = files("draftlab.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    several_heads = len({row.head for row in rows if row.head}) > 1
+    views = _views(rows, several_heads=several_heads)
+    facts = {"Target": report.target, "Environment": environment_facts}
+    return environment.from_string(template).render(
+        target=fmt.target_name(report),
         rows=views,
         drafted=[view for view in views if view["drafted"]],
-        most_positions=max((row.k for row in rows if wording.drafted(row)), default=0),
+        most_positions=max((row.k for row in rows if fmt.has_drafter(row)), default=0),
         timed=any(row.tpot_ms is not None for row in rows),
         expects=any(row.expected_acceptance is not None for row in rows),
-        default_mark=wording.DEFAULT_MARK,
-        default_note=wording.DEFAULT_NOTE,
-        head_notes=wording.head_notes(rows),
+        default_mark=fmt.DEFAULT_MARK,
+        default_note=fmt.DEFAULT_NOTE,
+        head_notes=fmt.head_notes(rows),
         shared=conditions.shared,
-        # every other table names the heads already
+        # the other tables name the heads
         varying={k: v for k, v in conditions.varying.items() if k != "head"},
-        legend=wording.LEGEND,
-        drafter_column="head" if heads else "drafter",
+        legend=fmt.LEGEND,
+        drafter_column="head" if several_heads else "drafter",
         advice=_advice(report),
-        advice_check=wording.advice_check(report),
-        same_k=same_k.tables(report),
-        by_position=by_position.tables(report),
-        certificates=wording.certificates(report),
-        warnings=wording.warnings(report),
+        advice_check=fmt.advice_check(report),
+        break_even=break_even.tables(report),
+        alpha_by_position=alpha_by_position.tables(report),
+        certificates=fmt.certificates(report),
+        warnings=fmt.warnings(report),
         plots=[
             (name, PLOT_TEXTS[name], base64.b64encode(data).decode("ascii"))
             for name, data in pngs.items()
         ],
-        facts=[
-            (title, flatten(value))
-            for title, value in (
-                ("Target", report.target),
-                ("Environment", environment_facts),
-            )
-            if value
-        ],
+        facts=[(title, flatten(value)) for title, value in facts.items() if value],
         schema=report.schema_version,
     )
 
 
 def write_html(report: Report, folder: Path) -> Path:
-    """Writes report.html and one PNG file a plot into `folder`, atomically each.
+    """Write report.html and a PNG file per plot into `folder`, each atomically.
 
-    The page links to report.json beside it, which is written too where it is missing.
+    The page links to report.json beside it, which is written too if it is missing.
 
     Returns:
         The path of report.html.

@@ -1,4 +1,4 @@
-"""The plots of times: TPOT of every row, TPOT by K, speed-up by batch."""
+"""Plots of times: TPOT of every row, TPOT by K, speed-up by batch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,33 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from draftlab.evaluate.results import Report, Row
-from draftlab.report import formatting as wording
-from draftlab.report.canvas import COLOURS, GREY, MARKERS, errors, legend, new_figure, plain, spread
+from draftlab.report import formatting as fmt
+from draftlab.report.canvas import (
+    COLOURS,
+    GREY,
+    MARKERS,
+    error_bars,
+    legend,
+    new_figure,
+    pick_evenly,
+    plain,
+)
 from draftlab.report.conditions import row_labels
 
-MOST_BARS = 24
+MAX_BARS = 24
 
 
 def tpot(rows: Sequence[Row], caption: str) -> Figure | None:
-    """TPOT of every row with its interval, rows without drafting in grey.
+    """Return a bar plot of the TPOT of every row; rows without drafting are grey.
 
-    None where nothing was timed, and where the bars would be too many to read.
+    The result is None if nothing was timed or there are more than `MAX_BARS` rows.
     """
     shown = [
         (row, label)
         for row, label in zip(rows, row_labels(rows), strict=True)
         if row.tpot_ms is not None
     ]
-    if not 0 < len(shown) <= MOST_BARS:
+    if not 0 < len(shown) <= MAX_BARS:
         return None
     figure = new_figure("Time per output token", caption, height=1.3 + 0.42 * len(shown))
     axes = figure.axes[0]
@@ -35,14 +44,14 @@ def tpot(rows: Sequence[Row], caption: str) -> Figure | None:
             i,
             row.tpot_ms,
             height=0.62,
-            color=COLOURS[0] if wording.drafted(row) else GREY,
-            xerr=errors(row.tpot_ms, row.tpot_ms_ci),
+            color=COLOURS[0] if fmt.has_drafter(row) else GREY,
+            xerr=error_bars([row.tpot_ms], [row.tpot_ms_ci]),
             capsize=3,
             ecolor="#222222",
         )
         right = max(row.tpot_ms, row.tpot_ms_ci[1] if row.tpot_ms_ci else 0.0)
-        speedup = f"  ({wording.times(row.speedup)})" if row.speedup is not None else ""
-        text = f"  {wording.milliseconds(row.tpot_ms)}{speedup}"
+        speedup = f"  ({fmt.factor(row.speedup)})" if row.speedup is not None else ""
+        text = f"  {fmt.milliseconds(row.tpot_ms)}{speedup}"
         axes.text(right, i, text, va="center", fontsize=8.5)
     names = [textwrap.fill(plain(label), 36, break_on_hyphens=False) for _, label in shown]
     axes.set_yticks(range(len(shown)), names, fontsize=8.5)
@@ -54,120 +63,119 @@ def tpot(rows: Sequence[Row], caption: str) -> Figure | None:
     return figure
 
 
-class _Ways:
-    """The settings of rows within a panel: colour and marker tell head, engine and K; dashes tell
-    that draft probabilities are off.
-    """
+class _Styles:
+    """Line styles and legend names: colour and marker for head, engine and K, dashes for draft
+    probabilities that are off."""
 
     def __init__(self, rows: Sequence[Row], *, with_k: bool) -> None:
         self.with_k = with_k and len({row.k for row in rows}) > 1
-        self.engines = len({row.engine for row in rows}) > 1
-        self.kinds = wording.several_drafters(rows)
-        self.bases = list(dict.fromkeys(self._base(row) for row in rows))
+        self.with_engine = len({row.engine for row in rows}) > 1
+        self.with_drafter = fmt.has_chain_and_parallel(rows)
+        self.names = list(dict.fromkeys(self._name(row) for row in rows))
 
-    def _base(self, row: Row) -> str:
+    def _name(self, row: Row) -> str:
         parts = [row.head or "unnamed"]
-        parts += [row.drafter] if self.kinds else []
-        parts += [row.engine] if self.engines else []
+        parts += [row.drafter] if self.with_drafter else []
+        parts += [row.engine] if self.with_engine else []
         parts += [f"K = {row.k}"] if self.with_k else []
         return ", ".join(parts)
 
     def name(self, row: Row) -> str:
-        """As the legend has it."""
-        probs = wording.draft_probs(row)
-        return self._base(row) + ("" if probs == wording.NONE else f", draft probs {probs}")
+        """Return the name in the legend."""
+        probs = fmt.draft_probs(row)
+        return self._name(row) + ("" if probs == fmt.NONE else f", draft probs {probs}")
 
     def style(self, row: Row) -> dict[str, str]:
-        """Colour, marker and line style."""
-        i = self.bases.index(self._base(row))
+        """Return colour, marker and line style."""
+        i = self.names.index(self._name(row))
         return {
             "color": COLOURS[i % len(COLOURS)],
             "marker": MARKERS[i % len(MARKERS)],
-            "linestyle": "--" if wording.draft_probs(row) == "off" else "-",
+            "linestyle": "--" if fmt.draft_probs(row) == "off" else "-",
         }
 
 
 def tpot_by_k(report: Report, caption: str) -> Figure | None:
-    """TPOT by K at the first timed batch, a panel a temperature; lines are the adviser's.
+    """Return a plot of TPOT by K at the first timed batch, with a panel per temperature.
 
-    None without the adviser.
+    Points are measured, lines are the adviser's predictions. The result is None without advice.
     """
     advice = (report.adviser or {}).get("advice", [])
-    rows = [row for row in report.rows if wording.drafted(row) and row.timings]
+    rows = [row for row in report.rows if fmt.has_drafter(row) and row.timings]
     if not advice or not rows:
         return None
     batch = rows[0].timings[0].batch
-    temperatures = spread([one["temperature"] for one in advice])
-    titles = [f"T = {wording.temperature(t)}" for t in temperatures]
+    temperatures = pick_evenly([one["temperature"] for one in advice])
+    titles = [f"T = {fmt.temperature(t)}" for t in temperatures]
     figure = new_figure("TPOT by K", f"{caption} · timed batch {batch}", panels=titles, height=3.2)
-    ways = _Ways(rows, with_k=False)
+    styles = _Styles(rows, with_k=False)
     for axes, t in zip(figure.axes, temperatures, strict=True):
         here = [row for row in rows if row.temperature == t]
         for row in here:
-            timing, style = row.timings[0], ways.style(row)
+            timing, style = row.timings[0], styles.style(row)
             axes.errorbar(
                 [row.k],
                 [timing.tpot_ms],
-                yerr=errors(timing.tpot_ms, timing.tpot_ms_ci),
+                yerr=error_bars([timing.tpot_ms], [timing.tpot_ms_ci]),
                 capsize=3,
                 **style | {"linestyle": "none"},
             )
-            axes.plot([], [], label=plain(ways.name(row)), **style)
-        for of in {ways.name(row): row for row in here}.values():
+            axes.plot([], [], label=plain(styles.name(row)), **style)
+        for row in {styles.name(row): row for row in here}.values():
             for one in advice:
-                if _is_of(one, of, batch):
+                if _belongs_to(one, row, batch):
                     axes.plot(
                         [p["k"] for p in one["predictions"]],
                         [p["tpot_ms"] for p in one["predictions"]],
-                        **ways.style(of) | {"marker": ""},
+                        **styles.style(row) | {"marker": ""},
                     )
-        deepest = max(row.k for row in here)
+        max_k = max(row.k for row in here)
         bases = sorted({row.timings[0].baseline_tpot_ms or 0.0 for row in here} - {0.0})
         for base in bases:
             axes.axhline(base, color=GREY, linewidth=1.5, label="no drafting")
-        axes.set(xlabel="K (drafts a step)", ylabel="TPOT in ms", xticks=range(1, deepest + 1))
-        axes.set_xlim(0.7, deepest + 0.3)
-    figure.axes[0].set_ylim(bottom=0)  # last: it ends autoscaling, and all panels share it
+        axes.set(xlabel="K (drafts a step)", ylabel="TPOT in ms", xticks=range(1, max_k + 1))
+        axes.set_xlim(0.7, max_k + 0.3)
+    figure.axes[0].set_ylim(bottom=0)  # last, since it ends autoscaling for all panels
     legend(figure)
     return figure
 
 
-def _is_of(one: Mapping[str, Any], row: Row, batch: int) -> bool:
-    """Whether an advice is that of a row's setting at a batch."""
+def _belongs_to(one: Mapping[str, Any], row: Row, batch: int) -> bool:
+    """Return whether an advice belongs to the row's configuration and the batch."""
     keys = ("engine", "head", "temperature", "draft_probs")
     return one["batch"] == batch and all(one[key] == getattr(row, key) for key in keys)
 
 
 def speedup_by_batch(rows: Sequence[Row], caption: str) -> Figure | None:
-    """Speed-up by the number of prompts decoded at once, a panel a temperature.
+    """Return a plot of the speed-up by batch size, with a panel per temperature.
 
-    None where no row was timed at two batches.
+    The result is None if no row was timed at two batch sizes.
     """
     shown = [row for row in rows if len([t for t in row.timings if t.speedup]) > 1]
     if not shown:
         return None
-    temperatures = spread([row.temperature for row in shown])
-    titles = [f"T = {wording.temperature(t)}" for t in temperatures]
+    temperatures = pick_evenly([row.temperature for row in shown])
+    titles = [f"T = {fmt.temperature(t)}" for t in temperatures]
     figure = new_figure("Speed-up by batch", caption, panels=titles, height=3.2)
-    ways = _Ways(shown, with_k=True)
+    styles = _Styles(shown, with_k=True)
     batches = sorted({timing.batch for row in shown for timing in row.timings})
     for axes, t in zip(figure.axes, temperatures, strict=True):
         here = [row for row in shown if row.temperature == t]
         for i, row in enumerate(here):
             timed = [timing for timing in row.timings if timing.speedup is not None]
-            spans = [errors(one.speedup, one.speedup_ci) or ((0.0,), (0.0,)) for one in timed]
-            shift = (i - (len(here) - 1) / 2) * 0.05  # intervals side by side, not on each other
+            shift = (i - (len(here) - 1) / 2) * 0.05  # draws intervals side by side
+            speedups = [one.speedup for one in timed]
             axes.errorbar(
                 [batches.index(one.batch) + shift for one in timed],
-                [one.speedup for one in timed],
-                yerr=[[span[side][0] for span in spans] for side in (0, 1)],
+                speedups,
+                yerr=error_bars(speedups, [one.speedup_ci for one in timed]),
                 capsize=3,
-                label=plain(ways.name(row)),
-                **ways.style(row),
+                label=plain(styles.name(row)),
+                **styles.style(row),
             )
         axes.axhline(1, color=GREY, linewidth=1.5)
         axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
         axes.set(xlabel="prompts decoded at once", ylabel="speed-up (×)")
-    figure.axes[0].set_ylim(bottom=0)  # last: it ends autoscaling, and all panels share it
+    figure.axes[0].set_ylim(bottom=0)  # last, since it ends autoscaling for all panels
     legend(figure)
     return figure

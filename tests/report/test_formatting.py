@@ -7,31 +7,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftlab.heads.folder import load_config
-from draftlab.pipeline.api import reference_head
-from draftlab.report import formatting as wording
+from draftlab.pipeline.resolve import reference_head
+from draftlab.report import formatting as fmt
 from draftlab.report.conditions import row_labels, split_conditions
 from tests.helpers import sample_report as sample
 
 
 def test_formats() -> None:
-    assert wording.with_interval(2.308, (2.2, 2.4349)) == "2.31 [2.20, 2.43]"
-    assert wording.with_interval(2.308, None) == "2.31"
-    assert wording.with_interval(None, (1.0, 2.0)) == wording.NONE
-    assert wording.number(float("nan"), 2) == wording.NONE
-    assert wording.times(1.618) == "1.62×"
-    assert wording.times(None) == wording.NONE
-    assert wording.temperature(0.0) == "0"
-    assert wording.temperature(0.80) == "0.8"
-    assert wording.short_hash("ab" * 32) == "abababababab"
-    assert wording.short_hash("chatml") == "chatml"
+    assert fmt.with_interval(2.308, (2.2, 2.4349)) == "2.31 [2.20, 2.43]"
+    assert fmt.with_interval(2.308, None) == "2.31"
+    assert fmt.with_interval(None, (1.0, 2.0)) == fmt.NONE
+    assert fmt.number(float("nan"), 2) == fmt.NONE
+    assert fmt.factor(1.618) == "1.62×"
+    assert fmt.factor(None) == fmt.NONE
+    assert fmt.temperature(0.0) == "0"
+    assert fmt.temperature(0.80) == "0.8"
+    assert fmt.short_hash("ab" * 32) == "abababababab"
+    assert fmt.short_hash("chatml") == "chatml"
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(0.5, "0.50"), (9.876, "9.88"), (31.42, "31.42"), (512.3, "512.30")]
 )
 def test_times_have_two_digits_whatever_their_size(value: float, text: str) -> None:
-    assert wording.milliseconds(value) == text
-    assert wording.milliseconds(value, (value, value)) == f"{text} [{text}, {text}]"
+    assert fmt.milliseconds(value) == text
+    assert fmt.milliseconds(value, (value, value)) == f"{text} [{text}, {text}]"
 
 
 @given(st.integers(20, 200))
@@ -60,38 +60,38 @@ def test_labels_name_what_differs_and_are_unique() -> None:
     ]
 
 
-def test_each_heads_training_is_told_beside_its_name() -> None:
+def test_the_trained_k_of_several_heads_names_the_head() -> None:
     rows = [sample.baseline(), sample.row(head="a", k_trained=4), sample.row(head="b", k_trained=6)]
-    found = split_conditions(rows)
-    assert found.shared["trained K"] == "4 (a), 6 (b)"
-    assert set(found.varying) == {"head"}
+    conditions = split_conditions(rows)
+    assert conditions.shared["trained K"] == "4 (a), 6 (b)"
+    assert set(conditions.varying) == {"head"}
     assert row_labels(rows) == ["T = 0, no drafting", "T = 0, a", "T = 0, b"]
 
 
-def test_a_suite_without_a_template_says_so() -> None:
+def test_a_suite_without_a_template_is_shown_as_such() -> None:
     rows = [sample.row(template="none (raw text)")]
     assert split_conditions(rows).shared["template"] == "none (raw text)"
 
 
-def test_a_baseline_has_no_condition_of_a_head() -> None:
-    """Otherwise every report with a baseline would list its head and K as differing."""
+def test_a_baseline_has_no_conditions_of_a_head() -> None:
+    """Otherwise the head and K would differ in every report with a baseline."""
     conditions = split_conditions(sample.report().rows)
     assert conditions.varying == {}
     assert conditions.shared["head"] == "runs/quickstart/head"
 
 
 def test_the_default_of_vllm() -> None:
-    assert wording.is_vllm_default(sample.row(temperature=0.8))
-    assert wording.is_vllm_default(sample.row(draft_probs=True))
-    assert not wording.is_vllm_default(sample.row(temperature=0.8, draft_probs=True))
-    assert not wording.is_vllm_default(sample.baseline())
+    assert fmt.is_vllm_default(sample.row(temperature=0.8))
+    assert fmt.is_vllm_default(sample.row(draft_probs=True))
+    assert not fmt.is_vllm_default(sample.row(temperature=0.8, draft_probs=True))
+    assert not fmt.is_vllm_default(sample.baseline())
 
 
 def test_warnings_are_grouped_in_order() -> None:
     rows = [sample.baseline(), sample.row(warnings=["b", "a", "b"]), sample.row(warnings=["a"])]
-    assert wording.warnings(sample.report(rows)) == [("row 2", "b"), ("rows 2, 3", "a")]
+    assert fmt.warnings(sample.report(rows)) == [("row 2", "b"), ("rows 2, 3", "a")]
 
 
 def test_the_note_on_the_reference_head_is_true() -> None:
-    seen = load_config(reference_head()).provenance["tokens_seen"]
-    assert f"on {seen / 1e6:.0f} M tokens" in wording.HEAD_NOTES["reference"]
+    tokens = load_config(reference_head()).provenance["tokens_seen"]
+    assert f"on {tokens / 1e6:.0f} M tokens" in fmt.HEAD_NOTES["reference"]

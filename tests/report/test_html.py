@@ -1,4 +1,4 @@
-"""The HTML page: complete, escaped, and without any need of a network."""
+"""The HTML page is complete, escaped, and opens without a network."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOID = {"meta", "img", "br", "link", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """Collects what the tests ask about, and checks that tags are balanced."""
+    """A parser that collects attributes, words and tables, and checks that tags are balanced."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
     def rows(self, heading: str) -> list[list[str]]:
-        """The body rows of the table that has a column of this heading."""
+        """Return the body rows of the first table with a column of this heading."""
         for table in self.tables:
             cells = [[" ".join(cell.split()) for cell in row] for row in table]
             if cells and heading in cells[0]:
@@ -68,7 +68,7 @@ def page(report: Report) -> Page:
     return Page(render_html(report, {}))
 
 
-def test_ratios_stand_beside_their_counters() -> None:
+def test_ratios_are_shown_with_their_counters() -> None:
     report = sample.report()
     row = report.rows[4]
     low, high = row.acceptance_length_ci
@@ -80,7 +80,7 @@ def test_ratios_stand_beside_their_counters() -> None:
     assert figures[8] == f"{row.speedup:.2f}× 9.84 / {row.tpot_ms:.2f}"
 
 
-def test_acceptance_by_position_has_both_kinds_and_the_expected() -> None:
+def test_acceptance_by_position_shows_conditional_and_expected_too() -> None:
     report = sample.report()
     row = report.rows[3]
     unconditional, conditional, expected = page(report).rows("share")[3:6]
@@ -98,17 +98,17 @@ def test_rows_of_different_k_fill_one_table() -> None:
     assert rows[0][4:] == ["", "", ""]
 
 
-def test_counters_conditions_warnings_environment_are_there() -> None:
+def test_counters_conditions_warnings_and_environment_are_shown() -> None:
     report = sample.report()
     report.rows[1].lossless = Lossless(level="L2", test="tokens equal", p_value=None, n=64)
     report.rows[4].lossless = Lossless(level="L1", test="G-test", p_value=0.314159, n=200_000)
-    found, row = page(report), report.rows[1]
-    assert found.rows("undrafted steps")[1][1:] == [
+    parsed, row = page(report), report.rows[1]
+    assert parsed.rows("undrafted steps")[1][1:] == [
         "64", "8,192", f"{row.drafts:,}", f"{row.draft_tokens:,}", f"{row.accepted:,}", "0",
         str(row.truncated_tokens),
     ]  # fmt: skip
-    assert found.rows("losslessness")[1][-1] == "L2: tokens equal, n = 64"
-    assert found.rows("losslessness")[4][-1] == "L1: G-test, p = 0.314, n = 200,000"
+    assert parsed.rows("losslessness")[1][-1] == "L2: tokens equal, n = 64"
+    assert parsed.rows("losslessness")[4][-1] == "L1: G-test, p = 0.314, n = 200,000"
     for text in (
         "row 4: the answers repeat <themselves> [often]",
         "suite embedded/held-out (sha256 9f2c1e6a9f2c)",
@@ -118,7 +118,7 @@ def test_counters_conditions_warnings_environment_are_there() -> None:
         "acceptance length = 1 + accepted / drafts",
         "timed at batch 1, prompts 6",
     ):
-        assert text in found.text, text
+        assert text in parsed.text, text
 
 
 def test_times_of_every_batch() -> None:
@@ -158,7 +158,7 @@ def test_the_advisers_tables() -> None:
     assert "How many drafts?" not in page(sample.report()).text
 
 
-def test_the_self_check_stands_beside_what_it_checks() -> None:
+def test_the_self_check_is_shown_with_the_expected_acceptance() -> None:
     failed = SelfCheck(z=[0.3, -5.2, 1.0, None], p_value=8e-7, passed=False)
     rows = page(sample.report([sample.row(temperature=0.8, self_check=failed)])).rows("share")
     assert rows[2][0] == "expected; self-check FAILED, p = 8e-07"
@@ -174,7 +174,7 @@ def test_conditions_that_differ_are_listed_by_row() -> None:
     assert rows == [["1", "8"], ["2*", "1"]]
 
 
-def test_other_peoples_text_is_escaped() -> None:
+def test_text_from_files_is_escaped() -> None:
     evil = '<script>alert(1)</script>"><img src=x onerror=y>'
     report = sample.report([sample.row(head=evil, warnings=[evil]), sample.row(head="b")])
     report.target["name"] = evil
@@ -205,10 +205,10 @@ def test_the_page_opens_offline(tmp_path: Path) -> None:
     assert len(list(path.parent.iterdir())) == 5  # no temporary file stays
 
 
-def test_a_report_json_that_is_there_is_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text("mine")
+def test_an_existing_report_json_is_not_changed(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("existing")
     write_html(sample.report([sample.baseline()]), tmp_path)
-    assert (tmp_path / "report.json").read_text() == "mine"
+    assert (tmp_path / "report.json").read_text() == "existing"
 
 
 @pytest.mark.parametrize(
@@ -216,17 +216,8 @@ def test_a_report_json_that_is_there_is_not_touched(tmp_path: Path) -> None:
     [
         [],
         [sample.baseline()],
-        [sample.row(tpot_ms=None, tpot_ms_ci=None, speedup=None, baseline_tpot_ms=None)],
-        [
-            sample.row(
-                drafts=0,
-                draft_tokens=0,
-                accepted=0,
-                accepted_at=[0] * 4,
-                acceptance_length=None,
-                acceptance_length_ci=None,
-            )
-        ],
+        [sample.row(**sample.NOT_TIMED)],
+        [sample.row(**sample.NOTHING_DRAFTED)],
     ],
     ids=["empty", "baseline only", "not timed", "nothing drafted"],
 )
@@ -250,18 +241,18 @@ def test_a_certificate_has_its_own_section() -> None:
     found = page(report)
     assert "reference: L1, FAILED" in found.text
     assert "p = 1e-9 <b>" in found.text
-    assert "certificates" not in found.text  # and no dump of it among the environment's facts
+    assert "certificates" not in found.text  # it is not repeated in the environment
 
 
 def test_alpha_by_position_has_its_own_section() -> None:
     report = sample.report()
     assert "by position in the conversation" not in page(report).text
-    stretch = {"start": 256, "stop": 512, "alpha": [0.6125, None], "rows": [1200, 0]}
+    filled = {"start": 256, "stop": 512, "alpha": [0.6125, None], "rows": [1200, 0]}
     empty = {"start": 0, "stop": 256, "alpha": [None, None], "rows": [0, 0]}
-    report.environment["alpha_by_position"] = {"mine": [empty, stretch]}
+    report.environment["alpha_by_position"] = {"a head": [empty, filled]}
     found = page(report)
-    assert "mine: positions" in found.text
+    assert "a head: positions" in found.text
     assert "256 – 511" in found.text
     assert "0 – 255" not in found.text
     assert "0.613" in found.text or "0.612" in found.text
-    assert "alpha_by_position" not in found.text  # and no dump of it among the environment's facts
+    assert "alpha_by_position" not in found.text  # it is not repeated in the environment

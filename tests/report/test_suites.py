@@ -1,4 +1,4 @@
-"""Reports of several suites in one table: a setting's rows together, a suite beside a suite."""
+"""One table of several suites: the rows of a setting together, one row per suite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers import sample_report as sample
 
 
 def of_suite(name: str, **changes: Any) -> Report:
-    """A chain and a parallel head at two K's on a suite."""
+    """Return a report of a chain and a parallel head at two values of K."""
     drafted = [
         sample.row(k=k, suite=name, suite_sha256=name * 9, head=head, drafter=drafter, **changes)
         for head, drafter in (("chained", "chain"), ("at once", "parallel"))
@@ -41,8 +41,8 @@ def test_each_setting_has_a_row_for_each_suite() -> None:
         for words in [[*head.split(), kind, k][:3]] * 2
     ]
     assert ["mt-bench" in line for line in lines] == [True, False] * 5
-    for rows, found in ((one.rows, lines[::2]), (two.rows, lines[1::2])):
-        for row, line in zip(rows, found, strict=True):
+    for rows, printed_rows in ((one.rows, lines[::2]), (two.rows, lines[1::2])):
+        for row, line in zip(rows, printed_rows, strict=True):
             assert f"{row.tpot_ms:.2f} " in line
             assert f"{row.ttft_ms:.2f} " in line
             if row.acceptance_length:
@@ -53,19 +53,19 @@ def test_each_setting_has_a_row_for_each_suite() -> None:
     assert "…" not in text
 
 
-def test_suites_of_one_name_are_told_apart() -> None:
+def test_suites_with_the_same_name_show_their_folder() -> None:
     text = printed(of_suite("a/q.jsonl"), of_suite("b/q.jsonl"))
     assert "a/q.jsonl" in text
     assert "b/q.jsonl" in text
 
 
-def test_conditions_that_differ_are_named() -> None:
+def test_conditions_that_differ_are_listed() -> None:
     text = printed(of_suite("a"), of_suite("b", max_new_tokens=64))
-    assert "not alike in all rows: max tokens" in " ".join(text.split())
-    assert "not alike" not in printed(of_suite("a"), of_suite("b"))
+    assert "different between rows: max tokens" in " ".join(text.split())
+    assert "different between" not in printed(of_suite("a"), of_suite("b"))
 
 
-def test_other_targets_and_nothing_are_refused() -> None:
+def test_different_targets_and_empty_reports_are_refused() -> None:
     one = of_suite("a")
     other = one.model_copy(update={"target": {"name": "other", "fingerprint": "0" * 64}})
     with pytest.raises(UserError, match=r"expected reports of one target, found .*, other \(0000"):

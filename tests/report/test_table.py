@@ -1,4 +1,4 @@
-"""What the console's closing tables say, and that 100 columns are enough for it."""
+"""The report in the console: its content, and that 100 columns are enough."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from draftlab.evaluate.results import Report
-from draftlab.report import formatting as wording
+from draftlab.report import formatting as fmt
 from draftlab.report import print_report
 from tests.helpers import sample_report as sample
 
@@ -22,11 +22,11 @@ def printed(report: Report, width: int = 100) -> str:
 
 
 def lines_of(text: str, row: str) -> list[str]:
-    """The lines of a row's number, one of each table."""
+    """Return the line of a row in each table."""
     return [line for line in text.splitlines() if line.split()[:1] == [row]]
 
 
-def test_every_figure_of_a_row_is_there() -> None:
+def test_every_value_of_a_row_is_shown() -> None:
     report = sample.report()
     row = report.rows[4] = report.rows[4].model_copy(update={"speedup_ci": (1.5, 1.7)})
     text = printed(report)
@@ -45,7 +45,7 @@ def test_every_figure_of_a_row_is_there() -> None:
     ]  # fmt: skip
 
 
-def test_a_row_without_a_drafter_claims_no_acceptance() -> None:
+def test_a_row_without_a_drafter_shows_no_acceptance() -> None:
     figures, counters = lines_of(printed(sample.report()), "1")
     assert figures.split() == ["1", "none", "–", "0", "–", "–", "–", "–", "–"]
     assert "9.84 [9.71, 9.99]" in counters
@@ -58,9 +58,9 @@ def test_vllms_default_is_marked_and_explained() -> None:
     assert lines_of(text, "4*")
     assert lines_of(text, "5")
     assert lines_of(text, "1")
-    assert wording.DEFAULT_NOTE in text
+    assert fmt.DEFAULT_NOTE in text
     only_probs = sample.report([sample.row(temperature=0.8, draft_probs=True)])
-    assert wording.DEFAULT_NOTE not in printed(only_probs)
+    assert fmt.DEFAULT_NOTE not in printed(only_probs)
 
 
 def test_conditions_are_stated_once_when_shared() -> None:
@@ -105,21 +105,21 @@ def test_warnings_come_last_and_markup_is_text() -> None:
     assert " ".join(tail[1].split()) == "warning, row 1: [/] odd"
 
 
-def test_two_heads_are_told_apart_in_the_first_table() -> None:
+def test_the_first_table_names_the_heads() -> None:
     rows = [sample.baseline(), sample.row(head="quickstart"), sample.row(head="reference")]
     text = printed(sample.report(rows))
     assert [lines_of(text, mark)[0].split()[1] for mark in ("1", "2*", "3*")] == [
         "none", "quickstart", "reference",
     ]  # fmt: skip
     assert len(lines_of(text, "2*")) == 2  # no third table repeats it
-    assert wording.HEAD_NOTES["reference"] in " ".join(text.split())
-    assert wording.HEAD_NOTES["reference"] not in " ".join(printed(sample.report()).split())
+    assert fmt.HEAD_NOTES["reference"] in " ".join(text.split())
+    assert fmt.HEAD_NOTES["reference"] not in " ".join(printed(sample.report()).split())
 
 
-def test_heads_of_two_kinds_fit_too() -> None:
+def test_chain_and_parallel_heads_fit_too() -> None:
     rows = [
         sample.row(head="quickstart", k=8, temperature=0.8, speedup_ci=(1.5, 1.7)),
-        sample.row(head="quickstart_ptd", k=8, temperature=0.8, drafter="parallel"),
+        sample.row(head="quickstart_peagle", k=8, temperature=0.8, drafter="parallel"),
     ]
     text = printed(sample.report(rows))
     assert max(map(len, text.splitlines())) <= 100
@@ -127,7 +127,7 @@ def test_heads_of_two_kinds_fit_too() -> None:
     assert "[1.50, 1.70]" in lines_of(text, "1*")[0]
 
 
-def test_two_engines_stand_side_by_side() -> None:
+def test_the_first_table_names_the_engines() -> None:
     rows = [sample.row(), sample.row(engine="vllm (V1, cpu)", expected_acceptance=None)]
     text = printed(sample.report(rows))
     assert [lines_of(text, mark)[0].split()[1] for mark in ("1*", "2*")] == [
@@ -146,10 +146,10 @@ def test_batches_and_advice() -> None:
         f"{timing.throughput_tok_s:.0f}", f"{timing.speedup:.2f}×", f"[{low:.2f},", f"{high:.2f}]",
     ]  # fmt: skip
     assert f"{timing.ttft_ms:.2f}" in batches[0].split()
-    said = " ".join(text.split())
+    words = " ".join(text.split())
     first = report.adviser["advice"][0]
-    assert f"advice, T = 0: {first['text']}" in said
-    assert said.count("advice, ") == 2  # one a batch; the other settings are on the page
+    assert f"advice, T = 0: {first['text']}" in words
+    assert words.count("advice, ") == 2  # one a batch; the other settings are on the page
     assert max(map(len, text.splitlines())) <= 100
     once = sample.report()
     assert "advice" not in printed(once)
@@ -177,25 +177,25 @@ def test_hundred_columns_are_enough(k: int) -> None:
     assert len(lines_of(text, "2*")) == 3  # figures, counters, the heads that differ
 
 
-def test_missing_figures_are_dashes() -> None:
+def test_missing_values_are_dashes() -> None:
     bare = sample.row(
-        tpot_ms=None, tpot_ms_ci=None, ttft_ms=None, speedup=None, baseline_tpot_ms=None,
-        acceptance_length_ci=(float("nan"), float("nan")), k_trained=None, drafts=0, draft_tokens=0,
-        accepted=0, accepted_at=[0] * 4, acceptance_length=None,
-    )  # fmt: skip
+        **sample.NOT_TIMED
+        | sample.NOTHING_DRAFTED
+        | {"k_trained": None, "acceptance_length_ci": (float("nan"), float("nan"))}
+    )
     figures, counters = lines_of(printed(sample.report([bare])), "1*")
     assert figures.split() == ["1*", "chain", "4", "0", "–", "–", "–", "–"]
     assert counters.split()[:3] == ["1*", "–", "–"]
     assert "nan" not in printed(sample.report([bare])).lower()
 
 
-def test_an_empty_report_says_so() -> None:
+def test_an_empty_report_is_stated() -> None:
     assert "nothing was evaluated" in printed(sample.report([]))
 
 
-def test_the_console_needs_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, draftlab.report; print({'torch', 'matplotlib'} & set(sys.modules))"
-    found = subprocess.run(
+def test_the_console_imports_no_large_library() -> None:
+    code = "import sys, draftlab.report; print({'torch', 'matplotlib', 'scipy'} & set(sys.modules))"
+    output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
-    assert found.strip() == "set()"
+    assert output.strip() == "set()"
