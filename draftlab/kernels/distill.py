@@ -1,32 +1,31 @@
-"""The distillation loss over the draft vocabulary (methods §2), on logits: the eager reference.
+"""The distillation loss over the draft vocabulary, on logits (docs/methods.md §2).
 
-`distill_linear.py` computes it from hidden states, a chunk of rows at a time, and has each chunk
-judged by `distill_rows_reference` or, on a GPU, by its kernel (`distill_triton.py`).
+With p the target's distribution, p = exp(z − logsumexp over the whole vocabulary), which is not
+renormalized over the draft vocabulary D, and q the head's:
+
+    soft_ce  −Σ_D p log q
+    lk       λ · Σ_D p (log p − log q) + (1 − λ) · (1 − α),  α = Σ_D min(p, q)
+
+`distill_linear.py` computes it from hidden states, a chunk of rows at a time; on a GPU a kernel
+(`distill_triton.py`) takes the place of `distill_rows`. Tests: tests/kernels/test_distill.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftlab.kernels.dispatch import triton_operator
 from draftlab.kernels.distill_plan import RowPlan
-
-Loss = Literal["soft_ce", "kl", "lk"]
-
-
-@dataclass(frozen=True)
-class Distilled:
-    """Per row: loss, expected acceptance α = Σ min(p, q) and argmax of q, of which the last two
-    never have a gradient.
-    """
-
-    loss: Tensor
-    alpha: Tensor
-    best: Tensor
+from draftlab.kernels.distill_types import (
+    Distilled,
+    Loss,
+    Teacher,
+    at_least_float32,
+    check_kl_weight,
+)
 
 
 def distill(
@@ -35,42 +34,39 @@ def distill(
     logsumexp: Tensor,
     *,
     loss: Loss = "soft_ce",
-    share: Tensor | None = None,
+    kl_weight: Tensor | None = None,
 ) -> Distilled:
-    """With p = exp(z − logsumexp over the whole vocabulary), not renormalised, and q the head's:
-
-    - soft_ce: −Σ_D p log q.
-    - kl: Σ_D p (log p − log q), the same but for what the head cannot change.
-    - lk: share · kl + (1 − share)(1 − α), where α has a gradient (see `lk_share`).
+    """Return the loss, α and the head's argmax of each row.
 
     Args:
         draft_logits: the head's [R, D].
-        teacher_logits: the target's at the draft vocabulary, z, float32 [R, D].
-        logsumexp: of the target's whole distribution, float32 [R].
-        share: lk's, [R].
+        teacher_logits: the target's over the draft vocabulary, z, float32 [R, D].
+        logsumexp: of the target's logits over the whole vocabulary, float32 [R].
+        kl_weight: λ of lk, [R] (see `lk_weight`). α has a gradient in lk.
 
     Raises:
-        ValueError: if `share` is not given just for lk.
+        ValueError: unless `kl_weight` is given for lk and for no other loss.
     """
-    check_share(loss, share)
+    check_kl_weight(loss, kl_weight)
     log_p = teacher_logits - logsumexp[:, None]
     p = log_p.exp()
-    log_q = wide(draft_logits).log_softmax(-1)
+    log_q = at_least_float32(draft_logits).log_softmax(-1)
     alpha = p.minimum((log_q if loss == "lk" else log_q.detach()).exp()).sum(-1)
-    surprise = log_q if loss == "soft_ce" else log_q - log_p
-    value = -(p * surprise).sum(-1)
-    if share is not None:
-        value = share * value + (1 - share) * (1 - alpha)
+    log_ratio = log_q if loss == "soft_ce" else log_q - log_p
+    value = -(p * log_ratio).sum(-1)
+    if kl_weight is not None:
+        value = kl_weight * value + (1 - kl_weight) * (1 - alpha)
     return Distilled(value, alpha.detach(), draft_logits.detach().argmax(-1))
 
 
-def lk_share(alpha: Tensor, step: Tensor, num_steps: int) -> Tensor:
-    """Each row's share of kl in lk: exp(−3 ᾱ), ᾱ the mean α of the row's unrolled step.
+def lk_weight(alpha: Tensor, step: Tensor, num_steps: int) -> Tensor:
+    """Return each row's λ of lk: exp(−3 ᾱ), with ᾱ the mean α of the row's unrolled step.
 
-    The α of the rows themselves come from a `distill_linear` under `torch.no_grad`.
+    The rows' α come from a `distill_linear` under `torch.no_grad`.
 
     Args:
-        alpha: [R]. step: int64 [R], below num_steps.
+        alpha: [R].
+        step: int64 [R], below num_steps.
     """
     # [R, L] in place of index_add, whose sums on a GPU have no fixed order.
     of_step = step[:, None] == torch.arange(num_steps, device=step.device)
@@ -78,85 +74,53 @@ def lk_share(alpha: Tensor, step: Tensor, num_steps: int) -> Tensor:
     return (-3 * mean).exp()[step]
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """The target, as far as it teaches; nothing of it has a gradient.
-
-    Attributes:
-        last: [P, Ht], its last state at every position, before the final norm.
-        norm: its final norm; None: `last` is normed.
-        weight: [D, Ht], its lm_head's rows of the draft vocabulary.
-        logsumexp: float32 [P], of the whole vocabulary.
-        scale: factor on the logits.
-        softcap: logits become softcap · tanh(logits / softcap) when given.
-    """
-
-    last: Tensor
-    norm: Callable[[Tensor], Tensor] | None
-    weight: Tensor
-    logsumexp: Tensor
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def finish(self, product: Tensor) -> Tensor:
-        """Logits, float32 or wider, of the plain product with `weight`."""
-        logits = wide(product) * self.scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+def weighted(weight: Tensor, loss: Tensor) -> Tensor:
+    """Return Σ weight · loss over the rows whose weight is not 0."""
+    return torch.where(weight != 0, weight * loss, 0).sum()
 
 
-def distill_rows_reference(
+def _on_cuda_in_float32(
+    logits: Tensor, z: Tensor, rows: slice, plan: RowPlan, teacher: Teacher, weight: Tensor, *_: Any
+) -> bool:
+    """Return whether the kernel, which computes in float32, takes these rows."""
+    return logits.is_cuda and weight.dtype == torch.float32
+
+
+@triton_operator("distill_triton", when=_on_cuda_in_float32)
+def distill_rows(
     logits: Tensor,
     teacher_logits: Tensor,
     rows: slice,
     plan: RowPlan,
     teacher: Teacher,
     weight: Tensor,
-    share: Tensor | None,
+    kl_weight: Tensor | None,
     loss: Loss,
     gradients: bool,
     out: Distilled,
 ) -> None:
-    """Judges a chunk: fills `out` at its rows; with `gradients`, `logits` become those of Σ w·ℓ.
+    """Fill `out` at a chunk's rows; with `gradients`, overwrite `logits` by those of Σ w·ℓ.
+
+    On a GPU both logits are columns [:D] of contiguous buffers of one width, whose other columns
+    may be overwritten.
 
     Args:
         logits: [n, D], the head's, of the plan's `rows`.
-        teacher_logits: [c, D], the plain products (see `Teacher.finish`), in order of position.
-        weight, share: [R], of all rows, in their own order.
+        teacher_logits: [c, D], the plain products (see `Teacher.to_logits`), by position.
+        weight, kl_weight: [R], of all rows, in their original order.
     """
-    row, own = plan.order[rows], plan.place[rows]
+    row, teacher_index = plan.order[rows], plan.teacher_index[rows]
     with torch.set_grad_enabled(gradients):
         x = logits.detach().requires_grad_(gradients)
-        found = distill(
+        result = distill(
             x,
-            teacher.finish(teacher_logits)[own - own[0]],
-            teacher.logsumexp[plan.positions[own]],
+            teacher.to_logits(teacher_logits)[teacher_index - teacher_index[0]],
+            teacher.logsumexp[plan.positions[teacher_index]],
             loss=loss,
-            share=None if share is None else share[row],
+            kl_weight=None if kl_weight is None else kl_weight[row],
         )
         if gradients:
-            (gradient,) = torch.autograd.grad(weighted(weight[row], found.loss), x)
+            (gradient,) = torch.autograd.grad(weighted(weight[row], result.loss), x)
             logits.copy_(gradient.masked_fill_((weight[row] == 0)[:, None], 0))
-    for name, values in vars(found).items():
+    for name, values in vars(result).items():
         getattr(out, name)[row] = values.detach()
-
-
-def weighted(weight: Tensor, loss: Tensor) -> Tensor:
-    """Σ weight · loss over the rows that have a weight."""
-    return torch.where(weight != 0, weight * loss, 0).sum()
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What values of this dtype are summed in."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
-
-
-def wide(x: Tensor) -> Tensor:
-    """x, float32 at least."""
-    return x.to(wide_dtype(x.dtype))
-
-
-def check_share(loss: Loss, share: Tensor | None) -> None:
-    """Raises ValueError if `share` is not given just for lk."""
-    if (loss == "lk") != (share is not None):
-        found = "none" if share is None else f"one for {loss}"
-        raise ValueError(f"expected a `share` for loss lk and for no other, found {found}")

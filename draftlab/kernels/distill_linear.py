@@ -1,19 +1,18 @@
-"""The distillation loss from hidden states, with no logits left behind (methods §2).
+"""The distillation loss from hidden states, without a tensor of all logits (docs/methods.md §2).
 
-A row's gradient needs no other row, so gradients are made in the forward pass, a chunk of rows at a
-time, and the backward pass only scales them. Several unrolled steps learn from the same position of
-the target, so rows are taken in the order of their teachers (`RowPlan`) and a teacher's logits are
-made once, whichever steps use them.
+A row's gradient needs no other row, so gradients are computed in the forward pass, a chunk of rows
+at a time, and the backward pass only scales them (as Liger-Kernel's fused linear cross-entropy,
+arXiv:2410.10989). Several unrolled steps learn from the same position of the target, so rows are
+sorted by teacher (`RowPlan`) and a teacher's logits are computed once for all steps.
 
-For one chunk: two products fill two buffers with the teachers' and the head's logits; one kernel
-(`distill_triton.py`; on a CPU and in float64 `distill` and autograd) reduces each row and
-overwrites the head's logits by the gradient of the weighted loss; two products take it on to the
-hidden states and to lm_head.
+For one chunk: two products fill two buffers with the teachers' and the head's logits;
+`distill_rows` (one kernel on a GPU) reduces each row and overwrites the head's logits by the
+gradient of the weighted loss; two products propagate it to the hidden states and to lm_head. Tests:
+tests/kernels/test_distill.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,24 +21,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftlab.kernels.distill import (
-    Distilled,
-    Loss,
-    Teacher,
-    check_share,
-    distill_rows_reference,
-    weighted,
-    wide_dtype,
-)
+from draftlab.kernels.distill import distill_rows, weighted
 from draftlab.kernels.distill_plan import RowPlan
+from draftlab.kernels.distill_types import Distilled, Loss, Teacher, check_kl_weight, sum_dtype
 
-_CPU_BUFFER = 8 << 20  # bytes: what stays in a cache
-_LEAST_GPU_BUFFER = 64 << 20  # below, launches would cost more than they save
+_CPU_BUFFER = 8 << 20  # bytes that stay in a cache
+_MIN_GPU_BUFFER = 64 << 20  # below, launches would cost more than they save
 
 
 @dataclass(frozen=True)
 class DistilledRows(Distilled):
-    """As `Distilled`, float32 and without gradients, and `total` = Σ weight · loss, which has them.
+    """The values of `Distilled`, without gradients, and `total` = Σ weight · loss, which has them.
 
     A row of weight 0 adds nothing to `total` and to gradients, even where it is not finite.
     """
@@ -55,49 +47,50 @@ def distill_linear(
     weight: Tensor,
     *,
     loss: Loss = "soft_ce",
-    share: Tensor | None = None,
+    kl_weight: Tensor | None = None,
     buffer_bytes: int | None = None,
 ) -> DistilledRows:
-    """`distill` of hidden @ lm_headᵀ against the teacher, with no [R, D] left behind.
+    """Return `distill` of hidden @ lm_headᵀ against the teacher, without a tensor [R, D].
 
     Products run in autocast's dtype where it is on, else in those of `hidden` and of
     `teacher.weight`; all else is float32 (float64 for float64), as are the sums that become
-    lm_head's gradient. Gradients are scaled in place, so a graph goes backward once. Nothing here
-    makes the host wait.
+    lm_head's gradient. Gradients are scaled in place, so a graph runs backward once. The host never
+    waits.
 
     Args:
         hidden: [R, H], what lm_head reads, normed. lm_head: [D, H], in any dtype.
         plan: of `teacher.last`'s positions that the R rows learn from.
         weight: float [R], the factor of each row's loss in `total`; no gradient.
-        share: lk's, float32 [R] (see `lk_share`).
-        buffer_bytes: for the logits of a chunk; None: on a GPU as many as lm_head has in the
-            products' dtype. Rows of a chunk are then about H, whatever D is, and adding their
-            product to lm_head's gradient costs a few percent of making it.
+        kl_weight: λ of lk, float32 [R] (see `lk_weight`).
+        buffer_bytes: for the logits of a chunk; None: on a GPU the size of lm_head in the products'
+            dtype. A chunk then has about H rows for any D, and adding its product to lm_head's
+            gradient costs a few percent of computing it.
 
     Raises:
-        ValueError: if shapes do not fit together, or `share` is not given just for lk.
+        ValueError: if shapes do not fit together, or unless `kl_weight` is given for lk only.
     """
-    _check(hidden, lm_head, teacher, plan, weight, loss, share)
-    wanted = torch.is_grad_enabled()
+    _check(hidden, lm_head, teacher, plan, weight, loss, kl_weight)
+    enabled = torch.is_grad_enabled()
     options = _Options(
-        loss,
-        buffer_bytes,
-        wanted and hidden.requires_grad,
-        wanted and lm_head.requires_grad,
+        loss, buffer_bytes, enabled and hidden.requires_grad, enabled and lm_head.requires_grad
     )
-    total, *rows = _DistillLinear.apply(hidden, lm_head, teacher, plan, weight, share, options)
+    total, *rows = _DistillLinear.apply(hidden, lm_head, teacher, plan, weight, kl_weight, options)
     return DistilledRows(*rows, total)
 
 
 @dataclass(frozen=True)
 class _Options:
+    """The arguments of `_DistillLinear` that are no tensors, and the gradients to compute."""
+
     loss: Loss
     buffer_bytes: int | None
-    wants_hidden: bool
-    wants_lm_head: bool
+    needs_d_hidden: bool
+    needs_d_lm_head: bool
 
 
 class _DistillLinear(torch.autograd.Function):
+    """The autograd function of `distill_linear`; it saves gradients instead of inputs."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -106,21 +99,21 @@ class _DistillLinear(torch.autograd.Function):
         teacher: Teacher,
         plan: RowPlan,
         weight: Tensor,
-        share: Tensor | None,
+        kl_weight: Tensor | None,
         options: _Options,
     ) -> tuple[Tensor, ...]:
-        wide = wide_dtype(hidden.dtype)
-        weight = weight.to(wide)
+        dtype = sum_dtype(hidden.dtype)
+        weight = weight.to(dtype)
         out = Distilled(
-            hidden.new_empty(len(hidden), dtype=wide),
-            hidden.new_empty(len(hidden), dtype=wide),
+            hidden.new_empty(len(hidden), dtype=dtype),
+            hidden.new_empty(len(hidden), dtype=dtype),
             hidden.new_empty(len(hidden), dtype=torch.int64),
         )
-        # In the plan's order, so that chunks are slices.
-        d_hidden = torch.empty_like(hidden) if options.wants_hidden else None
-        d_lm_head = torch.zeros_like(lm_head, dtype=wide) if options.wants_lm_head else None
-        _go_through(
-            hidden, lm_head, teacher, plan, weight, share, options, out, d_hidden, d_lm_head
+        # Rows are in the plan's order, so that chunks are slices.
+        d_hidden = torch.empty_like(hidden) if options.needs_d_hidden else None
+        d_lm_head = torch.zeros_like(lm_head, dtype=dtype) if options.needs_d_lm_head else None
+        _process_chunks(
+            hidden, lm_head, teacher, plan, weight, kl_weight, options, out, d_hidden, d_lm_head
         )
         if d_lm_head is not None:
             d_lm_head = d_lm_head.to(lm_head.dtype)
@@ -134,83 +127,77 @@ class _DistillLinear(torch.autograd.Function):
         *gradients, order = ctx.saved_tensors
         d_hidden, d_lm_head = (g if g is None else g.mul_(scale) for g in gradients)
         if d_hidden is not None:
-            places = torch.arange(len(order), device=order.device)
-            d_hidden = d_hidden[torch.empty_like(order).scatter_(0, order, places)]
+            ranks = torch.arange(len(order), device=order.device)
+            d_hidden = d_hidden[torch.empty_like(order).scatter_(0, order, ranks)]
         return d_hidden, d_lm_head, None, None, None, None, None
 
 
-def _go_through(
+def _process_chunks(
     hidden: Tensor,
     lm_head: Tensor,
     teacher: Teacher,
     plan: RowPlan,
     weight: Tensor,
-    share: Tensor | None,
+    kl_weight: Tensor | None,
     options: _Options,
     out: Distilled,
     d_hidden: Tensor | None,
     d_lm_head: Tensor | None,
 ) -> None:
-    """Fills `out` and `d_hidden` (in the plan's order), adds to `d_lm_head`, chunk by chunk."""
+    """Fill `out` and `d_hidden` (in the plan's order) and add to `d_lm_head`, chunk by chunk."""
     dtype, teacher_dtype = _product_dtype(hidden), _product_dtype(teacher.weight)
-    factors, teachings = lm_head.to(dtype), teacher.weight.to(teacher_dtype)
+    weights, teacher_weights = lm_head.to(dtype), teacher.weight.to(teacher_dtype)
     vocab, size = lm_head.shape
-    pitch = -(-vocab // 16) * 16  # rows start where the widest loads may
-    line = pitch * max(dtype.itemsize, teacher_dtype.itemsize)
+    pitch = -(-vocab // 16) * 16  # rows are aligned to the widest loads
+    row_bytes = pitch * max(dtype.itemsize, teacher_dtype.itemsize)
     budget = options.buffer_bytes or _CPU_BUFFER
     if options.buffer_bytes is None and hidden.is_cuda:
-        budget = max(_LEAST_GPU_BUFFER, vocab * size * dtype.itemsize)
-    chunks = plan.chunks(budget // line)
-    most_rows = max((c.num_rows for c in chunks), default=0)
-    most_teachers = max((c.num_teachers for c in chunks), default=0)
-    drafted = hidden.new_empty(most_rows, pitch, dtype=dtype)[:, :vocab]
-    taught = hidden.new_empty(most_teachers, pitch, dtype=teacher_dtype)[:, :vocab]
+        budget = max(_MIN_GPU_BUFFER, vocab * size * dtype.itemsize)
+    chunks = plan.chunks(budget // row_bytes)
+    max_rows = max((c.num_rows for c in chunks), default=0)
+    max_teachers = max((c.num_teachers for c in chunks), default=0)
+    draft_buffer = hidden.new_empty(max_rows, pitch, dtype=dtype)[:, :vocab]
+    teacher_buffer = hidden.new_empty(max_teachers, pitch, dtype=teacher_dtype)[:, :vocab]
     gradients = d_hidden is not None or d_lm_head is not None
-    judge = _judge(hidden.is_cuda, weight.dtype)
     ordered = hidden[plan.order].to(dtype)
     for chunk in chunks:
-        z = taught[: chunk.num_teachers]
+        z = teacher_buffer[: chunk.num_teachers]
         last = teacher.last[plan.positions[chunk.teachers]].to(teacher.weight.dtype)
         normed = last if teacher.norm is None else teacher.norm(last)
-        torch.mm(normed.to(teacher_dtype), teachings.t(), out=z)
-        x = drafted[: chunk.num_rows]
+        torch.mm(normed.to(teacher_dtype), teacher_weights.t(), out=z)
+        x = draft_buffer[: chunk.num_rows]
         states = ordered[chunk.rows]
-        torch.mm(states, factors.t(), out=x)
-        judge(x, z, chunk.rows, plan, teacher, weight, share, options.loss, gradients, out)
+        torch.mm(states, weights.t(), out=x)
+        distill_rows(
+            x, z, chunk.rows, plan, teacher, weight, kl_weight, options.loss, gradients, out
+        )
         if d_hidden is not None:
             if hidden.dtype == dtype:
-                torch.mm(x, factors, out=d_hidden[chunk.rows])
+                torch.mm(x, weights, out=d_hidden[chunk.rows])
             else:
-                d_hidden[chunk.rows] = x @ factors
+                d_hidden[chunk.rows] = x @ weights
         if d_lm_head is not None:
-            # 0 · NaN is NaN: what a row without weight holds must not reach the product.
+            # 0 · NaN is NaN: the states of a row without weight must not reach the product.
             states.masked_fill_((weight[plan.order[chunk.rows]] == 0)[:, None], 0)
             _add_product(d_lm_head, x.t(), states)
 
 
-def _judge(on_gpu: bool, wide: torch.dtype) -> Callable[..., None]:
-    if on_gpu and wide == torch.float32:
-        from draftlab.kernels.distill_triton import distill_rows
-
-        return distill_rows
-    return distill_rows_reference
-
-
 def _product_dtype(x: Tensor) -> torch.dtype:
+    """Return autocast's dtype where it is on, else x's."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, summed in total's dtype.
+    """Add left @ right to total, summed in total's dtype.
 
-    A product of 16-bit factors has float32 sums on a GPU, where they can be added as they are.
+    A GPU sums a product of 16-bit factors in float32, so it can add them without rounding first.
     """
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif not total.is_cuda:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
-    elif _adds_wide(total.device, left.dtype):
+    elif _can_add_float32(total.device, left.dtype):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         for rows, part in zip(total.split(4096), left.split(4096), strict=True):
@@ -218,8 +205,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 @cache
-def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether 16-bit products can be added to float32 in one call: from torch 2.10 on."""
+def _can_add_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether one call adds 16-bit products to float32: from torch 2.10 on."""
     total = torch.zeros(16, 16, device=device)
     factor = torch.zeros(16, 16, device=device, dtype=dtype)
     try:
@@ -236,8 +223,9 @@ def _check(
     plan: RowPlan,
     weight: Tensor,
     loss: Loss,
-    share: Tensor | None,
+    kl_weight: Tensor | None,
 ) -> None:
+    """Raise ValueError if shapes do not fit, or unless `kl_weight` is given for lk only."""
     rows = len(plan.order)
     expected: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
         "hidden": (hidden, (rows, lm_head.shape[1])),
@@ -245,9 +233,9 @@ def _check(
         "teacher.logsumexp": (teacher.logsumexp, (len(teacher.last),)),
         "weight": (weight, (rows,)),
     }
-    if share is not None:
-        expected["share"] = (share, (rows,))
+    if kl_weight is not None:
+        expected["kl_weight"] = (kl_weight, (rows,))
     for name, (tensor, shape) in expected.items():
         if tensor.shape != shape:
             raise ValueError(f"expected {name} {list(shape)}, found {list(tensor.shape)}")
-    check_share(loss, share)
+    check_kl_weight(loss, kl_weight)

@@ -1,18 +1,18 @@
-"""Judging rows of a head's logits on a GPU: `distill.distill_rows_reference` in one launch.
+"""Triton kernel of `distill.distill_rows`.
 
-One program has one row of D logits and goes over it in tiles, twice: first for log Σ exp, argmax
+One program has one row of D logits and loops over it in tiles, twice: first for log Σ exp, argmax
 and the teacher's mass in the draft vocabulary, m = Σ p; then for the loss, α and the gradient,
-which takes the logits' place. lk needs a sum between the two. Programs of neighbouring rows read
-the same teacher, and a row's second reading follows closely on its first: both mostly come from L2.
+which overwrites the logits. lk needs a sum in between. Programs of neighbouring rows read the same
+teacher, and a row's second reading follows soon after its first: both mostly come from L2.
 
-With S = Σ_{q<p} q (a tie counts half, as autograd has it), the gradients by the head's logits are
-m·q − p of soft_ce and kl, and q·(S − [q < p]) of 1 − α.
+With S = Σ_{q<p} q (a tie counts half, as in autograd), the gradients by the head's logits are
+m·q − p of the cross-entropy and of KL, and q·(S − [q < p]) of 1 − α.
 
-Rows lie `stride` apart, a multiple of 16: loads and stores of whole rows are as wide as can
-be for any D. What lies between D and the stride is read in vain and overwritten.
+The distance between rows, `stride`, is a multiple of 16, so that loads and stores of whole rows
+have full width for any D. The columns between D and the stride are read, ignored and overwritten.
 
-Sums are kept per lane and joined once, in a fixed order. The loss of a row with a logit that is not
-finite is NaN, as the reference's.
+Sums are kept per lane and reduced once, in a fixed order. The loss of a row with a logit that is
+not finite is NaN, as the reference's.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from draftlab.kernels.dependent_launch import FP_FUSION
-from draftlab.kernels.distill import Distilled, Loss, Teacher
 from draftlab.kernels.distill_plan import RowPlan
+from draftlab.kernels.distill_types import Distilled, Loss, Teacher
 
 TILE = 2048
 WARPS = 8
@@ -32,87 +32,91 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def _draft_logits(pointers, held, inside):
-    x = tl.load(pointers, mask=held, other=0.0).to(tl.float32)
+def _draft_logits(pointers, in_row, inside):
+    """Return float32 logits of the head, −inf where not `inside`."""
+    x = tl.load(pointers, mask=in_row, other=0.0).to(tl.float32)
     return tl.where(inside, x, float("-inf"))
 
 
 @triton.jit
-def _log_p(pointers, held, inside, scale, softcap, logsumexp, SOFTCAP: tl.constexpr):
-    """−inf where masked."""
-    z = tl.load(pointers, mask=held, other=0.0).to(tl.float32) * scale
+def _log_p(pointers, in_row, inside, scale, softcap, logsumexp, SOFTCAP: tl.constexpr):
+    """Return the log-probabilities of the teacher, −inf where not `inside`."""
+    z = tl.load(pointers, mask=in_row, other=0.0).to(tl.float32) * scale
     if SOFTCAP:
-        # tanh, with no infinity over infinity for large logits
+        # tanh in a form without infinity over infinity for large logits
         z = softcap * (1.0 - 2.0 / (tl.exp(2.0 * z / softcap) + 1.0))
     return tl.where(inside, z - logsumexp, float("-inf"))
 
 
 @triton.jit
-def _below(q, p):
-    """By what part of q min(p, q) grows with it."""
+def _d_min(q, p):
+    """Return the derivative of min(p, q) by q."""
     return tl.where(q < p, 1.0, tl.where(q == p, 0.5, 0.0))
 
 
 @triton.jit(do_not_specialize=["start"])
 def distill_kernel(
     logits, teacher_logits, stride, start, size,
-    order, place, positions, logsumexps, weights, shares, losses, alphas, bests, scale, softcap,
-    SOFTCAP: tl.constexpr, KL: tl.constexpr, LK: tl.constexpr, GRADIENTS: tl.constexpr,
+    order, teacher_index, positions, logsumexps, weights, kl_weights, losses, alphas, bests,
+    scale, softcap, SOFTCAP: tl.constexpr, LK: tl.constexpr, GRADIENTS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n,): rows start … start + n of the plan, the first of which has the first teacher."""
+    """Process one row; grid (n,), rows start … start + n of the plan.
+
+    The first of these rows has the first teacher.
+    """
     line = tl.program_id(0)
-    row, own = tl.load(order + start + line), tl.load(place + start + line)
+    row, teacher = tl.load(order + start + line), tl.load(teacher_index + start + line)
     x_row = logits + line.to(tl.int64) * stride
-    z_row = teacher_logits + (own - tl.load(place + start)) * stride
-    logsumexp = tl.load(logsumexps + tl.load(positions + own))
+    z_row = teacher_logits + (teacher - tl.load(teacher_index + start)) * stride
+    logsumexp = tl.load(logsumexps + tl.load(positions + teacher))
     lane = tl.arange(0, TILE)
 
-    # Per lane: the largest logit so far, Σ exp relative to it, where it was; the teacher's mass.
+    # Per lane: the largest logit so far, Σ exp relative to it, its index; the teacher's mass.
     tops = tl.full([TILE], _LOWEST, tl.float32)
     sums = tl.zeros([TILE], tl.float32)
-    where = tl.zeros([TILE], tl.int32)
+    indices = tl.zeros([TILE], tl.int32)
     masses = tl.zeros([TILE], tl.float32)
     for begin in range(0, size, TILE):
         at = begin + lane
-        held, inside = at < stride, at < size
-        x = _draft_logits(x_row + at, held, inside)
-        rises = x > tops
-        shrunk = tl.exp(-tl.abs(x - tops))
-        sums = tl.where(rises, sums * shrunk + 1.0, sums + shrunk)
-        where = tl.where(rises, at, where)
-        tops = tl.where(rises, x, tops)
+        in_row, inside = at < stride, at < size
+        x = _draft_logits(x_row + at, in_row, inside)
+        is_new_max = x > tops
+        rescale = tl.exp(-tl.abs(x - tops))
+        sums = tl.where(is_new_max, sums * rescale + 1.0, sums + rescale)
+        indices = tl.where(is_new_max, at, indices)
+        tops = tl.where(is_new_max, x, tops)
         if GRADIENTS:
-            masses += tl.exp(_log_p(z_row + at, held, inside, scale, softcap, logsumexp, SOFTCAP))
+            masses += tl.exp(_log_p(z_row + at, in_row, inside, scale, softcap, logsumexp, SOFTCAP))
     top = tl.max(tops, 0)
-    best = tl.min(tl.where(tops == top, where, 2147483647), 0)
+    best = tl.min(tl.where(tops == top, indices, 2147483647), 0)
     log_sum = top + tl.log(tl.sum(sums * tl.exp(tops - top), 0))
     mass = tl.sum(masses, 0)
 
-    low = 0.0  # S
+    sum_below = 0.0  # S
     if LK and GRADIENTS:
-        lows = tl.zeros([TILE], tl.float32)
+        sums_below = tl.zeros([TILE], tl.float32)
         for begin in range(0, size, TILE):
             at = begin + lane
-            held, inside = at < stride, at < size
-            q = tl.exp(_draft_logits(x_row + at, held, inside) - log_sum)
-            p = tl.exp(_log_p(z_row + at, held, inside, scale, softcap, logsumexp, SOFTCAP))
-            lows += q * _below(q, p)
-        low = tl.sum(lows, 0)
+            in_row, inside = at < stride, at < size
+            q = tl.exp(_draft_logits(x_row + at, in_row, inside) - log_sum)
+            p = tl.exp(_log_p(z_row + at, in_row, inside, scale, softcap, logsumexp, SOFTCAP))
+            sums_below += q * _d_min(q, p)
+        sum_below = tl.sum(sums_below, 0)
 
     weight = tl.load(weights + row)
-    share = 1.0
+    kl_weight = 1.0
     if LK:
-        share = tl.load(shares + row)
+        kl_weight = tl.load(kl_weights + row)
     loss = tl.zeros([TILE], tl.float32)
     alpha = tl.zeros([TILE], tl.float32)
     for begin in range(0, size, TILE):
         at = begin + lane
-        held, inside = at < stride, at < size
-        log_q = _draft_logits(x_row + at, held, inside) - log_sum
-        log_p = _log_p(z_row + at, held, inside, scale, softcap, logsumexp, SOFTCAP)
+        in_row, inside = at < stride, at < size
+        log_q = _draft_logits(x_row + at, in_row, inside) - log_sum
+        log_p = _log_p(z_row + at, in_row, inside, scale, softcap, logsumexp, SOFTCAP)
         q, p = tl.exp(log_q), tl.exp(log_p)
-        if KL:
+        if LK:
             loss += tl.where(inside, p * (log_p - log_q), 0.0)
         else:
             loss -= tl.where(inside, p * log_q, 0.0)
@@ -120,14 +124,14 @@ def distill_kernel(
         if GRADIENTS:
             gradient = mass * q - p
             if LK:
-                gradient = share * gradient + (1.0 - share) * q * (low - _below(q, p))
+                gradient = kl_weight * gradient + (1.0 - kl_weight) * q * (sum_below - _d_min(q, p))
             gradient = tl.where(weight != 0, weight * gradient, 0.0)
-            tl.store(x_row + at, gradient, mask=held)
-    value, accepted = tl.sum(loss, 0), tl.sum(alpha, 0)
+            tl.store(x_row + at, gradient, mask=in_row)
+    value, alpha_sum = tl.sum(loss, 0), tl.sum(alpha, 0)
     if LK:
-        value = share * value + (1.0 - share) * (1.0 - accepted)
+        value = kl_weight * value + (1.0 - kl_weight) * (1.0 - alpha_sum)
     tl.store(losses + row, value)
-    tl.store(alphas + row, accepted)
+    tl.store(alphas + row, alpha_sum)
     tl.store(bests + row, best.to(tl.int64))
 
 
@@ -138,15 +142,12 @@ def distill_rows(
     plan: RowPlan,
     teacher: Teacher,
     weight: Tensor,
-    share: Tensor | None,
+    kl_weight: Tensor | None,
     loss: Loss,
     gradients: bool,
     out: Distilled,
 ) -> None:
-    """As `distill.distill_rows_reference`.
-
-    Both logits are columns [:D] of contiguous buffers of one width; other columns are nobody's.
-    """
+    """Launch `distill.distill_rows`."""
     with torch.cuda.device_of(logits):
         distill_kernel[(len(logits),)](
             logits,
@@ -155,18 +156,17 @@ def distill_rows(
             rows.start,
             logits.shape[1],
             plan.order,
-            plan.place,
+            plan.teacher_index,
             plan.positions,
             teacher.logsumexp.contiguous(),
             weight.contiguous(),
-            None if share is None else share.contiguous(),
+            None if kl_weight is None else kl_weight.contiguous(),
             out.loss,
             out.alpha,
             out.best,
             teacher.scale,
             0.0 if teacher.softcap is None else teacher.softcap,
             SOFTCAP=teacher.softcap is not None,
-            KL=loss != "soft_ce",
             LK=loss == "lk",
             GRADIENTS=gradients,
             TILE=TILE,

@@ -1,4 +1,4 @@
-"""Launching the kernels of `ttt_attention_triton.py`, forward and backward."""
+"""The launch of `ttt_attention.py` on a GPU, forward and backward: its tiling and autograd."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftlab.kernels.dependent_launch import FP_FUSION
-from draftlab.kernels.ttt_attention import OwnKeys
 from draftlab.kernels.ttt_attention_backward_triton import (
+    d_keys_kernel,
+    d_query_kernel,
+    d_step_keys_kernel,
     delta_kernel,
-    keys_kernel,
-    own_kernel,
-    rows_kernel,
 )
 from draftlab.kernels.ttt_attention_triton import LOG2_E, forward_kernel
+from draftlab.kernels.ttt_attention_types import StepKeyValues, check_inputs
 
-STEPS_AT_ONCE = 8  # a kernel is compiled for up to so many own keys, 16, 24, …
-SCAN = 1024  # rows looked at together
+STEPS_AT_ONCE = 8  # a kernel is compiled for up to 8 steps, up to 16, 24, …
+SCAN = 1024  # rows scanned together
 DELTA_ROWS = 32
 
 
 class Tiles(NamedTuple):
-    """How a kernel cuts its work up: packed rows and keys of a tile, and launch options."""
+    """The tiling of a kernel: packed rows and keys of a tile, and launch options."""
 
     rows: int
     keys: int
@@ -34,16 +34,16 @@ class Tiles(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Tiles of the forward kernel, of dQ, of dK and dV of own keys, and of step-0 keys."""
+    """The tiling of the forward kernel, of dQ, and of dK and dV of step keys and step-0 keys."""
 
     forward: Tiles
-    rows: Tiles
-    own: Tiles
-    keys: Tiles
+    d_query: Tiles
+    d_step_keys: Tiles
+    d_keys: Tiles
 
 
 def plan_ttt_attention(query: Tensor, group: int) -> Plan:
-    """The plan for these shapes; `group` query heads share a kv head."""
+    """Return the plan for these shapes; `group` query heads share a kv head."""
     if query.dtype == torch.float32:  # multiplied without tensor cores
         plan = Plan(*[Tiles(16, 16, 4, 1)] * 4)
     elif triton.next_power_of_2(query.shape[-1]) > 128:
@@ -58,43 +58,44 @@ def plan_ttt_attention(query: Tensor, group: int) -> Plan:
     return Plan(*(tiles._replace(rows=max(tiles.rows, least)) for tiles in plan))
 
 
-def ttt_attention_triton(
+def ttt_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     index: Tensor,
     starts: Tensor,
-    own: OwnKeys | None = None,
+    steps: StepKeyValues | None = None,
     *,
     plan: Plan | None = None,
 ) -> Tensor:
-    """`ttt_attention`, on the device; `plan` overrides how calls are cut up."""
+    """Launch `ttt_attention.ttt_attention`; `plan` replaces the tiling chosen by shape."""
+    check_inputs(query, key, value, steps)
     plan = plan or plan_ttt_attention(query, query.shape[2] // key.shape[2])
-    rows, tensors = (None, ()) if own is None else (own.rows, (*own.keys, *own.values))
+    rows, tensors = (None, ()) if steps is None else (steps.rows, (*steps.keys, *steps.values))
     return _TttAttention.apply(query, key, value, index, starts, plan, rows, *tensors)
 
 
 class _TttAttention(torch.autograd.Function):
-    """Saves the inputs, the output, and log2 Σ 2^score of each row and head."""
+    """The autograd function; it saves its inputs, the output, and log2 Σ 2^score of each row."""
 
     @staticmethod
-    def forward(ctx: Any, query, key, value, index, starts, plan, own_rows, *own) -> Tensor:
+    def forward(ctx: Any, query, key, value, index, starts, plan, step_rows, *step_kv) -> Tensor:
         query, key, value = (
             t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)
         )
         index, starts = index.contiguous(), starts.contiguous()
-        own = tuple(t.contiguous() for t in own)
-        own_rows = index if own_rows is None else own_rows.contiguous()
+        step_kv = tuple(t.contiguous() for t in step_kv)
+        step_rows = index if step_rows is None else step_rows.contiguous()
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, index, starts, own_rows, output, lse, *own)
+        ctx.save_for_backward(query, key, value, index, starts, step_rows, output, lse, *step_kv)
         ctx.plan = plan
         if output.numel():
-            tiles, steps = plan.forward, len(own) // 2
-            keys, values = _of_each_step(own[:steps], query), _of_each_step(own[steps:], query)
+            tiles, steps = plan.forward, len(step_kv) // 2
+            keys, values = _pad_steps(step_kv[:steps], query), _pad_steps(step_kv[steps:], query)
             with torch.cuda.device_of(query):
                 forward_kernel[_row_tiles(query, key, tiles)](
-                    query, key, value, keys, values, own_rows, index, starts, output, lse,
+                    query, key, value, keys, values, step_rows, index, starts, output, lse,
                     query.shape[-1] ** -0.5 * LOG2_E.value, query.shape[1], steps,
                     *_strides(query, key, value),
                     STEPS=len(keys), **_shapes(query, key), **_options(tiles, query),
@@ -104,14 +105,14 @@ class _TttAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, index, starts, own_rows, output, lse, *own = ctx.saved_tensors
-        plan, steps = ctx.plan, len(own) // 2
+        query, key, value, index, starts, step_rows, output, lse, *step_kv = ctx.saved_tensors
+        plan, steps = ctx.plan, len(step_kv) // 2
         d_output = d_output.contiguous()
         d_query, d_key, d_value = (
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)
         )
-        # Zeros of rows that have ended since. Rows of the newest step are all here.
-        d_own = tuple(torch.zeros_like(t) for t in own)
+        # Zeros for rows that ended in earlier steps; the newest step's rows are all here.
+        d_step_kv = tuple(torch.zeros_like(t) for t in step_kv)
         scale = query.shape[-1] ** -0.5
         scales = scale, scale * LOG2_E.value
         num_rows, strides = query.shape[1], _strides(query, key, value)
@@ -123,58 +124,62 @@ class _TttAttention(torch.autograd.Function):
                 delta_kernel[(triton.cdiv(packed, DELTA_ROWS),)](
                     output, d_output, delta, packed, ROWS=DELTA_ROWS, **dims, **FP_FUSION
                 )
-                each = (own[:steps], own[steps:], d_own[:steps], d_own[steps:])
-                keys, values, *d_keys_values = (_of_each_step(t, query) for t in each)
-                rows_kernel[_row_tiles(query, key, plan.rows)](
-                    query, key, value, keys, values, own_rows, index, starts, d_output, lse, delta,
+                each = (step_kv[:steps], step_kv[steps:], d_step_kv[:steps], d_step_kv[steps:])
+                keys, values, *d_keys_values = (_pad_steps(t, query) for t in each)
+                d_query_kernel[_row_tiles(query, key, plan.d_query)](
+                    query, key, value, keys, values, step_rows, index, starts, d_output, lse, delta,
                     d_query, *scales, num_rows, steps, *strides,
-                    STEPS=len(keys), **shapes, **_options(plan.rows, query),
+                    STEPS=len(keys), **shapes, **_options(plan.d_query, query),
                 )  # fmt: skip
                 if steps:
-                    own_kernel[_row_tiles(query, key, plan.own)](
-                        query, keys, values, own_rows, index, starts, d_output, lse, delta,
+                    d_step_keys_kernel[_row_tiles(query, key, plan.d_step_keys)](
+                        query, keys, values, step_rows, index, starts, d_output, lse, delta,
                         *d_keys_values, *scales, num_rows, steps, *strides[:3],
-                        STEPS=len(keys), **shapes, **_options(plan.own, query),
+                        STEPS=len(keys), **shapes, **_options(plan.d_step_keys, query),
                     )  # fmt: skip
             if key.numel():
-                num_tiles = triton.cdiv(key.shape[1], plan.keys.keys)
-                keys_kernel[key.shape[2], key.shape[0], num_tiles](
+                num_tiles = triton.cdiv(key.shape[1], plan.d_keys.keys)
+                d_keys_kernel[key.shape[2], key.shape[0], num_tiles](
                     query, key, value, index, starts, d_output, lse, delta, d_key, d_value,
                     *scales, num_rows, key.shape[1], *strides,
-                    SCAN=SCAN, **shapes, **_options(plan.keys, query),
+                    SCAN=SCAN, **shapes, **_options(plan.d_keys, query),
                 )  # fmt: skip
-        return d_query, d_key, d_value, None, None, None, None, *d_own
+        return d_query, d_key, d_value, None, None, None, None, *d_step_kv
 
 
-def _of_each_step(tensors: tuple[Tensor, ...], filler: Tensor) -> tuple[Tensor, ...]:
-    """Filled up, so that unrolls of all lengths run the same kernel; the filler is not read."""
+def _pad_steps(tensors: tuple[Tensor, ...], filler: Tensor) -> tuple[Tensor, ...]:
+    """Pad with a tensor that is not read, so that unrolls of all lengths run one kernel."""
     count = max(1, triton.cdiv(len(tensors), STEPS_AT_ONCE)) * STEPS_AT_ONCE
     return (*tensors, *[filler] * (count - len(tensors)))
 
 
 def _row_tiles(query: Tensor, key: Tensor, tiles: Tiles) -> tuple[int, int, int]:
-    """The grid of a kernel whose programs take a tile of rows each."""
+    """Return the grid of a kernel whose programs take one tile of rows each."""
     num_batch, num_rows, num_heads, _ = query.shape
     group = triton.next_power_of_2(num_heads // key.shape[2])
     return key.shape[2], num_batch, triton.cdiv(num_rows, tiles.rows // group)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
+    """Return the first three strides of each tensor."""
     return [stride for tensor in tensors for stride in tensor.stride()[:3]]
 
 
 def _head_dims(query: Tensor) -> dict[str, int]:
+    """Return the kernels' constants of the head dimension."""
     dim = query.shape[-1]
     return {"HEAD_DIM": dim, "HEAD_DIM_PADDED": max(16, triton.next_power_of_2(dim))}
 
 
 def _shapes(query: Tensor, key: Tensor) -> dict[str, int]:
+    """Return the kernels' constants of the heads."""
     group = query.shape[2] // key.shape[2]
     heads = {"GROUP": group, "GROUP_PADDED": triton.next_power_of_2(group)}
     return {"KV_HEADS": key.shape[2], **heads, **_head_dims(query)}
 
 
 def _options(tiles: Tiles, query: Tensor) -> dict[str, Any]:
+    """Return a launch's tile sizes and options."""
     return {
         "ROWS": tiles.rows,
         "KEYS": tiles.keys,

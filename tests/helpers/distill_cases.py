@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.kernels.distill import Loss, Teacher, distill
+from draftlab.kernels.distill import distill
 from draftlab.kernels.distill_linear import distill_linear
 from draftlab.kernels.distill_plan import plan_rows
+from draftlab.kernels.distill_types import Loss, Teacher
 
-LOSSES: tuple[Loss, ...] = ("soft_ce", "kl", "lk")
+LOSSES: tuple[Loss, ...] = ("soft_ce", "lk")
 
 
 def make_case(
@@ -43,7 +44,7 @@ def make_case(
     last = draw(positions, size_of_target)
     weights = draw(vocab + vocab // 2 + 1, size_of_target, scale=2 * size_of_target**-0.5)
     full = Teacher(last, None, weights, last[:, 0], scale, softcap)
-    logsumexp = full.finish(last @ weights.t()).logsumexp(-1)
+    logsumexp = full.to_logits(last @ weights.t()).logsumexp(-1)
     row = torch.randint(0, max(1, positions), (num_rows,), generator=generator)
     return {
         "hidden": draw(num_rows, size).requires_grad_(),
@@ -52,20 +53,20 @@ def make_case(
         "row": row.to(device),
         "weight": draw(num_rows, as_dtype=wide).abs(),
         "loss": loss,
-        "share": draw(num_rows, as_dtype=wide).abs().clamp(max=1) if loss == "lk" else None,
+        "kl_weight": draw(num_rows, as_dtype=wide).abs().clamp(max=1) if loss == "lk" else None,
     }
 
 
 def at_once(case: dict[str, Any], factor: float = 3.0) -> dict[str, Tensor]:
     """Return what `distill_linear` computes, by `distill` on all rows at once and autograd."""
     teacher, row = case["teacher"], case["row"]
-    z = teacher.finish(teacher.last @ teacher.weight.t())
+    z = teacher.to_logits(teacher.last @ teacher.weight.t())
     out = distill(
         F.linear(case["hidden"], case["lm_head"]),
         z[row],
         teacher.logsumexp[row],
         loss=case["loss"],
-        share=case["share"],
+        kl_weight=case["kl_weight"],
     )
     total = (case["weight"] * out.loss).sum()
     return vars(out) | {"total": total} | gradients(case, total, factor)

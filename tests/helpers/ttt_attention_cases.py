@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from draftlab.kernels.ttt_attention import OwnKeys, document_starts
+from draftlab.kernels.ttt_attention import document_starts
+from draftlab.kernels.ttt_attention_types import StepKeyValues
 from tests.helpers.gpu import to_device
 
 Attend = Callable[..., Tensor]
@@ -58,11 +59,11 @@ class Case:
         self.key, self.value = (
             self.random(batch, width, kv_heads, head_dim, dtype=dtype) for _ in range(2)
         )
-        self.own: OwnKeys | None = None
+        self.own: StepKeyValues | None = None
         for left in range(steps - 1, -1, -1):  # rows of earlier steps: all of these, and more
             rows = count + 2 * left
             made = (self.random(batch, rows, kv_heads, head_dim, dtype=dtype) for _ in range(2))
-            self.own = OwnKeys.extended(self.own, *made, self.choose(rows + 2, rows, batch))
+            self.own = StepKeyValues.extend(self.own, *made, self.choose(rows + 2, rows, batch))
         self.d_output = self.random(batch, count, heads, head_dim, dtype=dtype)
         for name, value in vars(self).items():
             if name != "generator":
@@ -87,7 +88,7 @@ class Case:
         query, key, value, *own = leaves
         steps = len(own) // 2
         if self.own is not None:
-            own = OwnKeys(tuple(own[:steps]), tuple(own[steps:]), self.own.rows)
+            own = StepKeyValues(tuple(own[:steps]), tuple(own[steps:]), self.own.rows)
         output = attend(query, key, value, self.index, self.starts, own or None)
         return output, *torch.autograd.grad(output, leaves, self.d_output.to(output.dtype))
 

@@ -169,10 +169,9 @@ def test_a_whole_step(
 
     Nothing but these kernels and the few torch operations between them may be in a step.
     """
-    from draftlab.engine.slots import Slots
-
     from draftlab.engine.drafter import new_drafter
     from draftlab.engine.fused_head import FusedHead
+    from draftlab.engine.input_batch import InputBatch
     from draftlab.engine.step import Step
     from draftlab.target_model.fused_decoder import FusedDecoder
 
@@ -181,7 +180,7 @@ def test_a_whole_step(
     family = PARALLEL | {"qk_norm": True} if kind == "parallel" else {}
     head = untrained_head(target, 3, 200, **family).to(torch.bfloat16).eval()
     drafter = new_drafter(head, 3, draft_probs=draft_probs)
-    slots = Slots(2, 3, 4, target.device, draft_vocab=drafter.draft_vocab)
+    slots = InputBatch(2, 3, 4, target.device, draft_vocab=drafter.draft_vocab)
     step = Step(target, target.new_paged_cache(9, 16), slots, drafter, max_length=64)
     step.decoder = FusedDecoder(target)
     drafter.start(9, 16)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftlab.kernels.distill import Loss, Teacher, distill, lk_share
+from draftlab.kernels.distill import distill, lk_weight
 from draftlab.kernels.distill_linear import distill_linear
 from draftlab.kernels.distill_plan import plan_rows
+from draftlab.kernels.distill_types import Loss, Teacher
 from tests.helpers.distill_cases import (
     LOSSES,
     assert_close,
@@ -32,12 +33,12 @@ from tests.helpers.gpu import no_host_sync, on_gpu
 def test_gradients_are_those_of_finite_differences(loss: Loss) -> None:
     case = make_case(5, 3, 11, loss=loss)
     teacher, row = case["teacher"], case["row"]
-    z = teacher.finish(teacher.last @ teacher.weight.t())[row]
+    z = teacher.to_logits(teacher.last @ teacher.weight.t())[row]
 
     def losses(hidden: Tensor, lm_head: Tensor) -> Tensor:
         logits = F.linear(hidden, lm_head)
-        share = case["share"]
-        return distill(logits, z, teacher.logsumexp[row], loss=loss, share=share).loss
+        kl_weight = case["kl_weight"]
+        return distill(logits, z, teacher.logsumexp[row], loss=loss, kl_weight=kl_weight).loss
 
     assert torch.autograd.gradcheck(losses, (case["hidden"], case["lm_head"]))
 
@@ -56,10 +57,12 @@ def test_definitions() -> None:
     cross = -sum(a * log(b) for a, b in zip(p, q, strict=True))
     kl = sum(a * log(a / b) for a, b in zip(p, q, strict=True))
     alpha = sum(min(a, b) for a, b in zip(p, q, strict=True))
-    share = float(case["share"][0])
-    expected = {"soft_ce": cross, "kl": kl, "lk": share * kl + (1 - share) * (1 - alpha)}
+    kl_weight = float(case["kl_weight"][0])
+    expected = {"soft_ce": cross, "lk": kl_weight * kl + (1 - kl_weight) * (1 - alpha)}
     for loss, value in expected.items():
-        found = at_once(case | {"loss": loss, "share": case["share"] if loss == "lk" else None})
+        found = at_once(
+            case | {"loss": loss, "kl_weight": case["kl_weight"] if loss == "lk" else None}
+        )
         assert found["loss"].item() == pytest.approx(value, abs=1e-5)
         assert float(found["alpha"]) == pytest.approx(alpha, abs=1e-5)
         assert int(found["best"]) == x.index(max(x))
@@ -106,7 +109,7 @@ def test_plan(rows: list[int], height: int) -> None:
         assert chunk.num_rows + chunk.num_teachers <= max(2, height)
         assert chunk.num_rows >= 1
         teachers = plan.positions[chunk.teachers].tolist()
-        places = plan.place[chunk.rows].tolist()
+        places = plan.teacher_index[chunk.rows].tolist()
         assert (places[0], places[-1]) == (chunk.teachers.start, chunk.teachers.stop - 1)
         for row, place in zip(plan.order[chunk.rows].tolist(), places, strict=True):
             assert teachers[place - chunk.teachers.start] == rows[row]
@@ -153,10 +156,10 @@ def test_a_row_without_weight_leaves_no_trace(loss: Loss) -> None:
 EMPTY = {name: torch.zeros(0) for name in ("loss", "alpha", "best")}
 
 
-def test_lk_share() -> None:
+def test_lk_weight() -> None:
     """exp(−3 · mean α of the step), no gradient; a step without rows is nobody's."""
     alpha, step = torch.tensor([0.2, 0.4, 0.9]), torch.tensor([0, 0, 2])
-    found = lk_share(alpha, step, 4)
+    found = lk_weight(alpha, step, 4)
     torch.testing.assert_close(found, (-3 * torch.tensor([0.3, 0.3, 0.9])).exp())
 
 
@@ -295,11 +298,11 @@ def test_wrong_arguments() -> None:
         ("lm_head", case["lm_head"][1:]),
         ("plan", plan_rows(case["row"][1:])),
         ("loss", "lk"),
-        ("share", case["weight"]),
+        ("kl_weight", case["weight"]),
     ):
         with pytest.raises(ValueError, match="expected"):
             distill_linear(**(arguments | {name: wrong}))
-    with pytest.raises(ValueError, match="share"):
+    with pytest.raises(ValueError, match="kl_weight"):
         distill(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1), loss="lk")
 
 
@@ -308,7 +311,7 @@ def test_wrong_arguments() -> None:
     ("dtype", "loss", "vocab", "softcap"),
     [
         (torch.bfloat16, "soft_ce", 32_003, None),
-        (torch.bfloat16, "kl", 1000, None),
+        (torch.bfloat16, "lk", 1000, None),
         (torch.bfloat16, "lk", 4096, 30.0),
         (torch.float16, "soft_ce", 5000, None),
         (torch.float32, "soft_ce", 999, None),

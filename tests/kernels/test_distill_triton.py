@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftlab.kernels import distill_linear
-from draftlab.kernels.distill import Distilled, Loss, Teacher, distill_rows_reference
+from draftlab.kernels.distill import distill_rows
 from draftlab.kernels.distill_plan import plan_rows
+from draftlab.kernels.distill_types import Distilled, Loss, Teacher
 from tests.helpers.distill_cases import LOSSES, in_chunks, make_case
 from tests.helpers.interpreter import compiles, inside, run_in_the_interpreter, runs_the_others
 
@@ -35,8 +36,6 @@ def tile(monkeypatch: pytest.MonkeyPatch) -> int:
 
 def judged(case: dict[str, Any], kernel: bool, gradients: bool = True) -> dict[str, Tensor]:
     """What the kernel or its reference makes of all rows as one chunk, and their gradients."""
-    from draftlab.kernels.distill_triton import distill_rows
-
     plan, teacher = plan_rows(case["row"]), case["teacher"]
     vocab = len(case["lm_head"])
     pitch = -(-vocab // 16) * 16
@@ -51,10 +50,10 @@ def judged(case: dict[str, Any], kernel: bool, gradients: bool = True) -> dict[s
     num_rows = len(plan.order)
     nothing = [torch.full((num_rows,), -7.0), torch.full((num_rows,), -7.0)]
     out = Distilled(*nothing, torch.full((num_rows,), -7))
-    judge = distill_rows if kernel else distill_rows_reference
+    run = distill_rows.triton if kernel else distill_rows.reference
     logits, z = (buffer[:, :vocab] for buffer in buffers)
-    judge(logits, z, slice(0, num_rows), plan, teacher, case["weight"], case["share"],
-          case["loss"], gradients, out)  # fmt: skip
+    run(logits, z, slice(0, num_rows), plan, teacher, case["weight"], case["kl_weight"],
+        case["loss"], gradients, out)  # fmt: skip
     return vars(out) | {"logits": logits}
 
 
@@ -130,11 +129,9 @@ def test_hard_rows(loss: Loss, tile: int) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_in_chunks(loss: Loss, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """`distill_linear` on the kernel equals itself on the reference, gradients and all."""
-    from draftlab.kernels.distill_triton import distill_rows
-
     case = make_case(30, 8, 50, loss=loss, dtype=torch.float32)
     expected = in_chunks(case, height=11)
-    monkeypatch.setattr(distill_linear, "_judge", lambda on_gpu, wide: distill_rows)
+    monkeypatch.setattr(distill_linear, "distill_rows", distill_rows.triton)
     found = in_chunks(case, height=11)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5)
@@ -161,7 +158,6 @@ def test_tiles_of_the_size_that_runs(vocab: int) -> None:
 def test_compiles(loss: Loss, dtype: torch.dtype) -> None:
     """One variant for every chunk, wherever it starts; wide loads; no registers spilled."""
     pytest.importorskip("triton")
-    from draftlab.kernels.distill_triton import distill_rows
     from tests.helpers.hopper import compiled, on_gpu
 
     rows, vocab, pitch = 3000, 32_003, 32_016
@@ -170,12 +166,13 @@ def test_compiles(loss: Loss, dtype: torch.dtype) -> None:
         teacher = Teacher(on_gpu(9, 8), None, on_gpu(8, 8), on_gpu(9, **reals), 1.0, softcap)
         plan = plan_rows(torch.zeros(rows, dtype=torch.int64))
         out = Distilled(on_gpu(rows, **reals), on_gpu(rows, **reals), on_gpu(rows).long())
-        share = on_gpu(rows, **reals) if loss == "lk" else None
+        kl_weight = on_gpu(rows, **reals) if loss == "lk" else None
         logits, z = (on_gpu(4, pitch, dtype=dtype)[:, :vocab] for _ in range(2))
         with compiled() as kernels:
             for start in (0, 1, 17, 1600):
-                distill_rows(logits, z, slice(start, start + 4), plan, teacher,
-                             on_gpu(rows, **reals), share, loss, gradients, out)  # fmt: skip
+                rows_slice = slice(start, start + 4)
+                distill_rows.triton(logits, z, rows_slice, plan, teacher, on_gpu(rows, **reals),
+                                    kl_weight, loss, gradients, out)  # fmt: skip
         variants = kernels["distill_kernel"]
         assert len({kernel.hash for kernel in variants}) == 1
         kernel = variants[0]

@@ -10,12 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.kernels.ttt_attention import (
-    OwnKeys,
-    document_starts,
-    ttt_attention,
-    ttt_attention_reference,
-)
+from draftlab.kernels.ttt_attention import document_starts, ttt_attention
+from draftlab.kernels.ttt_attention_types import StepKeyValues
 from tests.helpers.gpu import on_gpu, relative_error
 from tests.helpers.interpreter import inside, outside, run_in_the_interpreter, runs_the_others
 from tests.helpers.ttt_attention_cases import Case
@@ -54,7 +50,7 @@ def test_gradients_of_the_reference() -> None:
     case = Case([[3, 2], [4]], 6, steps=2, head_dim=2, dtype=torch.float64)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
-        made = OwnKeys(own[:2], own[2:], case.own.rows)
+        made = StepKeyValues(own[:2], own[2:], case.own.rows)
         return ttt_attention(query, key, value, case.index, case.starts, made)
 
     leaves = [t.requires_grad_() for t in case.leaves()]
@@ -76,7 +72,7 @@ def test_own_keys_follow_their_rows() -> None:
         select = torch.tensor(kept)
         alive = alive.gather(1, select)
         made = (100.0 * step + 10 * torch.arange(2)[:, None] + alive)[:, :, None, None]
-        own = OwnKeys.extended(own, made, -made, select)
+        own = StepKeyValues.extend(own, made, -made, select)
         for earlier, (keys, values) in enumerate(zip(own.keys, own.values, strict=True)):
             found = keys.flatten(0, 1)[own.rows[earlier]]
             expected = 100.0 * earlier + 10 * torch.arange(2)[:, None] + alive
@@ -97,11 +93,11 @@ def test_wrong_inputs() -> None:
 
 def check(case: Case, plan: tuple[int, int] | None = (16, 16), tolerance: float = 1e-4) -> None:
     """Output and every gradient of the kernels, against the reference's in float64."""
-    from draftlab.kernels.ttt_attention_launch import Plan, Tiles, ttt_attention_triton
+    from draftlab.kernels.ttt_attention_launch import Plan, Tiles
 
     made = plan and Plan(*[Tiles(*plan, 4, 1)] * 4)
-    found = case.run(partial(ttt_attention_triton, plan=made))
-    expected = case.run(ttt_attention_reference, torch.float64)
+    found = case.run(partial(ttt_attention.triton, plan=made))
+    expected = case.run(ttt_attention.reference, torch.float64)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == case.query.dtype
         torch.testing.assert_close(mine.double(), theirs, atol=tolerance, rtol=tolerance)
@@ -231,7 +227,7 @@ def test_kernels_at_real_sizes(shape: tuple, dtype: torch.dtype, device: str) ->
     width = max(map(sum, lengths))
     case = Case(lengths, width, share=share, steps=steps, **sizes, dtype=dtype, device=device)
     results = case.run(ttt_attention)
-    expected = case.run(ttt_attention_reference, torch.float64)
+    expected = case.run(ttt_attention.reference, torch.float64)
     for first, second, exact in zip(results, case.run(ttt_attention), expected, strict=True):
         assert torch.equal(first, second), "two runs differ"
         assert relative_error(first, exact) < BOUNDS[dtype]

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from draftlab.kernels.ttt_attention import OwnKeys, ttt_attention
+from draftlab.kernels.ttt_attention import ttt_attention
+from draftlab.kernels.ttt_attention_types import StepKeyValues
 from tests.helpers.hopper import compiled, most_shared, on_gpu
 from tests.helpers.interpreter import compiles
 
@@ -34,7 +35,7 @@ def attend(num_rows: int, num_keys: int, steps: int, heads: tuple[int, int, int]
             on_gpu(1, num_rows, num_kv_heads, head_dim, dtype=dtype).requires_grad_()
             for _ in range(2)
         )
-        own = OwnKeys.extended(own, *made, index)
+        own = StepKeyValues.extend(own, *made, index)
     ttt_attention(query, key, value, index, index, own).sum().backward()
 
 
@@ -66,7 +67,7 @@ def test_compiles(dtype: torch.dtype, heads: tuple[int, int, int], tmp_path: Pat
     with compiled() as kernels:
         attend(48, 64, 3, heads, dtype)
     assert kernels.keys() == {
-        "forward_kernel", "delta_kernel", "rows_kernel", "own_kernel", "keys_kernel"
+        "forward_kernel", "delta_kernel", "d_query_kernel", "d_step_keys_kernel", "d_keys_kernel"
     }  # fmt: skip
     for name, variants in kernels.items():
         (kernel,) = variants
