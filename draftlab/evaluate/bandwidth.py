@@ -1,9 +1,9 @@
-"""The bandwidth floor of a decode step: its weights, each read once, at the device's copy rate.
+"""The bandwidth floor of a decode step: read its weights once at the device's copy rate.
 
-A step of few rows is bound by reading weights: the target's once, and the head's once a pass, of
-which a chain has one for each draft and a parallel head one for all. The fc of EAGLE3 runs in the
-first pass only, later ones are fed the head's own output. Keys and values are left out (they are
-small at the lengths that are timed), so the floor is a floor.
+A step of few rows is bound by reading weights: the target's once, and the head's once per pass. A
+chain head has one pass per draft, a parallel head one pass for all. The fc of EAGLE3 runs in the
+first pass only; later passes get the head's own output. The floor leaves out keys and values, which
+are small at the lengths that are timed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from draftlab.heads.eagle import EagleHead
 from draftlab.heads.head import DraftHead
-from draftlab.heads.peagle import PeagleHead
 from draftlab.target_model.model import Target
 
 COPY_BYTES = 2**30
@@ -25,10 +23,10 @@ COPIES = 20
 
 @lru_cache
 def copy_rate(device: torch.device) -> float | None:
-    """Bytes a second that a large copy on the device moves, reads and writes counted.
+    """Return the bytes per second of a large copy on the device, reads plus writes.
 
-    The best of `COPIES`. None on a CPU, where caches make weights of small models no memory
-    traffic, and where the device has no room for the copy.
+    The rate is the best of `COPIES`. It is None on a CPU, whose caches can hold the weights of
+    small models, and if the device has no memory for the copy.
     """
     if device.type != "cuda":
         return None
@@ -54,32 +52,32 @@ def _bytes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def target_bytes(target: Target) -> int | None:
-    """Bytes of target weights that a step reads.
+    """Return the bytes of target weights that a step reads.
 
-    A table that is only looked up is not read; one that is also the output projection is. None for
+    The embedding table counts only if it is also the output projection. The result is None for
     mixtures of experts, which read what their router picks.
     """
     if any(getattr(target.config, name, None) for name in ("num_experts", "num_local_experts")):
         return None
-    table = target.model.get_input_embeddings().weight
+    embeddings = target.model.get_input_embeddings().weight
     output = target.model.get_output_embeddings()
-    tied = output is not None and output.weight.data_ptr() == table.data_ptr()
+    tied = output is not None and output.weight.data_ptr() == embeddings.data_ptr()
     layers = [*target.decoder.parameters()]
     others = [] if output is None or tied else [*output.parameters()]
-    return _bytes([*layers, *others]) - (0 if tied else _bytes([table]))
+    return _bytes([*layers, *others]) - (0 if tied else _bytes([embeddings]))
 
 
 def head_bytes(head: DraftHead, k: int) -> int:
-    """Bytes of head weights that drafting `k` tokens reads, embeddings aside."""
+    """Return the bytes of head weights, without embeddings, that drafting `k` tokens reads."""
     once = _bytes(p for name, p in head.named_parameters() if not name.startswith("embed_tokens"))
-    if isinstance(head, PeagleHead):
+    if head.family.drafting == "parallel":
         return once
-    later = [] if isinstance(head, EagleHead) else head.fc.parameters()
+    later = [] if head.fc_in_every_pass else head.fc.parameters()
     return k * once - (k - 1) * _bytes(later)
 
 
 def floor_ms(target: Target, head: DraftHead | None, k: int) -> float | None:
-    """Milliseconds a step takes at least; None where the device or the target gives none."""
+    """Return the least milliseconds of a step; None if copy rate or weights are unknown."""
     rate, weights = copy_rate(target.device), target_bytes(target)
     if rate is None or weights is None:
         return None

@@ -1,11 +1,11 @@
-"""From which K on a parallel head beats a chain: the adviser's predictions side by side.
+"""Break-even between chain and parallel heads: from which K on is the parallel head faster?
 
-A chain's step costs a pass of the head for every draft, a parallel head's one pass whatever K; the
-chain sees its own earlier drafts, and so is accepted longer. At the same K
+A chain's step needs one pass of the head per draft, a parallel head's step one pass for any K. The
+chain sees its own earlier drafts and is therefore accepted longer. At the same K
 
-    TPOT(parallel) ≤ TPOT(chain)  ⟺  AL(parallel) / AL(chain) ≥ step(parallel) / step(chain):
+    TPOT(parallel) ≤ TPOT(chain)  ⟺  AL(parallel) / AL(chain) ≥ step(parallel) / step(chain),
 
-the ratio of the measured steps says which share of the chain's AL a parallel head needs there.
+so the ratio of the step times is the share of the chain's AL that the parallel head needs.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from draftlab.evaluate.adviser import Advice, Prediction  # which makes use of this file
+    from draftlab.evaluate.adviser import Advice, Prediction  # adviser imports this module
 
 
 @dataclass(frozen=True)
-class SameK:
-    """Both at K drafts a step.
+class KComparison:
+    """A chain and a parallel head at the same K.
 
     Attributes:
-        needed: the share of the chain's AL that makes the parallel head as fast.
-        share: the one it has.
+        needed: share of the chain's AL at which the parallel head is as fast.
+        share: share of the chain's AL that the parallel head has.
     """
 
     k: int
@@ -40,13 +40,13 @@ class SameK:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """A chain and a parallel head under the same conditions.
+    """The comparison of a chain and a parallel head under the same conditions.
 
     Attributes:
-        chain, parallel: the heads' names.
-        k: the smallest from which on the parallel head takes less time a token than the chain at
-            the same K, as far as both were advised on; None: it does not.
-        text: in one line.
+        chain, parallel: names of the heads.
+        k: smallest K from which on the parallel head has the lower predicted TPOT at every K that
+            both heads have; None if there is none.
+        text: the result in one line.
     """
 
     engine: str
@@ -57,19 +57,18 @@ class BreakEven:
     batch: int
     k: int | None
     text: str
-    points: tuple[SameK, ...]
+    points: tuple[KComparison, ...]
 
 
 def break_even(advice: Sequence[Advice]) -> list[BreakEven]:
-    """Every chain beside every parallel head that was advised on under the same conditions."""
-    pairs = [
-        (chain, parallel)
+    """Return the comparison of every chain with every parallel head under the same conditions."""
+    return [
+        _compare(chain, parallel)
         for chain in advice
         for parallel in advice
         if (chain.drafter, parallel.drafter) == ("chain", "parallel")
         and _conditions(chain) == _conditions(parallel)
     ]
-    return [_compare(chain, parallel) for chain, parallel in pairs]
 
 
 def _conditions(advice: Advice) -> tuple[object, ...]:
@@ -77,55 +76,53 @@ def _conditions(advice: Advice) -> tuple[object, ...]:
 
 
 def _compare(chain: Advice, parallel: Advice) -> BreakEven:
-    points = tuple(
-        _same_k(one, other)
-        for one, other in zip(chain.predictions, parallel.predictions, strict=False)
-    )
-    behind = [p.k for p in points if p.parallel_tpot_ms >= p.chain_tpot_ms]
-    first = max(behind, default=0) + 1
+    pairs = zip(chain.predictions, parallel.predictions, strict=False)
+    points = tuple(_compare_at_k(*pair) for pair in pairs)
+    slower = [p.k for p in points if p.parallel_tpot_ms >= p.chain_tpot_ms]
+    first = max(slower, default=0) + 1
     k = first if first <= points[-1].k else None
     return BreakEven(
-        chain.engine,
-        chain.head,
-        parallel.head,
-        chain.temperature,
-        chain.draft_probs,
-        chain.batch,
-        k,
-        _text(k, points, chain, parallel),
-        points,
+        engine=chain.engine,
+        chain=chain.head,
+        parallel=parallel.head,
+        temperature=chain.temperature,
+        draft_probs=chain.draft_probs,
+        batch=chain.batch,
+        k=k,
+        text=_text(k, points, chain, parallel),
+        points=points,
     )
 
 
-def _same_k(chain: Prediction, parallel: Prediction) -> SameK:
-    assert chain.k == parallel.k  # predictions begin with K = 1 and leave none out
-    return SameK(
-        chain.k,
-        chain.acceptance_length,
-        parallel.acceptance_length,
-        chain.step_ms,
-        parallel.step_ms,
-        chain.tpot_ms,
-        parallel.tpot_ms,
-        parallel.step_ms / chain.step_ms,
-        parallel.acceptance_length / chain.acceptance_length,
+def _compare_at_k(chain: Prediction, parallel: Prediction) -> KComparison:
+    assert chain.k == parallel.k  # predictions cover every K from 1
+    return KComparison(
+        k=chain.k,
+        chain_length=chain.acceptance_length,
+        parallel_length=parallel.acceptance_length,
+        chain_step_ms=chain.step_ms,
+        parallel_step_ms=parallel.step_ms,
+        chain_tpot_ms=chain.tpot_ms,
+        parallel_tpot_ms=parallel.tpot_ms,
+        needed=parallel.step_ms / chain.step_ms,
+        share=parallel.acceptance_length / chain.acceptance_length,
     )
 
 
-def _text(k: int | None, points: Sequence[SameK], chain: Advice, parallel: Advice) -> str:
-    """ "parallel from K = 3 on (…), there with 0.94 of the chain's AL, where 0.97 is needed"."""
-    deepest = points[-1]
+def _text(k: int | None, points: Sequence[KComparison], chain: Advice, parallel: Advice) -> str:
+    """Return the result in one line, with each head's TPOT at its best K."""
     if k is None:
+        last = points[-1]
         text = (
-            f"the chain is faster at the same K, up to K = {deepest.k}: parallel has "
-            f"{deepest.share:.2f} of its AL there and needs {deepest.needed:.2f}"
+            f"the chain is faster at the same K, up to K = {last.k}: parallel has "
+            f"{last.share:.2f} of its AL there and needs {last.needed:.2f}"
         )
     else:
-        at = points[k - 1]
+        point = points[k - 1]
         text = (
-            f"parallel is faster at the same K from K = {k} on: it needs {at.needed:.2f} of the "
-            f"chain's AL there and has {at.share:.2f}"
+            f"parallel is faster at the same K from K = {k} on: it needs {point.needed:.2f} of the "
+            f"chain's AL there and has {point.share:.2f}"
         )
     best = [min(one.predictions, key=lambda p: p.tpot_ms) for one in (chain, parallel)]
-    told = [f"{p.tpot_ms:.2f} ms a token (K = {p.k})" for p in best]
-    return f"{text}; predicted at their best K's: chain {told[0]}, parallel {told[1]}"
+    chain_best, parallel_best = (f"{p.tpot_ms:.2f} ms a token (K = {p.k})" for p in best)
+    return f"{text}; predicted at the best K of each: chain {chain_best}, parallel {parallel_best}"

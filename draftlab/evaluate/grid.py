@@ -1,4 +1,4 @@
-"""The grid of an evaluation: which head drafts how much, and in which way, at each temperature."""
+"""The decoding configurations of an evaluation: head, K and drafter setting by temperature."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.heads.head import DraftHead
-from draftlab.heads.peagle import PeagleHead
 
 DEFAULT_K = 4
 
@@ -19,9 +18,9 @@ class NamedHead:
     """A head under evaluation.
 
     Attributes:
-        name: as rows call it.
-        head: on the target's device.
-        folder: where it lies, for engines that load it themselves.
+        name: name in the rows of the report.
+        head: the head on the target's device.
+        folder: head folder, for engines that load the head themselves.
     """
 
     name: str
@@ -30,28 +29,28 @@ class NamedHead:
 
     @property
     def k_trained(self) -> int:
-        """Steps the head was unrolled for in training, or depths of a parallel head."""
+        """Number of drafts that the head was trained for."""
         return self.head.config.k_trained
 
     @property
-    def stretches(self) -> list[dict[str, Any]]:
-        """α by position in the conversation, as its training validated it; empty where none did."""
+    def alpha_by_position(self) -> list[dict[str, Any]]:
+        """α in ranges of positions, from the head's last validation; empty if unknown."""
         validation = self.head.config.provenance.get("validation") or {}
         return validation.get("by_position", [])
 
     @property
     def drafter(self) -> Literal["chain", "parallel"]:
-        """How it drafts, as rows call it."""
-        return "parallel" if isinstance(self.head, PeagleHead) else "chain"
+        """How the head drafts, as rows name it."""
+        return self.head.family.drafting
 
-    def depths(self, settings: EvalSettings) -> tuple[int, ...]:
-        """The K's it is evaluated at."""
+    def ks(self, settings: EvalSettings) -> tuple[int, ...]:
+        """Return the values of K to evaluate the head at."""
         return settings.k or (min(self.k_trained, DEFAULT_K),)
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One way of decoding; without a head it is plain decoding."""
+class DecodingConfig:
+    """A head with its K and drafter setting; without a head, plain decoding."""
 
     head: NamedHead | None = None
     k: int = 0
@@ -59,30 +58,30 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """As progress lines call it."""
+        """Name in progress lines."""
         if self.head is None:
             return "no drafting"
         return f"{self.head.name}, K={self.k}, draft probs {'on' if self.draft_probs else 'off'}"
 
 
-PLAIN = Arm()
+PLAIN_DECODING = DecodingConfig()
 
 
-def arms(heads: Sequence[NamedHead], settings: EvalSettings, temperature: float) -> list[Arm]:
-    """Plain decoding, then every head, K and drafter setting that differs at a temperature."""
-    ways = {"on": [True], "off": [False], "both": [False, True]}[settings.draft_probs]
+def configs_at(
+    heads: Sequence[NamedHead], settings: EvalSettings, temperature: float
+) -> list[DecodingConfig]:
+    """Return plain decoding, then every head, K and drafter setting that this temperature needs."""
+    modes = {"on": [True], "off": [False], "both": [False, True]}[settings.draft_probs]
     if temperature == 0:
-        ways = ways[:1]  # greedy decoding makes no use of draft probabilities: one row says it all
+        modes = modes[:1]  # greedy decoding does not use draft probabilities: one row is enough
     elif temperature < settings.greedy_below:
-        ways = [False]
+        modes = [False]
     return [
-        PLAIN,
-        *(Arm(head, k, way) for head in heads for k in head.depths(settings) for way in ways),
+        PLAIN_DECODING,
+        *(
+            DecodingConfig(head, k, draft_probs)
+            for head in heads
+            for k in head.ks(settings)
+            for draft_probs in modes
+        ),
     ]
-
-
-def all_arms(heads: Sequence[NamedHead], settings: EvalSettings) -> list[Arm]:
-    """Every arm that some temperature has, plain decoding first."""
-    return list(
-        dict.fromkeys(arm for t in settings.temperatures for arm in arms(heads, settings, t))
-    )

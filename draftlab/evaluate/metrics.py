@@ -1,12 +1,11 @@
-"""What generations measure: the figures of a report's row, and the machine they come from."""
+"""Metrics of generations: the fields of a report row, and the machine they were measured on."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from functools import reduce
+from dataclasses import asdict
 from importlib import metadata
-from operator import add
 from typing import Any
 
 import numpy as np
@@ -16,30 +15,25 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
 from draftlab.evaluate.results import Lossless, Timing
 from draftlab.evaluate.self_check import self_check
-from draftlab.evaluate.statistics import acceptance_interval, bootstrap_interval, repetition_rate
-from draftlab.evaluate.timing import Timed
+from draftlab.evaluate.statistics import acceptance_interval, ratio_interval, repetition_rate
+from draftlab.evaluate.timing import TimedRun
 
 
-def counted_figures(generations: Sequence[Generation], *, greedy: bool) -> dict[str, Any]:
-    """A row's counters and what is made from them alone.
+def acceptance_fields(generations: Sequence[Generation], *, greedy: bool) -> dict[str, Any]:
+    """Return a row's raw counters and the fields that follow from the generations alone.
 
     Args:
-        generations: of the whole suite.
+        generations: one for each prompt of the suite.
         greedy: whether T = 0.
     """
-    counters: Counters = reduce(add, (g.counters for g in generations))
+    counters = Counters.total(g.counters for g in generations)
     expected = np.sum([g.expected for g in generations], axis=0)
-    known = counters.drafts > 0 and len(expected) == counters.k
+    has_expected = counters.drafts > 0 and len(expected) == counters.k
     return {
         "prompts": len(generations),
         "output_tokens": sum(len(g.token_ids) for g in generations),
-        "undrafted_steps": counters.undrafted_steps,
-        "truncated_tokens": counters.truncated_tokens,
-        "drafts": counters.drafts,
-        "draft_tokens": counters.draft_tokens,
-        "accepted": counters.accepted,
-        "accepted_at": counters.accepted_at,
-        "expected_acceptance": (expected / counters.drafts).tolist() if known else None,
+        **asdict(counters),
+        "expected_acceptance": (expected / counters.drafts).tolist() if has_expected else None,
         "self_check": self_check(generations, counters.k, greedy=greedy),
         "acceptance_length": counters.acceptance_length,
         "acceptance_length_ci": acceptance_interval([g.counters for g in generations]),
@@ -48,68 +42,64 @@ def counted_figures(generations: Sequence[Generation], *, greedy: bool) -> dict[
 
 
 def timing(
-    timed: Timed, plain: Timed | None, *, batch: int, floor: float | None = None
+    run: TimedRun, plain: TimedRun | None, *, batch: int, floor_ms: float | None = None
 ) -> Timing | None:
-    """Times of one setting; None where no prompt had a second token.
+    """Return the times of one configuration; None if no prompt has a second output token.
 
     Args:
-        timed: what was timed.
-        plain: the plain decoding of the same prompts, for the speed-up.
+        run: the timed generations.
+        plain: plain decoding of the same prompts, for the speed-up.
         batch: prompts decoded at once.
-        floor: of a step, in milliseconds.
+        floor_ms: bandwidth floor of a step, in milliseconds.
     """
-    tpots = _tpots_ms(timed)
+    tpots = _tpots_ms(run)
     if not tpots:
         return None
-    steps = sum(len(g.steps) for g in timed.generations)
-    decode_s = sum(g.total_s - g.first_token_s for g in timed.generations)
-    tokens = sum(len(g.token_ids) for g in timed.generations)
-    found = Timing(
+    steps = sum(len(g.steps) for g in run.generations)
+    decode_s = sum(g.total_s - g.first_token_s for g in run.generations)
+    tokens = sum(len(g.token_ids) for g in run.generations)
+    times = Timing(
         batch=batch,
-        prompts=len(timed.generations),
+        prompts=len(run.generations),
         tpot_ms=float(np.mean(tpots)),
-        tpot_ms_ci=_ratio_interval(tpots, [1.0] * len(tpots)),
-        ttft_ms=1e3 * float(np.mean([g.first_token_s for g in timed.generations])),
+        tpot_ms_ci=ratio_interval(tpots, [1.0] * len(tpots)),
+        ttft_ms=1e3 * float(np.mean([g.first_token_s for g in run.generations])),
         step_ms=1e3 * decode_s / steps if steps else None,
-        floor_ms=floor,
-        throughput_tok_s=tokens / timed.wall_s,
+        floor_ms=floor_ms,
+        throughput_tok_s=tokens / run.wall_s,
     )
-    bases = _tpots_ms(plain) if plain else []
-    if len(bases) != len(tpots):  # an answer of one token has no TPOT to be compared
-        return found
-    base = float(np.mean(bases))
-    return found.model_copy(
+    plain_tpots = _tpots_ms(plain) if plain else []
+    if len(plain_tpots) != len(tpots):  # an answer of one token has no TPOT to compare
+        return times
+    baseline = float(np.mean(plain_tpots))
+    return times.model_copy(
         update={
-            "baseline_tpot_ms": base,
-            "speedup": base / found.tpot_ms,
-            "speedup_ci": _ratio_interval(bases, tpots),
+            "baseline_tpot_ms": baseline,
+            "speedup": baseline / times.tpot_ms,
+            "speedup_ci": ratio_interval(plain_tpots, tpots),
         }
     )
 
 
-def row_times(timings: Sequence[Timing]) -> dict[str, Any]:
-    """The fields of a row that its first timing fills, and all of them."""
+def timing_fields(timings: Sequence[Timing]) -> dict[str, Any]:
+    """Return the row's time fields: those of the first timing, and the list of all timings."""
     if not timings:
         return {}
-    first = timings[0].model_dump(exclude={"batch", "prompts"})
-    return first | {"timings": list(timings)}
+    return timings[0].model_dump(exclude={"batch", "prompts"}) | {"timings": list(timings)}
 
 
-def _tpots_ms(timed: Timed) -> list[float]:
-    """TPOT of the timed prompts that have one."""
-    return [1e3 * g.tpot_s for g in timed.generations if g.tpot_s is not None]
+def _tpots_ms(run: TimedRun) -> list[float]:
+    """Return the TPOT of each prompt that has one, in milliseconds."""
+    return [1e3 * g.tpot_s for g in run.generations if g.tpot_s is not None]
 
 
-def _ratio_interval(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
-    """Bootstrap interval of Σ above / Σ below over prompts, resampled in pairs."""
-    a, b = np.array(above), np.array(below)
-    return bootstrap_interval(lambda index: float(a[index].sum() / b[index].sum()), len(a))
-
-
-def equality(
+def equality_fields(
     generations: Sequence[Generation], plain: Sequence[Generation], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Token equality at T = 0: it proves L2 in float32, else it only measures closeness (L3)."""
+    """Return the share of prompts with the same tokens as plain decoding at T = 0.
+
+    Equal tokens prove L2 in float32. In other dtypes they only show closeness (L3).
+    """
     pairs = zip(plain, generations, strict=True)
     equal = float(np.mean([a.token_ids == b.token_ids for a, b in pairs]))
     exact = dtype == torch.float32 and equal == 1.0
@@ -122,14 +112,14 @@ def equality(
 
 
 def device_name(device: torch.device) -> str:
-    """What a row calls the machine."""
+    """Return the device name for a row."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu ({platform.machine()})"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions and device, for the report."""
+    """Return versions, device and CPU threads for a report."""
     names = ("draftlab", "torch", "transformers")
     return {
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Rows of a report and the identities that their counters obey (methods §6)."""
+"""The schema of report.json: one row per decoding configuration, with its raw counters."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from draftlab.engine.counters import Counters
+from draftlab.engine.counters import COUNTER_FIELDS, Counters
 from draftlab.errors import UserError
 from draftlab.files import read_json, write_json
 from draftlab.settings import complaints
 
 SCHEMA_VERSION = 2
-READABLE = (1, 2)  # 2 only adds fields: timings, self_check, speedup_ci
+READABLE_VERSIONS = (1, 2)
+"""Version 2 only adds fields: timings, self_check and speedup_ci."""
 
 
 class Lossless(BaseModel):
-    """What is known about equality with the target alone (methods §6: L1, L2, L3)."""
+    """The level of evidence that the outputs equal the target's own (methods §6: L1, L2, L3)."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -28,10 +29,10 @@ class Lossless(BaseModel):
 
 
 class SelfCheck(BaseModel):
-    """Whether the accepted drafts agree with their chances (`evaluate/self_check.py`).
+    """Result of comparing accepted with expected counts (`evaluate/self_check.py`).
 
-    `z` has a standard normal score for each draft position; None where none was reached, and at
-    T = 0, where accepted and expected must be equal.
+    `z` holds a standard normal score for each draft position. A score is None where no draft was
+    reached, and at T = 0, where accepted and expected counts must be equal.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -42,11 +43,11 @@ class SelfCheck(BaseModel):
 
 
 class Timing(BaseModel):
-    """Times of a row's setting with `batch` prompts decoded at once, in milliseconds.
+    """Times of a row's configuration at one batch size, in milliseconds.
 
-    Stop tokens are ignored; `throughput_tok_s` counts output tokens over wall time, prefill
-    included. `floor_ms` is the time that reading a step's weights once takes at the device's
-    measured copy rate.
+    Stop tokens are ignored. `throughput_tok_s` is output tokens over wall time, prefill included.
+    `floor_ms` is the time to read the weights of a step once at the measured copy rate of the
+    device.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -65,11 +66,11 @@ class Timing(BaseModel):
 
 
 class Row(BaseModel):
-    """One result that stands alone: conditions, raw counters, and the figures made from them.
+    """One self-contained result: its conditions, raw counters and the metrics computed from them.
 
-    `batch` is that of the counted pass. Times are milliseconds and belong to the first of
-    `timings`. For drafter "none" the acceptance fields are None. Fields that a run did not measure
-    are None, never a guess.
+    `batch` belongs to the pass that counts. Times are in milliseconds and repeat the first entry
+    of `timings`. The acceptance fields are None for drafter "none". A field that was not measured
+    is None.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -121,32 +122,28 @@ class Row(BaseModel):
     warnings: list[str] = []
 
     @model_validator(mode="after")
-    def _identities(self) -> Row:
-        found = self.counters
+    def _check_identities(self) -> Row:
         if len(self.accepted_at) != self.k or sum(self.accepted_at) != self.accepted:
-            raise ValueError(f"accepted_at {self.accepted_at} does not sum to {self.accepted}")
-        if self.acceptance_length != found.acceptance_length:
             raise ValueError(
-                f"acceptance length {self.acceptance_length} is not {found.acceptance_length}"
+                f"expected accepted_at to hold {self.k} counts with the sum {self.accepted}, "
+                f"found {self.accepted_at}"
+            )
+        expected = self.counters.acceptance_length
+        if self.acceptance_length != expected:
+            raise ValueError(
+                f"expected the acceptance length {expected} of the counters, "
+                f"found {self.acceptance_length}"
             )
         return self
 
     @property
     def counters(self) -> Counters:
-        """The row's raw counters."""
-        return Counters(
-            self.k,
-            self.drafts,
-            self.draft_tokens,
-            self.accepted,
-            list(self.accepted_at),
-            self.undrafted_steps,
-            self.truncated_tokens,
-        )
+        """A copy of the row's raw counters."""
+        return Counters(**self.model_dump(include=set(COUNTER_FIELDS)))
 
 
 class Report(BaseModel):
-    """report.json: a public, versioned schema."""
+    """The content of report.json, a public and versioned schema."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -157,20 +154,25 @@ class Report(BaseModel):
     rows: list[Row]
 
     def write(self, path: Path) -> None:
-        """Writes the report with the key `schema` first, atomically."""
+        """Write the report atomically, with the key `schema` first."""
         fields = self.model_dump(mode="json")
         write_json(path, {"schema": fields.pop("schema_version"), **fields})
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """Reads a report of a schema version in `READABLE`."""
+        """Read a report of a schema version in `READABLE_VERSIONS`.
+
+        Raises:
+            UserError: the file is missing, no report, or of another version.
+        """
         fields = read_json(path, kind="report.json of draftlab")
         if not isinstance(fields, dict) or not {"schema", "rows"} <= fields.keys():
             raise UserError("expected a report.json of draftlab, found other JSON", where=path)
         version = fields.pop("schema")
-        if version not in READABLE:
+        if version not in READABLE_VERSIONS:
+            expected = " or ".join(map(str, READABLE_VERSIONS))
             raise UserError(
-                f"expected report schema {' or '.join(map(str, READABLE))}, found {version}",
+                f"expected report schema {expected}, found {version}",
                 where=path,
                 do="evaluate again with this version of draftlab",
             )
@@ -178,7 +180,7 @@ class Report(BaseModel):
             return cls.model_validate(fields | {"schema_version": version})
         except ValidationError as error:
             raise UserError(
-                f"expected a report.json of schema {version}, found JSON that is none:\n  "
+                f"expected a report.json of schema {version}, but the file does not match it:\n  "
                 + complaints(error),
                 where=path,
             ) from None

@@ -1,18 +1,19 @@
-"""The report's self-check: accepted drafts must agree with the chances they were accepted at.
+"""The report's self-check: the accepted drafts must agree with their acceptance probabilities.
 
-Given what came before, a draft that is judged is accepted with a chance c that the verifier knows
-(Σ min(p, q) with draft probabilities, p(draft) without). So accepted − Σ c is a martingale, and its
-terms are uncorrelated, between prompts and within one. That gives two estimates of its variance,
-and the larger is taken:
+Given what came before, a draft that is reached is accepted with a probability c that the verifier
+knows (Σ min(p, q) with draft probabilities, p(draft) without). So accepted − Σ c is a martingale,
+and its terms are uncorrelated, between prompts and within one. The check takes the larger of two
+estimates of its variance:
 
-- Σ d², with a prompt's difference d = accepted − Σ c: right for many prompts, far too small when a
-  handful of unlikely events has not happened yet;
-- Σ n·c̄(1 − c̄) over the prompts, with c̄ the mean chance of a prompt's n judged drafts: never below
-  the true Σ c(1 − c), since c(1 − c) is concave.
+- Σ d², with a prompt's difference d = accepted − Σ c: right for many prompts, but far too small
+  while a handful of unlikely events has not happened yet;
+- Σ n·c̄(1 − c̄) over the prompts, with c̄ the mean probability of the n reached drafts of a prompt:
+  never below the true Σ c(1 − c), since c(1 − c) is concave.
 
-A sampler that is right then fails no more often than the level says; the test is cautious where
-chances lie near 0 and 1. It judges every draft position by itself, so that too many at one and too
-few at another do not cancel. At T = 0 chances are 0 or 1, and the two must be equal.
+A correct sampler then fails no more often than `LEVEL` says; the test is conservative if the
+probabilities lie near 0 and 1. Every draft position is tested by itself, so that an excess at one
+position cannot cancel a deficit at another. At T = 0 the probabilities are 0 or 1, and both counts
+must be equal.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from draftlab.engine.sampling import Generation
 from draftlab.evaluate.results import SelfCheck
 
 LEVEL = 1e-3
-"""Chance that a row of a correct engine fails."""
+"""Probability that a row of a correct engine fails."""
 ROUNDING = 1e-4
-"""What float32 sums may add to a difference, per judged draft."""
+"""Largest rounding error of float32 sums per reached draft."""
 
 
-def judged_at(generation: Generation, k: int) -> list[int]:
-    """Drafts that were judged at each position: those whose predecessors were all accepted."""
+def reached_per_position(generation: Generation, k: int) -> list[int]:
+    """Return how many drafts were reached at each position: all drafts before were accepted."""
     return [
         sum(drafted > i and accepted >= i for drafted, accepted in generation.steps)
         for i in range(k)
@@ -42,62 +43,69 @@ def judged_at(generation: Generation, k: int) -> list[int]:
 def self_check(
     generations: Sequence[Generation], k: int, *, greedy: bool = False
 ) -> SelfCheck | None:
-    """Tests accepted against expected counts over prompts.
+    """Test accepted against expected counts over the prompts of one row.
 
     Args:
-        generations: of one row.
+        generations: one per prompt.
         k: drafts a step.
-        greedy: T = 0, where chances are 0 or 1 and nothing is left to chance.
+        greedy: T = 0, where the probabilities are 0 or 1 and the counts must be equal.
 
     Returns:
-        None when nothing was drafted, or an engine that does not know the chances was measured.
+        The result; None if nothing was drafted or the engine does not report probabilities.
     """
     if k == 0 or any(len(g.expected) != k for g in generations):
         return None
-    accepted = np.array([g.counters.accepted_at for g in generations], dtype=float).reshape(-1, k)
-    expected = np.array([g.expected for g in generations], dtype=float).reshape(-1, k)
-    judged = np.array([judged_at(g, k) for g in generations], dtype=float).reshape(-1, k)
-    if judged.sum() == 0:
+    accepted, expected, reached = (
+        np.array(list(counts), dtype=float).reshape(-1, k)
+        for counts in (
+            (g.counters.accepted_at for g in generations),
+            (g.expected for g in generations),
+            (reached_per_position(g, k) for g in generations),
+        )
+    )
+    if reached.sum() == 0:
         return None
     if greedy:
-        wrong = np.abs((accepted - expected).sum(0)) > ROUNDING * judged.sum(0)
+        wrong = np.abs((accepted - expected).sum(0)) > ROUNDING * reached.sum(0)
         return SelfCheck(z=[None] * k, p_value=float(not wrong.any()), passed=not wrong.any())
-    scores = [_score(*columns) for columns in zip(accepted.T, expected.T, judged.T, strict=True)]
-    most = max(abs(z) for z in scores if z is not None)
+    scores = [_score(*columns) for columns in zip(accepted.T, expected.T, reached.T, strict=True)]
+    tested = [abs(z) for z in scores if z is not None]
     # Bonferroni: any of the positions may fail the row
-    tested = sum(z is not None for z in scores)
-    p_value = min(1.0, tested * math.erfc(most / math.sqrt(2)))
+    p_value = min(1.0, len(tested) * math.erfc(max(tested) / math.sqrt(2)))
     return SelfCheck(z=scores, p_value=p_value, passed=p_value >= LEVEL)
 
 
-def _score(accepted: np.ndarray, expected: np.ndarray, judged: np.ndarray) -> float | None:
-    """Standard normal score of one position from each prompt's counts; None if none was judged."""
-    total = judged.sum()
+def _score(accepted: np.ndarray, expected: np.ndarray, reached: np.ndarray) -> float | None:
+    """Return the standard normal score of one position; None if no draft reached it.
+
+    All arrays hold one number per prompt.
+    """
+    total = reached.sum()
     if total == 0:
         return None
     difference = accepted - expected
-    mean = np.divide(expected, judged, out=np.zeros_like(expected), where=judged > 0).clip(0, 1)
-    variance = max((difference**2).sum(), (judged * mean * (1 - mean)).sum())
+    mean = np.divide(expected, reached, out=np.zeros_like(expected), where=reached > 0).clip(0, 1)
+    variance = max((difference**2).sum(), (reached * mean * (1 - mean)).sum())
     excess = difference.sum()
-    # Summed float32 chances: a difference this small is rounding, whatever the variance says.
+    # A difference this small is rounding of float32 sums, for any variance.
     if abs(excess) <= ROUNDING * total:
         return 0.0
     return float(excess / math.sqrt(variance))
 
 
-def complaint(check: SelfCheck) -> str | None:
-    """The warning of a row that fails; None where it passes."""
+def failure_message(check: SelfCheck) -> str | None:
+    """Return the warning for a failed self-check; None if it passed."""
     if check.passed:
         return None
     scores = [(abs(z), i, z) for i, z in enumerate(check.z, 1) if z is not None]
-    found = "the accepted drafts are not those that the target's argmax allows"
+    finding = "the accepted drafts are not those that the target's argmax allows"
     if scores:
         size, position, z = max(scores)
-        found = (
+        finding = (
             f"at draft position {position} the accepted drafts are {size:.1f} standard deviations "
             f"{'above' if z > 0 else 'below'} their expectation (p = {check.p_value:.1g})"
         )
     return (
-        f"self-check failed: {found}; a fault of the sampler or the verifier, so do not trust "
+        f"self-check failed: {finding}. The sampler or the verifier is faulty, so do not trust "
         "this row"
     )

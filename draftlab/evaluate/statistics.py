@@ -1,4 +1,4 @@
-"""What is made from counts and answers: intervals over prompts, and how much answers repeat."""
+"""Confidence intervals over prompts and the repetition rate of answers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from draftlab.engine.counters import Counters
 
 
 def repetition_rate(answers: Iterable[Sequence[int]], n: int = 4) -> float:
-    """Mean over answers of the share of n-grams that repeat an earlier one of the same answer.
+    """Return the mean share of n-grams that repeat an earlier n-gram of the same answer.
 
-    Answers shorter than n tokens have no n-gram and do not count.
+    Answers shorter than n tokens are left out.
     """
     shares = []
     for answer in answers:
@@ -33,58 +33,63 @@ def bootstrap_interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Percentile bootstrap over prompts.
+    """Return the percentile bootstrap interval of a statistic over prompts.
 
     Args:
-        statistic: from an index array [count] of resampled prompts to the figure.
+        statistic: maps an index array [count] of resampled prompts to a number.
         count: number of prompts.
         samples: number of resamples.
-        level: confidence.
-        seed: of numpy's generator, local to this call.
-
-    Returns:
-        Lower and upper end.
+        level: confidence level.
+        seed: seed of a local numpy generator.
     """
     generator = np.random.default_rng(seed)
     values = [statistic(generator.integers(0, count, count)) for _ in range(samples)]
     return percentile_interval(np.array(values), level)
 
 
-def resampled(*figures: np.ndarray, samples: int = 2000, seed: int = 0) -> list[np.ndarray]:
-    """Sums [samples] over resampled prompts of figures [P], the same prompts for all.
-
-    What a bootstrap of ratios of sums needs, all resamples at once.
-    """
-    count = len(figures[0])
+def resample_sums(*values: np.ndarray, samples: int = 2000, seed: int = 0) -> list[np.ndarray]:
+    """Return the sums [samples] of values [P] over resampled prompts, the same prompts for all."""
+    count = len(values[0])
     index = np.random.default_rng(seed).integers(0, count, (samples, count))
-    return [values[index].sum(1) for values in figures]
+    return [column[index].sum(1) for column in values]
 
 
 def percentile_interval(values: np.ndarray, level: float) -> tuple[float, float]:
-    """Lower and upper end that hold a share `level` of the values; NaN counts as none."""
+    """Return the ends of the central interval that holds a share `level`; NaN is ignored."""
     low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
+
+
+def ratio_interval(
+    numerators: Sequence[float], denominators: Sequence[float], *, level: float = 0.95
+) -> tuple[float, float]:
+    """Return the bootstrap interval of Σ numerators / Σ denominators over prompts."""
+    above, below = resample_sums(np.array(numerators), np.array(denominators))
+    return percentile_interval(above / below, level)
 
 
 def acceptance_interval(
     per_prompt: Sequence[Counters], *, samples: int = 2000, level: float = 0.95, seed: int = 0
 ) -> tuple[float, float] | None:
-    """Bootstrap interval of AL over prompts (a ratio of sums); None when nothing was drafted."""
+    """Return the bootstrap interval of AL over prompts; None when nothing was drafted.
+
+    scipy.stats.bootstrap is no replacement: it returns NaN if one resample holds no draft.
+    """
     drafts = np.array([c.drafts for c in per_prompt], dtype=float)
     if drafts.sum() == 0:
         return None
     accepted = np.array([c.accepted for c in per_prompt], dtype=float)
-    accepted, drafts = resampled(accepted, drafts, samples=samples, seed=seed)
-    with np.errstate(invalid="ignore"):  # resamples without a draft have no AL
+    accepted, drafts = resample_sums(accepted, drafts, samples=samples, seed=seed)
+    with np.errstate(invalid="ignore"):  # 0 / 0 is NaN, which the interval ignores
         return percentile_interval(1 + accepted / drafts, level)
 
 
 def share_interval(hits: int, count: int, *, level: float = 0.999) -> tuple[float, float]:
-    """Wilson's interval of a share of which `hits` of `count` were seen; all of it for none."""
+    """Return Wilson's interval of the share `hits` / `count`; (0, 1) if the count is 0."""
     if count == 0:
         return 0.0, 1.0
     z, share = NormalDist().inv_cdf((1 + level) / 2), hits / count
     middle = share + z * z / (2 * count)
     width = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    whole = 1 + z * z / count
-    return (middle - width) / whole, (middle + width) / whole
+    scale = 1 + z * z / count
+    return (middle - width) / scale, (middle + width) / scale

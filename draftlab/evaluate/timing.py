@@ -1,6 +1,7 @@
-"""The timing pass: a few prompts, stop tokens ignored, every way of decoding in turn.
+"""The timing pass: decode a few prompts with every configuration in turn, ignoring stop tokens.
 
-Taking turns prompt by prompt (batch by batch) makes a machine whose speed drifts hurt all alike.
+The configurations alternate batch by batch, so that a drift of the machine's speed affects all of
+them alike.
 """
 
 from __future__ import annotations
@@ -14,48 +15,47 @@ from typing import Protocol
 import torch
 
 from draftlab.engine.sampling import Generation, Request
-from draftlab.evaluate.grid import Arm
+from draftlab.evaluate.grid import DecodingConfig
 from draftlab.progress import Monitor
 
 WARM_UP_TOKENS = 8
 
 
 class Decoder(Protocol):
-    """What answers requests: an engine."""
+    """An engine that answers requests."""
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Generation]:
-        """Yields each request's result as it finishes."""
+        """Yield each request's generation as it finishes."""
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Timed generations of one arm, in the order of their requests, and their wall time."""
+class TimedRun:
+    """Generations of one configuration, in the order of their requests, and their wall time."""
 
     generations: list[Generation]
     wall_s: float
 
 
-def rounds(requests: Sequence[Request], prompts: int, batch: int) -> Iterator[list[Request]]:
-    """Requests in full batches until `prompts` were timed; a short suite is taken again.
+def timing_batches(
+    requests: Sequence[Request], prompts: int, batch: int
+) -> Iterator[list[Request]]:
+    """Yield full batches with at least `prompts` requests; a short suite is repeated.
 
-    A prompt's second copy has an id, so a noise, of its own.
+    The second copy of a prompt has its own id, and so its own sampling noise.
     """
     count = -(-max(prompts, batch) // batch) * batch
-    taken = [
-        requests[i] if i < len(requests) else _copy(requests[i % len(requests)], i // len(requests))
-        for i in range(count)
-    ]
+    repeated = [_copy(requests[i % len(requests)], i // len(requests)) for i in range(count)]
     for start in range(0, count, batch):
-        yield taken[start : start + batch]
+        yield repeated[start : start + batch]
 
 
 def _copy(request: Request, number: int) -> Request:
-    return replace(request, id=f"{request.id} (copy {number})")
+    return replace(request, id=f"{request.id} (copy {number})") if number else request
 
 
-def time_arms(
+def time_in_turn(
     device: torch.device,
-    engines: Mapping[Arm, Decoder],
+    engines: Mapping[DecodingConfig, Decoder],
     requests: Sequence[Request],
     prompts: int,
     batch: int,
@@ -63,37 +63,37 @@ def time_arms(
     monitor: Monitor,
     stage: str,
     tick: Callable[[], float] = time.perf_counter,
-) -> dict[Arm, Timed]:
-    """Decodes the same rounds of requests with every engine, in turn.
+) -> dict[DecodingConfig, TimedRun]:
+    """Decode the same batches with every engine in turn and return the timed generations.
 
     Args:
-        device: of the target.
-        engines: by arm, each for `batch` rows.
-        requests: to take from, in order.
-        prompts: timed at least.
-        stage: for progress.
-        tick: the clock, in seconds.
+        device: device of the target.
+        engines: one engine per configuration, each for `batch` rows.
+        requests: requests of the suite, in order.
+        prompts: the least number of prompts to time.
+        stage: stage name for progress.
+        tick: clock, in seconds.
     """
-    found = {arm: Timed([], 0.0) for arm in engines}
-    batches = list(rounds(requests, prompts, batch))
+    runs = {config: TimedRun([], 0.0) for config in engines}
+    batches = list(timing_batches(requests, prompts, batch))
     with one_thread(device):
         for engine in engines.values():  # first calls pay for allocation and kernel selection
             list(engine.generate([replace(r, max_new_tokens=WARM_UP_TOKENS) for r in batches[0]]))
-        for number, asked in enumerate(batches, 1):
-            for arm, engine in engines.items():
+        for number, chunk in enumerate(batches, 1):
+            for config, engine in engines.items():
                 started = tick()
-                done = {g.id: g for g in engine.generate(asked)}
-                found[arm] = Timed(
-                    found[arm].generations + [done[r.id] for r in asked],
-                    found[arm].wall_s + tick() - started,
+                by_id = {g.id: g for g in engine.generate(chunk)}
+                runs[config] = TimedRun(
+                    runs[config].generations + [by_id[r.id] for r in chunk],
+                    runs[config].wall_s + tick() - started,
                 )
             monitor.progress(stage, number * batch, len(batches) * batch)
-    return found
+    return runs
 
 
 @contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU, one thread inside the block: a second one gains little and makes times noisy."""
+    """Limit torch to one CPU thread: a second one gains little and makes times noisy."""
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)

@@ -1,73 +1,77 @@
-"""An installed vLLM measured beside draftlab's engine: the same prompts, heads and arms.
+"""Measurement of an installed vLLM with the prompts, heads and configurations of draftlab's engine.
 
-Each arm is a vLLM of its own, started once, counted and timed. So vLLM's arms cannot take turns,
-and a machine whose speed drifts blurs its speed-ups more than draftlab's.
+Every configuration has its own vLLM, which is started once and then decodes the suite and the timed
+prompts. So the configurations cannot alternate, and a machine whose speed drifts adds more noise to
+vLLM's speed-ups than to draftlab's.
 """
 
 from __future__ import annotations
 
 from draftlab.errors import UserError
-from draftlab.evaluate.grid import Arm
+from draftlab.evaluate.grid import DecodingConfig
 from draftlab.evaluate.settings import EvalSettings
-from draftlab.evaluate.timing import Timed
-from draftlab.evaluate.workload import Measured, Work
-from draftlab.vllm.engine import VllmEngine, positions
+from draftlab.evaluate.timing import TimedRun
+from draftlab.evaluate.workload import EngineResults, Workload
+from draftlab.vllm.engine import VllmEngine, required_positions
 from draftlab.vllm.process import find_python
 
 
 def check_settings(settings: EvalSettings) -> None:
-    """Refuses what vLLM could not measure, before draftlab's engine has spent minutes.
+    """Check that vLLM can measure with these settings, before draftlab's engine spends minutes.
 
     Raises:
-        UserError: settings that vLLM has not, or no vLLM.
+        UserError: vLLM lacks one of the settings, or no vLLM is installed.
     """
-    asked = {"draft_temperature": settings.draft_temperature, "greedy_below": settings.greedy_below}
-    foreign = [f"{name} = {value:g}" for name, value in asked.items() if value]
-    if foreign:
+    values = {
+        "draft_temperature": settings.draft_temperature,
+        "greedy_below": settings.greedy_below,
+    }
+    unsupported = [f"{name} = {value:g}" for name, value in values.items() if value]
+    if unsupported:
         raise UserError(
-            f"expected settings that vLLM has too, found {' and '.join(foreign)}",
+            f"expected settings that vLLM has too, found {' and '.join(unsupported)}",
             where="engine = vllm",
             do="leave them out (vLLM drafts at the request's temperature), or measure without vLLM",
         )
     find_python(settings.vllm)
 
 
-def measure_vllm(work: Work) -> Measured:
-    """Counts and times every arm with vLLM.
+def measure_vllm(workload: Workload) -> EngineResults:
+    """Decode and time every configuration with vLLM.
 
     Raises:
-        UserError: a vLLM that does not start, or cannot do what is asked.
+        UserError: vLLM does not start, or cannot decode the configuration.
     """
-    settings = work.settings
-    found = Measured("vllm", "")
-    times: dict[tuple[float, int], dict[Arm, Timed]] = {}
-    requests = [r for timed in (False, True) for r in work.requests(0.0, timed=timed)]
-    for arm in work.arms:
+    settings = workload.settings
+    results = EngineResults("vllm", "")
+    runs: dict[tuple[float, int], dict[DecodingConfig, TimedRun]] = {}
+    requests = [r for timed in (False, True) for r in workload.requests(0.0, timed=timed)]
+    for config in workload.configs:
         with VllmEngine(
-            work.target.folder,
-            arm.head.folder if arm.head else None,
-            k=arm.k,
-            draft_probs=arm.draft_probs,
-            dtype=work.target.dtype,
-            device=work.target.device,
-            batch=max(work.batch, *settings.timing_batches),
-            max_length=positions(requests, arm.k, work.target.max_length),
+            workload.target.folder,
+            config.head.folder if config.head else None,
+            k=config.k,
+            draft_probs=config.draft_probs,
+            dtype=workload.target.dtype,
+            device=workload.target.device,
+            batch=max(workload.batch, *settings.timing_batches),
+            max_length=required_positions(requests, config.k, workload.target.max_length),
             settings=settings.vllm,
-            monitor=work.monitor,
+            monitor=workload.monitor,
         ) as engine:
-            found.version = engine.version
-            found.engine = engine.name.replace(f" {engine.version}", "", 1)
+            results.version = engine.version
+            results.engine = engine.name.replace(f" {engine.version}", "", 1)
             for text in engine.corrections:
-                if f"corrected: {text}" not in found.warnings:
-                    found.warnings.append(f"corrected: {text}")
-            work.count(found, engine, arm)
-            for temperature in settings.temperatures:
-                if settings.timing_prompts and arm in work.arms_at(temperature):
+                if f"corrected: {text}" not in results.warnings:
+                    results.warnings.append(f"corrected: {text}")
+            workload.decode(results, engine, config)
+            for t in settings.temperatures if settings.timing_prompts else ():
+                if config in workload.configs_at(t):
                     for batch in settings.timing_batches:
-                        timed = work.time({arm: engine}, temperature, batch, found.engine)
-                        times.setdefault((temperature, batch), {}).update(timed)
-    for (temperature, batch), timed in times.items():
-        for arm in timed:
-            if measured := work.timing(timed, arm, batch):
-                found.timings.setdefault((temperature, arm), []).append(measured)
-    return found
+                        run = workload.time({config: engine}, t, batch, results.engine)
+                        runs.setdefault((t, batch), {}).update(run)
+    for (t, batch), by_config in runs.items():
+        for config in by_config:
+            if timing := workload.timing(by_config, config, batch):
+                results.timings.setdefault((t, config), []).append(timing)
+    return results

@@ -1,61 +1,65 @@
-"""What an evaluation warns of."""
+"""Warnings of an evaluation, for the console and the rows of the report."""
 
 from __future__ import annotations
 
 from draftlab.evaluate.grid import NamedHead
 from draftlab.evaluate.results import Row, Timing
-from draftlab.evaluate.self_check import complaint
+from draftlab.evaluate.self_check import failure_message
 from draftlab.evaluate.settings import EvalSettings
 
-FEW_PROMPTS = 30
-FEW_TIMED = 10
-SLOWER = 0.995  # what is printed as 1.00 is no loss
+MIN_PROMPTS = 30
+MIN_TIMED_PROMPTS = 10
+SLOWDOWN = 0.995
+"""A speed-up below this is a slowdown; 0.995 is still printed as 1.00."""
 
 
 def suite_warnings(prompts: int, settings: EvalSettings) -> list[str]:
-    """Of every row with a drafter: too few prompts for an interval to be trusted."""
-    found = []
-    if prompts < FEW_PROMPTS:
-        found.append(f"few prompts ({prompts}): mind the interval")
-    if 0 < settings.timing_prompts < FEW_TIMED:
-        found.append(
+    """Return warnings if there are too few prompts for reliable intervals."""
+    warnings = []
+    if prompts < MIN_PROMPTS:
+        warnings.append(f"few prompts ({prompts}): the intervals are unreliable")
+    if 0 < settings.timing_prompts < MIN_TIMED_PROMPTS:
+        warnings.append(
             f"few timed prompts ({settings.timing_prompts}): their intervals are too narrow "
-            f"(eval.timing_prompts, at least {FEW_TIMED})"
+            f"(eval.timing_prompts, at least {MIN_TIMED_PROMPTS})"
         )
-    return found
+    return warnings
 
 
-def depth_warnings(head: NamedHead, k: int) -> list[str]:
-    """Of more drafts a step than a head was trained for: known before anything is measured."""
+def k_warnings(head: NamedHead, k: int) -> list[str]:
+    """Return a warning if K exceeds what the head was trained for."""
     if k <= head.k_trained:
         return []
     unit = "depths" if head.drafter == "parallel" else "steps"
-    return [f"K = {k} exceeds the {head.k_trained} {unit} of training: its last drafts are guesses"]
+    return [
+        f"K = {k} exceeds the {head.k_trained} {unit} of training: the head was not trained for "
+        "its last drafts"
+    ]
 
 
 def row_warnings(row: Row) -> list[str]:
-    """Of one row as it was measured: its self-check, and drafting that does not pay."""
-    found = []
-    if row.self_check and (failed := complaint(row.self_check)):
-        found.append(failed)
-    for what, timings in {
-        "drafting slows decoding down here": [t for t in row.timings if _ends(t)[1] < SLOWER],
-        "whether drafting pays here is not shown either way": [
-            t for t in row.timings if _ends(t)[0] < SLOWER <= _ends(t)[1]
-        ],
-    }.items():
+    """Return warnings about a measured row: a failed self-check, drafting that does not pay."""
+    warnings = []
+    if row.self_check and (failure := failure_message(row.self_check)):
+        warnings.append(failure)
+    slower = [t for t in row.timings if _interval(t)[1] < SLOWDOWN]
+    undecided = [t for t in row.timings if _interval(t)[0] < SLOWDOWN <= _interval(t)[1]]
+    for text, timings in (
+        ("drafting slows decoding down here", slower),
+        ("the intervals do not show whether drafting pays here", undecided),
+    ):
         if timings:
             where = ", ".join(f"{_speedup(t)} at batch {t.batch}" for t in timings)
-            found.append(f"{what}: {where}")
-    return found
+            warnings.append(f"{text}: {where}")
+    return warnings
 
 
-def _ends(timing: Timing) -> tuple[float, float]:
-    """The interval of a speed-up; without one the speed-up, or where there is none, no loss."""
+def _interval(timing: Timing) -> tuple[float, float]:
+    """Return the interval of the speed-up; without one, the speed-up itself or else 1."""
     point = 1.0 if timing.speedup is None else timing.speedup
     return timing.speedup_ci or (point, point)
 
 
 def _speedup(timing: Timing) -> str:
-    low, high = _ends(timing)
+    low, high = _interval(timing)
     return f"{timing.speedup:.2f}×" + f" [{low:.2f}, {high:.2f}]" * (timing.speedup_ci is not None)

@@ -1,53 +1,51 @@
-"""What an evaluation asks of an engine, whichever it is: requests, counting, timing."""
+"""The workload of an evaluation: its requests, and how engines decode and time them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request, Sampling
-from draftlab.evaluate.adviser import StepPoint
+from draftlab.evaluate.adviser import StepTime
 from draftlab.evaluate.bandwidth import floor_ms
-from draftlab.evaluate.grid import PLAIN, Arm, NamedHead, all_arms, arms
+from draftlab.evaluate.grid import PLAIN_DECODING, DecodingConfig, NamedHead, configs_at
 from draftlab.evaluate.metrics import timing
 from draftlab.evaluate.results import Timing
 from draftlab.evaluate.settings import EvalSettings
-from draftlab.evaluate.timing import Decoder, Timed, time_arms
+from draftlab.evaluate.timing import Decoder, TimedRun, time_in_turn
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 from draftlab.text.suites import Suite
 
 
 @dataclass
-class Measured:
-    """What one engine measured: every cell (temperature, arm) of the grid.
+class EngineResults:
+    """What one engine measured, by temperature and decoding configuration.
 
     Attributes:
-        engine, version: as rows call it.
-        counted: generations of the whole suite, in its order.
-        timings: one for each timed batch; empty when nothing was timed.
-        probes: step times for the adviser.
-        warnings: of every row of this engine.
+        engine, version: name and version for the rows.
+        generations: answers to the whole suite, in its order.
+        timings: one entry per timed batch size; no entry if nothing was timed.
+        step_times: further step times for the adviser.
+        warnings: warnings for every row of this engine.
     """
 
     engine: str
     version: str
-    counted: dict[tuple[float, Arm], list[Generation]] = field(default_factory=dict)
-    timings: dict[tuple[float, Arm], list[Timing]] = field(default_factory=dict)
-    probes: list[StepPoint] = field(default_factory=list)
+    generations: dict[tuple[float, DecodingConfig], list[Generation]] = field(default_factory=dict)
+    timings: dict[tuple[float, DecodingConfig], list[Timing]] = field(default_factory=dict)
+    step_times: list[StepTime] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Work:
-    """The prompts and settings of an evaluation.
+class Workload:
+    """The target, heads, prompts and settings of an evaluation.
 
     Attributes:
-        suite: the prompts that are taken.
+        suite: the prompts to decode.
         stop_ids: tokens that end an answer.
     """
 
@@ -59,13 +57,14 @@ class Work:
     monitor: Monitor
 
     @property
-    def arms(self) -> list[Arm]:
-        """Every way of decoding, plain first."""
-        return all_arms(self.heads, self.settings)
+    def configs(self) -> list[DecodingConfig]:
+        """The configurations that some temperature needs, plain decoding first."""
+        each = (config for t in self.settings.temperatures for config in self.configs_at(t))
+        return list(dict.fromkeys(each))
 
-    def arms_at(self, temperature: float) -> list[Arm]:
-        """Those that differ at a temperature, plain first."""
-        return arms(self.heads, self.settings, temperature)
+    def configs_at(self, temperature: float) -> list[DecodingConfig]:
+        """Return the configurations of a temperature, plain decoding first."""
+        return configs_at(self.heads, self.settings, temperature)
 
     @property
     def batch(self) -> int:
@@ -77,46 +76,45 @@ class Work:
         """Positions of the longest request, drafts included."""
         longest = max(len(ids) for _, ids in self.suite.prompts)
         answer = max(self.settings.max_new_tokens, self.settings.timing_tokens)
-        deepest = max(arm.k for arm in self.arms)
-        return min(longest + answer + deepest + 1, self.target.max_length)
+        max_k = max(config.k for config in self.configs)
+        return min(longest + answer + max_k + 1, self.target.max_length)
 
     def requests(self, temperature: float, *, timed: bool = False) -> list[Request]:
-        """The suite's; timed ones have their own length and never stop."""
+        """Return the requests of the suite; timed ones have their own length and never stop."""
         settings = self.settings
         sampling = Sampling(temperature, settings.top_k, settings.top_p, settings.seed)
         tokens = settings.timing_tokens if timed else settings.max_new_tokens
-        stops = frozenset() if timed else self.stop_ids
-        return [Request(id_, ids, tokens, sampling, stops) for id_, ids in self.suite.prompts]
+        stop_ids = frozenset() if timed else self.stop_ids
+        return [Request(id_, ids, tokens, sampling, stop_ids) for id_, ids in self.suite.prompts]
 
-    def count(self, into: Measured, engine: Decoder, arm: Arm) -> None:
-        """Decodes the suite at every temperature that the arm belongs to."""
-        for temperature in self.settings.temperatures:
-            if arm in self.arms_at(temperature):
-                into.counted[temperature, arm] = self._decode(engine, temperature, arm, into.engine)
+    def decode(self, results: EngineResults, engine: Decoder, config: DecodingConfig) -> None:
+        """Decode the suite at every temperature of the configuration; add it to the results."""
+        for t in self.settings.temperatures:
+            if config in self.configs_at(t):
+                stage = f"{results.engine} T={t:g}, {config.name}"
+                results.generations[t, config] = self._decode(engine, self.requests(t), stage)
 
-    def _decode(self, engine: Decoder, temperature: float, arm: Arm, name: str) -> list[Generation]:
-        requests = self.requests(temperature)
-        done: dict[str, Generation] = {}
+    def _decode(self, engine: Decoder, requests: list[Request], stage: str) -> list[Generation]:
+        by_id: dict[str, Generation] = {}
         tokens, started = 0, time.perf_counter()
         for generation in engine.generate(requests):
-            done[generation.id] = generation
+            by_id[generation.id] = generation
             tokens += len(generation.token_ids)
-            self.monitor.progress(
-                f"{name} T={temperature:g}, {arm.name}",
-                len(done),
-                len(requests),
-                f"{tokens / (time.perf_counter() - started):,.0f} tokens/s",
-            )
-        generations = [done[request.id] for request in requests]
-        total: Counters = reduce(add, (g.counters for g in generations))
-        total.check_tokens(tokens, len(generations))
+            rate = f"{tokens / (time.perf_counter() - started):,.0f} tokens/s"
+            self.monitor.progress(stage, len(by_id), len(requests), rate)
+        generations = [by_id[request.id] for request in requests]
+        Counters.total(g.counters for g in generations).check_tokens(tokens, len(generations))
         return generations
 
     def time(
-        self, engines: Mapping[Arm, Decoder], temperature: float, batch: int, name: str
-    ) -> dict[Arm, Timed]:
-        """Times arms in turn."""
-        return time_arms(
+        self, engines: Mapping[DecodingConfig, Decoder], temperature: float, batch: int, name: str
+    ) -> dict[DecodingConfig, TimedRun]:
+        """Decode the timed requests with every engine in turn.
+
+        Args:
+            name: engine name for progress.
+        """
+        return time_in_turn(
             self.target.device,
             engines,
             self.requests(temperature, timed=True),
@@ -126,11 +124,13 @@ class Work:
             stage=f"{name} time T={temperature:g}, batch {batch}",
         )
 
-    def timing(self, timed: Mapping[Arm, Timed], arm: Arm, batch: int) -> Timing | None:
-        """An arm's times beside those of plain decoding, which `timed` holds too."""
+    def timing(
+        self, runs: Mapping[DecodingConfig, TimedRun], config: DecodingConfig, batch: int
+    ) -> Timing | None:
+        """Return a configuration's times, compared with plain decoding in the same `runs`."""
         return timing(
-            timed[arm],
-            timed[PLAIN] if arm != PLAIN else None,
+            runs[config],
+            runs[PLAIN_DECODING] if config != PLAIN_DECODING else None,
             batch=batch,
-            floor=floor_ms(self.target, arm.head.head if arm.head else None, arm.k),
+            floor_ms=floor_ms(self.target, config.head.head if config.head else None, config.k),
         )

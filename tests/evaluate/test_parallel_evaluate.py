@@ -1,4 +1,4 @@
-"""`draftlab eval` of a parallel head: rows, cautions, floors, certificate; faults of its folder."""
+"""Evaluation of a parallel head: rows, warnings, bandwidth, certificate; faulty head folders."""
 
 from __future__ import annotations
 
@@ -13,47 +13,48 @@ from draftlab.engine.engine import Engine
 from draftlab.errors import UserError
 from draftlab.evaluate.bandwidth import head_bytes
 from draftlab.evaluate.certificate.certify import CertifySettings, certify
-from draftlab.evaluate.evaluator import EvalSettings
+from draftlab.evaluate.evaluator import Evaluator
+from draftlab.evaluate.settings import EvalSettings
 from draftlab.heads.config import TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import save_head
 from draftlab.heads.peagle import PeagleHead
 from draftlab.pipeline.api import new_evaluator
 from draftlab.progress import Monitor
-from draftlab.target_model.model import Target, TargetSettings, load_tokenizer
-from tests.evaluate.test_evaluator import Heard, evaluate
+from draftlab.target_model.loading import load_tokenizer
+from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
 from tests.helpers.decoding import MASK
+from tests.helpers.evaluation import HEAD_NAMES, RecordingMonitor, evaluate
 from tests.helpers.greedy_answers import BOUNDARIES, requests
 
 
 def test_chain_and_parallel_in_one_report(
     target: Target, head: Eagle3Head, parallel_head: PeagleHead
 ) -> None:
-    heard = Heard()
-    report = evaluate(target, head, parallel_head, monitor=heard, k=[1, 5], temperatures=0)
+    monitor = RecordingMonitor()
+    report = evaluate(target, head, parallel_head, monitor=monitor, k=[1, 5], temperatures=0)
     drafted = [row for row in report.rows if row.head]
     assert [(row.head, row.drafter, row.k) for row in drafted] == [
-        ("a head", "chain", 1),
-        ("a head", "chain", 5),
-        ("another", "parallel", 1),
-        ("another", "parallel", 5),
+        (name, drafter, k)
+        for name, drafter in zip(HEAD_NAMES, ("chain", "parallel"), strict=True)
+        for k in (1, 5)
     ]
     for row in drafted:
         assert row.k_trained == 3
         assert row.prompts_equal == 1.0
         assert row.self_check is not None
         assert row.self_check.passed
-    beyond = [row for row in drafted if row.k == 5]
-    for row, unit in zip(beyond, ("steps", "depths"), strict=True):
+    for row, unit in zip(drafted[1::2], ("steps", "depths"), strict=True):
         assert any(f"K = 5 exceeds the 3 {unit} of training" in text for text in row.warnings)
     assert not any("exceeds" in text for row in drafted if row.k == 1 for text in row.warnings)
-    assert any("another: K = 5 exceeds the 3 depths" in line for line in heard.lines)
-    (one,) = report.adviser["break_even"]
-    assert (one["chain"], one["parallel"]) == ("a head", "another")
-    assert [point["k"] for point in one["points"]] == [1, 2, 3, 4, 5]
+    assert any("another: K = 5 exceeds the 3 depths" in line for line in monitor.lines)
+    (pair,) = report.adviser["break_even"]
+    assert (pair["chain"], pair["parallel"]) == HEAD_NAMES
+    assert [point["k"] for point in pair["points"]] == [1, 2, 3, 4, 5]
 
 
-def test_sampled_drafts_meet_their_chances(target: Target, parallel_head: PeagleHead) -> None:
+def test_sampled_drafts_pass_the_self_check(target: Target, parallel_head: PeagleHead) -> None:
     report = evaluate(target, parallel_head, k=3, temperatures=0.8, timing_prompts=0)
     for row in report.rows[1:]:
         assert row.drafter == "parallel"
@@ -62,19 +63,19 @@ def test_sampled_drafts_meet_their_chances(target: Target, parallel_head: Peagle
         assert sum(row.expected_acceptance or []) > 0
 
 
-def test_a_pass_reads_the_weights_once_whatever_k(
+def test_a_step_reads_a_parallel_head_once_for_any_k(
     head: Eagle3Head, parallel_head: PeagleHead
 ) -> None:
     assert head_bytes(parallel_head, 8) == head_bytes(parallel_head, 1)
-    read = [p for n, p in parallel_head.named_parameters() if not n.startswith("embed_tokens")]
-    assert head_bytes(parallel_head, 1) == 4 * sum(p.numel() for p in read)
+    weights = [p for n, p in parallel_head.named_parameters() if not n.startswith("embed_tokens")]
+    assert head_bytes(parallel_head, 1) == 4 * sum(p.numel() for p in weights)
     assert head_bytes(head, 8) > head_bytes(head, 1)
 
 
 @pytest.fixture
 def folder(target: Target, parallel_head: PeagleHead, tmp_path: Path) -> Path:
-    """The head on disk, as one that was trained for this target."""
-    from draftlab.text.render import template_sha256, tokenizer_sha256
+    """The folder of a head that was trained for this target."""
+    from draftlab.text.chat_template import template_sha256, tokenizer_sha256
 
     tokenizer = load_tokenizer(TargetSettings(path=str(target.folder)))
     identity = TargetIdentity(
@@ -90,16 +91,16 @@ def folder(target: Target, parallel_head: PeagleHead, tmp_path: Path) -> Path:
     return tmp_path / "head"
 
 
-def evaluator(target: Target, folder: Path, suite: Path):
+def evaluator(target: Target, folder: Path, suite: Path) -> Evaluator:
     suite.write_text('{"id": "1", "messages": [{"role": "user", "content": "hi there"}]}\n')
     settings = EvalSettings(
         suite=str(suite), temperatures=(0.0,), max_new_tokens=8, timing_prompts=0, raw=True
     )
-    at = TargetSettings(path=str(target.folder), device="cpu")
-    return new_evaluator(at, folder, settings, monitor=Monitor(), target=target)
+    target_settings = TargetSettings(path=str(target.folder), device="cpu")
+    return new_evaluator(target_settings, folder, settings, monitor=Monitor(), target=target)
 
 
-def test_a_folder_is_evaluated(target: Target, folder: Path, tmp_path: Path) -> None:
+def test_a_head_folder_is_evaluated(target: Target, folder: Path, tmp_path: Path) -> None:
     plain, drafted = evaluator(target, folder, tmp_path / "suite.jsonl").run().rows
     assert (drafted.drafter, drafted.head, drafted.k, drafted.prompts_equal) == (
         "parallel", folder.parent.name, 3, 1.0,
@@ -118,7 +119,7 @@ FEATURES = 32 * len(BOUNDARIES)
         ("boundaries", rf"\[32, {FEATURES - 32}\], found \[32, {FEATURES}\] \(2 boundaries of 32"),
     ],
 )
-def test_faults_of_a_folder_name_both_values(
+def test_a_faulty_head_folder_is_refused(
     fault: str, message: str, target: Target, folder: Path, tmp_path: Path
 ) -> None:
     path = folder / "draftlab.json"
@@ -139,8 +140,8 @@ def test_faults_of_a_folder_name_both_values(
 def test_a_parallel_head_is_certified(target: Target, parallel_head: PeagleHead) -> None:
     prompts = [(r.id, r.prompt_ids) for r in requests(4, seed=100, shortest=3)]
     settings = CertifySettings(samples=1000, contexts=8, finalists=2, max_samples=2000)
-    found = certify(
+    certificate = certify(
         target, parallel_head, prompts, frozenset(), settings, k=3, monitor=Monitor(), engine=Engine
     )
-    assert (found.passed, found.prompts_equal) == (True, 1.0)
-    assert {arm.draft_probs for arm in found.arms} == {True, False}
+    assert (certificate.passed, certificate.prompts_equal) == (True, 1.0)
+    assert {arm.draft_probs for arm in certificate.arms} == {True, False}

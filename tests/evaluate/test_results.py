@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,12 @@ from scipy import stats
 from draftlab.engine.counters import Counters
 from draftlab.errors import UserError
 from draftlab.evaluate.results import SCHEMA_VERSION, Lossless, Report, Row
-from draftlab.evaluate.statistics import acceptance_interval, bootstrap_interval, repetition_rate
+from draftlab.evaluate.statistics import (
+    acceptance_interval,
+    bootstrap_interval,
+    ratio_interval,
+    repetition_rate,
+)
 from tests.helpers import sample_report as sample
 
 K = st.integers(1, 7)
@@ -24,24 +30,24 @@ K = st.integers(1, 7)
 
 @st.composite
 def steps(draw: st.DrawFn, k: int) -> list[tuple[int, int]]:
-    """(drafted, accepted) of each verify step."""
+    """Draw (drafted, accepted) of each verify step."""
     drafted = draw(st.lists(st.integers(0, k), max_size=30))
     return [(n, draw(st.integers(0, n))) for n in drafted]
 
 
-def counted(k: int, made: list[tuple[int, int]]) -> Counters:
+def count_steps(k: int, steps: list[tuple[int, int]]) -> Counters:
     counters = Counters(k)
-    for drafted, accepted in made:
+    for drafted, accepted in steps:
         counters.add_step(drafted, accepted)
     return counters
 
 
 @given(st.data(), K)
 def test_counters_obey_the_identities(data: st.DataObject, k: int) -> None:
-    made = data.draw(steps(k))
-    counters = counted(k, made)
-    drafts = [(n, a) for n, a in made if n]
-    assert counters.drafts + counters.undrafted_steps == len(made)
+    all_steps = data.draw(steps(k))
+    counters = count_steps(k, all_steps)
+    drafts = [(n, a) for n, a in all_steps if n]
+    assert counters.drafts + counters.undrafted_steps == len(all_steps)
     assert counters.drafts == len(drafts)
     assert counters.draft_tokens == sum(n for n, _ in drafts)
     assert counters.accepted == sum(a for _, a in drafts) == sum(counters.accepted_at)
@@ -60,15 +66,16 @@ def test_counters_obey_the_identities(data: st.DataObject, k: int) -> None:
 
 
 @given(st.data(), K)
-def test_counters_add_like_their_steps(data: st.DataObject, k: int) -> None:
+def test_the_sum_of_counters_counts_all_steps(data: st.DataObject, k: int) -> None:
     first, second = data.draw(steps(k)), data.draw(steps(k))
-    a, b = counted(k, first), counted(k, second)
+    a, b = count_steps(k, first), count_steps(k, second)
     a.truncated_tokens, b.truncated_tokens = 2, 3
     total = a + b
+    assert total == Counters.total([a, b])
     assert total.truncated_tokens == 5
     total.truncated_tokens = 0
-    assert total == counted(k, first + second)
-    assert a.accepted_at == counted(k, first).accepted_at  # the summands stay as they are
+    assert total == count_steps(k, first + second)
+    assert a.accepted_at == count_steps(k, first).accepted_at  # the summands stay as they are
 
 
 def test_counters_of_different_k_do_not_add() -> None:
@@ -77,7 +84,7 @@ def test_counters_of_different_k_do_not_add() -> None:
 
 
 @pytest.mark.parametrize(("drafted", "accepted"), [(2, 3), (5, 0), (3, -1), (-1, -1)])
-def test_impossible_steps_are_refused_and_count_nothing(drafted: int, accepted: int) -> None:
+def test_impossible_steps_are_refused_and_not_counted(drafted: int, accepted: int) -> None:
     counters = Counters(4)
     with pytest.raises(ValueError, match="0 <= accepted <= drafted <= 4"):
         counters.add_step(drafted, accepted)
@@ -92,7 +99,7 @@ def test_counters_do_not_share_their_lists() -> None:
 
 @given(st.data(), K, st.integers(2, 40))
 def test_token_accounting_holds_for_a_decoder(data: st.DataObject, k: int, limit: int) -> None:
-    """A decoder that stops at `limit` tokens, and the same with a dropped bonus token."""
+    """The identity holds for a decoder that stops at `limit` tokens and fails if one is lost."""
     total, output, prompts = Counters(k), 0, data.draw(st.integers(1, 3))
     for _ in range(prompts):
         counters, tokens = Counters(k), 1  # the prompt's own pass gives the first token
@@ -115,63 +122,64 @@ def test_token_accounting_holds_for_a_decoder(data: st.DataObject, k: int, limit
 
 @pytest.fixture(scope="module")
 def prompts() -> list[Counters]:
-    """96 prompts of different difficulty and length."""
+    """Counters of 96 prompts with different difficulty and length."""
     generator = np.random.default_rng(7)
-    made = []
+    prompts = []
     for _ in range(96):
         keep, counters = generator.beta(6, 4), Counters(4)
         for _ in range(generator.integers(10, 60)):
             counters.add_step(4, int(np.cumprod(generator.random(4) < keep).sum()))
-        made.append(counters)
-    return made
+        prompts.append(counters)
+    return prompts
 
 
-def close(ours: tuple[float, float], theirs: tuple[float, float]) -> None:
-    """Two bootstraps of other draws: their ends differ by far less than the interval's width."""
-    width = theirs[1] - theirs[0]
-    assert ours == pytest.approx(theirs, abs=0.08 * width)
-
-
-def test_acceptance_interval_agrees_with_scipy(prompts: list[Counters]) -> None:
-    drafts = np.array([c.drafts for c in prompts])
-    accepted = np.array([c.accepted for c in prompts])
-    theirs = stats.bootstrap(
-        (accepted, drafts),
-        lambda a, d, axis: 1 + a.sum(axis) / d.sum(axis),
+def scipy_interval(
+    statistic: Callable[..., np.ndarray], *columns: np.ndarray, level: float = 0.95
+) -> tuple[float, float]:
+    """Return scipy's bootstrap interval over prompts, from other draws than ours."""
+    return stats.bootstrap(
+        columns,
+        statistic,
         paired=True,
         vectorized=True,
-        n_resamples=8000,
-        method="percentile",
-        rng=np.random.default_rng(1),
-    ).confidence_interval
-    ours = acceptance_interval(prompts, samples=8000)
-    close(ours, theirs)
-    total = sum(prompts[1:], prompts[0])
-    assert ours[0] < total.acceptance_length < ours[1]
-    # a mean of the prompts' own ALs is another figure; the interval is not around that one
-    assert ours != acceptance_interval(prompts, samples=8000, level=0.8)
-
-
-@pytest.mark.parametrize("level", [0.8, 0.95])
-def test_bootstrap_of_a_mean_agrees_with_scipy(level: float) -> None:
-    values = np.random.default_rng(3).gamma(2.0, 5.0, 80)
-    theirs = stats.bootstrap(
-        (values,),
-        np.mean,
         confidence_level=level,
         n_resamples=8000,
         method="percentile",
         rng=np.random.default_rng(1),
     ).confidence_interval
-    ours = bootstrap_interval(
+
+
+def assert_close(actual: tuple[float, float], expected: tuple[float, float]) -> None:
+    """Check that two intervals differ by far less than their width."""
+    width = expected[1] - expected[0]
+    assert actual == pytest.approx(expected, abs=0.08 * width)
+
+
+def test_acceptance_interval_agrees_with_scipy(prompts: list[Counters]) -> None:
+    accepted, drafts = (np.array([getattr(c, n) for c in prompts]) for n in ("accepted", "drafts"))
+    expected = scipy_interval(lambda a, d, axis: 1 + a.sum(axis) / d.sum(axis), accepted, drafts)
+    interval = acceptance_interval(prompts, samples=8000)
+    assert_close(interval, expected)
+    assert interval[0] < Counters.total(prompts).acceptance_length < interval[1]
+    assert interval != acceptance_interval(prompts, samples=8000, level=0.8)
+
+
+@pytest.mark.parametrize("level", [0.8, 0.95])
+def test_bootstrap_intervals_agree_with_scipy(level: float) -> None:
+    values = np.random.default_rng(3).gamma(2.0, 5.0, 80)
+    expected = scipy_interval(np.mean, values, level=level)
+    interval = bootstrap_interval(
         lambda index: values[index].mean(), len(values), samples=8000, level=level
     )
-    close(ours, theirs)
+    assert_close(interval, expected)
+    # the interval of a ratio is the bootstrap of the same resamples
+    ratio = bootstrap_interval(lambda i: values[i].sum() / len(values), len(values), level=level)
+    assert ratio_interval(values, np.ones(len(values)), level=level) == ratio
 
 
 def test_intervals_resample_prompts_not_steps() -> None:
     """Steps of one prompt are alike: counting them as independent would be overconfident."""
-    easy, hard = counted(1, [(1, 1)] * 100), counted(1, [(1, 0)] * 100)
+    easy, hard = count_steps(1, [(1, 1)] * 100), count_steps(1, [(1, 0)] * 100)
     low, high = acceptance_interval([easy, hard] * 8)
     assert high - low > 5 * 2 * 1.96 * math.sqrt(0.25 / 1600)
 
@@ -186,33 +194,35 @@ def test_intervals_are_reproducible_and_touch_no_global_generator(prompts: list[
 
 
 def test_acceptance_interval_of_nothing_and_of_one_drafted_prompt() -> None:
-    undrafted = counted(2, [(0, 0)] * 3)
+    undrafted = count_steps(2, [(0, 0)] * 3)
     assert acceptance_interval([undrafted] * 4) is None
     # resamples without the one drafted prompt have no AL; they must not turn the interval to NaN
-    assert acceptance_interval([undrafted] * 3 + [counted(2, [(2, 1)])]) == (2.0, 2.0)
+    assert acceptance_interval([undrafted] * 3 + [count_steps(2, [(2, 1)])]) == (2.0, 2.0)
 
 
 # -- repetition
 
 
-def brute_force(answer: list[int], n: int) -> float | None:
+def repetition_by_definition(answer: list[int], n: int) -> float | None:
     grams = [answer[i : i + n] for i in range(len(answer) - n + 1)]
     repeats = sum(gram in grams[:i] for i, gram in enumerate(grams))
     return repeats / len(grams) if grams else None
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=20), max_size=5), st.integers(1, 5))
-def test_repetition_counts_what_was_there_before(answers: list[list[int]], n: int) -> None:
-    shares = [share for answer in answers if (share := brute_force(answer, n)) is not None]
+def test_repetition_counts_repeated_ngrams(answers: list[list[int]], n: int) -> None:
+    shares = [
+        share for answer in answers if (share := repetition_by_definition(answer, n)) is not None
+    ]
     expected = np.mean(shares) if shares else 0.0
     assert repetition_rate(answers, n) == pytest.approx(expected)
 
 
-def test_repetition_by_hand() -> None:
+def test_repetition_of_known_answers() -> None:
     assert repetition_rate([range(50)]) == 0
     assert repetition_rate([[7] * 10]) == pytest.approx(6 / 7)
     assert repetition_rate([[1, 2] * 5]) == pytest.approx(5 / 7)
-    # one answer repeating another is no loop, and a short answer does not dilute the mean
+    # one answer may repeat another, and short answers are left out of the mean
     assert repetition_rate([range(9), range(9)]) == 0
     assert repetition_rate([[7] * 10, [1, 2, 3], []]) == pytest.approx(6 / 7)
     assert repetition_rate([]) == 0
@@ -244,7 +254,7 @@ optional_time = st.none() | st.floats(0.001, 1e5)
     interval=st.none() | st.tuples(st.floats(0, 1e4), st.floats(0, 1e4)),
     temperature=st.floats(0, 3),
 )
-def test_any_row_survives_the_file(
+def test_any_row_can_be_written_and_read(
     tmp_path_factory: pytest.TempPathFactory,
     name: str,
     warnings: list[str],
@@ -259,13 +269,13 @@ def test_any_row_survives_the_file(
     assert Report.read(path).rows == [row]
 
 
-def test_a_row_gives_its_counters_back() -> None:
+def test_a_row_returns_a_copy_of_its_counters() -> None:
     row = sample.row()
     assert row.counters.acceptance_length == row.acceptance_length
     row.counters.check_tokens(row.output_tokens, row.prompts)
     before = list(row.accepted_at)
     row.counters.accepted_at[0] += 1
-    assert row.accepted_at == before  # a copy was changed, not the row
+    assert row.accepted_at == before
 
 
 @pytest.mark.parametrize(
@@ -286,7 +296,7 @@ def test_rows_are_strict(change: dict[str, object]) -> None:
         Row.model_validate(fields | change)
 
 
-def test_a_row_without_its_conditions_is_no_result() -> None:
+def test_a_row_needs_its_conditions() -> None:
     for name in ("engine", "device", "dtype", "batch", "suite_sha256", "template", "seed"):
         fields = sample.row().model_dump()
         del fields[name]
@@ -294,7 +304,7 @@ def test_a_row_without_its_conditions_is_no_result() -> None:
             Row.model_validate(fields)
 
 
-def test_unreadable_reports_are_the_users_to_mend(tmp_path: Path) -> None:
+def test_unreadable_reports_are_user_errors(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     with pytest.raises(UserError, match="found nothing"):
         Report.read(path)

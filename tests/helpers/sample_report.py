@@ -1,7 +1,8 @@
-"""A realistic report, counted the way a decoder counts it."""
+"""A realistic report whose counters come from simulated steps."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,10 @@ from draftlab.engine.counters import Counters
 from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.results import Report, Row, Timing
 from draftlab.evaluate.statistics import acceptance_interval
+
+PLAIN_MS = 9.84
+"""TPOT without drafting."""
+OUTPUT_TOKENS = 128
 
 COMMON: dict[str, Any] = {
     "engine": "draftlab-eager",
@@ -20,11 +25,28 @@ COMMON: dict[str, Any] = {
     "suite": "embedded/held-out",
     "suite_sha256": "9f2c1e6a" * 8,
     "template": "5d41402a" * 8,
-    "max_new_tokens": 128,
+    "max_new_tokens": OUTPUT_TOKENS,
     "seed": 0,
     "top_k": None,
     "top_p": None,
+    "draft_temperature": None,
 }
+
+
+def simulated_counters(keep: float, k: int, prompts: int) -> list[Counters]:
+    """Return the counters of each prompt; `keep` is the conditional acceptance at each position."""
+    generator = np.random.default_rng(int(1000 * keep))
+    per_prompt = []
+    for _ in range(prompts):
+        counters, tokens = Counters(k), 1
+        while tokens < OUTPUT_TOKENS:
+            below = generator.random(k) < keep * generator.uniform(0.9, 1.1)
+            accepted = int(np.cumprod(below).sum())
+            counters.add_step(k, accepted)
+            tokens += accepted + 1
+        counters.truncated_tokens = tokens - OUTPUT_TOKENS
+        per_prompt.append(counters)
+    return per_prompt
 
 
 def row(
@@ -36,39 +58,20 @@ def row(
     prompts: int = 64,
     **changes: Any,
 ) -> Row:
-    """A drafted row of simulated steps; `keep` is the conditional acceptance at each position."""
-    generator = np.random.default_rng(int(1000 * keep))
-    per_prompt, output = [], 0
-    for _ in range(prompts):
-        counters, tokens = Counters(k), 1
-        while tokens < 128:
-            accepted = int(
-                np.cumprod(generator.random(k) < keep * generator.uniform(0.9, 1.1)).sum()
-            )
-            counters.add_step(k, accepted)
-            tokens += accepted + 1
-        counters.truncated_tokens = tokens - 128
-        output += 128
-        per_prompt.append(counters)
-    total = sum(per_prompt[1:], per_prompt[0])
-    total.check_tokens(output, prompts)
-    tpot = 9.84 / total.acceptance_length * 1.31
+    """Return a drafted row of simulated steps."""
+    per_prompt = simulated_counters(keep, k, prompts)
+    total = Counters.total(per_prompt)
+    total.check_tokens(prompts * OUTPUT_TOKENS, prompts)
+    tpot = PLAIN_MS / total.acceptance_length * 1.31
     fields = COMMON | {
         "head": "runs/quickstart/head",
         "drafter": "chain",
-        "k": k,
         "k_trained": 5,
         "temperature": temperature,
-        "draft_temperature": None,
         "draft_probs": draft_probs,
         "prompts": prompts,
-        "output_tokens": output,
-        "undrafted_steps": total.undrafted_steps,
-        "truncated_tokens": total.truncated_tokens,
-        "drafts": total.drafts,
-        "draft_tokens": total.draft_tokens,
-        "accepted": total.accepted,
-        "accepted_at": total.accepted_at,
+        "output_tokens": prompts * OUTPUT_TOKENS,
+        **asdict(total),
         "expected_acceptance": [a + 0.004 for a in total.acceptance_at] if temperature else None,
         "acceptance_length": total.acceptance_length,
         "acceptance_length_ci": acceptance_interval(per_prompt, samples=200),
@@ -77,35 +80,43 @@ def row(
         "ttft_ms": 31.42,
         "step_ms": tpot * total.acceptance_length,
         "throughput_tok_s": 1000 / tpot,
-        "baseline_tpot_ms": 9.84,
-        "speedup": 9.84 / tpot,
+        "baseline_tpot_ms": PLAIN_MS,
+        "speedup": PLAIN_MS / tpot,
         "prompts_equal": 1.0 if temperature == 0 else None,
         "repetition_rate": 0.24 if temperature == 0 else 0.1,
     }
     return Row.model_validate(fields | changes)
 
 
+NOTHING_DRAFTED: dict[str, Any] = {
+    "drafts": 0,
+    "draft_tokens": 0,
+    "accepted": 0,
+    "accepted_at": [0] * 4,
+    "acceptance_length": None,
+    "acceptance_length_ci": None,
+}
+"""Changes for a row of which no step had a draft."""
+NOT_TIMED: dict[str, Any] = dict.fromkeys(
+    ("tpot_ms", "tpot_ms_ci", "ttft_ms", "speedup", "baseline_tpot_ms")
+)
+"""Changes for a row that was not timed."""
+
+
 def baseline(temperature: float = 0.0, **changes: Any) -> Row:
-    """A row without a drafter."""
+    """Return a row without a drafter."""
     fields = COMMON | {
         "head": None,
         "drafter": "none",
-        "k": 0,
         "k_trained": None,
         "temperature": temperature,
-        "draft_temperature": None,
         "draft_probs": False,
         "prompts": 64,
-        "output_tokens": 8192,
-        "undrafted_steps": 8128,
-        "truncated_tokens": 0,
-        "drafts": 0,
-        "draft_tokens": 0,
-        "accepted": 0,
-        "accepted_at": [],
+        "output_tokens": 64 * OUTPUT_TOKENS,
+        **asdict(Counters(0, undrafted_steps=64 * (OUTPUT_TOKENS - 1))),
         "acceptance_length": None,
         "acceptance_length_ci": None,
-        "tpot_ms": 9.84,
+        "tpot_ms": PLAIN_MS,
         "tpot_ms_ci": (9.71, 9.99),
         "ttft_ms": 29.8,
         "throughput_tok_s": 101.6,
@@ -115,7 +126,16 @@ def baseline(temperature: float = 0.0, **changes: Any) -> Row:
 
 
 def report(rows: list[Row] | None = None) -> Report:
-    """Two temperatures, with and without draft probabilities, and their baselines."""
+    """Return a report; by default two temperatures, with and without draft probabilities."""
+    if rows is None:
+        warning = "the answers repeat <themselves> [often]"
+        rows = [
+            baseline(),
+            row(keep=0.62),
+            baseline(0.8),
+            row(temperature=0.8, keep=0.48, warnings=[warning]),
+            row(temperature=0.8, keep=0.53, draft_probs=True),
+        ]
     return Report(
         target={
             "name": "draftlab-embedded-12m",
@@ -131,47 +151,55 @@ def report(rows: list[Row] | None = None) -> Report:
             "timing": {"batch": 1, "prompts": 6, "tokens": 64, "threads": 1},
             "cpu": {"model": "Xeon", "threads": 2},
         },
-        rows=rows
-        if rows is not None
-        else [
-            baseline(),
-            row(keep=0.62),
-            baseline(0.8),
-            row(temperature=0.8, keep=0.48, warnings=["the answers repeat <themselves> [often]"]),
-            row(temperature=0.8, keep=0.53, draft_probs=True),
-        ],
+        rows=rows,
     )
 
 
-def timings(row: Row) -> list[Timing]:
-    """Times at batch 1 and 8 of a row with a step of 9.84 ms and 12 % a draft."""
-    found = []
-    for batch, base in ((1, 9.84), (8, 11.4)):
-        step = base * (1 + 0.12 * row.k)
-        tpot = step / (row.acceptance_length or 1)
-        drafted = {
-            "baseline_tpot_ms": base,
-            "speedup": base / tpot,
-            "speedup_ci": (0.95 * base / tpot, 1.06 * base / tpot),
-        }
-        found.append(
-            Timing(
-                batch=batch,
-                prompts=max(10, batch),
-                tpot_ms=tpot,
-                tpot_ms_ci=(0.96 * tpot, 1.05 * tpot),
-                ttft_ms=31.4,
-                step_ms=step,
-                floor_ms=0.8 * step,
-                throughput_tok_s=1000 * batch / tpot,
-                **(drafted if row.k else {}),
-            )
-        )
-    return found
+def with_timing(
+    row: Row,
+    step_ms: float,
+    batch: int = 1,
+    plain_ms: float = PLAIN_MS,
+    *,
+    tpot_factor: float = 1.0,
+    spread: tuple[float, float] = (0.95, 1.06),
+    **changes: Any,
+) -> Row:
+    """Return the row with a further timing.
+
+    Args:
+        tpot_factor: measured TPOT over the one that `step_ms` and the row's AL give.
+        spread: ends of the interval of the speed-up, as factors.
+    """
+    tpot = tpot_factor * step_ms / (row.acceptance_length or 1)
+    speedup = plain_ms / tpot
+    drafted = {
+        "baseline_tpot_ms": plain_ms,
+        "speedup": speedup,
+        "speedup_ci": (spread[0] * speedup, spread[1] * speedup),
+    }
+    fields = {
+        "batch": batch,
+        "prompts": max(10, batch),
+        "tpot_ms": tpot,
+        "tpot_ms_ci": (0.96 * tpot, 1.05 * tpot),
+        "ttft_ms": 31.4,
+        "step_ms": step_ms,
+        "floor_ms": 0.8 * step_ms,
+        "throughput_tok_s": 1000 * batch / tpot,
+        **(drafted if row.k else {}),
+    }
+    timing = Timing.model_validate(fields | changes)
+    return row.model_copy(update={"timings": [*row.timings, timing]})
+
+
+def with_adviser(rows: list[Row]) -> Report:
+    """Return a report of the rows with the adviser's predictions."""
+    return report(rows).model_copy(update={"adviser": advise(rows)})
 
 
 def timed_report() -> Report:
-    """Two temperatures and two K's, timed at two batches, with the adviser's word."""
+    """Return two temperatures and two K's, timed at batch 1 and 8, 12 % of a step per draft."""
     rows = [
         baseline(),
         *(row(keep=0.62, k=k) for k in (2, 5)),
@@ -182,5 +210,6 @@ def timed_report() -> Report:
             for p in (False, True)
         ),
     ]
-    rows = [one.model_copy(update={"timings": timings(one)}) for one in rows]
-    return report(rows).model_copy(update={"adviser": advise(rows)})
+    for batch, plain_ms in ((1, PLAIN_MS), (8, 11.4)):
+        rows = [with_timing(one, plain_ms * (1 + 0.12 * one.k), batch, plain_ms) for one in rows]
+    return with_adviser(rows)

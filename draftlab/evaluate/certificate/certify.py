@@ -1,22 +1,19 @@
 """The losslessness certificate (methods §5): does the engine keep the target's distribution?
 
-At T = 0 tokens must equal plain decoding's. At T > 0, with top-k, a few tokens behind a context
-have few possible answers, whose exact probabilities the target gives alone
-(`evaluate/certificate/exact_tree.py`); the
-engine answers the same context many times, with and without draft probabilities, and a G-test
-compares. The context is one in which known faults would show (`evaluate/certificate/contexts.py`):
-a head that is
-always right, or always wrong, hides them. Tokens and acceptance must add up too, since a decoder
-that drops its bonus is lossless.
+At T = 0 the tokens must equal those of plain decoding. At T > 0 with top-k, a few tokens after a
+context have few possible answers, whose exact probabilities follow from the target alone
+(`evaluate/certificate/exact_tree.py`). The engine answers the same context many times, with and
+without draft probabilities, and a G-test compares the counts with the exact probabilities. The
+context is one in which known faults would show (`evaluate/certificate/contexts.py`): a head that is
+always right or always wrong hides them. The token accounting and the acceptance counts must also
+hold, since a decoder that drops its bonus token is lossless.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -26,17 +23,23 @@ from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
-from draftlab.evaluate.certificate.contexts import Chosen, Sampled, choose, windows
+from draftlab.evaluate.certificate.contexts import (
+    ContextChoice,
+    TreeSettings,
+    choose_context,
+    windows,
+)
 from draftlab.evaluate.certificate.gtest import g_test
 from draftlab.evaluate.certificate.result import (
-    ARMS,
-    ArmResult,
+    DRAFT_PROBS,
     Certificate,
     CertifySettings,
-    arm_lines,
-    arm_name,
+    SamplingTest,
+    sampling_test_lines,
+    sampling_test_name,
 )
 from draftlab.evaluate.self_check import self_check
+from draftlab.evaluate.timing import Decoder
 from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
@@ -45,16 +48,10 @@ __all__ = ["Certificate", "CertifySettings", "certify"]
 
 Prompts = Sequence[tuple[str, tuple[int, ...]]]
 
-
-class Decodes(Protocol):
-    """An engine."""
-
-    def generate(self, requests: Sequence[Request]) -> Iterator[Generation]:
-        """Yields each request's result as it finishes."""
-
-
-EngineFactory = Callable[..., Decodes]
+EngineFactory = Callable[..., Decoder]
 """Called as `engine(target, drafter or None, batch=…, max_length=…)`."""
+
+MIN_SAMPLES = 2000
 
 
 def certify(
@@ -66,27 +63,27 @@ def certify(
     *,
     k: int,
     monitor: Monitor,
-    engine: EngineFactory | None = None,
+    engine: EngineFactory = Engine,
 ) -> Certificate:
-    """Tries the engine against the target alone.
+    """Test the engine against the target alone.
 
     Args:
-        prompts: ids and tokens.
-        stop_ids: end an answer at T = 0; ignored at T > 0.
+        prompts: (id, token ids) of each prompt.
+        stop_ids: tokens that end an answer at T = 0; ignored at T > 0.
         k: drafts a step at T = 0.
-        engine: makes the engine on trial; None: the product's.
+        engine: constructor of the engine to test.
 
     Raises:
-        UserError: without prompts, or when no context can be judged.
+        UserError: there are no prompts, or no context can be tested.
     """
     if not prompts:
         raise UserError("expected prompts to certify the engine on, found none")
-    trial = _Trial(target, head, engine or Engine, stop_ids, settings, monitor)
-    return trial.run(prompts[: settings.equal_prompts], k)
+    certification = _Certification(target, head, engine, stop_ids, settings, monitor)
+    return certification.run(prompts[: settings.equal_prompts], k)
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _Certification:
     target: Target
     head: DraftHead
     engine: EngineFactory
@@ -96,37 +93,38 @@ class _Trial:
     faults: list[str] = field(default_factory=list)
 
     def run(self, prompts: Prompts, k: int) -> Certificate:
+        """Run all tests and return the certificate."""
         settings, exact = self.settings, self.target.dtype == torch.float32
         each = f"{settings.samples:,}" if settings.samples else f"up to {settings.max_samples:,}"
         self.monitor.say(
-            f"certify: {len(prompts)} prompts at T = 0; then, whatever temperatures are measured, "
-            f"{len(ARMS)} tests at T = {settings.temperature:g}, each of {each} short answers: "
-            "minutes"
+            f"certify: {len(prompts)} prompts at T = 0, then {len(DRAFT_PROBS)} tests at "
+            f"T = {settings.temperature:g} (for any temperatures of the evaluation) with {each} "
+            "short answers each; this takes minutes"
         )
-        texts, equal = self._greedy(prompts, k)
+        texts, equal = self._compare_greedy(prompts, k)
         dtype = str(self.target.dtype).removeprefix("torch.")
         lines = [
             f"T = 0, K = {k}, {dtype}: tokens of {equal:.1%} of {len(texts)} prompts equal plain "
-            f"decoding's" + ("" if exact else " (rounding alone may part them)")
+            f"decoding's" + ("" if exact else " (in this dtype rounding can change tokens)")
         ]
         if exact and equal < 1:
             self.faults.append("T = 0: tokens differ from plain decoding's in float32")
-        arms = []
-        for draft_probs in ARMS:
-            arm, told = self._judge(self._choose(texts, draft_probs), draft_probs)
-            arms.append(arm)
-            lines += told
-        worst = min(arms, key=lambda arm: arm.p_value)
-        passed, strong = not self.faults, all(arm.strong for arm in arms)
-        if not strong:
-            lines.append("some fault needs more samples than were drawn: L1 is not shown")
+        tests = []
+        for draft_probs in DRAFT_PROBS:
+            test, text = self._test_sampling(self._choose_context(texts, draft_probs), draft_probs)
+            tests.append(test)
+            lines += text
+        worst = min(tests, key=lambda test: test.p_value)
+        passed, has_power = not self.faults, all(test.has_power for test in tests)
+        if not has_power:
+            lines.append("L1 is not shown: some fault needs more samples than were drawn")
         level: Literal["L1", "L2", "L3"] = "L3"
         if passed and exact:
-            level = "L1" if strong else "L2"
+            level = "L1" if has_power else "L2"
         lines += [f"FAULT: {fault}" for fault in self.faults]
         lines.append(
-            f"{'passed' if passed else 'FAILED'}, level {level} (each p must reach "
-            f"{settings.level:g}: {settings.alpha:g} of right engines fail)"
+            f"{'passed' if passed else 'FAILED'}, level {level} (every p must be at least "
+            f"{settings.level:g}; a correct engine fails with probability {settings.alpha:g})"
         )
         return Certificate(
             level=level,
@@ -139,68 +137,79 @@ class _Trial:
             prompts_equal=equal,
             passed=passed,
             faults=self.faults,
-            arms=arms,
+            arms=tests,
             lines=lines,
         )
 
-    def _greedy(self, prompts: Prompts, k: int) -> tuple[list[tuple[int, ...]], float]:
-        """Prompts with their plain answers, and the share the speculative engine answers alike."""
+    def _compare_greedy(self, prompts: Prompts, k: int) -> tuple[list[tuple[int, ...]], float]:
+        """Return prompts with their plain greedy answers, and the share of equal answers."""
         settings = self.settings
         requests = [
             Request(id_, ids, settings.equal_tokens, Sampling(), self.stop_ids)
             for id_, ids in prompts
         ]
         longest = max(len(request.prompt_ids) for request in requests)
-        room = min(longest + settings.equal_tokens + k + 1, self.target.max_length)
-        found = []
-        for drafter in (None, new_drafter(self.head, k)):
-            engine = self.engine(
-                self.target, drafter, batch=min(len(requests), 32), max_length=room
-            )
-            found.append(self._decode(engine, requests, "certify T = 0"))
-        plain, drafted = found
+        size = {
+            "batch": min(len(requests), 32),
+            "max_length": min(longest + settings.equal_tokens + k + 1, self.target.max_length),
+        }
+        plain, drafted = (
+            self._decode(self.engine(self.target, drafter, **size), requests, "certify T = 0")
+            for drafter in (None, new_drafter(self.head, k))
+        )
         equal = np.mean([plain[r.id].token_ids == drafted[r.id].token_ids for r in requests])
         return [(*r.prompt_ids, *plain[r.id].token_ids) for r in requests], float(equal)
 
     def _decode(
-        self, engine: Decodes, requests: Sequence[Request], stage: str
+        self, engine: Decoder, requests: Sequence[Request], stage: str
     ) -> dict[str, Generation]:
-        """Generations by id; every token must be accounted for."""
-        done: dict[str, Generation] = {}
+        """Return the generations by id, and add a fault if the token accounting fails."""
+        by_id: dict[str, Generation] = {}
         for generation in engine.generate(requests):
-            done[generation.id] = generation
-            if len(done) % 64 == 0 or len(done) == len(requests):
-                self.monitor.progress(stage, len(done), len(requests))
-        total: Counters = reduce(add, (g.counters for g in done.values()))
+            by_id[generation.id] = generation
+            if len(by_id) % 64 == 0 or len(by_id) == len(requests):
+                self.monitor.progress(stage, len(by_id), len(requests))
+        counters = Counters.total(g.counters for g in by_id.values())
         try:
-            total.check_tokens(sum(len(g.token_ids) for g in done.values()), len(done))
+            counters.check_tokens(sum(len(g.token_ids) for g in by_id.values()), len(by_id))
         except AssertionError as error:
             self.faults.append(f"{stage}: {error}")
-        return done
+        return by_id
 
-    def _choose(self, texts: Sequence[tuple[int, ...]], draft_probs: bool) -> Chosen:
+    def _choose_context(self, texts: Sequence[tuple[int, ...]], draft_probs: bool) -> ContextChoice:
         settings = self.settings
-        heat = (settings.draft_temperature or settings.temperature) if draft_probs else 0.0
-        return choose(
+        draft_temperature = settings.draft_temperature or settings.temperature
+        return choose_context(
             self.target,
             self.head,
             windows(texts, settings.context, settings.contexts),
-            Sampled(settings.judged, settings.top_k, settings.temperature, settings.k, heat),
+            TreeSettings(
+                levels=settings.judged,
+                top_k=settings.top_k,
+                temperature=settings.temperature,
+                k=settings.k,
+                draft_temperature=draft_temperature if draft_probs else 0.0,
+            ),
             finalists=settings.finalists,
             enough=settings.enough,
             level=settings.level,
             monitor=self.monitor,
         )
 
-    def _judge(self, chosen: Chosen, draft_probs: bool) -> tuple[ArmResult, list[str]]:
-        """Answers one context many times and tests the joint. The number is fixed beforehand."""
-        settings, tree, name = self.settings, chosen.tree, arm_name(draft_probs)
-        wanted = max(chosen.hardest or settings.max_samples, 2000)
+    def _test_sampling(
+        self, choice: ContextChoice, draft_probs: bool
+    ) -> tuple[SamplingTest, list[str]]:
+        """Answer one context many times and test the joint; return the test and its lines.
+
+        The number of samples is fixed before the first one is drawn.
+        """
+        settings, tree, name = self.settings, choice.tree, sampling_test_name(draft_probs)
+        wanted = max(choice.max_needed or settings.max_samples, MIN_SAMPLES)
         count = settings.samples or min(wanted, settings.max_samples)
         sampling = Sampling(settings.temperature, settings.top_k, None, settings.seed)
-        new = 1 + settings.judged  # the prefill's token, then those of verify steps
+        new_tokens = 1 + settings.judged  # the token of the prefill, then those of verify steps
         requests = [
-            Request(f"certify {name} {i}", tree.context, new, sampling) for i in range(count)
+            Request(f"certify {name} {i}", tree.context, new_tokens, sampling) for i in range(count)
         ]
         drafter = new_drafter(
             self.head,
@@ -208,25 +217,29 @@ class _Trial:
             draft_probs=draft_probs,
             draft_temperature=settings.draft_temperature,
         )
-        room = len(tree.context) + new + 2 * settings.k + 1  # the limit must cap no drafts
+        # long enough for the length limit not to cut drafts off
+        max_length = len(tree.context) + new_tokens + 2 * settings.k + 1
         engine = self.engine(
-            self.target, drafter, batch=min(settings.batch, count), max_length=room
+            self.target, drafter, batch=min(settings.batch, count), max_length=max_length
         )
-        done = list(self._decode(engine, requests, f"certify T > 0, {name}").values())
+        generations = list(self._decode(engine, requests, f"certify T > 0, {name}").values())
         joint = tree.joint()
-        seen = np.bincount([tree.cell(g.token_ids) for g in done], minlength=len(joint))
-        found, accepted = g_test(seen, joint), self_check(done, settings.k)
-        arm = ArmResult(
+        cells = [tree.cell(g.token_ids) for g in generations]
+        result = g_test(np.bincount(cells, minlength=len(joint)), joint)
+        acceptance = self_check(generations, settings.k)
+        test = SamplingTest(
             draft_probs=draft_probs,
-            statistic=found.statistic if np.isfinite(found.statistic) else None,
-            freedom=found.freedom,
-            p_value=found.p_value,
-            acceptance_p_value=accepted.p_value if accepted else None,
-            n=len(done),
-            needed={str(fault): n for fault, n in chosen.needed.items()},
+            statistic=result.statistic if np.isfinite(result.statistic) else None,
+            freedom=result.freedom,
+            p_value=result.p_value,
+            acceptance_p_value=acceptance.p_value if acceptance else None,
+            n=len(generations),
+            needed={str(fault): n for fault, n in choice.needed.items()},
         )
-        if arm.p_value < settings.level:
-            self.faults.append(f"{name}: the joint of {settings.judged} tokens is not the target's")
-        if accepted and accepted.p_value < settings.level:
-            self.faults.append(f"{name}: drafts are not accepted as often as they should be")
-        return arm, arm_lines(arm, settings, done)
+        if test.p_value < settings.level:
+            self.faults.append(
+                f"{name}: the joint distribution of {settings.judged} tokens is not the target's"
+            )
+        if acceptance and acceptance.p_value < settings.level:
+            self.faults.append(f"{name}: drafts are not accepted as often as expected")
+        return test, sampling_test_lines(test, settings, generations)

@@ -1,4 +1,4 @@
-"""Choosing the context that is judged: one in which the known faults would show early."""
+"""The choice of the tested context: one in which the known faults show with few samples."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import numpy as np
 import torch
 
 from draftlab.errors import UserError
-from draftlab.evaluate.certificate.exact_tree import Tree, grow
-from draftlab.evaluate.certificate.gtest import RARE, samples_for
-from draftlab.evaluate.certificate.known_faults import Fault, emitted
+from draftlab.evaluate.certificate.exact_tree import AnswerTree, build_trees
+from draftlab.evaluate.certificate.gtest import MIN_EXPECTED, samples_for
+from draftlab.evaluate.certificate.known_faults import Fault, emitted_distribution
 from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 
 POWER = 0.99
-BROAD = 0.25
-"""Share of a tree's answers that must be likely enough to be counted one by one: known faults show
-in a context with one likely answer too, but faults that nobody has thought of would hide there."""
-LIMIT = 10**7  # samples nobody draws
-LEAVES = 32
-"""Rows of the widest forward pass: small models run much faster on many, and the memory for
-distributions over a large vocabulary stays small."""
+MIN_COMMON_SHARE = 0.25
+"""Share of a tree's answers that must be common enough for cells of their own. Known faults show in
+a context with one likely answer too, but unknown faults could hide there."""
+MAX_SAMPLES = 10**7
+"""More samples than anybody draws."""
+MAX_LEAVES = 32
+"""Rows of the widest forward pass: small models are faster on many rows, and the distributions over
+a large vocabulary must fit in memory."""
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """How the judged tokens are sampled: the arguments of `tree.grow` of the same names."""
+class TreeSettings:
+    """How the tested tokens are sampled: the arguments of `build_trees` with the same names."""
 
     levels: int
     top_k: int
@@ -37,116 +38,123 @@ class Sampled:
     k: int
     draft_temperature: float
 
-    def first_draft(self) -> Sampled:
-        """The same, of one judged token, which is a first draft or recovered from one."""
-        return Sampled(1, self.top_k, self.temperature, 1, self.draft_temperature)
+    def first_draft(self) -> TreeSettings:
+        """Return settings for one tested token: a first draft or the token recovered from it."""
+        return TreeSettings(1, self.top_k, self.temperature, 1, self.draft_temperature)
 
-    def grow(
+    def build(
         self, target: Target, head: DraftHead, contexts: Sequence[tuple[int, ...]]
-    ) -> Iterator[Tree]:
-        """The trees behind contexts, in their order; as many at once as make `LEAVES` leaves."""
-        size = max(LEAVES // self.top_k ** (self.levels - 1), 1)
-        for _, alike in groupby(contexts, len):
-            group = list(alike)
+    ) -> Iterator[AnswerTree]:
+        """Yield the trees of the contexts in order, at most `MAX_LEAVES` leaves at once."""
+        size = max(MAX_LEAVES // self.top_k ** (self.levels - 1), 1)
+        for _, same_length in groupby(contexts, len):
+            group = list(same_length)
             for start in range(0, len(group), size):
-                yield from grow(target, head, group[start : start + size], **vars(self))
+                yield from build_trees(target, head, group[start : start + size], **vars(self))
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A context's tree, and by fault the samples that find it; None: more than `LIMIT`."""
+class ContextChoice:
+    """The tree of a context and the samples that detect each fault; None: over `MAX_SAMPLES`."""
 
-    tree: Tree
+    tree: AnswerTree
     needed: dict[Fault, int | None]
 
     @property
-    def hardest(self) -> int | None:
-        """Samples for the fault that is hardest to find."""
-        known = [n for n in self.needed.values() if n is not None]
-        return max(known) if len(known) == len(self.needed) else None
+    def max_needed(self) -> int | None:
+        """Samples for the fault that needs the most; None if a fault cannot be detected."""
+        counts = [n for n in self.needed.values() if n is not None]
+        return max(counts) if len(counts) == len(self.needed) else None
 
 
 def windows(texts: Sequence[tuple[int, ...]], size: int, count: int) -> list[tuple[int, ...]]:
-    """At most `count` pieces of `size` tokens, spread evenly over the texts; short texts whole."""
+    """Return at most `count` windows of `size` tokens, spread evenly over the texts.
+
+    A text that is shorter than `size` is one window.
+    """
     ends = [(ids, end) for ids in texts for end in range(min(size, len(ids)), len(ids) + 1)]
     picked = np.unique(np.linspace(0, len(ends) - 1, count).astype(int))
     return [ids[max(end - size, 0) : end] for ids, end in (ends[i] for i in picked)]
 
 
-def choose(
+def choose_context(
     target: Target,
     head: DraftHead,
-    pieces: Sequence[tuple[int, ...]],
-    sampled: Sampled,
+    contexts: Sequence[tuple[int, ...]],
+    settings: TreeSettings,
     *,
     finalists: int,
     enough: int,
     level: float,
     monitor: Monitor,
-) -> Chosen:
-    """The context in which the fault that is hardest to find needs the fewest samples.
+) -> ContextChoice:
+    """Return the context whose hardest fault needs the fewest samples.
 
-    All are ranked by how early a first draft accepted too often would show, which is cheap to know
-    and mostly the hardest to find; the best `finalists` are looked at in full. Narrow ones (see
-    `BROAD`) are taken only where there is no other.
+    A cheap ranking comes first: how many samples show that a first draft is accepted too often,
+    which is usually the hardest fault. The best `finalists` are then examined for every fault.
+    Contexts with few common answers (see `MIN_COMMON_SHARE`) are used only if there is no other.
 
     Args:
-        finalists: contexts looked at in full, at most.
-        enough: samples that are few enough to stop looking.
-        level: of the test.
+        finalists: largest number of contexts to examine for every fault.
+        enough: number of samples that ends the search.
+        level: level of the test.
 
     Raises:
-        UserError: when rounding could change what may be emitted, in every context.
+        UserError: rounding could change the possible tokens in every context.
     """
     margin = 1e-3 if target.dtype == torch.float32 else 0.1
     ranked = []
-    for number, tree in enumerate(sampled.first_draft().grow(target, head, pieces), 1):
+    for number, tree in enumerate(settings.first_draft().build(target, head, contexts), 1):
         if tree.margin >= margin:
-            needed = _needed(tree, Fault.OFTEN, 1, level, LIMIT)
-            ranked.append((LIMIT if needed is None else needed, tree.context))
-        monitor.progress("certify: contexts", number, len(pieces))
-    ranked = sorted(ranked, key=lambda entry: entry[0])[:finalists]
-    narrow: list[Tree] = []
+            needed = _samples_needed(tree, Fault.OFTEN, 1, level, MAX_SAMPLES)
+            ranked.append((MAX_SAMPLES if needed is None else needed, tree.context))
+        monitor.progress("certify: contexts", number, len(contexts))
+    best_contexts = [context for _, context in sorted(ranked, key=lambda entry: entry[0])]
+    best_contexts = best_contexts[:finalists]
+    narrow: list[AnswerTree] = []
 
-    def broad() -> Iterator[Tree]:
-        contexts = [context for _, context in ranked]
-        for number, tree in enumerate(sampled.grow(target, head, contexts), 1):
-            monitor.progress("certify: best contexts", number, len(contexts))
+    def broad() -> Iterator[AnswerTree]:
+        for number, tree in enumerate(settings.build(target, head, best_contexts), 1):
+            monitor.progress("certify: best contexts", number, len(best_contexts))
             if tree.margin >= margin:
-                likely = (tree.joint() * enough >= RARE).sum()
-                if likely >= BROAD * tree.target[-1].size:
+                common = (tree.joint() * enough >= MIN_EXPECTED).sum()
+                if common >= MIN_COMMON_SHARE * tree.target[-1].size:
                     yield tree
                 else:
                     narrow.append(tree)
 
-    best = _best(broad(), sampled, enough, level) or _best(iter(narrow), sampled, enough, level)
-    if best is None:
+    choice = _best(broad(), settings, enough, level) or _best(iter(narrow), settings, enough, level)
+    if choice is None:
         raise UserError(
-            f"expected a context whose top {sampled.top_k} tokens stand out from the rest, found "
-            f"none among {len(pieces)}",
+            f"expected a context whose top {settings.top_k} tokens are clearly likelier than the "
+            f"rest, found none among {len(contexts)} contexts",
             do="give more prompts, or raise certify's `contexts`",
         )
-    return best
+    return choice
 
 
-def _best(trees: Iterator[Tree], sampled: Sampled, enough: int, level: float) -> Chosen | None:
-    """The tree whose hardest fault needs the fewest samples; the first for which they are few."""
+def _best(
+    trees: Iterator[AnswerTree], settings: TreeSettings, enough: int, level: float
+) -> ContextChoice | None:
+    """Return the tree whose hardest fault needs the fewest samples, or the first with `enough`."""
     # Argmax drafts use no noise that they could share.
-    tried = [f for f in Fault if sampled.draft_temperature > 0 or f is not Fault.SHARED]
-    best: Chosen | None = None
+    faults = [f for f in Fault if settings.draft_temperature > 0 or f is not Fault.SHARED]
+    best: ContextChoice | None = None
     for tree in trees:
-        limit = (best and best.hardest) or LIMIT
-        found = Chosen(tree, {})
-        for fault in tried:
-            found.needed[fault] = _needed(tree, fault, sampled.k, level, limit)
-            if found.needed[fault] is None and limit < LIMIT:
+        limit = (best and best.max_needed) or MAX_SAMPLES
+        candidate = ContextChoice(tree, {})
+        for fault in faults:
+            needed = _samples_needed(tree, fault, settings.k, level, limit)
+            candidate.needed[fault] = needed
+            if needed is None and limit < MAX_SAMPLES:
                 break  # already worse than the best
-        if best is None or found.hardest is not None:
-            best = found
-        if best.hardest is not None and best.hardest <= enough:
+        if best is None or candidate.max_needed is not None:
+            best = candidate
+        if best.max_needed is not None and best.max_needed <= enough:
             break
     return best
 
 
-def _needed(tree: Tree, fault: Fault, k: int, level: float, limit: int) -> int | None:
-    return samples_for(POWER, tree.joint(), emitted(tree, fault, k), level, limit=limit)
+def _samples_needed(tree: AnswerTree, fault: Fault, k: int, level: float, limit: int) -> int | None:
+    faulty = emitted_distribution(tree, fault, k)
+    return samples_for(POWER, tree.joint(), faulty, level, limit=limit)

@@ -1,8 +1,8 @@
-"""What speculative decoders have got wrong, as exact distributions (methods §5).
+"""Known faults of speculative decoders, as exact distributions (methods §5).
 
-For a tree whose target and draft probabilities are known, `emitted` gives the joint distribution of
-the judged tokens under the right verifier (the target's own, whatever the drafts) and under each
-fault. That tells how many samples the certificate needs to find it.
+For a tree with known target and draft probabilities, `emitted_distribution` returns the joint
+distribution of the tested tokens under the correct verifier (the target's own, for any drafts) and
+under each fault. The certificate computes from it how many samples detect the fault.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from enum import StrEnum
 
 import numpy as np
 
-from draftlab.evaluate.certificate.exact_tree import Tree
+from draftlab.evaluate.certificate.exact_tree import AnswerTree
 
 
 class Fault(StrEnum):
-    """The faults every certificate must have the power to find."""
+    """Faults that every certificate must be able to detect."""
 
     OFTEN = "accepts 5 % too often"
     TARGET = "residual = p"
@@ -25,93 +25,96 @@ class Fault(StrEnum):
     BONUS = "bonus from the draft"
 
 
-def emitted(tree: Tree, fault: Fault | None, k: int) -> np.ndarray:
-    """Probabilities of the tree's cells under a verifier of k drafts a step.
+def emitted_distribution(tree: AnswerTree, fault: Fault | None, k: int) -> np.ndarray:
+    """Return the probabilities of the tree's cells under a verifier of k drafts a step.
 
     Args:
-        fault: None is the right verifier, whose joint is the target's.
+        fault: None is the correct verifier, whose joint distribution is the target's.
     """
     levels, width = len(tree.target), tree.target[0].shape[1]
-    cells = np.zeros(width**levels)
+    leaves = np.zeros(width**levels)
 
-    def walk(level: int, node: int, depth: int, weight: float, cap: float) -> None:
-        """Adds what follows a node with probability `weight`, `depth` drafts into a step.
+    def visit(level: int, node: int, depth: int, weight: float, cap: float) -> None:
+        """Add what follows a node that is reached with probability `weight`.
 
-        `cap`: with one u a step, the accepted drafts have shown that u < cap.
+        Args:
+            depth: drafts of the current step so far.
+            cap: with one u per step, the accepted drafts imply u < cap.
         """
         if level == levels:
-            cells[node] += weight
+            leaves[node] += weight
             return
         p = tree.target[level][node]
         if depth == k:
-            stale = tree.stale[level] if fault is Fault.BONUS else None
-            for i, mass in enumerate(p if stale is None else stale[node]):
+            last_draft = tree.last_draft[level] if fault is Fault.BONUS else None
+            for i, mass in enumerate(p if last_draft is None else last_draft[node]):
                 if mass > 0:
-                    walk(level + 1, node * width + i, 0, weight * mass, 1.0)
+                    visit(level + 1, node * width + i, 0, weight * mass, 1.0)
             return
         q = tree.draft[level][depth][node]
-        chance, recovered = one_draft(p, q, fault, cap)
+        accept, recovered = draft_outcome(p, q, fault, cap)
         ratio = np.divide(p, q, out=np.full(width, np.inf), where=q > 0)
         for i in range(width):
             child = node * width + i
-            if q[i] * chance[i] > 0:
-                below = min(cap, ratio[i]) if fault is Fault.ONE_U else 1.0
-                walk(level + 1, child, depth + 1, weight * q[i] * chance[i], below)
+            if q[i] * accept[i] > 0:
+                next_cap = min(cap, ratio[i]) if fault is Fault.ONE_U else 1.0
+                visit(level + 1, child, depth + 1, weight * q[i] * accept[i], next_cap)
             if recovered[i] > 0:
-                walk(level + 1, child, 0, weight * recovered[i], 1.0)
+                visit(level + 1, child, 0, weight * recovered[i], 1.0)
 
-    walk(0, 0, 0, 1.0, 1.0)
-    return tree.cells(cells)
+    visit(0, 0, 0, 1.0, 1.0)
+    return tree.cell_probabilities(leaves)
 
 
-def one_draft(
+def draft_outcome(
     p: np.ndarray, q: np.ndarray, fault: Fault | None, cap: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One draft's fate: P(accepted | it is i) and P(it is rejected and i is emitted), each [C].
+    """Return P(draft i is accepted) and P(the draft is rejected and i is emitted), each [C].
 
     Args:
         p: the target's probabilities of its C possible tokens.
-        q: the draft's of the same; the rest of its mass is always rejected.
-        cap: see `emitted`.
+        q: the draft's probabilities of the same tokens; a draft of any other is always rejected.
+        cap: see `emitted_distribution`.
     """
     ratio = np.divide(p, q, out=np.full(len(p), np.inf), where=q > 0)
-    often = 1.05 if fault is Fault.OFTEN else 1.0
-    chance = np.minimum(often * ratio / (cap if fault is Fault.ONE_U else 1.0), 1.0)
-    rejected = 1 - float((q * chance).sum())
+    factor = 1.05 if fault is Fault.OFTEN else 1.0
+    accept = np.minimum(factor * ratio / (cap if fault is Fault.ONE_U else 1.0), 1.0)
+    rejected = 1 - float((q * accept).sum())
     residual = np.maximum(p - q, 0)
     outside = 1 - float(q.sum())
     if fault is Fault.TARGET:
         residual = p
     elif fault is Fault.UNCLAMPED:
-        # Taken as |p − q|, which also emits what the target cannot.
+        # |p − q| also emits tokens that the target cannot
         residual = np.abs(p - q)
     elif fault is Fault.SHARED:
-        residual = _race_after(residual, q)
+        residual = _shared_noise_residual(residual, q)
     total = residual.sum() + (outside if fault is Fault.UNCLAMPED else 0)
     if total <= 0 or rejected <= 0:
-        return chance, np.zeros(len(p))
-    return chance, max(rejected, 0) * residual / total
+        return accept, np.zeros(len(p))
+    return accept, max(rejected, 0) * residual / total
 
 
-def _race_after(residual: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Who wins argmin E/r after a token outside r's support has won argmin E/q, the same E.
+def _shared_noise_residual(residual: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Return who wins argmin E/r after a token outside r's support has won argmin E/q, same E.
 
     With r_k > 0 exactly where the draft is never rejected, Q the rest of q's mass, and v the ratio
     of the two winning times: P(j) = r_j · Q ∫_{v > q_j/r_j} dv / (Q + Σ_k max(q_k, r_k v))², up to
-    a constant; linear in v between the borders q_k/r_k, so each piece integrates in closed form.
+    a constant. The sum is linear in v between the borders q_k/r_k, so each interval integrates in
+    closed form.
     """
     inside = residual > 0
     r, b = residual[inside], q[inside]
     rest = 1 - b.sum()
-    won = np.zeros(len(residual))
+    probability = np.zeros(len(residual))
     if not len(r) or rest <= 0:
-        return won
+        return probability
     borders = np.sort(b / r)
-    wins = np.zeros(len(r))
+    integral = np.zeros(len(r))
     for low, high in zip(borders, np.append(borders[1:], np.inf), strict=True):
         rising = b / r <= low
-        slope, level = r[rising].sum(), rest + b[~rising].sum()
-        end = 0.0 if np.isinf(high) else 1 / (level + slope * high)
-        wins[rising] += (1 / (level + slope * low) - end) / slope
-    won[inside] = r * wins
-    return won
+        slope, constant = r[rising].sum(), rest + b[~rising].sum()
+        end = 0.0 if np.isinf(high) else 1 / (constant + slope * high)
+        integral[rising] += (1 / (constant + slope * low) - end) / slope
+    probability[inside] = r * integral
+    return probability

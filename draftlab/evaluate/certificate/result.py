@@ -1,5 +1,4 @@
-"""What a losslessness certificate asks for, states, and how it reads
-(`evaluate/certificate/certify.py`)."""
+"""Settings and result of the losslessness certificate (`evaluate/certificate/certify.py`)."""
 
 from __future__ import annotations
 
@@ -11,81 +10,84 @@ from pydantic import BaseModel, ConfigDict, Field
 from draftlab.engine.sampling import Generation
 from draftlab.settings import Settings
 
-ARMS = (True, False)  # T > 0 with draft probabilities and without
+DRAFT_PROBS = (True, False)
+"""The drafter settings that are tested at T > 0: with and without draft probabilities."""
 
 
 class CertifySettings(Settings):
-    """How hard the engine is tried."""
+    """Settings of the certificate."""
 
     k: int = Field(default=2, ge=1)
-    """Drafts a step at T > 0. Two put accepted, recovered and bonus tokens among three judged."""
+    """Drafts a step at T > 0. With two, three tested tokens include accepted, recovered and bonus
+    tokens."""
     judged: int = Field(default=3, ge=1, le=6)
-    """Tokens whose joint distribution is judged, behind the prefill's; top_k ** judged cells."""
+    """Tokens after the first one whose joint distribution is tested, in top_k ** judged cells."""
     top_k: int = Field(default=4, ge=2)
-    """Tokens the target may choose from."""
+    """Tokens that the target samples from."""
     temperature: float = Field(default=1.5, gt=0)
-    """Of the target's sampling."""
+    """Temperature of the target."""
     draft_temperature: float | None = Field(default=0.7, gt=0)
-    """Of sampled drafts; None: the target's. Cooler drafts are accepted now and then at high T."""
+    """Temperature of sampled drafts; None: the target's. At a high temperature of the target,
+    cooler drafts are accepted sometimes and rejected sometimes."""
     context: int = Field(default=24, ge=1)
-    """Tokens of an answer that serve as the prompt; a short one is cheap to sample from."""
+    """Length of the prompts, in tokens; a short prompt is cheap to sample from."""
     contexts: int = Field(default=256, ge=1)
-    """Contexts searched for one that would show every fault early."""
+    """Contexts to search for one in which every fault shows with few samples."""
     finalists: int = Field(default=64, ge=1)
-    """Contexts looked at in full, at most."""
+    """Largest number of contexts that are examined for every fault."""
     enough: int = Field(default=12_000, ge=100)
-    """Looking on is not worth it once so few samples find every fault."""
+    """Stop the search once so few samples detect every fault."""
     alpha: float = Field(default=1e-3, gt=0, lt=1)
-    """Chance that a right engine fails at T > 0."""
+    """Probability that a correct engine fails at T > 0."""
     samples: int | None = Field(default=None, ge=100)
     """Samples of each test; None: as many as 99 % power against every fault needs."""
     max_samples: int = Field(default=40_000, ge=100)
-    """At most so many, when `samples` is None."""
+    """Largest number of samples if `samples` is None."""
     batch: int = Field(default=256, ge=1)
     """Requests decoded at once."""
     equal_prompts: int = Field(default=32, ge=1)
     """Prompts whose tokens are compared at T = 0."""
     equal_tokens: int = Field(default=64, ge=2)
-    """Tokens of their answers."""
+    """Tokens of an answer at T = 0."""
     seed: int = 0
-    """Of every noise."""
+    """Seed of the sampling noise."""
 
     @property
     def level(self) -> float:
-        """Of each of the four tests: the joint and the acceptance of both arms (Bonferroni)."""
-        return self.alpha / (2 * len(ARMS))
+        """Level of each of the four tests: joint and acceptance, twice (Bonferroni)."""
+        return self.alpha / (2 * len(DRAFT_PROBS))
 
 
-class ArmResult(BaseModel):
-    """The engine at T > 0, with draft probabilities or without."""
+class SamplingTest(BaseModel):
+    """The result of the tests at T > 0 with or without draft probabilities."""
 
     model_config = ConfigDict(extra="forbid")
 
     draft_probs: bool
     statistic: float | None
-    """G; None: infinite, the engine emitted what the target cannot."""
+    """G; None if it is infinite because the engine emitted an impossible token."""
     freedom: int
     p_value: float
     acceptance_p_value: float | None
-    """That accepted counts agree with their expectation; None: the engine does not tell it."""
+    """p-value of the accepted counts; None if the engine does not report expectations."""
     n: int
     needed: dict[str, int | None]
-    """Samples for 99 % power of G against each fault; None: more than anybody draws."""
+    """Samples for 99 % power of G against each fault; None: too many to draw."""
 
     @property
     def n_for_99_power(self) -> int | None:
-        """For the fault that is hardest to find."""
-        known = [n for n in self.needed.values() if n is not None]
-        return max(known) if len(known) == len(self.needed) else None
+        """Samples for the fault that needs the most."""
+        counts = [n for n in self.needed.values() if n is not None]
+        return max(counts) if len(counts) == len(self.needed) else None
 
     @property
-    def strong(self) -> bool:
-        """Whether every fault would have been found 99 times in 100."""
+    def has_power(self) -> bool:
+        """Whether the test detects every fault with 99 % probability."""
         return self.n_for_99_power is not None and self.n >= self.n_for_99_power
 
 
 class Certificate(BaseModel):
-    """What was shown. The figures are those of the T > 0 test with the smallest p-value.
+    """The result of all tests; the numbers are those of the T > 0 test with the smallest p-value.
 
     `level`: L1, equal in distribution, tested with 99 % power, and equal tokens at T = 0; L2, equal
     tokens at T = 0 in float32; L3, neither is shown.
@@ -102,52 +104,53 @@ class Certificate(BaseModel):
     prompts_equal: float
     passed: bool
     faults: list[str]
-    """What failed, in words."""
-    arms: list[ArmResult]
+    """One sentence per failed test."""
+    arms: list[SamplingTest]
+    """The tests at T > 0, with and without draft probabilities."""
     lines: list[str]
-    """Everything, ready to print."""
+    """The certificate as text."""
 
 
-def arm_name(draft_probs: bool) -> str:
-    """Of an arm, as lines call it."""
+def sampling_test_name(draft_probs: bool) -> str:
+    """Return the name of a test at T > 0."""
     return f"draft probabilities {'on' if draft_probs else 'off'}"
 
 
-def arm_lines(
-    arm: ArmResult, settings: CertifySettings, generations: Sequence[Generation]
+def sampling_test_lines(
+    test: SamplingTest, settings: CertifySettings, generations: Sequence[Generation]
 ) -> list[str]:
-    """An arm in words."""
-    shares = origins(generations, settings.judged)
-    statistic = "∞ (impossible tokens)" if arm.statistic is None else f"{arm.statistic:.1f}"
+    """Return a test at T > 0 as text."""
+    shares = token_origins(generations, settings.judged)
+    statistic = "∞ (impossible tokens)" if test.statistic is None else f"{test.statistic:.1f}"
     needed = "; ".join(
-        f"{fault} {'too many' if n is None else f'{n:,}'}" for fault, n in arm.needed.items()
+        f"{fault} {'too many' if n is None else f'{n:,}'}" for fault, n in test.needed.items()
     )
-    accepted = arm.acceptance_p_value
-    heat = settings.draft_temperature or settings.temperature
-    drafts = f"drafts sampled at T = {heat:g}" if arm.draft_probs else "argmax drafts"
+    acceptance = test.acceptance_p_value
+    draft_temperature = settings.draft_temperature or settings.temperature
+    drafts = f"drafts sampled at T = {draft_temperature:g}" if test.draft_probs else "argmax drafts"
     return [
         f"T = {settings.temperature:g}, top-k {settings.top_k}, K = {settings.k}, "
-        f"{arm_name(arm.draft_probs)} ({drafts}): G = {statistic} on {arm.freedom} degrees of "
-        f"freedom, p = {arm.p_value:.2g}, {arm.n:,} samples"
-        + ("" if accepted is None else f"; acceptance as expected: p = {accepted:.2g}"),
-        f"  judged tokens: {shares['accepted']:.0%} accepted drafts, {shares['recovered']:.0%} "
+        f"{sampling_test_name(test.draft_probs)} ({drafts}): G = {statistic} on {test.freedom} "
+        f"degrees of freedom, p = {test.p_value:.2g}, {test.n:,} samples"
+        + ("" if acceptance is None else f"; accepted against expected: p = {acceptance:.2g}"),
+        f"  tested tokens: {shares['accepted']:.0%} accepted drafts, {shares['recovered']:.0%} "
         f"recovered, {shares['bonus']:.0%} bonus",
         f"  samples for 99 % power: {needed}",
     ]
 
 
-def origins(generations: Sequence[Generation], judged: int) -> dict[str, float]:
-    """Shares of the judged tokens that were accepted drafts, recovered, or a bonus."""
-    seen = {"accepted": 0, "recovered": 0, "bonus": 0}
+def token_origins(generations: Sequence[Generation], tokens: int) -> dict[str, float]:
+    """Return the shares of accepted drafts, recovered and bonus tokens in the first `tokens`."""
+    counts = {"accepted": 0, "recovered": 0, "bonus": 0}
     for generation in generations:
-        left = judged
+        left = tokens
         for drafted, accepted in generation.steps:
-            seen["accepted"] += min(accepted, left)
+            counts["accepted"] += min(accepted, left)
             left -= accepted
             if left > 0:
-                seen["recovered" if accepted < drafted else "bonus"] += 1
+                counts["recovered" if accepted < drafted else "bonus"] += 1
                 left -= 1
             if left <= 0:
                 break
-    total = max(sum(seen.values()), 1)
-    return {name: count / total for name, count in seen.items()}
+    total = max(sum(counts.values()), 1)
+    return {name: count / total for name, count in counts.items()}
