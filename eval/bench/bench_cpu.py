@@ -33,8 +33,10 @@ from draftlab.evaluate.bandwidth import target_bytes
 from draftlab.evaluate.statistics import bootstrap_interval
 from draftlab.heads.folder import load_head
 from draftlab.progress import Monitor
-from draftlab.target_model.model import Target, TargetSettings, load_target, load_tokenizer
-from draftlab.target_model.prepacked_decoder import products
+from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.model import Target
+from draftlab.target_model.prepacked_decoder import describe_products
+from draftlab.target_model.settings import TargetSettings
 from draftlab.text.suites import load_suite
 
 LOOP = "HF loop"
@@ -75,7 +77,7 @@ def ways(target: Target, ks: list[int], max_length: int, *, plain: bool) -> dict
 
     def engine(k: int, packed: bool) -> Way:
         drafter = ChainDrafter(head, k, draft_probs=False) if k else None
-        made = Engine(target, drafter, batch=1, max_length=max_length, expect=False, packed=packed)
+        made = Engine(target, drafter, batch=1, max_length=max_length, expect=False, cpu_prepacked=packed)
         return partial(decode, made)
 
     found: dict[str, Way] = {LOOP: partial(hf_loop, model)}
@@ -133,7 +135,7 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, one thread, {len(asked)} prompts × {arguments.tokens} tokens"
     )
-    print(f"{products(target, packed=True)}; a copy moves {copy_rate() / 1e9:.1f} GB/s")
+    print(f"{describe_products(target, cpu_prepacked=True)}; a copy moves {copy_rate() / 1e9:.1f} GB/s")
     print("| | ms a token | speed-up over the loop | step ms | GB/s of weights | tokens a step | "
           "prompts equal |\n|---|---|---|---|---|---|---|")  # fmt: skip
     seconds = {name: np.array([found[0] for found in taken[name]]) for name in names}

@@ -1,6 +1,7 @@
 """Decode steps at the shapes of Llama-3.1-8B, beside their bandwidth floor and vLLM's step.
 
-    python eval/bench/bench_decode.py [--out docs/data/decode_steps.csv] [--batches 1,8,32] [--k 3,5,8]
+    python eval/bench/bench_decode.py [--out docs/data/decode_steps.csv] [--batches 1,8,32] [--k
+    3,5,8]
 
 Random weights, an EAGLE3 head of one layer with a draft vocabulary of 32,000, prompts of 512 random
 tokens, 256 new tokens a request. Acceptance is synthetic (draft i passes with probability 0.6 given
@@ -33,7 +34,7 @@ from draftlab.engine.drafter import ChainDrafter, HeadDrafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
-from draftlab.heads.config import HeadConfig, TargetIdentity
+from draftlab.heads.config import TargetIdentity, make_head_config
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
 from draftlab.kernels.noise import Purpose, keyed_uniform
@@ -125,7 +126,7 @@ def random_target(device: torch.device, layers: int = 32) -> Target:
 def random_head(target: Target, device: torch.device, **changed: Any) -> Eagle3Head:
     """A one-layer EAGLE3 head for it, draft vocabulary 32,000; `changed`: fields of its config."""
     layers = target.num_layers
-    config = HeadConfig(
+    config = make_head_config(
         **changed,
         schema=1,
         boundaries=(2, layers // 2, layers - 3),

@@ -17,7 +17,7 @@ from draftlab.heads.folder import new_head
 from draftlab.heads.layers import RMSNorm
 from draftlab.heads.peagle import PeagleHead
 from draftlab.kernels.distill import distill
-from draftlab.kernels.ttt_attention import ttt_attention_reference
+from draftlab.kernels.ttt_attention import ttt_attention
 from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.packer import OptimizerStep, Packer
@@ -235,7 +235,7 @@ def reference_loss(head: Eagle3Head, target: DraftTeacher, batch: Batch) -> Tens
     weights = step_weights(family, batch.counts)
     with ExitStack() as stack:
         for kernel in ATTENTION:
-            stack.enter_context(mock.patch(kernel, ttt_attention_reference))
+            stack.enter_context(mock.patch(kernel, ttt_attention.reference))
         steps = list(get_family(family).objective().forward(head, batch))
     for weight, step in zip(weights, steps, strict=False):
         last = target.norm(teacher.last[step.teacher_index].to(target.weight.dtype))

@@ -26,8 +26,10 @@ from draftlab.heads.folder import load_head
 from draftlab.pipeline import api as verbs
 from draftlab.pipeline import resolve as subject
 from draftlab.progress import Monitor
-from draftlab.target_model.model import Target, TargetSettings, load_target, load_tokenizer
-from draftlab.text.render import stop_ids
+from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.chat_template import stop_ids
 
 HERE = Path(__file__).resolve().parent
 EQUAL, DIFFERENT, UNUSABLE, SKIPPED = 0, 1, 2, 77
@@ -111,11 +113,11 @@ def choose(head: str | None, target: str | None) -> subject.Subject:
     """The head asked for; by default the latest run's, else the reference head."""
     if head is None:
         try:
-            return subject.eval_subject(None, None, target)
+            return subject.open_head(None, None, target)
         except UserError as error:
             print(f"{error}\nno run with a head, so: the reference head", file=sys.stderr)
             head = verbs.REFERENCE
-    return subject.eval_subject(None, head, target)
+    return subject.open_head(None, head, target)
 
 
 def decoded(

@@ -46,7 +46,7 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
-from draftlab.vllm.engine import positions
+from draftlab.vllm.engine import required_positions
 
 PAGE = ("llama.cpp, T = 0: equal tokens and counters", (
     "date", "head", "weights", "versions", "K", "prompts", "tokens",
@@ -70,7 +70,7 @@ class Work:
             Request(i, ids, self.max_new_tokens, stop_ids=self.subject.stops)
             for i, ids in self.subject.prompts
         ]
-        longest = positions(requests, self.k, self.subject.target.max_length)
+        longest = required_positions(requests, self.k, self.subject.target.max_length)
         drafter = new_drafter(self.subject.head, self.k)
         return decoded(self.subject.target, requests, drafter, batch=8, max_length=longest)
 

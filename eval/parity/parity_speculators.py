@@ -39,7 +39,6 @@ from common import (
     subject_options,
     versions,
 )
-from draftlab.train.families import OBJECTIVES
 from random_heads import chosen_subjects
 from speculators_library import answer, library_rows, loading_fault, request
 from torch import Tensor
@@ -94,8 +93,8 @@ def deviation(ours: Tensor, theirs: Tensor) -> Deviation:
 def ours(head: DraftHead, batch: Batch) -> list[Step]:
     """Every step, or depth; `rows` are positions t of the packed row."""
     return [
-        Step(step.teacher - 1 - k, step.output, head.logits(step.output))
-        for k, step in enumerate(OBJECTIVES[head.config.family].outputs(head, batch))
+        Step(step.teacher_index - 1 - k, step.output, head.logits(step.output))
+        for k, step in enumerate(head.family.objective().forward(head, batch))
     ]
 
 
@@ -190,7 +189,7 @@ def new_case(
     """A case of a target's answers."""
     records = [replace(r, spans=torch.ones_like(r.spans)) if mask == "all" else r for r in answered]
     batch = pack([records], sum(len(r.tokens) for r in records), num_steps)
-    if subject.head.config.family == "ptd":
+    if subject.head.config.family == "peagle":
         # The library counts rows on over all documents, so float32 rounds other angles than ours.
         documents = batch.documents[0]
         rows = library_rows(torch.arange(len(documents)), documents)

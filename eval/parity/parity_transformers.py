@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
-from draftlab.vllm.engine import positions
+from draftlab.vllm.engine import required_positions
 from tests.helpers.zoo import eager_model
 
 BATCH = 8
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
             requests,
             new_drafter(subject.head, k) if k else None,
             batch=BATCH,
-            max_length=positions(requests, k, subject.target.max_length),
+            max_length=required_positions(requests, k, subject.target.max_length),
         )
         for k in (0, options.k)
     )

@@ -52,9 +52,9 @@ from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
 from draftlab.evaluate.statistics import acceptance_interval, bootstrap_interval
 from draftlab.export.layout import Layout
-from draftlab.export.layouts import LAYOUTS
+from draftlab.heads.family import get_family
 from draftlab.progress import Monitor
-from draftlab.vllm.engine import COUNTERS, VllmEngine, VllmSettings, positions
+from draftlab.vllm.engine import COUNTERS, VllmEngine, VllmSettings, required_positions
 
 BATCHES = (1, 8)
 Table = tuple[str, tuple[str, ...]]
@@ -138,7 +138,7 @@ class Bench:
     @property
     def max_length(self) -> int:
         """Positions a row may take, on both sides."""
-        return positions(self.requests(0.0), self.k, self.subject.target.max_length)
+        return required_positions(self.requests(0.0), self.k, self.subject.target.max_length)
 
     def ours(
         self, temperature: float, batch: int, *, probabilities: bool = False
@@ -237,7 +237,11 @@ def compare(bench: Bench, temperatures: Sequence[float]) -> Iterator[tuple[Table
     A row comes as soon as it is known.
     """
     family = bench.subject.head.config.family
-    program = "speculators" if isinstance(LAYOUTS["speculators"].get(family), Layout) else "vllm"
+    program = (
+        "speculators"
+        if isinstance(get_family(family).layouts().get("speculators"), Layout)
+        else "vllm"
+    )
     if program != "vllm":
         yield from compare_one(bench)
     level = 1 - 0.05 / max(2 * len(temperatures), 1)

@@ -17,16 +17,16 @@ from common import Subject, load_subject
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftlab.errors import UserError
-from draftlab.heads.config import FROM_LAST_STATE, HeadConfig
+from draftlab.heads.config import HeadConfig, make_head_config
 from draftlab.heads.folder import load_head, new_head, save_head
 from draftlab.heads.head import DraftHead
 from draftlab.target_model.fingerprint import fingerprint
-from draftlab.target_model.model import load_target, load_tokenizer
+from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.text.mask_token import choose_mask_token
 
 WHOLE, FOUR = {"draft_vocab_size": None}, {"boundaries": 4}
 AFTER, QK = {"norm_before_residual": True}, {"qk_norm": True}
-PTD = {"family": "ptd"}
+PEAGLE = {"family": "peagle"}
 SHAPES: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3, norm_before_residual": AFTER,
@@ -37,9 +37,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "eagle3, qk_norm, 4 boundaries": QK | FOUR,
     "eagle3, norm_before_fc": {"norm_before_fc": True},
     "eagle3, fc_norm, norm_output": {"fc_norm": True, "norm_output": True},
-    "ptd, 1 layer": PTD,
-    "ptd, 2 layers, qk_norm, norm_before_residual": PTD | QK | AFTER | {"num_layers": 2},
-    "ptd, 2 layers, 4 boundaries, whole vocabulary": PTD | FOUR | WHOLE | {"num_layers": 2},
+    "peagle, 1 layer": PEAGLE,
+    "peagle, 2 layers, qk_norm, norm_before_residual": PEAGLE | QK | AFTER | {"num_layers": 2},
+    "peagle, 2 layers, 4 boundaries, whole vocabulary": PEAGLE | FOUR | WHOLE | {"num_layers": 2},
 }
 """What --random compares; of draft_vocab_size None is all, of boundaries a number spreads them."""
 
@@ -66,7 +66,7 @@ def chosen_subjects(
     if options.random is None:
         yield subject
         return
-    others, grown = [], grown and subject.head.config.family not in FROM_LAST_STATE
+    others, grown = [], grown and not subject.head.family.reads_last_state
     for target in (subject, stand_in(subject, place / "qwen3")):
         kind = target.target.config.model_type
         for number, (shape, fields) in enumerate(SHAPES.items()):
@@ -172,7 +172,7 @@ def _config(subject: Subject, shape: dict[str, Any]) -> HeadConfig:
     target, own = subject.target, subject.head.config
     config, layers = target.config, target.num_layers
     tokenizer = load_tokenizer(subject.settings)
-    parallel = shape.get("family") == "ptd"
+    parallel = shape.get("family") == "peagle"
     mask = choose_mask_token("auto", tokenizer, target.vocab_size, subject.stops, None)
     count = shape.get("boundaries", 3)
     spread = [1 + i * (layers - 2) // (count - 1) for i in range(count)]
@@ -184,7 +184,7 @@ def _config(subject: Subject, shape: dict[str, Any]) -> HeadConfig:
         or target.vocab_size,
     }
     identity = own.target.model_copy(update={"fingerprint": fingerprint(target.folder)})
-    return HeadConfig(
+    return make_head_config(
         target_num_layers=layers,
         target_hidden_size=target.hidden_size,
         hidden_size=target.hidden_size,

@@ -54,7 +54,7 @@ def request(
     Args:
         place: an empty folder that takes the export and the row.
     """
-    documents, parallel = batch.documents[0], subject.head.config.family == "ptd"
+    documents, parallel = batch.documents[0], subject.head.config.family == "peagle"
     chosen = {}
     if parallel:  # in place of the anchors that the library would draw at random
         kept = documents[1:][documents[1:] == documents[:-1]]
@@ -86,7 +86,7 @@ def answer(
     found, report = load_file(file), json.loads(file.with_suffix(".json").read_text())
     config = subject.head.config
     found["output"] = found["hidden" if config.norm_output else "prenorm"]
-    return (by_depth(found, num_steps) if config.family == "ptd" else found), report
+    return (by_depth(found, num_steps) if config.family == "peagle" else found), report
 
 
 def loading_fault(report: dict[str, Any]) -> str | None:

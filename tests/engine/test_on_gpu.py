@@ -1,0 +1,229 @@
+"""The paged engine on a GPU equals the reference engine, for every architecture of the zoo.
+
+Every test is marked `gpu`. Tokens and steps are compared in float32, where ties are rare; bfloat16
+is compared with itself, with CUDA graphs and without.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftlab.engine.drafter import HeadDrafter, new_drafter
+from draftlab.engine.engine import Engine
+from draftlab.engine.reference import ReferenceEngine
+from draftlab.engine.sampling import Generation, Request, Sampling
+from draftlab.heads.folder import load_head, new_head
+from draftlab.pipeline.resolve import reference_head
+from draftlab.progress import Monitor
+from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.suites import load_suite
+from tests.helpers.gpu import on_gpu
+from tests.helpers.head_toys import make_config
+from tests.helpers.zoo import ZOO, wide, zoo_folder
+
+K, MAX_LENGTH = 4, 160
+
+
+@pytest.fixture(autouse=True)
+def exact_float32() -> Iterator[None]:
+    """Turn TF32 off: it rounds float32 products to 10 bits."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def random_head(target: Target, **changes: Any) -> Any:
+    """Return a head with random weights over half of the vocabulary, of the target's dtype."""
+    size, vocabulary = target.hidden_size, target.vocab_size
+    config = make_config(
+        **{"boundaries": (1, 2, 4)} | changes,
+        target_num_layers=target.num_layers,
+        target_hidden_size=size,
+        hidden_size=size,
+        intermediate_size=2 * size,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=512,
+        vocab_size=vocabulary,
+        draft_vocab_size=vocabulary // 2,
+    )
+    generator = torch.Generator().manual_seed(1)
+    head = new_head(config)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.06 * noise)
+    ids = torch.randperm(vocabulary, generator=generator)[: vocabulary // 2]
+    head.set_draft_vocabulary(ids.sort().values)
+    return head.to(target.device, target.dtype).eval().requires_grad_(False)
+
+
+def drafter_of(head: Any, temperature: float) -> HeadDrafter | None:
+    """Return a drafter with draft probabilities where rows sample; None without a head."""
+    return new_drafter(head, K, draft_probs=temperature > 0) if head is not None else None
+
+
+def decode(engine: Engine | ReferenceEngine, requests: list[Request]) -> list[Generation]:
+    """Return generations in the order of the requests."""
+    by_id = {generation.id: generation for generation in engine.generate(requests)}
+    return [by_id[request.id] for request in requests]
+
+
+def outcomes(generations: list[Generation]) -> list[tuple]:
+    """Return what must be equal: tokens, and drafted and accepted tokens of every step."""
+    return [(g.token_ids, g.steps) for g in generations]
+
+
+@lru_cache(maxsize=1)
+def embedded(device: str) -> tuple[Target, dict[str, Any], list[tuple[str, tuple[int, ...]]]]:
+    """Return the embedded target in float32, its heads by kind, and 48 prompts."""
+    settings = TargetSettings(path="embedded", dtype="float32", device=device)
+    target = load_target(settings)
+    chain = load_head(
+        reference_head(),
+        target_tensors=target.parts.shared_tensors,
+        dtype=target.dtype,
+        device=target.device,
+    )
+    parallel = random_head(target, family="peagle", embeddings="own", mask_token_id=3, num_layers=2)
+    prompts = load_suite("embedded:heldout", load_tokenizer(settings), Monitor()).prompts[:48]
+    return target, {"chain": chain, "parallel": parallel}, prompts
+
+
+@lru_cache
+def expected_outcomes(device: str, kind: str, sampling: Sampling) -> list[tuple]:
+    """Return the reference engine's outcomes for the embedded target."""
+    target, heads, prompts = embedded(device)
+    drafter = drafter_of(heads[kind], sampling.temperature)
+    engine = ReferenceEngine(target, drafter, batch=8, max_length=400)
+    return outcomes(decode(engine, [Request(i, ids, 64, sampling) for i, ids in prompts]))
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch": 1},
+        {"batch": 8},
+        {"batch": 8, "graphs": False},
+        {"batch": 48},
+        {"batch": 8, "num_blocks": 45},  # so few that requests are evicted
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8), Sampling(1.0, top_k=8)], ids=str)
+@pytest.mark.parametrize("kind", ["chain", "parallel"])
+def test_the_embedded_target(
+    kind: str, sampling: Sampling, options: dict[str, Any], device: str
+) -> None:
+    target, heads, prompts = embedded(device)
+    requests = [Request(i, ids, 64, sampling) for i, ids in prompts]
+    drafter = drafter_of(heads[kind], sampling.temperature)
+    engine = Engine(target, drafter, max_length=400, **options)
+    for _ in range(2):  # the second time with graphs that the first one captured
+        assert outcomes(decode(engine, requests)) == expected_outcomes(device, kind, sampling)
+
+
+def load(folder: Path, device: str, dtype: str, **options: Any) -> Target:
+    return load_target(TargetSettings(path=str(folder), device=device, dtype=dtype, **options))
+
+
+def zoo_requests(target: Target, temperature: float) -> list[Request]:
+    """Return prompts of several lengths; windows, chunks and temperature steps end in them."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Request(
+            f"p{i}",
+            tuple(torch.randint(3, target.vocab_size, (n,), generator=generator).tolist()),
+            20,
+            Sampling(temperature),
+        )
+        for i, n in enumerate((41, 3, 17, 30, 8, 25))
+    ]
+
+
+ARCHITECTURES = [*ZOO, "qwen2", "olmo2"]
+
+
+@on_gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_every_architecture(kind: str, temperature: float, device: str, tmp_path: Path) -> None:
+    target = load(zoo_folder(tmp_path, kind, **wide(kind)), device, "float32")
+    requests = zoo_requests(target, temperature)
+    for head in (None, random_head(target)):
+        reference = ReferenceEngine(
+            target, drafter_of(head, temperature), batch=8, max_length=MAX_LENGTH
+        )
+        expected = outcomes(decode(reference, requests))
+        for batch in (1, 8):
+            drafter = drafter_of(head, temperature)
+            engine = Engine(target, drafter, batch=batch, max_length=MAX_LENGTH)
+            assert outcomes(decode(engine, requests)) == expected, batch
+
+
+@on_gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_graphs_change_no_bit(kind: str, temperature: float, device: str, tmp_path: Path) -> None:
+    """In bfloat16, also of the keys, values and draft logits that are left on the device."""
+    target = load(zoo_folder(tmp_path, kind, **wide(kind)), device, "bfloat16", compile=True)
+    head, graphs = random_head(target), device == "cuda"
+    engines = [
+        Engine(
+            target, drafter_of(head, temperature), batch=1, max_length=MAX_LENGTH, graphs=captured
+        )
+        for captured in (graphs, False)
+    ]
+    for request in zoo_requests(target, temperature):
+        one, other = (outcomes(decode(engine, [request])) for engine in engines)
+        assert one == other
+        for tensor, expected in zip(*(device_state(e) for e in engines), strict=True):
+            assert torch.equal(tensor, expected)
+
+
+def device_state(engine: Engine) -> list[Tensor]:
+    """Return keys, values and slots without block 0 and the dummy, which a warm-up writes."""
+    pools = [pool[1:] for pool in (*engine.cache.key_pool, *engine.cache.value_pool)]
+    slots = engine.input_batch
+    buffers = [slots.length, slots.newest]
+    if slots.draft_logits is not None:
+        buffers.append(slots.draft_logits)
+    return pools + [buffer[:-1] for buffer in buffers]
+
+
+@on_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kind", ["llama4", "gpt_oss", "llama", "gemma2"])
+def test_a_pipeline_parallel_target(kind: str, device: str, tmp_path: Path) -> None:
+    """Two GPUs give the states of one bit by bit, and the same tokens and steps."""
+    folder = zoo_folder(tmp_path, kind, **wide(kind))
+    one, two = (load(folder, f"{device}:0", "float32", gpus=gpus) for gpus in (1, 2))
+    assert two.pipeline_parallel
+    assert not one.pipeline_parallel
+    ids = torch.arange(3, 3 + 2 * 100, device=one.device).view(2, 100) % 1000
+    states = [target.states(ids, (1, 2, 4)) for target in (one, two)]
+    assert torch.equal(states[0].features, states[1].features)
+    assert torch.equal(states[0].last, states[1].last)
+    for temperature in (0.0, 0.8):
+        results = []
+        for target in (one, two):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a pipeline-parallel target has no graphs
+                drafter = drafter_of(random_head(target), temperature)
+                engine = Engine(target, drafter, batch=4, max_length=MAX_LENGTH)
+            results.append(outcomes(decode(engine, zoo_requests(target, temperature))))
+        assert results[0] == results[1]
