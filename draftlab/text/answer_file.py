@@ -100,7 +100,7 @@ class AnswerFile:
                     "are generated again"
                 )
                 file.truncate(len(header) + sum(map(len, valid)))
-            done = [parse_conversation(line, self.partial, n) for n, line in enumerate(valid, 2)]
+            done = [parse_conversation(line, self.partial, n)[0] for n, line in enumerate(valid, 2)]
             if [conversation.id for conversation in done] != list(ids[: len(done)]):
                 raise UserError(
                     "expected answers in the order of the prompts, found another order",

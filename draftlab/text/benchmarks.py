@@ -103,35 +103,37 @@ class BenchmarkSource:
             for file in self.path.rglob("*")
             if file.suffix in SUFFIXES and file.name != "dataset_infos.json" and file.is_file()
         )
-        return self._subset_file(files) if self.subset else self._split_files(self.path, files)
+        if self.subset:
+            return self._choose_subset(files)
+        return self._choose_split(files)
 
-    def _subset_file(self, files: list[Path]) -> list[Path]:
+    def _choose_subset(self, files: list[Path]) -> list[Path]:
         matches = [file for file in files if file.stem == self.subset]
-        if len(matches) != 1:
-            raise UserError(
-                f"expected one file for the subset {self.subset}, found {len(matches)} in "
-                f"{_names(files, self.path)}",
-                where=self.path,
-                do=f"name the subset: {self.name}:{self.path}#SUBSET",
-            )
-        return matches
+        if len(matches) == 1:
+            return matches
+        raise UserError(
+            f"expected one file for the subset {self.subset}, found {len(matches)} in "
+            f"{_names(files, self.path)}",
+            where=self.path,
+            do=f"name the subset: {self.name}:{self.path}#SUBSET",
+        )
 
-    def _split_files(self, folder: Path, files: list[Path]) -> list[Path]:
+    def _choose_split(self, files: list[Path]) -> list[Path]:
         """Return the files of the layout's configuration (a subfolder) and split."""
         config, split = self.layout.config, self.layout.split
-        matches = [f for f in files if config in f.relative_to(folder).parts] or files
+        matches = [f for f in files if config in f.relative_to(self.path).parts] or files
         named_by_split = [f for f in matches if f.stem.split("-")[0] in _SPLITS]
         if named_by_split:
             matches = [f for f in named_by_split if f.stem.split("-")[0] == split]
-        if not matches or (not named_by_split and len(matches) > 1):
-            expected = " ".join(filter(None, (config, split)))
-            raise UserError(
-                f"expected one file, or files of the split {expected or 'test'} "
-                f"({split or 'test'}-*), found {_names(files, folder)}",
-                where=folder,
-                do=f"name the file: {self.name}:FILE",
-            )
-        return matches
+        if len(matches) == 1 or (matches and named_by_split):
+            return matches
+        expected = " ".join(filter(None, (config, split))) or "test"
+        raise UserError(
+            f"expected one file, or files of the split {expected} ({split or 'test'}-*), found "
+            f"{_names(files, self.path)}",
+            where=self.path,
+            do=f"name the file: {self.name}:FILE",
+        )
 
 
 def parse_benchmark(source: str) -> BenchmarkSource | None:
@@ -169,29 +171,27 @@ def read_rows(source: BenchmarkSource) -> list[tuple[str, str | None, str]]:
             row has the category, or there are no rows.
     """
     layout = source.layout
-    selected: dict[str, tuple[str, str | None, str]] = {}
+    rows: dict[str, tuple[str, str | None, str]] = {}
     categories: set[str] = set()
     for number, (where, row) in enumerate(_rows(source), 1):
-        category = row.get("category")
-        category = None if category is None else str(category)
+        category = None if row.get("category") is None else str(row["category"])
         categories |= {category} if category else set()
         if source.category is not None and category != source.category:
             continue
         row_id = row.get(layout.id_column) if layout.id_column else None
         id_ = f"{source.name}/{number if row_id is None else row_id}"
-        if id_ in selected:
+        if id_ in rows:
             id_ = f"{source.name}/{row_id}:{number}"
-        selected[id_] = (id_, category, _first_turn(source, row, where))
-    where = source.path or layout.hub or source.name
-    if not selected and source.category is not None:
-        raise UserError(
-            f"expected rows of the category {source.category}, found "
-            f"{', '.join(sorted(categories)) or 'rows without a category'}",
-            where=where,
-        )
-    if not selected:
-        raise UserError("expected prompts, found no rows", where=where)
-    return list(selected.values())
+        rows[id_] = (id_, category, _first_turn(source, row, where))
+    if not rows:
+        what = "expected prompts, found no rows"
+        if source.category is not None:
+            what = (
+                f"expected rows of the category {source.category}, found "
+                f"{', '.join(sorted(categories)) or 'rows without a category'}"
+            )
+        raise UserError(what, where=source.path or layout.hub or source.name)
+    return list(rows.values())
 
 
 def _rows(source: BenchmarkSource) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -288,6 +288,6 @@ def _first_turn(source: BenchmarkSource, row: dict[str, Any], where: str) -> str
     return turn
 
 
-def _names(files: list[Path], folder: Path | None) -> str:
-    names = [str(f.relative_to(folder) if folder else f) for f in files[:8]]
+def _names(files: list[Path], folder: Path) -> str:
+    names = [str(file.relative_to(folder)) for file in files[:8]]
     return ", ".join(names) + (", …" if len(files) > 8 else "") or "no such file"

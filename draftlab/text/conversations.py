@@ -87,16 +87,14 @@ def answer_id(prompt_id: str, sample: int) -> str:
     return f"{prompt_id}~{sample}" if sample else prompt_id
 
 
-def parse_conversation(line: bytes, path: Path, number: int) -> Conversation:
-    """Parse line `number` of `path`; a conversation without an id gets the id file:number.
+def parse_conversation(line: bytes, path: Path, number: int) -> tuple[Conversation, set[str]]:
+    """Parse line `number` of `path`; return the conversation and its keys.
+
+    A conversation without an id gets the id file:number.
 
     Raises:
         UserError: the line is not valid; the error names file and line.
     """
-    return _conversation(_parse_line(line, path, number), path, number)
-
-
-def _parse_line(line: bytes, path: Path, number: int) -> ConversationLine:
     where = f"{path}:{number}"
     try:
         # Windows editors begin a file with a byte order mark.
@@ -118,7 +116,16 @@ def _parse_line(line: bytes, path: Path, number: int) -> ConversationLine:
         raise UserError(
             f"expected Unicode text, found half a surrogate pair: {error}", where=where
         ) from None
-    return parsed
+    conversation = Conversation(
+        parsed.id or f"{path.stem}:{number}",
+        [message.for_template() for message in parsed.messages],
+        parsed.source or path.name,
+        parsed.temperature,
+        tuple(Answer(tuple(a.prompt_ids), tuple(a.token_ids), a.finish) for a in parsed.answers),
+        tuple(sorted(set().union(*(message.media for message in parsed.messages)))),
+        tuple(parsed.tools),
+    )
+    return conversation, parsed.model_fields_set
 
 
 def _describe(error: ValidationError) -> str:
@@ -133,18 +140,6 @@ def _describe(error: ValidationError) -> str:
     return f"{key}: {expected}, found {str(first['input'])[:60]!r}"
 
 
-def _conversation(line: ConversationLine, path: Path, number: int) -> Conversation:
-    return Conversation(
-        line.id or f"{path.stem}:{number}",
-        [message.for_template() for message in line.messages],
-        line.source or path.name,
-        line.temperature,
-        tuple(Answer(tuple(a.prompt_ids), tuple(a.token_ids), a.finish) for a in line.answers),
-        tuple(sorted(set().union(*(message.media for message in line.messages)))),
-        tuple(line.tools),
-    )
-
-
 def iterate_conversations(path: Path) -> Iterator[Conversation]:
     """Yield the conversations of a JSONL file, line by line.
 
@@ -155,11 +150,10 @@ def iterate_conversations(path: Path) -> Iterator[Conversation]:
     expected_keys: set[str] | None = None
     try:
         with open(path, "rb") as file:
-            for number, text in enumerate(file, 1):
+            for number, line in enumerate(file, 1):
                 where = f"{path}:{number}"
-                line = _parse_line(text, path, number)
-                conversation = _conversation(line, path, number)
-                keys = line.model_fields_set - {"tools"}
+                conversation, keys = parse_conversation(line, path, number)
+                keys = keys - {"tools"}
                 expected_keys = keys if expected_keys is None else expected_keys
                 if keys != expected_keys:
                     raise UserError(
