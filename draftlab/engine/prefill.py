@@ -42,17 +42,16 @@ def prefill(
     batch, drafter = step.input_batch, step.drafter
     # After a preemption the newest token is known; as always, it has no cached key yet.
     inputs = [tuple(s.tokens[:-1] if s.resumed else s.tokens) for s in sequences]
-    prompts = list(dict.fromkeys(inputs))
-    prompt_rows = [inputs.index(prompt) for prompt in prompts]  # the rows that compute them
-    numbers = {prompt: number for number, prompt in enumerate(prompts)}
-    prompt_of_row = [numbers[tokens] for tokens in inputs]
-    states = _run_prompts(
-        step, index[batch.to_device(prompt_rows, torch.int64)], prompts, chunk_tokens
-    )
-    sources = [prompt_rows[number] for number in prompt_of_row]
+    first_row: dict[Tokens, int] = {}  # each prompt is computed in its first row
+    for row, tokens in enumerate(inputs):
+        first_row.setdefault(tokens, row)
+    prompts, prompt_rows = list(first_row), list(first_row.values())
+    sources = [first_row[tokens] for tokens in inputs]
+    prompt_index = index[batch.to_device(prompt_rows, torch.int64)]
+    states = _run_prompts(step, prompt_index, prompts, chunk_tokens)
     _copy_blocks(step, sequences, sources, [len(tokens) for tokens in inputs])
 
-    gather = batch.to_device(prompt_of_row, torch.int64)
+    gather = batch.to_device([prompt_rows.index(row) for row in sources], torch.int64)
     lengths = batch.to_device([len(tokens) for tokens in inputs], torch.int64)
     resumed = batch.to_device([s.resumed for s in sequences], torch.bool)
     known = batch.to_device([s.tokens[-1] for s in sequences], torch.int64)
@@ -140,26 +139,19 @@ def _copy_blocks(
     step: Step, sequences: list[Sequence], sources: list[int], lengths: list[int]
 ) -> None:
     """Copy the blocks of each sequence's prompt from the row that computed it (`sources`)."""
-    pairs = [
-        pair
-        for row, (sequence, source, length) in enumerate(
-            zip(sequences, sources, lengths, strict=True)
-        )
-        if source != row
-        for pair in zip(
-            sequences[source].blocks[: -(-length // step.cache.block_size)],
-            sequence.blocks,
-            strict=False,
-        )
-    ]
+    pairs: list[tuple[int, int]] = []
+    for row, (source, length) in enumerate(zip(sources, lengths, strict=True)):
+        if source != row:
+            prompt_blocks = sequences[source].blocks[: -(-length // step.cache.block_size)]
+            pairs += zip(prompt_blocks, sequences[row].blocks, strict=False)
     if not pairs:
         return
-    blocks_from, blocks_to = (
+    index_from, index_to = (
         step.input_batch.to_device(blocks, torch.int64) for blocks in zip(*pairs, strict=True)
     )
     draft_pools = chain.from_iterable(step.drafter.pools if step.drafter else ())
     for pool in (*step.cache.key_pool, *step.cache.value_pool, *draft_pools):
-        pool.index_copy_(0, blocks_to, pool.index_select(0, blocks_from))
+        pool.index_copy_(0, index_to, pool.index_select(0, index_from))
 
 
 def _columns(to_device, rows: list[Tokens], start: int, end: int) -> Tensor:

@@ -67,10 +67,10 @@ def _judged(
     draft = draft[token]
     found = [torch.empty_like(row, dtype=kind) for kind in (torch.bool,) * 2 + (torch.float32,) * 3]
     for chunk in plan.chunks(max(2, BUFFER // (4 * len(target.weight)))):
-        rows, place = plan.order[chunk.rows], plan.place[chunk.rows]
+        rows, place = plan.order[chunk.rows], plan.teacher_index[chunk.rows]
         at = plan.positions[chunk.teachers]
         last = target.norm(teacher.last[at].to(target.weight.dtype))
-        z = teacher.finish(last @ target.weight.t())[place - chunk.teachers.start]
+        z = teacher.to_logits(last @ target.weight.t())[place - chunk.teachers.start]
         logsumexp = teacher.logsumexp[plan.positions[place]]
         logits = head.logits(output[rows]).float()
         judged = distill(logits, z, logsumexp)

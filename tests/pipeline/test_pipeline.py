@@ -110,7 +110,7 @@ def test_interrupted_and_gone_on_with_ends_the_same(
 
 def test_training_gives_its_memory_back(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes behind it, in this process or another one, has a target to load."""
-    closed, left, give_back = [], [], training.give_back_memory
+    closed, left, give_back = [], [], training.free_memory
     monkeypatch.setattr(TrainBackend, "close", lambda self: closed.append(self.optimizer))
 
     def asked() -> None:
@@ -118,7 +118,7 @@ def test_training_gives_its_memory_back(workshop: Path, monkeypatch: pytest.Monk
         give_back()
         left.extend(optimizer() for optimizer in closed)
 
-    monkeypatch.setattr(training, "give_back_memory", asked)
+    monkeypatch.setattr(training, "free_memory", asked)
     pipeline("name=again").make("head")
     assert left == [None]
 

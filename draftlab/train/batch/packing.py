@@ -170,7 +170,7 @@ def _in_one_block(batch: Batch, block: Tensor) -> Batch:
         return view
 
     copied = map_tensors(batch, copy)
-    return replace(copied, plans=tuple(replace(p, host=p.place) for p in copied.plans))
+    return replace(copied, plans=tuple(replace(p, host=p.teacher_index) for p in copied.plans))
 
 
 def _array(tensor: Tensor) -> np.ndarray:

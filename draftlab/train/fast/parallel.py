@@ -17,7 +17,8 @@ from draftlab.heads.eagle3 import Eagle3Layer
 from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import Attention
 from draftlab.heads.peagle import PeagleHead
-from draftlab.kernels.ttt_attention import OwnKeys, document_starts, ttt_attention
+from draftlab.kernels.ttt_attention import document_starts, ttt_attention
+from draftlab.kernels.ttt_attention_types import StepKeyValues
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
 from draftlab.train.fast.layers import PIECES, LayerWeights, Pieces, Rows, of_norm, padded, real
@@ -163,7 +164,7 @@ class _Parallel:
         attended, own = [made.flatten(0, 1) if rows is None else real(made, rows)], None
         depths = zip(self.steps, self.step_starts, *cut, strict=True)
         for rows, starts, asks, *mine in islice(depths, 1, None):
-            own = OwnKeys.extended(own, *(padded(x, rows) for x in mine), rows.select)
+            own = StepKeyValues.extend(own, *(padded(x, rows) for x in mine), rows.select)
             made = ttt_attention(padded(asks, rows), of_keys, of_values, rows.index, starts, own)
             attended.append(real(made.flatten(2), rows))
         return torch.cat(attended)

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from draftlab.heads.eagle3 import Eagle3Head, Eagle3Layer
 from draftlab.heads.head import DraftHead
 from draftlab.heads.layers import Attention
-from draftlab.kernels.ttt_attention import OwnKeys, document_starts, ttt_attention
+from draftlab.kernels.ttt_attention import document_starts, ttt_attention
+from draftlab.kernels.ttt_attention_types import StepKeyValues
 from draftlab.train.batch.packing import Batch
 from draftlab.train.fast.layers import (
     PIECES,
@@ -123,8 +124,8 @@ class _Unrolled:
         self.key, self.value = (x.unflatten(0, batch.tokens.shape) for x in made)
 
     def step(
-        self, k: int, output: Tensor, own: OwnKeys | None
-    ) -> tuple[Tensor, Tensor, OwnKeys | None]:
+        self, k: int, output: Tensor, own: StepKeyValues | None
+    ) -> tuple[Tensor, Tensor, StepKeyValues | None]:
         """Output [n, H] of step k, and the own keys up to it; before them the output it was given.
 
         Args:
@@ -143,7 +144,7 @@ class _Unrolled:
             embedded = self.embedded.rows(rows.teacher_index, self.of_keys)
             given = (weights.key_value.product(read), embedded, *angles)
             made = pieces.keys_values(given, weights.key_norm, self.eps)
-            own = OwnKeys.extended(own, *(padded(x, rows) for x in made), rows.select)
+            own = StepKeyValues.extend(own, *(padded(x, rows) for x in made), rows.select)
         attended = ttt_attention(
             padded(query, rows),
             self.key,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftlab.kernels.ttt_attention import OwnKeys, ttt_attention
+from draftlab.kernels.ttt_attention import ttt_attention
+from draftlab.kernels.ttt_attention_types import StepKeyValues
 
 
 def chunked_attention(
@@ -19,7 +20,7 @@ def chunked_attention(
     value: Tensor,
     index: Tensor,
     starts: Tensor,
-    own: OwnKeys | None,
+    own: StepKeyValues | None,
     *,
     positions: Tensor,
     chunk: int | None,
@@ -43,7 +44,7 @@ def chunked_attention(
     return torch.where(crossed[..., None, None], _own_alone(query, own, into), attended)
 
 
-def _own_alone(query: Tensor, own: OwnKeys, into: Tensor) -> Tensor:
+def _own_alone(query: Tensor, own: StepKeyValues, into: Tensor) -> Tensor:
     """Attention to a row's own keys alone, the last `into` + 1 of them: [B, R, heads, head_dim]."""
     keys, values = (
         torch.stack([made.flatten(0, 1)[at] for made, at in zip(each, own.rows, strict=True)], 2)

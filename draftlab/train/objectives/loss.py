@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.heads.head import DraftHead
-from draftlab.kernels.distill import Teacher, lk_share, weighted
+from draftlab.kernels.distill import lk_weight, weighted
 from draftlab.kernels.distill_linear import distill_linear
+from draftlab.kernels.distill_types import Teacher
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
@@ -156,13 +157,13 @@ def weighted_loss(
     teacher = target.at(batch)
     output, plan = torch.cat([s.output for s in steps]), batch.plan
     with torch.autocast(output.device.type, enabled=False):  # which would widen the norm on a GPU
-        hidden, share = head.normed(output), None
+        hidden, kl_weight = head.normed(output), None
     if terms.loss == "lk" or terms.acceptance_weighting:
         step = step_of_row(sizes, row.device)
         with torch.no_grad():
             alpha = distill_linear(hidden, head.lm_head.weight, teacher, plan, weight).alpha
         if terms.loss == "lk":
-            share = lk_share(alpha, step, len(sizes))
+            kl_weight = lk_weight(alpha, step, len(sizes))
         if share_by_reach := terms.acceptance_weighting:
             anchor, slots = row - 1 - step, batch.tokens.numel()
             reach = reach_probability(alpha, step, anchor, len(sizes), slots)
@@ -175,7 +176,7 @@ def weighted_loss(
         plan,
         terms.distillation * weight,
         loss=terms.loss,
-        share=share,
+        kl_weight=kl_weight,
     )
     total, value = out.total, terms.distillation * out.loss
     if terms.regression:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from draftlab.heads.layers import Attention
 from draftlab.heads.peagle import PeagleHead
-from draftlab.kernels.ttt_attention import OwnKeys, document_starts, ttt_attention
+from draftlab.kernels.ttt_attention import document_starts, ttt_attention
+from draftlab.kernels.ttt_attention_types import StepKeyValues
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
 from draftlab.train.objectives.loss import StepOutput, row_starts, take_rows
@@ -88,7 +89,7 @@ class _MaskedSlots:
         for rows, starts, asks, new_key, new_value in zip(
             self.steps, self.starts, *of_depths, strict=True
         ):
-            own = OwnKeys.extended(own, new_key, new_value, rows.select)
+            own = StepKeyValues.extend(own, new_key, new_value, rows.select)
             attended.append(ttt_attention(asks, key, value, rows.index, starts, own))
         return torch.cat(attended, 1)
 

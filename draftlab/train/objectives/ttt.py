@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from draftlab.heads.head import DraftHead
-from draftlab.kernels.ttt_attention import OwnKeys, document_starts
+from draftlab.kernels.ttt_attention import document_starts
+from draftlab.kernels.ttt_attention_types import StepKeyValues
 from draftlab.train.batch.packing import Batch
 from draftlab.train.objectives.chunked_attention import chunked_attention
 from draftlab.train.objectives.loss import StepOutput, row_starts, take_rows
@@ -28,7 +29,7 @@ def unroll(head: DraftHead, batch: Batch) -> Iterator[StepOutput]:
     starts, width = document_starts(batch.documents), batch.tokens.shape[1]
     everywhere = torch.arange(width, device=starts.device).expand_as(starts)
     past: list[tuple[Tensor, Tensor]] = []  # keys and values of step 0, of each layer
-    own: list[OwnKeys | None] = [None] * len(head.layers)
+    own: list[StepKeyValues | None] = [None] * len(head.layers)
     hidden = first_hidden(head, batch)
     for k, rows in enumerate(batch.steps):
         if rows.index.shape[1] == 0:
@@ -52,7 +53,7 @@ def unroll(head: DraftHead, batch: Batch) -> Iterator[StepOutput]:
             if k == 0:
                 past.append(made)
             else:
-                own[number] = OwnKeys.extended(own[number], *made, rows.select)
+                own[number] = StepKeyValues.extend(own[number], *made, rows.select)
             if k == 0 and number == len(head.layers) - 1:
                 x, residual = take_rows(x, rows.index), take_rows(residual, rows.index)
                 index, since, positions = rows.index, own_starts, own_positions
