@@ -19,7 +19,7 @@ from draftlab.progress import Monitor
 from draftlab.train.loop import Trainer
 from tests.helpers import synthetic
 from tests.helpers.list_store import ListStore
-from tests.train.test_learning import orthogonal_parts, toy_answer, trained
+from tests.helpers.toy_training import orthogonal_parts, toy_answer, trained
 
 STEPS, CUT = 8, 4
 """Optimizer steps; the checkpoint that another number of processes goes on from."""

@@ -93,3 +93,11 @@ def record(spans: list[int] | Tensor, target: TargetParts, seed: int = 0) -> Rec
         logits.argmax(-1),
         0.0,
     )
+
+
+def spans_of(turns: list[tuple[int, int]]) -> Tensor:
+    """Return spans of turns of (prompt tokens, answer tokens), with one more token at the end."""
+    spans: list[int] = []
+    for number, (prompt, answer) in enumerate(turns, 1):
+        spans += [0] * prompt + [number] * answer
+    return torch.tensor([*spans, 0])

@@ -73,7 +73,7 @@ def test_targets_whose_logits_it_cannot_make_are_refused(tmp_path: Path) -> None
     new_workshop(tmp_path)
     tiny_target(tmp_path / "gemma", "gemma2")
     text = said(tmp_path, "train", "small.yaml", "target=gemma", *EAGLE)
-    assert "EAGLE heads are for Llama-style targets; of Gemma2ForCausalLM its final norm" in text
+    assert "for an EAGLE head, found Gemma2ForCausalLM: its final norm" in text
     assert "(Gemma2RMSNorm) is not Llama's, its logits are capped" in text
     assert not (tmp_path / "runs").exists()
     for kind in ("llama", "qwen3", "mistral", "gpt_oss"):

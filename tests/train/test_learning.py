@@ -9,13 +9,9 @@ import pytest
 import torch
 
 from draftlab.errors import UserError
-from draftlab.heads.config import HeadConfig
-from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.progress import Monitor
-from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
 from draftlab.text.conversations import answer_id
-from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.batch.packing import pack
 from draftlab.train.loop import Trainer
 from draftlab.train.metrics import MetricsLog
@@ -23,98 +19,11 @@ from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.settings import TrainSettings
 from draftlab.train.token_scores import score
 from draftlab.train.validation import walk
-from tests.helpers import synthetic
 from tests.helpers.list_store import ListStore
-from tests.train.objectives.test_ttt import reach_mask_t, reach_mask_t_k, spans_of
-
-PROMPT, ANSWER = 3, 9
-
-
-class Heard(Monitor):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-
-def toy_answer(target: TargetParts, seed: int) -> Record:
-    """Prompt, then x_a at random, x_{a+1} = x_a + 7, and x + 1 from there on (modulo 20, plus 10).
-
-    Features hold the current token's embedding and, at the prompt's end, a marker; the teacher is
-    sure of the next token.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    first = int(torch.randint(20, (1,), generator=generator))
-    answer = [first, (first + 7) % 20]
-    while len(answer) < ANSWER:
-        answer.append((answer[-1] + 1) % 20)
-    tokens = torch.randint(0, 10, (PROMPT + ANSWER + 1,), generator=generator)
-    tokens[PROMPT : PROMPT + ANSWER] = torch.tensor(answer) + 10
-    following = tokens.roll(-1)
-    last = 6 * target.lm_head[following]
-    features = torch.cat([target.embeddings[tokens], torch.zeros(len(tokens), 32)], -1)
-    features[PROMPT - 1, 32:] = 3.0
-    logits = target.logits(last)
-    return Record(
-        f"s{seed}",
-        tokens,
-        spans_of([(PROMPT, ANSWER)]),
-        features,
-        last,
-        logits.logsumexp(-1),
-        logits.argmax(-1),
-        0.0,
-    )
-
-
-def orthogonal_parts() -> TargetParts:
-    """Embeddings and lm_head in which tokens are easy to tell apart."""
-    target = synthetic.parts()
-    return TargetParts(
-        torch.nn.functional.normalize(target.embeddings) * 4,
-        target.norm,
-        torch.nn.functional.normalize(target.lm_head),
-        3.0,
-        None,
-    )
-
-
-def trained(
-    folder: Path,
-    store: ListStore,
-    target: TargetParts,
-    monitor: Monitor | None = None,
-    config: HeadConfig | None = None,
-    initial: Eagle3Head | None = None,
-    **settings: object,
-) -> Trainer:
-    """A trainer after its run."""
-    fields = {
-        "steps": 200,
-        "row_tokens": 64,
-        "batch_rows": 4,
-        "ttt_steps": 3,
-        "learning_rate": 1e-2,
-        "validation_share": 0.2,
-        "checkpoint_every": 1000,
-        "log_every": 50,
-    }
-    trainer = Trainer(
-        store,  # type: ignore[arg-type]
-        target,
-        config or synthetic.config(),
-        DraftVocabulary(torch.arange(10, 40), 1.0),
-        TrainSettings.model_validate(fields | settings),
-        seed=0,
-        folder=folder,
-        monitor=monitor or Monitor(),
-        initial=initial,
-    )
-    trainer.run()
-    return trainer
+from tests.helpers.monitors import RecordingMonitor
+from tests.helpers.synthetic import spans_of
+from tests.helpers.toy_training import ANSWER, PROMPT, orthogonal_parts, toy_answer, trained
+from tests.train.objectives.test_ttt import reach_mask_t, reach_mask_t_k
 
 
 def accuracies(trainer: Trainer, target: TargetParts) -> tuple[float, float]:
@@ -221,7 +130,7 @@ def test_a_validation_that_falls_is_said_at_the_end(
     log.write({"step": 600, "validation": {"walk_al": 1.9}})
     assert log.fallen() is None
 
-    target, heard = orthogonal_parts(), Heard()
+    target, heard = orthogonal_parts(), RecordingMonitor()
     store = ListStore([toy_answer(target, i) for i in range(10)])
     monkeypatch.setattr(MetricsLog, "fallen", lambda self: "it fell")
     trained(tmp_path / "run", store, target, heard, steps=2)
@@ -229,7 +138,7 @@ def test_a_validation_that_falls_is_said_at_the_end(
 
 
 def test_further_answers_are_on_their_prompts_side(tmp_path: Path) -> None:
-    target, heard = orthogonal_parts(), Heard()
+    target, heard = orthogonal_parts(), RecordingMonitor()
     records = [
         replace(toy_answer(target, i), id=answer_id(f"p-{i % 4}", i // 4)) for i in range(12)
     ]

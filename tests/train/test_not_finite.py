@@ -13,7 +13,7 @@ from draftlab.errors import UserError
 from draftlab.train.distributed.backends import TrainBackend
 from draftlab.train.metrics import Window
 from tests.helpers.list_store import ListStore
-from tests.train.test_learning import orthogonal_parts, toy_answer, trained
+from tests.helpers.toy_training import orthogonal_parts, toy_answer, trained
 
 
 def train(folder: Path, **settings: Any) -> None:

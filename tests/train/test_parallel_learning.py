@@ -20,7 +20,7 @@ from draftlab.train.token_scores import score
 from draftlab.train.validation import validate
 from tests.helpers import synthetic
 from tests.helpers.list_store import ListStore
-from tests.train.test_learning import (
+from tests.helpers.toy_training import (
     ANSWER,
     PROMPT,
     orthogonal_parts,

@@ -112,19 +112,23 @@ class BatchLoader:
             packed = iter(loader)
         lost = None
         try:
-            while (batches := next(packed, None)) is not None:
+            while True:
+                try:
+                    batches = next(packed, None)
+                except (RuntimeError, OSError, EOFError) as error:
+                    if not workers:
+                        raise
+                    lost = f"{type(error).__name__}: {error}"
+                if batches is None or lost:
+                    break
                 if isinstance(batches, Exception):
                     raise batches
                 yield batches if on_gpu else [batch.dequantised() for batch in batches]
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            lost = str(error)
         finally:
             del packed  # ends the workers
-        if lost is not None:  # outside of `except`: its traceback would keep the workers alive
+        if lost:
             raise UserError(
-                f"a data worker ended: {lost}",
+                f"a data worker ended ({lost})",
                 do=f"check whether memory or {SHARED_MEMORY} is full, and run the same command "
                 "again; train.data_workers=0 packs batches in the process that trains",
             )

@@ -1,178 +1,310 @@
-"""Batches reach training in their order, whole, whoever packed them, and faults come along."""
+"""Batches reach training in order, with equal bits for any number of data workers, and errors too.
+
+Data workers take seconds to start: the tests that start them are few.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from draftlab.progress import Monitor
-from draftlab.train import validation as validating
-from draftlab.train.batch import packing
-from draftlab.train.batch.loader import ahead, feed, in_threads
-from draftlab.train.batch.packing import Batch, map_tensors, pack
-from draftlab.train.objectives.loss import DraftTeacher
-from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
-from draftlab.train.token_scores import score
-from draftlab.train.validation import validate
+from draftlab.errors import UserError
+from draftlab.target_model.model import Target
+from draftlab.train.batch import loader
+from draftlab.train.batch.loader import BatchLoader, MicroBatch, prefetch
+from draftlab.train.batch.packer import OptimizerStep, Packer
+from draftlab.train.batch.packing import Batch, map_tensors
+from draftlab.train.distributed.ranks import Ranks
+from draftlab.train.loop import Trainer
+from draftlab.train.settings import TrainSettings
+from tests.helpers.batches import assert_same_batches, packer, step, toy_store
 from tests.helpers.list_store import ListStore
-from tests.helpers.synthetic import family_loss, head, parts, record
-from tests.train.objectives.test_ttt import spans_of
-from tests.train.test_learning import orthogonal_parts, toy_answer, trained
+from tests.helpers.recordings import make_samples, online_store, record_store, small_target
+from tests.helpers.toy_training import orthogonal_parts, trained
 
-CPU = torch.device("cpu")
-
-
-def a_batch(one_row: bool = False) -> Batch:
-    target = parts()
-    turns = [[(3, 6)], [(2, 4), (0, 3)], [(1, 1)], [(4, 9)]]
-    records = [record(spans_of(each), target, seed) for seed, each in enumerate(turns)]
-    return pack([records[:2], records[2:]], 64, 3, one_row=one_row)
+CPU = Ranks(0, 1, torch.device("cpu"))
+GPU = Ranks(0, 1, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 7])
-def test_order_does_not_depend_on_threads(threads: int) -> None:
-    def slow(number: int) -> int:
-        time.sleep(0.002 * (number % 3))
-        return number
-
-    assert list(in_threads(slow, iter(range(40)), threads)) == list(range(40))
-    assert list(ahead(iter(range(10)), 3)) == list(range(10))
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return small_target(tmp_path_factory.mktemp("target"))
 
 
-def test_no_more_is_made_ahead_than_asked_for() -> None:
-    begun: list[int] = []
-    made = in_threads(lambda n: begun.append(n) or n, iter(range(1000)), 2)
-    assert next(made) == 0
-    made.close()
-    assert len(begun) <= 6
-    assert not [t for t in threading.enumerate() if t.name.startswith("pack")]
+def load(made: Packer, steps: list[OptimizerStep], ranks: Ranks = CPU) -> list[MicroBatch]:
+    """Load the micro-batches of steps; no worker or thread is left behind."""
+    with closing(BatchLoader(made, ranks).micro_batches(iter(steps))) as micro_batches:
+        loaded = list(micro_batches)
+    assert_nothing_left()
+    return loaded
 
 
-def test_a_fault_in_packing_reaches_training() -> None:
-    def broken(number: int) -> list[Batch]:
-        if number == 2:
-            raise ValueError("record 2 is broken")
-        return [a_batch()]
-
-    pieces = feed(range(5), broken, CPU)
-    assert next(pieces).first
-    assert next(pieces).last
-    with pytest.raises(ValueError, match="record 2 is broken"):
-        next(pieces)
+def packed_here(made: Packer, steps: list[OptimizerStep]) -> list[Batch]:
+    return [batch.dequantised() for each in steps for batch in made[each]]
 
 
-def test_the_pieces_of_a_step_share_its_counts() -> None:
-    batch = a_batch()
-    first, second = feed([None], lambda _: [batch, batch], CPU)
-    assert first.counts == second.counts == tuple(2 * n for n in batch.counts)
-    assert (first.first, first.last, second.first, second.last) == (True, False, False, True)
+def workers(parent: int) -> list[int]:
+    """Return the data workers of a process that still run."""
+    running = []
+    for folder in (path for path in Path("/proc").iterdir() if path.name.isdigit()):
+        with suppress(OSError):
+            state, ppid = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            is_worker = "spawn_main" in (folder / "cmdline").read_text()
+            if int(ppid) == parent and is_worker and state != "Z":
+                running.append(int(folder.name))
+    return running
 
 
-def test_integers_travel_as_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = a_batch()
-    gathered = packing._gathered(plain, packing.anywhere)
-    moved: list[torch.Tensor] = []
-    to = torch.Tensor.to
-    monkeypatch.setattr(
-        torch.Tensor, "to", lambda t, *a, **k: moved.append(t) or to(t, *a, **k).clone()
-    )
-    arrived = gathered.to(CPU)
-    assert len(moved) == 4  # integers, features, last states, logsumexp
-    found: list[list[torch.Tensor]] = [[], []]
-    for each, batch in zip(found, (plain, arrived), strict=True):
-        map_tensors(batch, lambda t, each=each: each.append(t) or t)
-    assert len(found[0]) > 20
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+def assert_nothing_left() -> None:
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("prefetch")]
+    assert not workers(os.getpid())
 
 
-def test_one_row_has_the_same_loss_and_no_padding() -> None:
-    target, model = parts(), head(parts())
-    rows, row = a_batch(), a_batch(one_row=True)
-    assert len(row.tokens) == 1
-    assert row.counts == rows.counts
-    assert all(step.index.numel() == len(step.valid_rows) for step in row.steps)
-    assert any(step.index.numel() > len(step.valid_rows) for step in rows.steps)
-    expected, found = (family_loss(model, target, batch, gamma=0.8)[0] for batch in (rows, row))
-    torch.testing.assert_close(found, expected)
+def test_prefetch_keeps_the_order_and_prepares_one_item() -> None:
+    started: list[int] = []
+    items = prefetch(started.append(n) or n for n in range(40))
+    assert [next(items) for _ in range(9)] == [*range(9)]
+    items.close()
+    assert len(started) <= 11
+    assert_nothing_left()
 
 
-def test_time_is_cut_into_phases() -> None:
-    clock = PhaseTimer(CPU)
-    clock.start()
-    for phase, seconds in (("data", 0.01), ("forward", 0.03), ("data", 0.01), (NOT_TRAINING, 0.02)):
-        time.sleep(seconds)
-        clock.mark(phase)
-    found = clock.read()
-    assert found.keys() == {"data", "forward", NOT_TRAINING}
-    assert found["data"] >= 0.02
-    assert found["forward"] >= 0.03
-    assert clock.read() == {}
+def test_the_micro_batches_of_a_step_share_its_counts() -> None:
+    batches = packer()[step()]
+    first, second, idle = load(packer(), [step()])
+    totals = tuple(sum(counts) for counts in zip(*(b.counts for b in batches), strict=True))
+    assert first.counts == second.counts == idle.counts == totals
+    assert first.tokens == sum(batch.num_tokens for batch in batches)
+    assert [(m.first, m.last, m.batch.idle) for m in (first, second, idle)] == [
+        (True, False, False),
+        (False, False, False),
+        (False, True, True),
+    ]
 
 
-def test_lines_say_what_training_did(tmp_path: Path) -> None:
-    class Lines(Monitor):
-        def __init__(self) -> None:
-            self.said: list[str] = []
-            self.details: list[str] = []
-
-        def say(self, line: str) -> None:
-            self.said.append(line)
-
-        def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
-            self.details.append(detail)
-
-    import json
-
-    target, monitor = orthogonal_parts(), Lines()
-    store = ListStore([toy_answer(target, i) for i in range(40)])
-    trained(
-        tmp_path, store, target, monitor, steps=7, log_every=2, validate_every=3, checkpoint_every=5
-    )
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    logged = [row for row in rows if "loss" in row]
-    assert [row["step"] for row in logged] == [2, 4, 6, 7]
-    for row in logged:
-        # Validations and checkpoints lie between some of them, and are no part of the time.
-        assert row["phases"].keys() == {"data", "forward", "backward", "optimizer"}
-        assert sum(row["phases"].values()) == pytest.approx(1)
-        assert 0 < row["loss_tokens_per_s"] < row["tokens_per_s"]
-        assert row["loss_tokens_per_s"] < row["predictions_per_s"]
-        assert row["mfu"] > 0
-        assert row["peak_memory_gib"] > 0.1
-    assert "GFLOP a token" in monitor.said[0]
-    assert all("dense MFU" in line and "data" in line and "GiB" in line for line in monitor.details)
+def test_workers_pack_the_same_batches_in_the_same_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The working directory is not searched for modules; the global generator is not used."""
+    (tmp_path / "random.py").write_text("raise SystemExit('this is not the standard library')")
+    monkeypatch.chdir(tmp_path)
+    steps = [step(number, None if number % 2 else [([[*range(12)]], False)]) for number in range(7)]
+    before, environment = torch.get_rng_state(), dict(os.environ)
+    for kind in ({"drops_anchors": True}, {"imitates_states": True, "ttt_steps": 1}):
+        made = packer(**kind, data_workers=2, row_tokens=256)
+        loaded = [micro.batch for micro in load(made, steps)]
+        assert_same_batches(loaded, packed_here(made, steps))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert dict(os.environ) == environment
+    assert sys.modules["__main__"].__dict__.keys() > {"__file__"}
 
 
-def test_long_records_are_validated_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = [10, 20, 30, 40, 90, 200]
-    monkeypatch.setattr(validating, "MOST_TOKENS", 100)
-    assert list(validating._groups(range(6), lengths, 3)) == [[0, 1, 2], [3], [4], [5]]
-    monkeypatch.undo()
-    assert list(validating._groups(range(6), lengths, 4)) == [[0, 1, 2, 3], [4, 5]]
+def test_a_worker_opens_the_store(target: Target, tmp_path: Path) -> None:
+    """Also an fp8 store, whose codes travel."""
+    store = record_store(target, tmp_path, dtype="fp8")
+    made = packer(store, row_tokens=sum(store.lengths), data_workers=1)
+    steps = [step(0, [([[*range(len(store))]], False)])]
+    (micro,) = load(made, steps)
+    assert_same_batches([micro.batch], packed_here(made, steps))
+    assert micro.batch.features.dtype == torch.bfloat16
 
 
-def test_validation_cuts_alpha_by_position() -> None:
-    target, model = parts(), head(parts())
-    records = [record(spans_of([(250, 20)]), target, seed) for seed in range(3)]
-    teacher, store = DraftTeacher.of(target, model), ListStore(records)
-    found = validate(model, teacher, store, range(3), num_steps=2)  # type: ignore[arg-type]
-    first, second = found.by_position
-    assert (first.start, first.stop, second.start, second.stop) == (0, 256, 256, 512)
-    # Loss at t = 249 … 267 in step 0, one less in step 1.
-    assert (first.rows, second.rows) == ([3 * 7, 3 * 7], [3 * 12, 3 * 11])
-    scores = score(model, teacher, pack([[r] for r in records], 300, 2))
-    for stretch, at in ((first, slice(0, 256)), (second, slice(256, None))):
-        alpha = scores.alpha[:, at].sum((0, 1)) / torch.tensor(stretch.rows)
-        assert stretch.alpha == pytest.approx(alpha.tolist(), rel=1e-5)
-    line = found.position_line()
-    assert line is not None
-    assert "below 256" in line
-    assert "below 512" in line
-    short = [record(spans_of([(3, 20)]), target, seed) for seed in range(3)]
-    brief = validate(model, teacher, ListStore(short), range(3), num_steps=2)  # type: ignore[arg-type]
-    assert brief.position_line() is None
+@pytest.mark.gpu
+@pytest.mark.parametrize("data_workers", [0, 2])
+def test_batches_reach_a_gpu(data_workers: int, target: Target, tmp_path: Path) -> None:
+    store = record_store(target, tmp_path, dtype="fp8")
+    made = packer(store, row_tokens=sum(store.lengths), data_workers=data_workers)
+    steps = [step(n, [([[*range(n, n + 3)]], False), ([[n]], True)]) for n in range(9)]
+    loaded = [micro.batch for micro in load(made, steps, GPU)]
+    assert all(batch.features.is_cuda for batch in loaded)
+    on_cpu = [map_tensors(batch, lambda t: t.cpu()) for batch in loaded]
+    assert_same_batches(on_cpu, packed_here(made, steps))
+
+
+def test_training_has_equal_bits_with_workers(tmp_path: Path) -> None:
+    settings = {"steps": 7, "micro_rows": 2, "log_every": 1}
+    heads = [
+        trained(tmp_path / str(n), toy_store(20), orthogonal_parts(), data_workers=n, **settings)
+        for n in (0, 2)
+    ]
+    first, other = (trainer.head.state_dict() for trainer in heads)
+    assert all(torch.equal(first[name], other[name]) for name in first)
+    assert_nothing_left()
+
+
+@pytest.mark.parametrize("data_workers", [0, 2])
+def test_an_error_of_training_leaves_nothing(
+    data_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same trainer can then resume."""
+    trainers: list[Trainer] = []
+
+    def fail(trainer: Trainer, _: MicroBatch) -> None:
+        trainers.append(trainer)
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_accumulate", fail)
+        with pytest.raises(ZeroDivisionError) as caught:
+            trained(tmp_path, toy_store(20), orthogonal_parts(), steps=3, data_workers=data_workers)
+    assert caught.value.__traceback__ is not None  # it keeps the objects of its frames
+    assert_nothing_left()
+    trainers[0].run()
+    assert trainers[0].step == 3
+    assert_nothing_left()
+
+
+class SlowStore(ListStore):
+    """Takes its time."""
+
+    def views(self, indices: Any) -> Any:
+        time.sleep(0.6)
+        return super().views(indices)
+
+
+@pytest.mark.parametrize("data_workers", [0, 1])
+def test_ctrl_c_while_waiting_for_data(data_workers: int) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    made = packer(SlowStore(toy_store().records), data_workers=data_workers)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            load(made, [step()] * 9)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert caught.value.__traceback__ is not None
+    assert_nothing_left()
+
+
+def test_errors_of_packing_arrive_as_they_are(target: Target, tmp_path: Path) -> None:
+    store = record_store(target, tmp_path)
+    shard = min(tmp_path.glob("shard-*"))
+    made = packer(store, row_tokens=sum(store.lengths), data_workers=1)
+    with pytest.raises(IndexError, match="has no record 99") as caught:
+        load(made, [step(0, [([[99]], False)])])
+    assert "in a data worker" in caught.value.__notes__[0]
+    alone = BatchLoader(replace(made, settings=TrainSettings(data_workers=0)), CPU)
+    with pytest.raises(IndexError, match="has no record 99"):
+        list(alone.micro_batches([step(0, [([[99]], False)])]))
+    there = BatchLoader(made, CPU)  # it has opened a shard, which its worker opens again
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(UserError, match="truncated or corrupt") as caught:
+        list(there.micro_batches([step(0, [([[0]], False)])]))
+    assert caught.value.where == str(shard)
+    assert "in a data worker" in caught.value.__notes__[0]
+    assert_nothing_left()
+
+
+class OddStore(ListStore):
+    """Raises an error that cannot be pickled."""
+
+    class OddError(Exception):
+        def __init__(self, one: str, two: str) -> None:
+            super().__init__(f"{one} and {two}")
+
+    def views(self, indices: Any) -> Any:
+        if len(indices) > 1:
+            raise OddStore.OddError("this", "that")
+        return super().views(indices)
+
+
+def test_an_error_that_cannot_be_pickled_arrives_as_text() -> None:
+    made = packer(OddStore(toy_store().records), data_workers=1)
+    with pytest.raises(RuntimeError, match=r"OddError\('this and that'\)"):
+        load(made, [step()])
+
+
+@pytest.mark.parametrize("change", ["recorded anew", "gone"])
+def test_a_store_that_is_another_one_is_refused(
+    change: str, target: Target, tmp_path: Path
+) -> None:
+    made = BatchLoader(packer(record_store(target, tmp_path, make_samples(4)), data_workers=1), CPU)
+    shutil.rmtree(tmp_path)
+    if change == "recorded anew":
+        record_store(target, tmp_path, make_samples(4, seed=1))
+    message = {"recorded anew": "recorded since", "gone": "manifest.json"}[change]
+    with pytest.raises(UserError, match=message):
+        list(made.micro_batches([step()]))
+
+
+def test_a_worker_that_is_killed_is_named() -> None:
+    steps = (step(number) for number in range(99))
+    with closing(BatchLoader(packer(data_workers=1), CPU).micro_batches(steps)) as micro_batches:
+        next(micro_batches)
+        os.kill(*workers(os.getpid()), signal.SIGKILL)
+        with pytest.raises(UserError, match="data worker ended") as caught:
+            list(micro_batches)
+    assert "train.data_workers=0" in caught.value.do
+    assert_nothing_left()
+
+
+def test_workers_end_with_the_process_that_trains() -> None:
+    """The script has no `if __name__ == "__main__"`, and a worker does not run it again."""
+    program = """
+        import os, sys, time
+        from draftlab.train.batch.loader import BatchLoader
+        from tests.helpers.batches import packer, step
+        from tests.train.batch.test_loader import CPU, workers
+        micro_batches = BatchLoader(packer(data_workers=2), CPU).micro_batches([step()] * 99)
+        next(micro_batches)
+        print(*workers(os.getpid()), flush=True)
+        time.sleep(60)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as training:
+        assert training.stdout is not None
+        pids = [int(word) for word in training.stdout.readline().split()]
+        assert len(pids) == 2
+        training.kill()
+    deadline = time.monotonic() + 60
+    while any(_is_worker(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a data worker is left"
+        time.sleep(0.1)
+
+
+def _is_worker(pid: int) -> bool:
+    with suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z" and "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()
+    return False
+
+
+def test_where_there_can_be_no_workers(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    online = packer(online_store(target, make_samples()), data_workers=2)
+    with pytest.raises(UserError, match=r"asks for 2 data workers.*no folder"):
+        BatchLoader(online, CPU)
+    default = replace(online, settings=TrainSettings())
+    assert BatchLoader(default, GPU).describe() == "this process"
+    assert BatchLoader(packer(), CPU).num_workers == 0
+    stored = record_store(target, tmp_path)
+    assert BatchLoader(packer(stored, data_workers=1), CPU).describe() == "1 data worker"
+    assert BatchLoader(packer(stored), GPU).num_workers > 0
+    full = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    with pytest.raises(UserError, match=r"/dev/shm, found 0\.0 GiB free"):
+        BatchLoader(packer(stored, data_workers=1), CPU)
+    assert BatchLoader(packer(stored), GPU).num_workers == 0
+
+
+def test_default_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, gpus, expected in ((16, 1, 4), (64, 4, 4), (12, 4, 1), (2, 1, 1), (1, 1, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: set(range(n)))
+        assert loader.default_num_workers(gpus) == expected

@@ -25,7 +25,7 @@ from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.settings import TrainSettings
 from tests.helpers import synthetic
 from tests.helpers.rank_program import CUT, DIVERGING, STEPS, train
-from tests.train.test_learning import orthogonal_parts
+from tests.helpers.toy_training import orthogonal_parts
 
 PRINTED = {
     "ddp": "DistributedDataParallel",

@@ -17,19 +17,11 @@ from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.order import batches, epoch_rows
 from draftlab.train.batch.packing import pack
-from tests.helpers.synthetic import family_loss, head, parts, record
+from tests.helpers.synthetic import family_loss, head, parts, record, spans_of
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=4
 )  # (prompt tokens, answer tokens) of each turn
-
-
-def spans_of(turns: list[tuple[int, int]]) -> Tensor:
-    """Spans of turns; adjacent answers stay distinct."""
-    values: list[int] = []
-    for number, (before, answer) in enumerate(turns, 1):
-        values += [0] * before + [number] * answer
-    return torch.tensor([*values, 0])
 
 
 def server_log(spans: Tensor, k: int) -> set[tuple[int, int]]:

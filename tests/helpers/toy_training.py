@@ -1,0 +1,100 @@
+"""Training of toy heads on answers that follow a rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.progress import Monitor
+from draftlab.store.store import Record
+from draftlab.target_model.parts import TargetParts
+from draftlab.text.draft_vocabulary import DraftVocabulary
+from draftlab.train.loop import Trainer
+from draftlab.train.settings import TrainSettings
+from tests.helpers import synthetic
+from tests.helpers.list_store import ListStore
+from tests.helpers.synthetic import spans_of
+
+PROMPT, ANSWER = 3, 9
+"""Tokens of a toy record's prompt and answer."""
+
+
+def toy_answer(target: TargetParts, seed: int) -> Record:
+    """Make a record of a prompt and an answer that follows a rule after its first token.
+
+    x_a is random, x_{a+1} = x_a + 7, and x + 1 follows x from there on (modulo 20, plus 10).
+    The features are the current token's embedding and a marker at the prompt's end; the teacher is
+    sure of the next token.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    first = int(torch.randint(20, (1,), generator=generator))
+    answer = [first, (first + 7) % 20]
+    while len(answer) < ANSWER:
+        answer.append((answer[-1] + 1) % 20)
+    tokens = torch.randint(0, 10, (PROMPT + ANSWER + 1,), generator=generator)
+    tokens[PROMPT : PROMPT + ANSWER] = torch.tensor(answer) + 10
+    following = tokens.roll(-1)
+    last = 6 * target.lm_head[following]
+    features = torch.cat([target.embeddings[tokens], torch.zeros(len(tokens), 32)], -1)
+    features[PROMPT - 1, 32:] = 3.0
+    logits = target.logits(last)
+    return Record(
+        f"s{seed}",
+        tokens,
+        spans_of([(PROMPT, ANSWER)]),
+        features,
+        last,
+        logits.logsumexp(-1),
+        logits.argmax(-1),
+        0.0,
+    )
+
+
+def orthogonal_parts() -> TargetParts:
+    """Make embeddings and an lm_head in which tokens are easy to tell apart."""
+    target = synthetic.parts()
+    return TargetParts(
+        torch.nn.functional.normalize(target.embeddings) * 4,
+        target.norm,
+        torch.nn.functional.normalize(target.lm_head),
+        3.0,
+        None,
+    )
+
+
+def trained(
+    folder: Path,
+    store: ListStore,
+    target: TargetParts,
+    monitor: Monitor | None = None,
+    config: HeadConfig | None = None,
+    initial: Eagle3Head | None = None,
+    **settings: object,
+) -> Trainer:
+    """Train a toy head, and return the trainer after its run."""
+    fields = {
+        "steps": 200,
+        "row_tokens": 64,
+        "batch_rows": 4,
+        "ttt_steps": 3,
+        "learning_rate": 1e-2,
+        "validation_share": 0.2,
+        "checkpoint_every": 1000,
+        "log_every": 50,
+    }
+    trainer = Trainer(
+        store,  # type: ignore[arg-type]
+        target,
+        config or synthetic.config(),
+        DraftVocabulary(torch.arange(10, 40), 1.0),
+        TrainSettings.model_validate(fields | settings),
+        seed=0,
+        folder=folder,
+        monitor=monitor or Monitor(),
+        initial=initial,
+    )
+    trainer.run()
+    return trainer
