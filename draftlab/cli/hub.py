@@ -47,20 +47,21 @@ def push(
     """
     with guard(debug, UNSENT):
         from draftlab.export.settings import ExportSettings
-        from draftlab.hub.names import check_repo
+        from draftlab.hub.upload import check_repo_id
         from draftlab.pipeline.recipe import changed
 
-        check_repo(repo)  # slips are answered before torch is imported
+        check_repo_id(repo)  # before torch is imported
         asked = {"formats": (to,), "k": k, "dtype": dtype}
         options = {"formats": "--to", "k": "--k", "dtype": "--dtype"}
         exports = changed(ExportSettings(), asked, where="command line", options=options, do=_HELP)
-        from draftlab.hub.folder import Push, write_folder
         from draftlab.hub.upload import upload
+        from draftlab.hub.upload_folder import PushSettings, write_upload_folder
         from draftlab.pipeline.head_workspace import open_head
 
         subject = open_head(run_name, None, None)
         place = out or subject.folder / "hub" / repo.replace("/", "--")
-        folder = write_folder(subject, Push(repo, exports, base_model, licence), place, monitor)
+        settings = PushSettings(repo, exports, base_model, licence)
+        folder = write_upload_folder(subject, settings, place, monitor)
         if dry_run:
             monitor.say(f"push: {folder} is what would be sent to {repo}; nothing was")
             return

@@ -1,1 +1,1 @@
-"""A run's head on the Hugging Face Hub: the folder with its model card, and the upload."""
+"""Push a run's head to the Hugging Face Hub: the model card, the folder and its upload."""

@@ -1,4 +1,4 @@
-"""A stand-in for the Hub's API: repositories in memory, uploads by LFS, faults on demand."""
+"""A stub of the Hub's API with repositories in memory, LFS uploads and injected faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKEN = "hf_secretSECRETsecret"
 
 @dataclass
 class Repo:
-    """A repository: files by path, each with its content."""
+    """A repository; `files` maps paths to contents."""
 
     private: bool
     files: dict[str, bytes] = field(default_factory=dict)
@@ -27,12 +27,13 @@ class Repo:
 
 @dataclass
 class StubHub:
-    """The Hub's state, and what was asked of it.
+    """The Hub's state, and the requests that it received.
 
     Attributes:
-        objects: LFS content by SHA-256. uploads: SHA-256 of each upload, in order.
-        allow: uploads that arrive; all after them are broken off in the middle. None: all arrive.
-        refuse: status that every request is answered with; None: none.
+        objects: LFS contents by SHA-256.
+        uploads: SHA-256 of each upload, in order.
+        allow: the number of uploads before connections are closed midway; None: no limit.
+        refuse: the status of every response; None: requests are served.
     """
 
     url: str = ""
@@ -46,7 +47,7 @@ class StubHub:
     lock: Any = field(default_factory=threading.Lock)
 
     def commit(self, repo: Repo, lines: list[dict[str, Any]]) -> None:
-        """Carries out a commit's operations."""
+        """Apply the operations of a commit."""
         for line in lines:
             value = line["value"]
             if line["key"] == "file":
@@ -64,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: Any) -> None:
-        """Silent."""
+        """Log nothing."""
 
     def answer(self, status: int, body: Any = None, **headers: str) -> None:
         data = json.dumps(body if body is not None else {}).encode()
@@ -79,12 +80,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
-            parts = []
+            chunks = []
             while size := int(self.rfile.readline().strip(), 16):
-                parts.append(self.rfile.read(size))
+                chunks.append(self.rfile.read(size))
                 self.rfile.readline()
             self.rfile.readline()
-            return b"".join(parts)
+            return b"".join(chunks)
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def serve(self) -> None:
@@ -138,16 +139,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
             return
         files = [{"rfilename": path} for path in (".gitattributes", *repo.files)]
-        self.answer(
-            200,
-            {
-                "id": name,
-                "sha": "0" * 40,
-                "private": repo.private,
-                "siblings": files,
-                "tags": repo.tags,
-            },
-        )
+        body = {"id": name, "sha": "0" * 40, "siblings": files}
+        self.answer(200, body | {"private": repo.private, "tags": repo.tags})
 
     def tree(self, _data: bytes, name: str) -> None:
         files = self.hub.repos[name].files
@@ -172,11 +165,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def lfs(self, data: bytes, name: str) -> None:
         objects = []
-        for wanted in json.loads(data)["objects"]:
-            oid = wanted["oid"]
-            there = oid in self.hub.objects
-            actions = {"upload": {"href": f"{self.hub.url}/lfs/{oid}", "header": {}}}
-            objects.append(wanted | ({} if there else {"actions": actions}))
+        for item in json.loads(data)["objects"]:
+            if item["oid"] not in self.hub.objects:
+                href = f"{self.hub.url}/lfs/{item['oid']}"
+                item["actions"] = {"upload": {"href": href, "header": {}}}
+            objects.append(item)
         self.answer(200, {"transfer": "basic", "objects": objects})
 
     def commit(self, data: bytes, name: str) -> None:
@@ -200,7 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def stub_hub() -> Iterator[StubHub]:
-    """A stub on a free port of this machine, for as long as the block lasts."""
+    """Serve a stub on a free local port during the block."""
     hub = StubHub()
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

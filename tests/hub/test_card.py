@@ -1,4 +1,4 @@
-"""The model card: every figure with its conditions, and metadata that the Hub reads."""
+"""The model card: figures with their conditions, and metadata that the Hub reads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import yaml
 from huggingface_hub import ModelCard
 
 from draftlab.heads.folder import load_config
-from draftlab.hub.card import CardFacts, model_card, own_rows
-from draftlab.pipeline.api import reference_head
+from draftlab.hub.card import CardContent, model_card
+from draftlab.pipeline.resolve import reference_head
 from tests.helpers.sample_report import report
 
 LAUNCH = "# Serving this head with vLLM\n\n```\nvllm serve org/base\n```\n"
@@ -19,16 +19,14 @@ CERTIFICATE = {
 
 
 def card(**changes: object) -> str:
-    found = report()
-    found = found.model_copy(
-        update={"environment": found.environment | {"certificates": {"head": CERTIFICATE}}}
-    )
-    name = next(row.head for row in found.rows if row.head)
+    certified = report()
+    environment = certified.environment | {"certificates": {"head": CERTIFICATE}}
+    name = next(row.head for row in certified.rows if row.head)
     fields = {
         "repo": "org/head",
         "head": load_config(reference_head()),
-        "report": found,
-        "rows": own_rows(found, name),
+        "report": certified.model_copy(update={"environment": environment}),
+        "rows": [row for row in certified.rows if row.head in (name, None)],
         "layout": "speculators layout",
         "launch": LAUNCH,
         "recipe": "name: x\nnote: 'a: b'\n",
@@ -37,26 +35,25 @@ def card(**changes: object) -> str:
         "data": [("prompts", "embedded")],
         "plots": ["tpot.png"],
     }
-    return model_card(CardFacts(**fields | changes))
+    return model_card(CardContent(**fields | changes))
 
 
-def test_front_matter_is_yaml_that_the_hub_reads() -> None:
+def test_the_hub_can_read_the_front_matter() -> None:
     text = card()
     _, front, body = text.split("---\n", 2)
     fields = yaml.safe_load(front)
-    assert fields["base_model"] == "org/base"
-    assert fields["license"] == "apache-2.0"
+    assert (fields["base_model"], fields["license"]) == ("org/base", "apache-2.0")
     results = fields["model-index"][0]["results"]
-    kinds = {m["type"] for result in results for m in result["metrics"]}
+    kinds = {metric["type"] for result in results for metric in result["metrics"]}
     assert kinds == {"acceptance_length", "speedup"}
     assert ModelCard(text).data.eval_results
     assert body.lstrip().startswith("# head")
 
 
-def test_figures_stand_beside_counters_conditions_certificate_and_commands() -> None:
+def test_the_card_has_counters_conditions_certificate_and_commands() -> None:
     text = card()
     row = next(row for row in report().rows if row.head)
-    for shown in (
+    for words in (
         f"{row.acceptance_length:.2f} [",
         f"| {row.drafts:,} | {row.draft_tokens:,} | {row.accepted:,} |",
         f"{row.prompts} of {row.suite}",
@@ -68,12 +65,11 @@ def test_figures_stand_beside_counters_conditions_certificate_and_commands() -> 
         "![tpot](tpot.png)",
         "note: 'a: b'",
     ):
-        assert shown in text, shown
+        assert words in text, words
 
 
-def test_what_is_not_known_is_left_out() -> None:
+def test_unknown_values_are_left_out() -> None:
     text = card(base_model=None, licence=None)
     fields = yaml.safe_load(text.split("---\n", 2)[1])
-    assert "base_model" not in fields
-    assert "license" not in fields
+    assert not {"base_model", "license"} & set(fields)
     assert "Licence: not stated" in text

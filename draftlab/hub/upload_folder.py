@@ -1,0 +1,189 @@
+"""The folder that a push uploads: an export with its model card, report and recipe.
+
+None of its files contains an absolute path of the machine on which it was written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftlab.errors import UserError
+from draftlab.evaluate.results import Report, Row
+from draftlab.export import ExportSettings, write_export
+from draftlab.export.destination import whole_folder
+from draftlab.export.launch_text import is_hub_id
+from draftlab.export.layouts import layout_for
+from draftlab.files import read_json, write_json, write_text
+from draftlab.formatting import plain_values
+from draftlab.heads.folder import CONFIG, NATIVE, load_config
+from draftlab.hub.card import CardContent, model_card
+from draftlab.hub.upload import check_repo_id
+from draftlab.pipeline.head_workspace import HeadWorkspace
+from draftlab.progress import Monitor
+from draftlab.target_model.locate import resolve_target
+
+README, LAUNCH, RECIPE, REPORT = "README.md", "launch.md", "recipe.yaml", "report.json"
+HEAD = "head.json"
+"""The name of draftlab.json in the upload. Under its own name it would mark the folder as a head
+folder, but the folder is an export (which `draftlab import` reads)."""
+
+
+@dataclass(frozen=True)
+class PushSettings:
+    """What is pushed, and what the card says that no file contains.
+
+    Attributes:
+        repo: the repository's id, "org/name".
+        exports: the layout of the files (one), and how they are written.
+        base_model: the target's Hub id; None: the recipe's target, if that is a Hub id.
+        licence: the licence's id on the Hub, such as "apache-2.0".
+    """
+
+    repo: str
+    exports: ExportSettings
+    base_model: str | None = None
+    licence: str | None = None
+
+
+def write_upload_folder(
+    workspace: HeadWorkspace, settings: PushSettings, path: Path, monitor: Monitor
+) -> Path:
+    """Write the folder that is uploaded, replace an earlier one, and return its path.
+
+    Raises:
+        UserError: the run has no report, the layout does not support the head, or the folder has
+            other content.
+    """
+    path = path.expanduser().resolve()
+    if path.exists() and (not path.is_dir() or _has_other_content(path)):
+        raise UserError(
+            "expected a new folder or one that a push wrote, found other content",
+            where=path,
+            do="name another folder with --out",
+        )
+    results = workspace.folder / "eval"
+    report, rows = _read_report(workspace)
+    target = workspace.target.path
+    if settings.base_model is not None:
+        check_repo_id(settings.base_model, "--base-model")
+    base_model = settings.base_model or (target if is_hub_id(target) else None)
+    if base_model is None:
+        monitor.say(
+            "warning: push: the target is not a model on the Hub, so the card has no base_model "
+            "and the serving commands name no target: give --base-model ORG/NAME"
+        )
+    if settings.licence is None:
+        monitor.say("warning: push: the card states no licence: give --license, as apache-2.0")
+    head = load_config(workspace.head)
+    layout = layout_for(settings.exports.formats[0], head.family)
+    recipe = without_paths(yaml.safe_load((workspace.folder / RECIPE).read_text(encoding="utf-8")))
+    recipe_text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
+    with whole_folder(path) as folder:
+        launch = _export(workspace, settings, base_model, folder, monitor)
+        plots = sorted(file.name for file in results.glob("*.png"))
+        for name in plots:
+            (folder / name).write_bytes((results / name).read_bytes())
+        write_text(folder / RECIPE, recipe_text)
+        write_json(folder / REPORT, without_paths(read_json(results / REPORT)))
+        write_json(folder / HEAD, without_paths(read_json(workspace.head / CONFIG)))
+        card = CardContent(
+            settings.repo,
+            head,
+            report.model_copy(update={"target": without_paths(report.target)}),
+            rows,
+            layout.title(),
+            launch,
+            recipe_text,
+            base_model,
+            settings.licence,
+            _training_data(recipe) + plain_values(head.provenance),
+            plots,
+        )
+        write_text(folder / README, model_card(card))
+    return path
+
+
+def _has_other_content(path: Path) -> bool:
+    """Return whether a folder has files that no push wrote."""
+    names = {file.name for file in path.iterdir()}
+    return bool(names) and not {README, HEAD, REPORT} <= names
+
+
+def _read_report(workspace: HeadWorkspace) -> tuple[Report, list[Row]]:
+    """Return the run's report, and its rows of this head and of plain decoding."""
+    path = workspace.folder / "eval" / REPORT
+    evaluate = f"run `draftlab eval --run {workspace.folder.name}`"
+    if not path.is_file():
+        raise UserError("expected the run to have a report, found none", where=path, do=evaluate)
+    report = Report.read(path)
+    rows = [row for row in report.rows if row.head in (workspace.name, None)]
+    if not any(row.head for row in rows):
+        raise UserError(
+            f"expected rows of {workspace.name} in the report, found none", where=path, do=evaluate
+        )
+    if path.stat().st_mtime < (workspace.head / CONFIG).stat().st_mtime:
+        raise UserError(
+            "expected a report of this head, found one that is older than the head",
+            where=path,
+            do=evaluate,
+        )
+    return report, rows
+
+
+def _export(
+    workspace: HeadWorkspace,
+    settings: PushSettings,
+    base_model: str | None,
+    folder: Path,
+    monitor: Monitor,
+) -> str:
+    """Write and verify the export, move its files into `folder`, and return launch.md."""
+    target = resolve_target(workspace.target)
+    export = write_export(
+        workspace.head,
+        target,
+        folder / "export",
+        settings.exports.formats[0],
+        target_name=base_model or workspace.target.path,
+        k=settings.exports.k,
+        dtype=settings.exports.dtype,
+        max_shard=settings.exports.max_shard,
+        monitor=monitor,
+        trust_remote_code=workspace.target.trust_remote_code,
+    )
+    for file in export.iterdir():
+        file.rename(folder / file.name)
+    export.rmdir()
+    launch = (folder / LAUNCH).read_text(encoding="utf-8")
+    launch = launch.replace(str(export.resolve()), settings.repo)
+    if base_model is None:
+        launch = launch.replace(str(target.resolve()), "TARGET")
+    write_text(folder / LAUNCH, launch)
+    # The export has been compared with the head; later only the last part of a path has a meaning.
+    write_json(folder / NATIVE, without_paths(read_json(folder / NATIVE)))
+    return launch
+
+
+def _training_data(recipe: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return where the training data came from, as (name, value)."""
+    prompts, regenerate = recipe.get("prompts", {}), recipe.get("regenerate", {})
+    answers = "given with the prompts"
+    if regenerate.get("enabled", True):
+        temperatures = ", ".join(f"{t:g}" for t in regenerate.get("temperatures", []))
+        answers = f"the target's own, at temperatures {temperatures}"
+    return [("prompts", str(prompts.get("source"))), ("answers", answers)]
+
+
+def without_paths(value: Any) -> Any:
+    """Return a JSON value with the last part of each absolute path only, for privacy."""
+    if isinstance(value, dict):
+        return {key: without_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_paths(item) for item in value]
+    if isinstance(value, str) and Path(value).expanduser().is_absolute() and "\n" not in value:
+        return Path(value).name
+    return value
