@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from draftlab.doctor.findings import Finding
-from draftlab.doctor.weight_hypotheses import can_lift, in_order, lifted_mask
+from draftlab.doctor.weight_hypotheses import can_lift, lifted_mask
 from draftlab.export.weight_files import read_weights
 from draftlab.files import read_json
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.family import get_family
 from draftlab.heads.folder import NATIVE, load_config, new_head
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD, TARGET_NORM
 from draftlab.heads.native_config import native_config
+from draftlab.heads.validate import draft_vocabulary_fault, tensor_faults
 
 MASK_HIDDEN, NORM = "mask_hidden", "norm.weight"
 UNREAD = "this head has no use for it; programs refuse it, or leave it out in silence"
@@ -95,7 +95,7 @@ def _shown(config: dict[str, Any], key: str) -> str:
 
 
 def whole_tensors(
-    files: HeadFiles, lent: Mapping[str, Tensor]
+    files: HeadFiles, target_tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor] | None, list[Finding]]:
     """The head's tensors, complete, with what was wrong with them.
 
@@ -103,30 +103,33 @@ def whole_tensors(
     tensors that nothing reads are left out. None where that leaves gaps.
 
     Args:
-        lent: the target's embeddings, lm_head and final norm, by their names in heads.
+        target_tensors: the target's embeddings, lm_head and final norm, by their names in heads.
     """
     config, stored = files.config, {n: _readable(t) for n, t in files.tensors.items()}
     head = new_head(config)
     wanted = {name: tensor.shape for name, tensor in head.tensors().items()}
-    borrowed = head.shared_tensors()
+    shared, faults = head.shared_tensors(), tensor_faults(head, stored)
     findings = [
         Finding(
             kind="unknown tensor",
-            what=f"unknown tensor {name}: "
-            + ("the config says that the target lends it" if name in borrowed else UNREAD),
+            what=fault.message,
             do="remove it, or name the family and options that have it in the config",
         )
-        for name in sorted(stored.keys() - (wanted.keys() - borrowed))
+        for fault in faults
+        if fault.kind == "unknown tensor"
     ]
     findings += _values(stored) + _dtypes(files.tensors) + vocabulary_findings(stored, config)
     misshapen, tensors = _shaped(
-        {n: t for n, t in stored.items() if n not in borrowed}, wanted, config
+        {n: t for n, t in stored.items() if n not in shared},
+        wanted,
+        config,
+        {fault.tensor: fault.message for fault in faults if fault.kind == "shape"},
     )
-    tensors |= {name: lent[name] for name in borrowed if name in lent}
+    tensors |= {name: target_tensors[name] for name in shared if name in target_tensors}
     if config.draft_vocab_size == config.vocab_size:  # readers have no place for identity maps
         tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
     for name in sorted(wanted.keys() - tensors.keys()):
-        filled = _filling(name, tensors, config, lent)
+        filled = _filling(name, tensors, config, target_tensors)
         if filled is not None:
             tensors[name] = filled
         if name not in stored and not (name == "t2d" and "d2t" in tensors):
@@ -148,7 +151,10 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 def _filling(
-    name: str, tensors: Mapping[str, Tensor], config: HeadConfig, lent: Mapping[str, Tensor]
+    name: str,
+    tensors: Mapping[str, Tensor],
+    config: HeadConfig,
+    target_tensors: Mapping[str, Tensor],
 ) -> Tensor | None:
     """A stand-in for a missing tensor; None: there is none."""
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
@@ -157,12 +163,12 @@ def _filling(
     if name == "t2d" and d2t is not None:
         return membership(d2t, config.vocab_size)
     if name == EMBEDDINGS:
-        return lent.get(EMBEDDINGS)
+        return target_tensors.get(EMBEDDINGS)
     if name == NORM:
-        return lent.get(TARGET_NORM)
-    if name == LM_HEAD and LM_HEAD in lent and d2t is not None:
+        return target_tensors.get(TARGET_NORM)
+    if name == LM_HEAD and LM_HEAD in target_tensors and d2t is not None:
         ids = (torch.arange(len(d2t)) + d2t.long()).clamp(0, config.vocab_size - 1)
-        return lent[LM_HEAD][ids.to(lent[LM_HEAD].device)]
+        return target_tensors[LM_HEAD][ids.to(target_tensors[LM_HEAD].device)]
     return None
 
 
@@ -175,7 +181,10 @@ def membership(d2t: Tensor, size: int) -> Tensor:
 
 
 def _shaped(
-    tensors: Mapping[str, Tensor], wanted: Mapping[str, torch.Size], config: HeadConfig
+    tensors: Mapping[str, Tensor],
+    wanted: Mapping[str, torch.Size],
+    config: HeadConfig,
+    messages: Mapping[str, str],
 ) -> tuple[list[Finding], dict[str, Tensor]]:
     """Findings on misshapen tensors, and the others, finite and in the shapes wanted."""
     findings, fitting = [], {}
@@ -201,14 +210,7 @@ def _shaped(
                 )
             )
         else:
-            what = f"{name}: expected shape {list(wanted[name])}, found {list(tensor.shape)}"
-            if name == "fc.weight" and not get_family(config.family).reads_last_state:
-                count = tensor.shape[-1] / config.target_hidden_size
-                what += (
-                    f", which reads {count:g} states of {config.target_hidden_size}; the config "
-                    f"names {len(config.boundaries)} boundaries"
-                )
-            findings.append(Finding(kind="shape", what=what, do=RESTORE))
+            findings.append(Finding(kind="shape", what=messages[name], do=RESTORE))
     return findings, fitting
 
 
@@ -272,29 +274,9 @@ def _dtypes(tensors: Mapping[str, Tensor]) -> list[Finding]:
 
 
 def vocabulary_findings(tensors: Mapping[str, Tensor], config: HeadConfig) -> list[Finding]:
-    """d2t against t2d and the vocabulary (servers §9.2)."""
-    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    size = config.vocab_size
-    if d2t is None or d2t.shape != (config.draft_vocab_size,):
-        return []  # missing or misshapen, which is said elsewhere
-    ids = torch.arange(len(d2t)) + d2t.long()
-    members = t2d.bool().nonzero()[:, 0] if t2d is not None and t2d.shape == (size,) else None
-    offsets = in_order(ids, size) and (members is None or torch.equal(members, ids))
-    if offsets:
+    """Return what d2t contradicts: t2d, or the vocabulary (servers §9.2)."""
+    fault = draft_vocabulary_fault(tensors.get("d2t"), tensors.get("t2d"), config)
+    if fault is None:
         return []
-    absolute = in_order(d2t, size) and (members is None or torch.equal(members, d2t.long()))
-    if absolute:
-        return [
-            Finding(
-                kind="d2t",
-                what="d2t holds absolute ids where offsets are expected (target id = draft id + "
-                "d2t[draft id])",
-                do="store d2t − arange(len(d2t))",
-            )
-        ]
-    found = (
-        "ids outside the vocabulary, or not ascending"
-        if not in_order(ids, size)
-        else f"other tokens than t2d ({len(members)} members)"
-    )
-    return [Finding(kind="d2t", what=f"d2t, read as offsets, names {found}", do=RESTORE)]
+    do = "store d2t − arange(len(d2t))" if "absolute ids" in fault else RESTORE
+    return [Finding(kind="d2t", what=fault, do=do)]

@@ -17,7 +17,7 @@ class About:
 
     Attributes:
         num_layers: of the target. rope: its rope_parameters; None: it has none.
-        lent: the target's embeddings and lm_head, as a head may borrow them.
+        target_tensors: the target's embeddings and lm_head, as a head may borrow them.
         entered: boundaries whose states go through a norm that is known.
         templates: which prompts there are: chats (True), plain text (False).
         boundaries: further lists of ids that the files hold.
@@ -26,7 +26,7 @@ class About:
 
     num_layers: int
     rope: Mapping[str, Any] | None
-    lent: Mapping[str, Tensor]
+    target_tensors: Mapping[str, Tensor]
     entered: frozenset[int]
     templates: frozenset[bool]
     boundaries: tuple[tuple[int, ...], ...] = ()

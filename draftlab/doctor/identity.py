@@ -121,7 +121,7 @@ def identity_findings(head: HeadConfig, fingerprint: str, tokenizer: Any) -> lis
 
 
 def kinship_findings(
-    head: HeadConfig, tensors: Mapping[str, Tensor], lent: Mapping[str, Tensor]
+    head: HeadConfig, tensors: Mapping[str, Tensor], target_tensors: Mapping[str, Tensor]
 ) -> list[Finding]:
     """Whether weights that began as copies of the target's still resemble them.
 
@@ -129,7 +129,7 @@ def kinship_findings(
     neither looks like those of another target.
     """
     findings = []
-    table, theirs = tensors[EMBEDDINGS], lent[EMBEDDINGS]
+    table, theirs = tensors[EMBEDDINGS], target_tensors[EMBEDDINGS]
     if head.embeddings == "own" and table.shape == theirs.shape:
         likeness = cosine(table, theirs)
         if likeness < ALIKE:
@@ -149,7 +149,7 @@ def kinship_findings(
         ids = (torch.arange(len(tensors["d2t"])) + tensors["d2t"].long()).clamp(
             0, head.vocab_size - 1
         )
-        likeness = cosine(tensors[LM_HEAD], lent[LM_HEAD][ids])
+        likeness = cosine(tensors[LM_HEAD], target_tensors[LM_HEAD][ids])
         if bool(known.any()) and likeness < ALIKE:
             findings.append(
                 Finding(

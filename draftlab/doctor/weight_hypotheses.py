@@ -16,6 +16,7 @@ from draftlab.doctor.hypothesis import About, Hypothesis
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS
+from draftlab.heads.validate import ascending_ids
 
 ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0)
 """Bases that readers fall back to, or that the families of public targets have."""
@@ -155,7 +156,7 @@ def vocabularies(reading: Reading, about: About) -> Iterator[Hypothesis]:
     """d2t as absolute ids; the target's embeddings, or the file's own."""
     d2t = reading.tensors["d2t"]
     ids = torch.arange(len(d2t))
-    if bool((d2t != 0).any()) and in_order(d2t, reading.config.vocab_size):
+    if bool((d2t != 0).any()) and ascending_ids(d2t, reading.config.vocab_size):
         yield Hypothesis(
             "d2t",
             "d2t as absolute ids",
@@ -164,9 +165,13 @@ def vocabularies(reading: Reading, about: About) -> Iterator[Hypothesis]:
             "store d2t − arange(len(d2t)): target id = draft id + d2t[draft id]",
             replace(reading, tensors=reading.tensors | {"d2t": d2t.long() - ids}),
         )
-    own, lent = reading.tensors[EMBEDDINGS], about.shared_tensors.get(EMBEDDINGS)
+    own, of_target = reading.tensors[EMBEDDINGS], about.target_tensors.get(EMBEDDINGS)
     others = [
-        (lent, "the target's embeddings", "the head's own embeddings are not the trained ones"),
+        (
+            target_tensors,
+            "the target's embeddings",
+            "the head's own embeddings are not the trained ones",
+        ),
         (about.own_embeddings, "the file's embeddings", "the head was trained with its own"),
     ]
     for other, name, says in others:
@@ -193,12 +198,6 @@ def with_mask_row(table: Tensor, reading: Reading) -> Tensor:
     table = table.clone()
     table[mask] = reading.tensors[EMBEDDINGS][mask].to(table)
     return table
-
-
-def in_order(ids: Tensor, size: int) -> bool:
-    """Whether ids are ascending, unique, and of a vocabulary of `size`."""
-    ids = ids.long()
-    return bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < size)
 
 
 def masks(reading: Reading, about: About) -> Iterator[Hypothesis]:

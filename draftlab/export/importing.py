@@ -23,10 +23,11 @@ from draftlab.export.destination import whole_folder
 from draftlab.export.foreign_config import ROPE_THETA, Foreign, read_foreign, rope_of
 from draftlab.export.renaming import fill, read_maps, rename
 from draftlab.export.weight_files import read_weights, weight_files
-from draftlab.export.write import FLOATING, check_maps, floating_dtype
+from draftlab.export.write import FLOATING, floating_dtype
 from draftlab.files import sha256_file
 from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
-from draftlab.heads.folder import check_tensors, new_head, save_head
+from draftlab.heads.folder import new_head, save_head
+from draftlab.heads.validate import refuse_faults, tensor_faults
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_tokenizer
@@ -98,13 +99,9 @@ def import_head(
     if whole:
         head.set_draft_vocabulary(torch.arange(made.vocab_size))
     maps = {"d2t": head.d2t, "t2d": head.t2d} if whole else {}
-    lent = {name: parts.shared_tensors[name] for name in head.shared_tensors()}
-    if stray := sorted(lent.keys() & tensors.keys()):
-        raise UserError(f"unknown {stray[0]}: such a head uses its target's", where=where)
-    check_tensors(head, tensors | maps | lent, where)
-    if not whole:
-        check_maps(tensors["d2t"], tensors["t2d"], where)
-    head.load_tensors(tensors | maps | lent)
+    shared = {name: parts.shared_tensors[name] for name in head.shared_tensors()}
+    refuse_faults(tensor_faults(head, tensors), where)
+    head.load_tensors(tensors | maps | shared)
     wanted = {n: t.to(kind) if t.is_floating_point() else t for n, t in tensors.items()}
     with whole_folder(place) as temporary:
         save_head(temporary, head, kind)

@@ -12,6 +12,7 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
+from draftlab.heads.validate import draft_vocabulary_readings
 
 Say = Callable[[str], None]
 _FC_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
@@ -87,12 +88,7 @@ def read_maps(
                 f"{list(tensor.shape)}",
                 where=where,
             )
-    steps = torch.arange(size)
-    readings = {
-        kind: ids
-        for kind, ids in (("offsets", d2t.long() + steps), ("ids", d2t.long()))
-        if _fits(ids, t2d, whole)
-    }
+    readings = draft_vocabulary_readings(d2t, t2d, whole)
     if len(readings) != 1:
         ways = "both as offsets and as ids" if readings else "neither as offsets nor as ids"
         raise UserError(
@@ -108,15 +104,7 @@ def read_maps(
         say("import: t2d is made from d2t")
     members = torch.zeros(whole, dtype=torch.bool)
     members[ids] = True
-    return rest | {"d2t": ids - steps, "t2d": members}
-
-
-def _fits(ids: Tensor, t2d: Tensor | None, whole: int) -> bool:
-    """Whether these could be the draft vocabulary's ids, ascending."""
-    if t2d is not None:
-        return torch.equal(ids, t2d.bool().nonzero().flatten())
-    ascending = bool((ids.diff() > 0).all())
-    return ascending and int(ids[0]) >= 0 and int(ids[-1]) < whole
+    return rest | {"d2t": ids - torch.arange(size), "t2d": members}
 
 
 def fill(

@@ -31,17 +31,18 @@ def check_program(name: str) -> None:
 class ExportSettings(Settings):
     """Which layouts a head is exported to, and how."""
 
-    formats: Annotated[tuple[str, ...], Listed, Field(min_length=1)] = ("speculators",)
-    """Layouts to write, each into a folder of its own name: speculators, vllm, sglang, llamacpp."""
+    formats: Annotated[tuple[str, ...], Listed] = ("speculators",)
+    """Layouts to write, each into a folder of its own name: speculators, vllm, sglang, llamacpp. An
+    empty list: a run exports nothing."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """Of floating tensors; None: the dtype the head is stored in."""
+    """Dtype of floating tensors; None: the dtype the head is stored in."""
     k: int | None = Field(default=None, ge=1)
     """Speculative tokens a server drafts by default; None: as many as the head was trained for."""
     max_shard: str = MAX_SHARD
     """Size above which weights go into several files, such as 5GB or 500MB."""
     gguf: bool = False
-    """Whether llama.cpp's converter makes head.gguf of the llamacpp layout; the environment
-    variable LLAMA_CPP names its folder."""
+    """Also run llama.cpp's converter on the llamacpp layout, for head.gguf. The environment
+    variable LLAMA_CPP names llama.cpp's folder."""
 
     @field_validator("formats")
     @classmethod

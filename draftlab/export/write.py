@@ -18,7 +18,8 @@ from draftlab.export.settings import MAX_SHARD, check_program
 from draftlab.export.weight_files import read_file, write_weights
 from draftlab.files import read_json, write_json, write_text
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.folder import EMBEDDINGS, WEIGHTS, check_tensors, load_config, new_head
+from draftlab.heads.folder import EMBEDDINGS, WEIGHTS, load_config, new_head
+from draftlab.heads.validate import refuse_faults, tensor_faults
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.parts import load_parts
@@ -158,21 +159,7 @@ def _head_tensors(folder: Path, export: Export, embeddings: Tensor | None) -> di
     tensors = read_file(folder / WEIGHTS, "head's weights")
     with torch.device("meta"):
         head = new_head(export.head)
-        wanted = head.tensors()
-    if stray := sorted(head.shared_tensors() & tensors.keys()):
-        raise UserError(
-            f"draftlab.json says that the target lends {stray[0]}, and the file holds one",
-            where=folder / WEIGHTS,
-        )
-    # What the target lends is not in the file; nothing of it but its shape is looked at here.
-    lent = {name: torch.zeros(1).expand(wanted[name].shape) for name in head.shared_tensors()}
-    if embeddings is not None:
-        lent[EMBEDDINGS] = embeddings
-    whole = export.head.draft_vocab_size == export.head.vocab_size
-    maps = {name: torch.zeros(1).expand(wanted[name].shape) for name in ("d2t", "t2d")}
-    check_tensors(head, tensors | lent | (maps if whole else {}), folder / WEIGHTS)
-    if not whole:
-        check_maps(tensors["d2t"], tensors["t2d"], folder / WEIGHTS)
+    refuse_faults(tensor_faults(head, tensors), folder / WEIGHTS)
     if embeddings is not None:
         tensors[EMBEDDINGS] = embeddings
     return {name: _cast(name, tensor, export.dtype) for name, tensor in tensors.items()}
@@ -189,21 +176,6 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
             do="export in bfloat16 or float32",
         )
     return found
-
-
-def check_maps(d2t: Tensor, t2d: Tensor, where: Path) -> None:
-    """Refuses a d2t of anything but offsets that agree with t2d.
-
-    Args:
-        d2t: int64 [D]. t2d: bool [V].
-    """
-    members = t2d.nonzero().flatten()
-    if not torch.equal(members, torch.arange(len(d2t)) + d2t):
-        raise UserError(
-            "d2t must hold offsets (target id − draft id) that agree with t2d; it does not",
-            where=where,
-            do="a file with absolute ids in d2t was written by another program: import it instead",
-        )
 
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)

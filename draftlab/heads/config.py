@@ -1,7 +1,7 @@
 """draftlab.json: the single source of truth for a head's forward pass.
 
 `HeadConfig` holds what all families share. Each family extends it in the file of its module, and
-`read_head_config` picks the family's model by the key `family`.
+`make_head_config` picks the family's model by the key `family`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from draftlab.formatting import counted
 from draftlab.heads.family import get_family
 
 HEAD_SCHEMA = 2
@@ -70,8 +71,8 @@ class HeadConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unused_options(cls, fields: Any) -> Any:
-        """Drop options of other families that are off; refuse those that are not."""
+    def _read_schema_1(cls, fields: Any) -> Any:
+        """Drop options of other families that are off, which schema 1 wrote; refuse others."""
         if not isinstance(fields, dict):
             return fields
         others = {n: off for n, off in _SCHEMA_1_OPTIONS.items() if n not in cls.model_fields}
@@ -79,7 +80,8 @@ class HeadConfig(BaseModel):
             if name in fields and fields[name] != off:
                 title = get_family(fields["family"]).title
                 raise ValueError(f"{title} heads have no {name}, found {fields[name]!r}")
-        return {name: value for name, value in fields.items() if name not in others}
+        kept = {name: value for name, value in fields.items() if name not in others}
+        return kept | {"schema": HEAD_SCHEMA} if kept.get("schema") == 1 else kept
 
     @model_validator(mode="after")
     def _check(self) -> HeadConfig:
@@ -94,8 +96,8 @@ class HeadConfig(BaseModel):
         family = get_family(self.family)
         if self.num_layers > family.max_layers:
             raise ValueError(
-                f"{family.title} heads have at most {family.max_layers} layers, found num_layers "
-                f"{self.num_layers}"
+                f"{family.title} heads have at most {counted(family.max_layers, 'layer')}, "
+                f"found num_layers {self.num_layers}"
             )
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
@@ -150,17 +152,6 @@ def make_head_config(**fields: Any) -> HeadConfig:
     """
     family = get_family(fields.get("family", "eagle3"))
     return family.config_class().model_validate(fields | {"family": family.name})
-
-
-def read_head_config(fields: dict[str, Any]) -> HeadConfig:
-    """Return the head config that draftlab.json holds, of schema 1 or 2.
-
-    Raises:
-        As `make_head_config`.
-    """
-    if fields.get("schema", 1) == 1:
-        fields = {**fields, "schema": HEAD_SCHEMA}
-    return make_head_config(**fields)
 
 
 def embedding_row_fault(token: int, rows: int) -> str | None:

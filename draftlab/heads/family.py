@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from draftlab.errors import UserError
+from draftlab.formatting import counted
 
 if TYPE_CHECKING:  # the rooms above this one
     from draftlab.engine.drafter import HeadDrafter
@@ -104,8 +105,8 @@ class Family(ABC):
         """
         if settings.num_layers > self.max_layers:
             raise ValueError(
-                f"{self.title} heads have at most {self.max_layers} layers, found num_layers "
-                f"{settings.num_layers}"
+                f"{self.title} heads have at most {counted(self.max_layers, 'layer')}, found "
+                f"num_layers {settings.num_layers}"
             )
         if unknown := sorted(settings.chosen_options() - self.options):
             raise ValueError(

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, read_json, save_tensors, write_json
-from draftlab.heads.config import HeadConfig, read_head_config
+from draftlab.heads.config import HeadConfig, make_head_config
 from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD, TARGET_NORM, DraftHead
 from draftlab.heads.native_config import native_config
+from draftlab.heads.validate import D2T, T2D, refuse_faults, tensor_faults
 from draftlab.settings import complaints
 
 CONFIG, WEIGHTS, NATIVE = "draftlab.json", "model.safetensors", "config.json"
@@ -52,7 +53,7 @@ def save_head(folder: Path, head: DraftHead, dtype: torch.dtype) -> None:
         del tensors[name]
     if head.config.draft_vocab_size == head.config.vocab_size:
         # A reader without a draft vocabulary has no place for d2t and t2d (servers §1.3).
-        del tensors["d2t"], tensors["t2d"]
+        del tensors[D2T], tensors[T2D]
     with atomic_path(folder / WEIGHTS) as temporary:
         save_tensors(tensors, temporary, metadata={"format": "pt"})
     native = native_config(head.config, str(dtype).removeprefix("torch."))
@@ -79,7 +80,7 @@ def load_config(folder: Path) -> HeadConfig:
     if not isinstance(fields, dict):
         raise UserError("expected an object in draftlab.json, found none", where=folder / CONFIG)
     try:
-        return read_head_config(fields)
+        return make_head_config(**fields)
     except UserError as error:  # the family is unknown
         raise UserError(error.what, where=folder / CONFIG, do=error.do) from None
     except ValidationError as error:
@@ -138,77 +139,33 @@ def load_head(
     with _reading(folder / WEIGHTS):
         tensors = load_file(folder / WEIGHTS)
     head = new_head(config)
-    available = dict(target_tensors or {}) | (
-        {} if embeddings is None else {EMBEDDINGS: embeddings}
-    )
-    shared = {n: _share(n, tensors, available, folder) for n in sorted(head.shared_tensors())}
+    refuse_faults(tensor_faults(head, tensors), folder / WEIGHTS)
+    available = dict(target_tensors or {})
+    if embeddings is not None:
+        available[EMBEDDINGS] = embeddings
+    shared = {}
+    for name in sorted(head.shared_tensors()):
+        if name not in available:
+            raise UserError(
+                f"the head needs its target's {_SHARED[name]}, and none were given", where=folder
+            )
+        shared[name] = available[name]
+        expected = head.tensors()[name].shape
+        if shared[name].shape != expected:
+            raise UserError(
+                f"expected the target's {_SHARED[name]} in shape {list(expected)}, found "
+                f"{list(shared[name].shape)}",
+                where=folder,
+                do="give the target that the head was trained for",
+            )
     tensors |= shared
     if config.draft_vocab_size == config.vocab_size:
         head.set_draft_vocabulary(torch.arange(config.vocab_size))
-        tensors |= {"d2t": head.d2t, "t2d": head.t2d}
-    check_tensors(head, tensors, folder / WEIGHTS)
+        tensors |= {D2T: head.d2t, T2D: head.t2d}
     head.load_tensors(tensors)
-    members = torch.nonzero(head.t2d).flatten()
-    if not torch.equal(members, torch.arange(len(head.d2t)) + head.d2t):
-        raise UserError(
-            "d2t must hold offsets (target id − draft id) that agree with t2d; it does not",
-            where=folder / WEIGHTS,
-            do="`draftlab doctor HEAD --target TARGET` tells what it holds, absolute ids for one",
-        )
     head = head.to(device=device, dtype=dtype).eval().requires_grad_(False)
     for name, tensor in shared.items():
         own = head.get_parameter(name)
         if (own.dtype, own.device) == (tensor.dtype, tensor.device):
             own.data = tensor.detach()
     return head
-
-
-def _share(
-    name: str, stored: Mapping[str, Tensor], available: Mapping[str, Tensor], folder: Path
-) -> Tensor:
-    """Return a tensor of the target, which the head's file must not hold."""
-    if name in stored:
-        own = 'say "embeddings": "own" if these are the ones the head was trained with'
-        raise UserError(
-            f"draftlab.json says that {name} is shared with the target, but the file holds one",
-            where=folder / WEIGHTS,
-            do=own if name == EMBEDDINGS else "remove the tensor: it would not be used",
-        )
-    if name not in available:
-        raise UserError(
-            f"the head needs its target's {_SHARED[name]}, and none were given", where=folder
-        )
-    return available[name]
-
-
-def check_tensors(head: DraftHead, tensors: dict[str, Tensor], where: Path) -> None:
-    """Raise a `UserError` that lists every missing, unknown, misshapen or non-finite tensor."""
-    expected = head.tensors()
-    faults = [
-        f"missing {name}: expected shape {list(expected[name].shape)}"
-        f"{_of_boundaries(head.config, name)}, found none"
-        for name in expected.keys() - tensors.keys()
-    ]
-    faults += [f"unknown {name}" for name in tensors.keys() - expected.keys()]
-    for name in expected.keys() & tensors.keys():
-        if expected[name].shape != tensors[name].shape:
-            faults.append(
-                f"{name}: expected shape {list(expected[name].shape)}, "
-                f"found {list(tensors[name].shape)}{_of_boundaries(head.config, name)}"
-            )
-        elif tensors[name].is_floating_point() and not bool(tensors[name].isfinite().all()):
-            faults.append(f"{name}: not finite")
-    if faults:
-        raise UserError(
-            "the head's tensors do not fit:\n  " + "\n  ".join(sorted(faults)),
-            where=where,
-            do="`draftlab doctor HEAD --target TARGET` tells what else its files contradict",
-        )
-
-
-def _of_boundaries(config: HeadConfig, name: str) -> str:
-    """Return where the expected width comes from, if the tensor reads features."""
-    if name not in ("fc.weight", "mask_hidden"):
-        return ""
-    count, size = len(config.boundaries), config.target_hidden_size
-    return f" ({count} boundaries of {size} are {config.feature_size} wide)"

@@ -119,7 +119,7 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
             raise UserError(
                 error.what,
                 where="export.formats",
-                do="in a recipe --to vllm is export.formats=[vllm]",
+                do="in a recipe --to vllm is export.formats=[vllm]; export.formats=[] exports nothing",
             ) from None
     if family.has_mask_token:
         check_mask_id(recipe.head.mask_token, config.vocab_size)

@@ -73,6 +73,12 @@ class HeadWorkspace:
 
     def export(self, settings: ExportSettings, out: Path | None, *, monitor: Monitor) -> list[Path]:
         """Export to every layout; a single one goes into `out` itself (None: export/<layout>)."""
+        if not settings.formats:
+            raise UserError(
+                "expected at least one layout, found none (export.formats is empty)",
+                where=self.folder,
+                do="name one, such as --to vllm",
+            )
         folder = out or self.folder / "export"
         with self._lock(out), self._recording("export", flat(settings, "export."), out):
             return [

@@ -275,6 +275,9 @@ class Pipeline:
         )
 
     def _export(self, folder: Path) -> None:
+        if not self.recipe.export.formats:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.monitor.say("export: nothing is written, since export.formats is empty")
         for layout in self.recipe.export.formats:
             export_head(
                 self.run.folder / STAGES["head"].artefact,

@@ -274,7 +274,7 @@ def test_embeddings_and_lm_head_of_the_target_are_known_again(
         ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4"),
         ({"vocab_size": 300}, "vocab_size 300, this one has 289"),
         ({"target_hidden_size": 32}, "target_hidden_size 32, this one has 64"),
-        ({"num_hidden_layers": 2}, "num_layers 1, found 2"),
+        ({"num_hidden_layers": 2}, "at most 1 layer, found num_layers 2"),
         ({"rope_theta": 10000.0}, "rope_theta 20000.0 in rope_parameters against 10000.0"),
         ({"intermediate_size": 95}, r"mlp\.down_proj\.weight: expected shape \[64, 95\]"),
         (

@@ -90,7 +90,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A recipe that is trained with the new family, without an export."""
     folder = new_workshop(tmp_path_factory.mktemp("sum"))
     recipe = folder / "small.yaml"
-    recipe.write_text(recipe.read_text() + "head: {family: sum, num_layers: 2}\n")
+    text = recipe.read_text().replace("steps: 6", "steps: 40")
+    recipe.write_text(text + "head: {family: sum, num_layers: 2}\nexport: {formats: []}\n")
     return folder
 
 
@@ -116,7 +117,7 @@ def test_it_is_trained_saved_and_loaded(trained: Path) -> None:
     assert head.family is get_family("sum")
     lines = (trained / "runs/small/train/metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"][0] for line in lines if "loss" in json.loads(line)]
-    assert losses[-1] < losses[0]
+    assert sum(losses[-5:]) < sum(losses[:5])
 
 
 def test_it_is_evaluated_by_real_speculative_decoding(trained: Path) -> None:
@@ -152,11 +153,11 @@ def test_settings_that_it_does_not_have_are_refused(workshop: Path) -> None:
 
 def test_names_belong_to_one_family() -> None:
     class Other(SumFamily):
-        aliases = ("eagle3",)
+        name, aliases = "other", ("eagle3",)
 
-    with pytest.raises(ValueError, match="eagle3.*belongs to Eagle3"):
+    with pytest.raises(ValueError, match=r"eagle3.*belongs to Eagle3"):
         register(Other())
-    with pytest.raises(UserError, match=r"out of eagle3, .*sum, found 'medusa'"):
+    with pytest.raises(UserError, match=r"out of eagle3, .*sum.*found 'medusa'"):
         get_family("medusa")
 
 
@@ -165,10 +166,9 @@ def test_config_files_of_schema_1_are_read() -> None:
     head = load_config(Path("draftlab/embedded/heads/reference"))
     fields = json.loads(Path("draftlab/embedded/heads/reference/draftlab.json").read_text())
     assert fields["schema"] == 1
-    assert fields["llama4"] is None
     assert head.family == "eagle3"
     parallel = {**fields, "family": "ptd", "mask_token_id": 3, "embeddings": "own", "schema": 2}
     assert make_head_config(**parallel).family == "peagle"
     identity = make_head_config(**parallel).identity()
     assert (identity["family"], identity["schema_version"]) == ("ptd", 1)
-    assert {**identity, "schema": 1}.keys() - {"schema_version"} == fields.keys() - {"provenance"}
+    assert identity.keys() >= (fields.keys() - {"provenance", "schema"}) | {"llama4"}

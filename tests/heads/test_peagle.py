@@ -16,7 +16,7 @@ from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import load_config, load_head, native_config, save_head
 from draftlab.heads.initial import fingerprint, start_from
 from draftlab.heads.peagle import PeagleHead
-from draftlab.pipeline.api import reference_head
+from draftlab.pipeline.resolve import reference_head
 from tests.helpers.head_toys import PEAGLE, make_config, make_head
 
 FILE, MASK, FEATURES = "model.safetensors", 7, 80

@@ -1,0 +1,147 @@
+"""What is wrong with the tensors of a head's file: loading refuses it, the doctor lists it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from draftlab.errors import UserError
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.head import EMBEDDINGS, DraftHead
+
+D2T, T2D = "d2t", "t2d"
+Kind = Literal["missing tensor", "unknown tensor", "shape", "not finite", "d2t"]
+
+
+@dataclass(frozen=True)
+class TensorFault:
+    """A fault of a head's file, of one tensor.
+
+    Attributes:
+        kind: one of the doctor's kinds of findings.
+        tensor: its name.
+        message: what was expected and what was found.
+    """
+
+    kind: Kind
+    tensor: str
+    message: str
+
+
+def tensor_faults(head: DraftHead, stored: Mapping[str, Tensor]) -> list[TensorFault]:
+    """Return every fault of the tensors that a head's file holds, sorted by tensor.
+
+    Args:
+        head: of the family and shape that draftlab.json names; its values play no part.
+        stored: tensors by their names in the file.
+    """
+    config, shared = head.config, head.shared_tensors()
+    expected = {name: tensor.shape for name, tensor in head.tensors().items()}
+    # A head over the whole vocabulary needs no maps; readers have no place for them.
+    optional = {D2T, T2D} if config.draft_vocab_size == config.vocab_size else set()
+    faults = [
+        TensorFault(
+            "missing tensor",
+            name,
+            f"missing {name}: expected shape {list(expected[name])}"
+            f"{_feature_width(config, name)}, found none",
+        )
+        for name in expected.keys() - shared - optional - stored.keys()
+    ]
+    for name, tensor in stored.items():
+        if name in shared:
+            message = f"draftlab.json says that {name} is shared with the target, but the file "
+            advice = ' ("embeddings": "own" if the head was trained with its own)'
+            message += f"holds one{advice if name == EMBEDDINGS else ''}"
+            faults.append(TensorFault("unknown tensor", name, message))
+        elif name not in expected:
+            message = f"unknown {name}: no head of this family and options has such a tensor"
+            faults.append(TensorFault("unknown tensor", name, message))
+        elif expected[name] != tensor.shape:
+            message = f"{name}: expected shape {list(expected[name])}, found {list(tensor.shape)}"
+            message += _feature_width(config, name)
+            faults.append(TensorFault("shape", name, message))
+        elif tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            faults.append(TensorFault("not finite", name, f"{name}: not finite"))
+    if message := draft_vocabulary_fault(stored.get(D2T), stored.get(T2D), config):
+        faults.append(TensorFault("d2t", D2T, message))
+    return sorted(faults, key=lambda fault: fault.message)
+
+
+def refuse_faults(faults: Iterable[TensorFault], where: Path) -> None:
+    """Raise a `UserError` that lists the faults of a file, if there are any."""
+    if messages := [fault.message for fault in faults]:
+        raise UserError(
+            "the head's tensors do not fit:\n  " + "\n  ".join(messages),
+            where=where,
+            do="`draftlab doctor HEAD --target TARGET` tells what else its files contradict",
+        )
+
+
+def draft_vocabulary_readings(
+    d2t: Tensor, t2d: Tensor | None, vocab_size: int
+) -> dict[Literal["offsets", "ids"], Tensor]:
+    """Return the target ids that d2t gives, for each way to read it that makes sense.
+
+    A way makes sense if the ids are those that t2d marks, or without t2d ascending ids of the
+    vocabulary.
+
+    Args:
+        d2t: integers [D], offsets (target id − draft id) or target ids.
+        t2d: [V], marks the draft vocabulary; None: not known.
+    """
+    d2t = d2t.long()
+    readings: dict[Literal["offsets", "ids"], Tensor] = {}
+    readings["offsets"], readings["ids"] = d2t + torch.arange(len(d2t)), d2t
+    members = None if t2d is None else t2d.bool().nonzero().flatten()
+    return {
+        kind: ids
+        for kind, ids in readings.items()
+        if (ascending_ids(ids, vocab_size) if members is None else torch.equal(ids, members))
+    }
+
+
+def draft_vocabulary_fault(
+    d2t: Tensor | None, t2d: Tensor | None, config: HeadConfig
+) -> str | None:
+    """Return why d2t does not hold offsets that agree with t2d; None if it does.
+
+    Missing or misshapen maps are no fault here: they are reported as tensors.
+    """
+    size = config.vocab_size
+    if d2t is None or d2t.shape != (config.draft_vocab_size,) or d2t.is_floating_point():
+        return None
+    members = t2d if t2d is not None and t2d.shape == (size,) else None
+    readings = draft_vocabulary_readings(d2t, members, size)
+    if "offsets" in readings:
+        return None
+    if "ids" in readings:
+        return (
+            "d2t holds absolute ids where offsets are expected (target id = draft id + "
+            "d2t[draft id])"
+        )
+    if not ascending_ids(d2t.long() + torch.arange(len(d2t)), size):
+        return (
+            "d2t must hold offsets (target id − draft id); read so, it names ids outside the "
+            "vocabulary, or ids that do not ascend"
+        )
+    return "d2t must hold offsets (target id − draft id) that agree with t2d; it names other tokens"
+
+
+def ascending_ids(ids: Tensor, vocab_size: int) -> bool:
+    """Return whether ids are ascending, unique, and of a vocabulary of `vocab_size`."""
+    ids = ids.long()
+    return bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < vocab_size)
+
+
+def _feature_width(config: HeadConfig, name: str) -> str:
+    """Return where the expected width comes from, if the tensor reads features."""
+    if name not in ("fc.weight", "mask_hidden") or config.reads_last:
+        return ""
+    count, size = len(config.boundaries), config.target_hidden_size
+    return f" ({count} boundaries of {size} are {config.feature_size} wide)"
