@@ -1,15 +1,14 @@
-"""vLLM as an engine: the same prompts through an installed vLLM, with its own counters and times.
+"""vLLM as a decoding engine: prompts through an installed vLLM, with its own counters and times.
 
-vLLM lives in an environment of its own. `vllm/vllm_client/` runs there and answers in JSON
-lines; here its answers become the engine's `Generation`s. What vLLM does not tell stays empty:
-`expected` is (), and of the steps only the accepted drafts are its own.
+vLLM runs in an environment of its own: `vllm/vllm_client/` is the program there, and its answers
+become `Generation`s here. What vLLM does not report stays empty: `expected` is (), and of the steps
+only the accepted drafts are reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,38 +20,39 @@ from draftlab.files import read_json
 from draftlab.progress import Monitor
 from draftlab.target_model.settings import VllmSettings
 from draftlab.vllm.process import VllmProcess
+from draftlab.vllm.vllm_client.counters import COUNTERS
 
-COUNTERS = ("drafts", "draft_tokens", "accepted", "accepted_at")
 
+def required_positions(requests: Sequence[Request], k: int, limit: int) -> int:
+    """Return the positions that vLLM needs for real drafts at the end: 2 K + 1 after the answers.
 
-def positions(requests: Sequence[Request], k: int, limit: int) -> int:
-    """Positions vLLM needs so that its last drafts are real: 2 K + 1 more than answers reach.
-
-    Nearer its limit vLLM verifies zeros in place of drafts and counts them
-    (docs/benchmarks.md). `limit` is the target's own.
+    Closer to its limit, vLLM verifies zeros in place of drafts and counts them
+    (docs/benchmarks.md). `limit` is the target's number of positions.
     """
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
     return min(longest + 2 * k + 1, limit)
 
 
 class VllmEngine:
-    """A vLLM with its engine loaded; a context manager that ends it.
+    """A loaded vLLM engine; a context manager that ends its process.
 
     Args:
         target: folder of the model.
-        head: folder of the head, draftlab's own or the speculators layout; None decodes plainly.
-        k, draft_probs: drafts a step, and whether they are sampled and verified with probabilities.
+        head: folder of the head, in draftlab's own or the speculators layout; None: no drafting.
+        k, draft_probs: drafts per step, and whether they are sampled and verified with the head's
+            probabilities.
         dtype: of target and head.
-        device: "cuda" sizes its memory; which build of vLLM is installed decides where it runs.
-        batch: requests that share a batch; 1: one after the other.
-        max_length: positions a request may take, see `positions`.
+        device: "cuda" limits its memory; the installed build of vLLM decides the device.
+        batch: batch size; 1: one request after the other.
+        max_length: maximum number of positions of a request, see `required_positions`.
 
     Attributes:
-        name: as rows call it: version, runner and device, "vllm 0.32.0 (V1, cpu)".
-        version, runner: its own. corrections: what was mended in it, one sentence each.
+        name: version, runner and device as in reports: "vllm 0.32.0 (V1, cpu)".
+        version, runner: vLLM's.
+        corrections: the corrections made to vLLM, one sentence each.
 
     Raises:
-        UserError: no vLLM, or one that does not start; with the end of what it printed.
+        UserError: there is no vLLM, or it does not start; with the end of its output.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class VllmEngine:
                 "draft": str(head.resolve()) if head else None,
                 "k": self.k,
                 "draft_probs": draft_probs,
-                **_speculation(head),
+                **_drafting_options(head),
                 "dtype": str(dtype).removeprefix("torch."),
                 "max_model_len": max_length,
                 "max_num_seqs": batch,
@@ -89,65 +89,40 @@ class VllmEngine:
         self.version, self.runner = info["version"], info["runner"]
         self.name = self._process.name
         self.corrections: tuple[str, ...] = tuple(info["corrections"])
-        monitor.say(self._process.line())
+        monitor.say(self._process.describe())
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Generation]:
-        """Yields results in the order of the requests, which must ask for the same sampling.
+        """Yield the results in the order of the requests, which must have the same sampling.
 
-        Counters are vLLM's; steps without drafts and tokens cut off follow from the number of
-        tokens. Times run from a request's arrival.
+        Counters are vLLM's; steps without drafts and truncated tokens follow from the number of
+        tokens. Times run from a request's arrival. Request i is sampled with the seed + i.
         """
-        if not requests:
-            return
-        first = requests[0]
-        asked = {(r.sampling, r.max_new_tokens, r.stop_ids) for r in requests}
-        if len(asked) > 1:
+        if len({(r.sampling, r.max_new_tokens, r.stop_ids) for r in requests}) > 1:
             raise ValueError("expected requests of one sampling, limit and set of stop tokens")
-        answer = self._process.ask(
-            {
-                "prompts": [list(r.prompt_ids) for r in requests],
-                "temperature": first.sampling.temperature,
-                "top_k": first.sampling.top_k,
-                "top_p": first.sampling.top_p,
-                "seed": first.sampling.seed,
-                "max_new_tokens": first.max_new_tokens,
-                "stop_token_ids": sorted(first.stop_ids),
-            }
-        )
-        columns = ("outputs", "finish_reasons", "times", "per_prompt")
-        for request, *found in zip(requests, *(answer[c] for c in columns), strict=True):
-            yield generation(request, self.k, *found)
-
-    def close(self) -> None:
-        """Ends the program; closing twice is fine."""
-        self._process.close()
+        seeds = [request.sampling.seed + i for i, request in enumerate(requests)]
+        yield from generate(self._process, requests, seeds, self.k)
 
     def __enter__(self) -> VllmEngine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._process.close()
 
 
 def drafting_method(config: dict[str, Any]) -> str:
-    """How vLLM drafts with a head, by its config.json: it is not told by it (servers §1.0).
+    """Return vLLM's drafting method, which a head's config.json does not contain (servers §1.0).
 
-    A causal LM's own name stands for EAGLE's first generation; all others here are EAGLE3's kind.
+    Heads of EAGLE's first generation have a causal LM's architecture; all others here are EAGLE3's.
     """
     names = config.get("architectures") or [""]
     return "eagle" if names[0] in ("LlamaForCausalLM", "Llama4ForCausalLM") else "eagle3"
 
 
-def _speculation(head: Path | None) -> dict[str, Any]:
-    """What a head's config.json, in either layout, says of how it drafts."""
+def _drafting_options(head: Path | None) -> dict[str, Any]:
+    """Return the setup's options from a head's config.json, in either layout."""
     file = head and head / "config.json"
     if not file or not file.is_file():
-        return {}  # the client says what is missing
+        return {}  # the client reports the missing file
     config = read_json(file, kind="head's config.json")
     return {
         "method": drafting_method(config),
@@ -155,47 +130,66 @@ def _speculation(head: Path | None) -> dict[str, Any]:
     }
 
 
-def generation(
+def generate(
+    process: VllmProcess, requests: Sequence[Request], seeds: Sequence[int], k: int
+) -> Iterator[Generation]:
+    """Decode requests in a vLLM process, each with its seed, and yield the results in order."""
+    if not requests:
+        return
+    answer = process.request(
+        {
+            "prompts": [list(request.prompt_ids) for request in requests],
+            "sampling": [
+                {
+                    "temperature": request.sampling.temperature,
+                    "top_k": request.sampling.top_k,
+                    "top_p": request.sampling.top_p,
+                    "seed": seed,
+                    "max_new_tokens": request.max_new_tokens,
+                    "stop_token_ids": sorted(request.stop_ids),
+                }
+                for request, seed in zip(requests, seeds, strict=True)
+            ],
+        }
+    )
+    columns = (answer[name] for name in ("outputs", "finish_reasons", "times", "per_prompt"))
+    for request, *results in zip(requests, *columns, strict=True):
+        yield to_generation(request, k, *results)
+
+
+def to_generation(
     request: Request,
     k: int,
     tokens: list[int],
     finish: str,
     times: list[float] | None,
-    counted: dict[str, Any],
+    counts: dict[str, Any],
 ) -> Generation:
-    """One request's result from vLLM's answer.
+    """Return one request's result from vLLM's answer.
 
     Raises:
-        UserError: when vLLM keeps no times of requests.
+        UserError: vLLM reports no times of requests.
     """
     if times is None:
         raise UserError(
-            "expected vLLM to tell the times of a request, found none",
+            "expected vLLM to report the times of a request, found none",
             where=f"prompt {request.id}",
-            do="take a vLLM whose RequestOutput.metrics are filled in",
+            do="use a vLLM that fills in RequestOutput.metrics",
         )
-    counters = Counters(k, *(counted[key] for key in COUNTERS))
-    # Each step emits one token beside the accepted ones; the first token is the prefill's.
+    counters = Counters(k, *(counts[key] for key in COUNTERS))
+    # Each step emits one token after the accepted ones; the first token is the prefill's.
     surplus = 1 + counters.drafts + counters.accepted - len(tokens)
     counters.truncated_tokens = max(surplus, 0)
     counters.undrafted_steps = max(-surplus, 0)
-    return Generation(
-        request.id,
-        tuple(tokens),
-        finish,
-        counters,
-        (),
-        _steps(k, counters, counted["steps"]) + ((0, 0),) * counters.undrafted_steps,
-        times[0],
-        times[1],
-    )
+    steps = _steps(k, counters, counts["steps"]) + ((0, 0),) * counters.undrafted_steps
+    return Generation(request.id, tuple(tokens), finish, counters, (), steps, *times)
 
 
 def _steps(k: int, counters: Counters, accepted: list[int] | None) -> tuple[tuple[int, int], ...]:
-    """(drafted, accepted) of each step; where vLLM tells no steps, as many empty pairs.
+    """Return (drafted, accepted) of each step, or (0, 0) for each if vLLM reports no steps.
 
-    vLLM tells how much was drafted in all: what is missing to K a step was cut by the length limit,
-    so it is missing at the end.
+    vLLM reports the drafted tokens of all steps together. Those missing from K a step were cut by
+    the length limit, so they are missing at the end.
     """
     if accepted is None:
         return ((0, 0),) * counters.drafts

@@ -1,4 +1,4 @@
-"""An installed vLLM as a program of its own: found, started, asked in JSON lines, ended."""
+"""The process of an installed vLLM: its interpreter, its start, its requests and its end."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PYTHON_VARIABLE = "DRAFTLAB_VLLM_PYTHON"
 CLIENT = Path(__file__).with_name("vllm_client")
 _START = """\
 import sys
-sys.path = [sys.argv[1], *filter(None, sys.path)]  # the working directory may hold a vllm.py
+sys.path = [sys.argv[1], *filter(None, sys.path)]  # the working directory may have a vllm.py
 from vllm_client.serve import main
 sys.exit(main())
 """
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells this process of its peers; vLLM is none of them."""
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that torchrun sets for this process; vLLM is none of its ranks."""
 _INSTALL = (
     f"name the Python that has vLLM: vllm.python of eval, record or regenerate, or "
     f"{PYTHON_VARIABLE}; eval/parity/setup_vllm.sh makes one for a CPU"
@@ -38,17 +38,18 @@ _INSTALL = (
 
 
 def find_python(settings: VllmSettings) -> Path:
-    """The interpreter that runs vLLM.
+    """Return the interpreter that runs vLLM.
 
     Raises:
-        UserError: none is named and this one has no vLLM, or what is named is no program.
+        UserError: none is named and this one has no vLLM, or the named file is no program.
     """
     if settings.python is None and importlib.util.find_spec("vllm") is not None:
         return Path(sys.executable)
-    named = settings.python or os.environ.get(PYTHON_VARIABLE)
-    if not named:
+    python = settings.python or os.environ.get(PYTHON_VARIABLE)
+    if not python:
         raise UserError("expected an installed vLLM, found none in this Python", do=_INSTALL)
-    path = Path(named).expanduser().absolute()  # not resolved: a link tells its environment
+    # Links are not resolved, because Python finds its environment by the link.
+    path = Path(python).expanduser().absolute()
     if not path.is_file() or not os.access(path, os.X_OK):
         raise UserError(
             "expected a Python that has vLLM, found no program", where=path, do=_INSTALL
@@ -57,20 +58,20 @@ def find_python(settings: VllmSettings) -> Path:
 
 
 class VllmProcess:
-    """A vLLM with its engine loaded.
+    """A process with a loaded vLLM engine, which answers requests.
 
     Args:
-        setup: what the client is told (`vllm_client/__init__.py`); `engine_extra` goes before what
-            is decided here of memory and GPUs.
-        settings: where vLLM is, and its share of memory.
-        device, gpus: the GPUs it gets, from `device` on; a CPU build takes none.
+        setup: the client's setup (`vllm_client/__init__.py`); its `engine_extra` replaces the
+            options for memory and GPUs chosen here.
+        settings: the location of vLLM, and its share of memory.
+        device, gpus: the first of its GPUs, and their number; a CPU build uses none.
 
     Attributes:
         python: the interpreter that runs it.
-        info: what it says of itself (version, runner, device, corrections).
+        info: its version, runner, device and corrections.
 
     Raises:
-        UserError: no vLLM, or one that does not start; with the end of what it printed.
+        UserError: there is no vLLM, or it does not start; with the end of its output.
     """
 
     def __init__(
@@ -82,80 +83,78 @@ class VllmProcess:
     ) -> None:
         self.python = find_python(settings)
         extra = setup.get("engine_extra", {})
-        environment = {k: v for k, v in os.environ.items() if k not in _LAUNCHED}
+        environment = {k: v for k, v in os.environ.items() if k not in _TORCHRUN}
         if device is not None and device.type == "cuda":
-            # What lies on the GPU already stays there: vLLM may only take what is left.
+            # vLLM may only use the memory that is free now.
             free, total = torch.cuda.mem_get_info(device)
             extra = {
                 "gpu_memory_utilization": settings.memory_share or 0.9 * free / total,
                 "tensor_parallel_size": gpus,
                 **extra,
             }
-            environment["CUDA_VISIBLE_DEVICES"] = _visible(device.index or 0, gpus)
-        # A folder of its own: it comes first where Python looks for modules, and beside the client
-        # are a vllm.py and others that would be found in place of the real ones.
+            environment["CUDA_VISIBLE_DEVICES"] = _visible_gpus(device.index or 0, gpus)
+        # A copy in a folder of its own, which is the first on sys.path: the client's own folder has
+        # neighbours such as engine.py that would hide other modules.
         self._folder = tempfile.TemporaryDirectory()
         copy = Path(self._folder.name) / CLIENT.name
         shutil.copytree(CLIENT, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        self._said = open(Path(self._folder.name) / "said", "w+b")  # noqa: SIM115  # see close
+        self._log = open(Path(self._folder.name) / "log", "w+b")  # noqa: SIM115  # see close
         self._process = subprocess.Popen(
             [str(self.python), "-c", _START, self._folder.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._log,
             text=True,
             encoding="utf-8",
             env=environment,
         )
         started = time.monotonic()
         try:
-            self.info = self.ask({**setup, "engine_extra": extra})
+            self.info = self.request({**setup, "engine_extra": extra})
         except BaseException:
             self.close()
             raise
-
-        self._took = time.monotonic() - started
+        self._startup_s = time.monotonic() - started
 
     @property
     def name(self) -> str:
         """Version, runner and device: "vllm 0.32.0 (V1, cpu)"."""
         return f"vllm {self.info['version']} ({self.info['runner']}, {self.info['device']})"
 
-    def line(self) -> str:
-        """Its name, where it is, how long it took to start, and what was mended in it."""
-        corrected = (f"corrected: {text}" for text in self.info["corrections"])
-        place = f"{self.name} at {self.python}, started in {self._took:.0f} s"
-        return "; ".join([place, *corrected])
+    def describe(self) -> str:
+        """Return a line with its name, interpreter, start-up time and corrections."""
+        corrections = (f"corrected: {text}" for text in self.info["corrections"])
+        start = f"{self.name} at {self.python}, started in {self._startup_s:.0f} s"
+        return "; ".join([start, *corrections])
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """One line there, one line back.
+    def request(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send one line of JSON and return the answer.
 
         Raises:
-            UserError: it has ended; with the end of what it printed.
+            UserError: the process has ended; with the end of its output.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            print(json.dumps(question), file=self._process.stdin, flush=True)
+            print(json.dumps(message), file=self._process.stdin, flush=True)
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
         if line:
             return json.loads(line)
         status = self._process.wait()
-        self._said.seek(0)
-        said = self._said.read().decode("utf-8", "replace").strip()
-        missing = status == NO_VLLM
-        raise UserError(
-            "expected a Python that has vLLM, found one without"
-            if missing
-            else f"vLLM ended with status {status}:\n{_end_of(said)}",
-            where=self.python,
-            do=_INSTALL if missing else "",
-        )
+        if status == NO_VLLM:
+            raise UserError(
+                "expected a Python that has vLLM, found one without",
+                where=self.python,
+                do=_INSTALL,
+            )
+        self._log.seek(0)
+        log = self._log.read().decode("utf-8", "replace").strip()
+        raise UserError(f"vLLM ended with status {status}:\n{log_tail(log)}", where=self.python)
 
     def close(self) -> None:
-        """Ends the program; closing twice is fine."""
+        """End the process. A second call does nothing."""
         if self._process.stdin and not self._process.stdin.closed:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()  # the end of its input ends it
@@ -166,19 +165,19 @@ class VllmProcess:
             self._process.wait()
         if self._process.stdout:
             self._process.stdout.close()
-        self._said.close()
+        self._log.close()
         self._folder.cleanup()
 
 
-def _end_of(said: str) -> str:
-    """The end of what a program printed, after the errors further up that it may come from."""
-    end = said[-3000:]
-    errors = re.findall(r"\b\w+Error: .+", said[:-3000])
-    return "\n".join([*dict.fromkeys(errors), end or "it said nothing"])
+def log_tail(log: str) -> str:
+    """Return the end of a program's output, after earlier errors that may have caused it."""
+    tail = log[-3000:]
+    errors = re.findall(r"\b\w+Error: .+", log[:-3000])
+    return "\n".join([*dict.fromkeys(errors), tail or "it printed nothing"])
 
 
-def _visible(first: int, count: int) -> str:
-    """CUDA_VISIBLE_DEVICES of a program that gets `count` of the GPUs this one sees."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = seen.split(",") if seen else [str(i) for i in range(torch.cuda.device_count())]
-    return ",".join(names[first : first + count])
+def _visible_gpus(first: int, count: int) -> str:
+    """Return CUDA_VISIBLE_DEVICES for `count` of this process's GPUs from `first` on."""
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = variable.split(",") if variable else map(str, range(torch.cuda.device_count()))
+    return ",".join(list(names)[first : first + count])

@@ -1,19 +1,29 @@
 """A package called vllm that counts as vLLM does, for the client program to load.
 
-Prompt [p, …] with n = max_tokens "generates" p, p + 1, …; a step accepts p % (k + 1) of k drafts.
-Asked for states it writes those of token p at every boundary as four times p.
+A prompt [p, …] with n = max_tokens "generates" p, p + 1, …; a step accepts p % (k + 1) of k drafts.
+The states of a token p are four times p at every boundary. The file $FAKE_LOG gets the options of
+the engine and of each batch as JSON lines.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 _INIT = """
 import json, os, sys
-from types import SimpleNamespace as Some
+from types import SimpleNamespace
 
 __version__ = "9.9"
 print("vLLM prints to standard output")
+
+def log(value):
+    if "FAKE_LOG" in os.environ:
+        with open(os.environ["FAKE_LOG"], "a") as file:
+            file.write(json.dumps(value) + "\\n")
 
 class SamplingParams:
     def __init__(self, **options):
@@ -21,68 +31,69 @@ class SamplingParams:
 
 class LLM:
     def __init__(self, **options):
-        spec = options.get("speculative_config")
         if os.environ.get("FAKE_FAILS"):
             sys.exit("no kernel for this machine")
-        log = os.environ.get("FAKE_LOG")
-        if log:
-            with open(log, "a") as file:
-                file.write(json.dumps(options) + "\\n")
-        self.log = log
-        self.states = options.get("kv_transfer_config")
-        self.k = spec["num_speculative_tokens"] if spec and not self.states else 0
-        if self.states:
-            self.width = len(spec["draft_model_config"]["hf_config"]
-                             ["eagle_aux_hidden_state_layer_ids"])
-            self.folder = self.states["kv_connector_extra_config"]["shared_storage_path"]
-            self.generate = self.write
-        self.total = [0, 0, 0, [0] * self.k]
-        self.llm_engine = Some(vllm_config=Some(use_v2_model_runner=False))
+        log(options)
+        speculative = options.get("speculative_config")
+        transfer = options.get("kv_transfer_config")
+        self.k = speculative["num_speculative_tokens"] if speculative and not transfer else 0
+        if transfer:
+            config = speculative["draft_model_config"]["hf_config"]
+            self.num_boundaries = len(config["eagle_aux_hidden_state_layer_ids"])
+            self.folder = transfer["kv_connector_extra_config"]["shared_storage_path"]
+            self.generate = self.write_states
+        self.drafts = self.draft_tokens = self.accepted = 0
+        self.accepted_at = [0] * self.k
+        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(use_v2_model_runner=False))
 
     def get_metrics(self):
-        name = "vllm:spec_decode_num_"
-        drafts, tokens, accepted, at = self.total
-        return [Some(name=name + "drafts", value=drafts),
-                Some(name=name + "draft_tokens", value=tokens),
-                Some(name=name + "accepted_tokens", value=accepted),
-                Some(name=name + "accepted_tokens_per_pos", values=list(at))] if self.k else []
+        if not self.k:
+            return []
+        values = {"drafts": self.drafts, "draft_tokens": self.draft_tokens,
+                  "accepted_tokens": self.accepted}
+        metrics = [SimpleNamespace(name="vllm:spec_decode_num_" + name, value=value)
+                   for name, value in values.items()]
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        return [*metrics, SimpleNamespace(name=name, values=list(self.accepted_at))]
 
     def generate(self, prompts, params, use_tqdm):
-        if self.log:
-            with open(self.log, "a") as file:
-                file.write(json.dumps([len(prompts), vars(params[0])]) + "\\n")
-        return [self.one(p["prompt_token_ids"], s) for p, s in zip(prompts, params)]
+        log([len(prompts), vars(params[0])])
+        return [self.decode(p["prompt_token_ids"], s) for p, s in zip(prompts, params)]
 
-    def write(self, prompts, params, use_tqdm):
+    def write_states(self, prompts, params, use_tqdm):
         import torch
         from safetensors.torch import save_file
-        found = []
+        results = []
         for number, prompt in enumerate(p["prompt_token_ids"] for p in prompts):
             ids, file = torch.tensor(prompt), f"{self.folder}/{number}.safetensors"
-            states = ids[:, None, None].expand(-1, self.width, 4).float().contiguous()
+            states = ids[:, None, None].expand(-1, self.num_boundaries, 4).float().contiguous()
             save_file({"hidden_states": states, "token_ids": ids}, file)
-            token = Some(token_ids=[prompt[0]], logprobs=[{prompt[0]: Some(logprob=-0.5)}])
-            found.append(Some(outputs=[token], kv_transfer_params={"hidden_states_path": file}))
-        return found
+            logprobs = [{prompt[0]: SimpleNamespace(logprob=-0.5)}]
+            output = SimpleNamespace(token_ids=[prompt[0]], logprobs=logprobs)
+            params = {"hidden_states_path": file}
+            results.append(SimpleNamespace(outputs=[output], kv_transfer_params=params))
+        return results
 
-    def one(self, prompt, params):
-        n, first, steps, made = params.max_tokens, prompt[0], [], 1
-        while self.k and made < n:
+    def decode(self, prompt, params):
+        n, first, steps, num_tokens = params.max_tokens, prompt[0], [], 1
+        while self.k and num_tokens < n:
             steps.append(first % (self.k + 1))
-            made += 1 + steps[-1]
-        histogram = [steps.count(a) for a in range(self.k + 1)]
-        self.total[0] += len(steps) + int(os.environ.get("FAKE_EXTRA", 0))
-        self.total[1] += self.k * len(steps)
-        self.total[2] += sum(steps)
-        for a in steps:
-            for i in range(a):
-                self.total[3][i] += 1
-        metrics = Some(histogram=histogram, num_draft_tokens=self.k * len(steps),
-                       per_step_accepted=steps)
-        out = Some(token_ids=list(range(first, first + n)), finish_reason="length",
-                   spec_decode_metrics=metrics if steps and PER_REQUEST else None)
-        times = Some(first_token_latency=0.5, first_token_ts=10.0, last_token_ts=10.0 + n - 1)
-        return Some(outputs=[out], metrics=times)
+            num_tokens += 1 + steps[-1]
+        self.drafts += len(steps) + int(os.environ.get("FAKE_EXTRA", 0))
+        self.draft_tokens += self.k * len(steps)
+        self.accepted += sum(steps)
+        for accepted in steps:
+            for position in range(accepted):
+                self.accepted_at[position] += 1
+        metrics = SimpleNamespace(
+            histogram=[steps.count(accepted) for accepted in range(self.k + 1)],
+            num_draft_tokens=self.k * len(steps), per_step_accepted=steps)
+        output = SimpleNamespace(
+            token_ids=list(range(first, first + n)), finish_reason="length",
+            spec_decode_metrics=metrics if steps and PER_REQUEST else None)
+        times = SimpleNamespace(
+            first_token_latency=0.5, first_token_ts=10.0, last_token_ts=10.0 + n - 1)
+        return SimpleNamespace(outputs=[output], metrics=times)
 
 PER_REQUEST = MODERN
 """
@@ -90,7 +101,7 @@ _SAMPLER = "def expand_batch_to_tokens():\n    raise RuntimeError('not corrected
 
 
 def write(folder: Path, *, modern: bool = True) -> Path:
-    """Writes the package; an old one counts no single request and knows no draft probabilities."""
+    """Write the package; an old one has no counters per request and no draft probabilities."""
     fields = "per_request_spec_decode_metrics: str = 'none'" if modern else "other: int = 0"
     sampled = "draft_sample_method: str = 'greedy'" if modern else "other: int = 0"
     dataclass = "from dataclasses import dataclass\n\n@dataclass\nclass {}:\n    {}\n"
@@ -109,3 +120,14 @@ def write(folder: Path, *, modern: bool = True) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return folder
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: bool) -> Path:
+    """Write the package where the client finds it, and return its log file."""
+    monkeypatch.setenv("PYTHONPATH", str(write(folder / "site", **options)))
+    monkeypatch.setenv("FAKE_LOG", str(folder / "log"))
+    return folder / "log"
+
+
+def read_log(log: Path) -> list[Any]:
+    return [json.loads(line) for line in log.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What takes vLLM's place in tests of recording: a target in this process."""
+"""A stand-in for vLLM in tests of recording: a target in this process."""
 
 from __future__ import annotations
 
@@ -17,21 +17,27 @@ from draftlab.target_model.model import Target
 
 
 class StandIn:
-    """In vLLM's place: answers at once and writes files later, locked as its connector's are."""
+    """A `VllmProcess` that answers at once and writes files later, locked as vLLM locks them.
+
+    Args:
+        setups: receives the setup of each start, and {"closed": True} at each end.
+        faults: nan, missing: the number of a prompt whose states have NaN, or are not written;
+            truncated: whether files lack the last token id; logprob_error: added to the answers.
+    """
 
     # `Target.states` hooks the layers of the model, which several stand-ins share.
     target_lock = threading.Lock()
 
     def __init__(self, target: Target, setups: list[dict[str, Any]], **faults: Any) -> None:
         self.target, self.setups, self.faults = target, setups, faults
-        self.asked = 0
+        self.num_prompts = 0
         self.writers: list[threading.Thread] = []
 
     def __call__(self, setup: dict[str, Any], *_: Any) -> StandIn:
         self.setups.append(setup)
         return self
 
-    def line(self) -> str:
+    def describe(self) -> str:
         return "stand-in"
 
     def close(self) -> None:
@@ -39,23 +45,24 @@ class StandIn:
             writer.join()
         self.setups.append({"closed": True})
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+    def request(self, message: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {"files": [], "tokens": [], "logprobs": []}
-        for ids in question["prompts"]:
+        boundaries = tuple(self.setups[0]["boundaries"])
+        for ids in message["prompts"]:
             with self.target_lock:
-                states = self.target.states(
-                    torch.tensor([ids]), tuple(self.setups[0]["boundaries"])
-                )
-            wide = states.features[0].view(len(ids), -1, self.target.hidden_size).clone()
-            chances = self.target.logits(states.last[0, -1]).log_softmax(-1)
-            answer["tokens"].append(int(chances.argmax()))
-            answer["logprobs"].append(float(chances.max()) + self.faults.get("chance", 0.0))
-            file = Path(self.setups[0]["states_folder"]) / f"{self.asked}.safetensors"
-            self.asked += 1
-            if self.asked - 1 == self.faults.get("nan"):
-                wide[0, 1] = float("nan")
-            if self.faults.get("missing") != self.asked - 1:
-                self._write(file, wide, ids[:-1] if self.faults.get("cut") else ids)
+                states = self.target.states(torch.tensor([ids]), boundaries)
+            features = states.features[0].view(len(ids), -1, self.target.hidden_size).clone()
+            logprobs = self.target.logits(states.last[0, -1]).log_softmax(-1)
+            answer["tokens"].append(int(logprobs.argmax()))
+            logprob = float(logprobs.max()) + self.faults.get("logprob_error", 0.0)
+            answer["logprobs"].append(logprob)
+            number = self.num_prompts
+            self.num_prompts += 1
+            file = Path(self.setups[0]["states_folder"]) / f"{number}.safetensors"
+            if self.faults.get("nan") == number:
+                features[0, 1] = float("nan")
+            if self.faults.get("missing") != number:
+                self._write(file, features, ids[:-1] if self.faults.get("truncated") else ids)
             answer["files"].append(str(file))
         return answer
 
@@ -63,10 +70,10 @@ class StandIn:
         lock = os.open(f"{file}.lock", os.O_CREAT | os.O_WRONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
 
-        def late() -> None:
+        def write_late() -> None:
             time.sleep(0.02)
             save_file({"hidden_states": states, "token_ids": torch.tensor(ids)}, file)
             os.close(lock)
 
-        self.writers.append(threading.Thread(target=late))
+        self.writers.append(threading.Thread(target=write_late))
         self.writers[-1].start()

@@ -1,11 +1,11 @@
-"""What the client is asked, with defaults; refused where vLLM would fail late, or mislead."""
+"""The client's setup and requests: defaults, and checks of what vLLM would fail on late."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-UNUSABLE, NO_VLLM = 2, 3  # exit statuses
+INVALID_REQUEST, NO_VLLM = 2, 3  # exit statuses
 SETUP: dict[str, Any] = {
     "target": None,
     "draft": None,
@@ -21,72 +21,69 @@ SETUP: dict[str, Any] = {
     "speculative_extra": {},
     "engine_extra": {},
 }
-ASK: dict[str, Any] = {
-    "prompts": None,
+REQUEST: dict[str, Any] = {"prompts": None, "sampling": None}
+SAMPLING: dict[str, Any] = {
     "temperature": 0.0,
     "top_k": None,
     "top_p": None,
     "seed": 0,
     "max_new_tokens": 128,
     "stop_token_ids": [],
-    "each": None,
 }
-EACH = ("temperature", "seed", "max_new_tokens")
 
 
 class RequestError(ValueError):
-    """What cannot be run; the message says what to change."""
+    """A setup or request that cannot be run; the message says what to change."""
 
 
-def filled(given: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """`given` over `defaults`; unknown keys are refused."""
-    unknown = sorted(set(given) - set(defaults))
+def with_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` over `defaults`. Raise RequestError if there are unknown keys."""
+    unknown = sorted(set(values) - set(defaults))
     if unknown:
         raise RequestError(f"unknown keys {unknown}; known are {', '.join(defaults)}")
-    return {**defaults, **given}
+    return {**defaults, **values}
 
 
 def check_setup(setup: dict[str, Any]) -> dict[str, Any]:
-    """The setup with defaults, refused where vLLM would fail late or run something else."""
-    setup = filled(setup, SETUP)
+    """Return the setup with defaults. Raise RequestError if it cannot be loaded."""
+    setup = with_defaults(setup, SETUP)
     for key in ("target", "draft"):
         folder = setup[key]
         if (key == "target" or folder) and not (Path(folder or "") / "config.json").is_file():
             raise RequestError(f"{key}: expected a model folder with a config.json, found {folder}")
     if setup["boundaries"] and not setup["states_folder"]:
-        raise RequestError("states_folder: expected where states of boundaries go, found nothing")
+        raise RequestError("states_folder: expected a folder for the states, found nothing")
     if setup["draft"] and setup["k"] < 1:
         raise RequestError(f"k: expected at least 1 with a draft, found {setup['k']}")
     return setup
 
 
-def each_asked(ask: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is asked for each prompt (EACH): the ask's own, prompt i with seed + i, or `each`."""
-    common = {key: ask[key] for key in EACH}
-    if ask["each"] is None:
-        return [{**common, "seed": ask["seed"] + i} for i in range(len(ask["prompts"]))]
-    return [filled(own, common) for own in ask["each"]]
+def check_request(request: dict[str, Any], setup: dict[str, Any]) -> dict[str, Any]:
+    """Return a request with defaults, with `sampling` for each prompt.
 
-
-def check_ask(ask: dict[str, Any], setup: dict[str, Any]) -> dict[str, Any]:
-    """An ask with defaults, refused where vLLM would cut short or count something else."""
-    ask = filled(ask, ASK)
-    if not ask["prompts"] or len(ask["each"] or ask["prompts"]) != len(ask["prompts"]):
-        raise RequestError("expected prompts, and each (where it is given) of as many")
-    for index, (prompt, own) in enumerate(zip(ask["prompts"], each_asked(ask), strict=True)):
+    Raises:
+        RequestError: vLLM would truncate a prompt or an answer, or return wrong counters.
+    """
+    request = with_defaults(request, REQUEST)
+    prompts, sampling = request["prompts"] or [], request["sampling"]
+    sampling = [{}] * len(prompts) if sampling is None else sampling
+    if not prompts or len(sampling) != len(prompts):
+        raise RequestError("expected prompts, and sampling (where it is given) for each of them")
+    sampling = [with_defaults(options, SAMPLING) for options in sampling]
+    for index, (prompt, options) in enumerate(zip(prompts, sampling, strict=True)):
         if not prompt or not all(type(token) is int and token >= 0 for token in prompt):
             raise RequestError(f"prompts[{index}]: expected a non-empty list of token ids")
-        if own["max_new_tokens"] < 1:
+        if options["max_new_tokens"] < 1:
             raise RequestError(f"prompts[{index}]: expected max_new_tokens of at least 1")
-        length = len(prompt) + own["max_new_tokens"]
+        length = len(prompt) + options["max_new_tokens"]
         if length > setup["max_model_len"]:
             raise RequestError(
-                f"prompts[{index}]: {len(prompt)} tokens + {own['max_new_tokens']} new ones exceed "
-                f"the {setup['max_model_len']} positions of max_model_len"
+                f"prompts[{index}]: {len(prompt)} tokens + {options['max_new_tokens']} new ones "
+                f"exceed the {setup['max_model_len']} positions of max_model_len"
             )
         # vLLM pads such a prompt, where it joins a running batch, with k zeros as its drafts.
         if len(prompt) == 1 and setup["draft"] and setup["max_num_seqs"] > 1:
             raise RequestError(
-                f"prompts[{index}]: vLLM miscounts prompts of one token in a batch; take batch 1"
+                f"prompts[{index}]: vLLM miscounts prompts of one token in a batch; use batch 1"
             )
-    return ask
+    return {"prompts": prompts, "sampling": sampling}

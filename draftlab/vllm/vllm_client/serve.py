@@ -1,4 +1,4 @@
-"""The client program: reads lines, answers lines."""
+"""The client's main loop: one answer for each line of input."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from .generation import Served
-from .hidden_states import StatesServed
-from .request import NO_VLLM, UNUSABLE, RequestError, check_setup
+from .generation import Decoder
+from .hidden_states import HiddenStateWriter
+from .request import INVALID_REQUEST, NO_VLLM, RequestError, check_setup
 
-# Read when vllm is imported. The caller's own choice wins.
+# Read when vllm is imported. Variables that are already set win.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # One process: the counters live in it, and corrections made here reach the sampler.
+    # One process: its counters can be read, and corrections made here reach the sampler.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -27,16 +27,16 @@ ENVIRONMENT = {
 
 
 def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> int:
-    """Reads the setup and asks from `lines` until they end; returns the exit status."""
+    """Answer the setup and the requests in `lines`, and return the exit status."""
     try:
         setup = check_setup(json.loads(lines.readline()))
-        served = StatesServed(setup) if setup["boundaries"] else Served(setup)
-        answer(served.info)
+        engine = HiddenStateWriter(setup) if setup["boundaries"] else Decoder(setup)
+        answer(engine.info)
         for line in lines:
-            answer(served.answer(json.loads(line)))
+            answer(engine.answer(json.loads(line)))
     except RequestError as error:
         print(f"vllm_client: {error}", file=sys.stderr)
-        return UNUSABLE
+        return INVALID_REQUEST
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "vllm"):
             raise
@@ -46,7 +46,7 @@ def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> int:
 
 
 def main() -> int:
-    """Takes standard output for the answers, and sends everybody else's to standard error."""
+    """Serve standard input, with standard output for answers only, and return the exit status."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")

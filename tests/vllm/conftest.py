@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from draftlab.target_model.metadata import TargetMetadata
+from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
+from tests.helpers import fake_vllm
+from tests.helpers.recordings import small_target
+
+
+@pytest.fixture(scope="package")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return small_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def metadata(target: Target) -> TargetMetadata:
+    return TargetMetadata(TargetSettings(path=str(target.folder), device="cpu"))
+
+
+@pytest.fixture
+def install_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Return a function that makes the fake package the client's vLLM, and returns its log file."""
+    return partial(fake_vllm.install, tmp_path, monkeypatch)
