@@ -168,7 +168,7 @@ def vocabularies(reading: Reading, about: About) -> Iterator[Hypothesis]:
     own, of_target = reading.tensors[EMBEDDINGS], about.target_tensors.get(EMBEDDINGS)
     others = [
         (
-            target_tensors,
+            of_target,
             "the target's embeddings",
             "the head's own embeddings are not the trained ones",
         ),
