@@ -18,17 +18,13 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.block_size = block_size
         self._free = list(range(num_blocks, 0, -1))  # the lowest number is allocated first
         self._allocated: set[int] = set()
 
-    def num_missing(self, blocks: list[int], positions: int) -> int:
-        """Return how many more blocks the owner of `blocks` needs for `positions` positions."""
-        return max(-(-positions // self.block_size) - len(blocks), 0)
-
     def allocate(self, blocks: list[int], positions: int) -> bool:
         """Extend `blocks` in place to hold `positions`; return False, unchanged, if it cannot."""
-        count = self.num_missing(blocks, positions)
+        count = max(-(-positions // self.block_size) - len(blocks), 0)
         if count > len(self._free):
             return False
         new = [self._free.pop() for _ in range(count)]

@@ -63,18 +63,9 @@ class StepResult:
 
 
 class Step:
-    """The decode step of an engine, which reads and writes an `InputBatch`.
+    """The decode step of an `Engine` (see there for the arguments).
 
-    Args:
-        target: the model whose distribution is kept.
-        cache: its KV cache.
-        input_batch: the requests' state.
-        drafter: proposes drafts; None decodes plainly.
-        max_length: positions of a sequence; drafts are capped near it.
-        verifier: decides which drafts are accepted; it has the signature of
-            `kernels.verify.verify`.
-        expect: also compute the expected acceptance of sampled drafts.
-        cpu_prepacked: on a CPU, use prepacked weights where the target has that path.
+    It reads and writes `input_batch`, and the target's KV cache `cache`.
     """
 
     def __init__(

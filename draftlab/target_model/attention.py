@@ -126,14 +126,14 @@ def _attention(
     Returns:
         [B, M, heads, head_dim], and None for the weights.
     """
+    tensors = query, key, value
     scores = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
     if (cache := _paged_cache.get()) is not None:
-        rule = _require_rule(attention_mask)
-        return _attend_paged_cache(cache, query, key, value, rule, **scores), None
+        return _attend_paged_cache(cache, *tensors, _require_rule(attention_mask), **scores), None
     if (packed_row := _packed_row.get()) is not None:
-        rule, tensors = _require_rule(attention_mask), (query, key, value)
-        return _attend_packed_row(packed_row, module, *tensors, rule, **scores, **options), None
-    return _attend_rows(module, query, key, value, attention_mask, **scores, **options), None
+        rule, options = _require_rule(attention_mask), options | scores
+        return _attend_packed_row(packed_row, module, *tensors, rule, **options), None
+    return _attend_rows(module, *tensors, attention_mask, **scores, **options), None
 
 
 def _require_rule(attention_mask: Any) -> MaskRule:

@@ -89,7 +89,6 @@ class FusedDecoder:
             positions: int64 [B, M], −1 for padding (its states are undefined).
             cache: KV cache, prepared for these tokens by `cache.at`.
         """
-        shape = token_ids.shape
         x = F.embedding(token_ids.flatten(), self.parts.embeddings)
         angles = rope_angles(positions.flatten(), self.inv_freq, self.scaling, x.dtype)
         slots = cache.slot_mapping.flatten()
@@ -113,7 +112,7 @@ class FusedDecoder:
                 eps=self.eps,
             )
             attended = attend_paged(
-                query.view(*shape, *query.shape[1:]),
+                query.view(*token_ids.shape, *query.shape[1:]),
                 pool.keys,
                 pool.values,
                 cache.block_table,
@@ -131,10 +130,7 @@ class FusedDecoder:
             )
         if len(self.layers) in boundaries:
             features.append(x)
-        last = x.view(*shape, -1)
-        if not features:
-            return HiddenStates(last[..., :0], last)
-        return HiddenStates(torch.cat(features, -1).view(*shape, -1), last)
+        return HiddenStates.of(features, x.view(*token_ids.shape, -1))
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:
@@ -164,36 +160,31 @@ def fused_decoder(target: Target) -> FusedDecoder | None:
 def has_known_layers(target: Target) -> bool:
     """Return whether the layers are, module by module, those of a listed architecture."""
     kind = type(target.decoder).__name__.removesuffix("Model")
-    home = f"transformers.models.{kind.lower()}.modeling_{kind.lower()}"
     if kind not in _LAYERS or target.parts.scale != 1 or target.parts.softcap is not None:
         return False
     if getattr(target.config, "hidden_act", None) != "silu":
         return False
     if getattr(target.decoder.rotary_emb, "rope_type", None) not in _ROPE_TYPES:
         return False
-    expected = {
-        "": "DecoderLayer",
-        "self_attn": "Attention",
-        "mlp": "MLP",
-        "input_layernorm": "RMSNorm",
-        "post_attention_layernorm": "RMSNorm",
-    }
+    module = f"transformers.models.{kind.lower()}.modeling_{kind.lower()}"
+    classes = {"": "DecoderLayer", "self_attn": "Attention", "mlp": "MLP"}
+    classes |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), "RMSNorm")
     if kind == "Qwen3":
-        expected |= {"self_attn.q_norm": "RMSNorm", "self_attn.k_norm": "RMSNorm"}
-    products = {f"self_attn.{n}_proj" for n in "qkvo"}
-    products |= {f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+        classes |= {"self_attn.q_norm": "RMSNorm", "self_attn.k_norm": "RMSNorm"}
+    mlp_products = {f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+    products = mlp_products | {f"self_attn.{n}_proj" for n in "qkvo"}
     for layer in target.layers:
         modules = dict(layer.named_modules())
         modules.pop("mlp.act_fn", None)
-        if modules.keys() != expected.keys() | products:
+        if modules.keys() != classes.keys() | products:
             return False
-        for name, ending in expected.items():
+        for name, ending in classes.items():
             cls = type(modules[name])
-            if (cls.__module__, cls.__name__) != (home, kind + ending):
+            if (cls.__module__, cls.__name__) != (module, kind + ending):
                 return False
         if not all(type(modules[name]) is nn.Linear for name in products):
             return False
-        if any(modules[f"mlp.{n}_proj"].bias is not None for n in ("gate", "up", "down")):
+        if any(modules[name].bias is not None for name in mlp_products):
             return False
         if len({modules[f"self_attn.{n}_proj"].bias is None for n in "qkv"}) > 1:
             return False

@@ -34,6 +34,12 @@ class HiddenStates:
     features: Tensor
     last: Tensor
 
+    @classmethod
+    def of(cls, features: Sequence[Tensor], last: Tensor) -> HiddenStates:
+        """Concatenate boundary states, [B, M, Ht] as `last` or flat, [B · M, Ht]."""
+        joined = torch.cat(features, -1) if features else last[..., :0]
+        return cls(joined.view(*last.shape[:-1], joined.shape[-1]), last)
+
 
 class DecodePath(Protocol):
     """A way to run the target's decoder over a paged cache: `Target` itself or a faster path."""
@@ -184,8 +190,7 @@ class Target:
                 )
         last = recorded[self.num_layers]
         # Pipeline-parallel layers leave their states on their own devices.
-        features = [recorded[b].to(last.device) for b in boundaries]
-        return HiddenStates(torch.cat(features, -1) if features else last[..., :0], last)
+        return HiddenStates.of([recorded[b].to(last.device) for b in boundaries], last)
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +54,10 @@ class TargetParts:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetParts:
         """Return copies on another device, in another dtype."""
-        return TargetParts(
-            self.embeddings.to(device, dtype),
-            # `Module.to` works in place, and this module may belong to a model in use.
-            copy.deepcopy(self.norm).to(device, dtype),
-            self.lm_head.to(device, dtype),
-            self.scale,
-            self.softcap,
-        )
+        # `Module.to` works in place, and this module may belong to a model in use.
+        norm = copy.deepcopy(self.norm).to(device, dtype)
+        embeddings, lm_head = (x.to(device, dtype) for x in (self.embeddings, self.lm_head))
+        return replace(self, embeddings=embeddings, norm=norm, lm_head=lm_head)
 
 
 def text_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.Module]:
@@ -88,17 +84,16 @@ def model_parts(model: PreTrainedModel) -> TargetParts:
     """Return the parts of a loaded model; tensors are shared, not copied."""
     lm_head = model.get_output_embeddings()
     if getattr(lm_head, "bias", None) is not None:
-        raise UserError(
-            "expected an lm_head without bias, found one with a bias"
-        )
-    config = model.config.get_text_config()
-    return TargetParts(
-        model.get_input_embeddings().weight.detach(),
-        text_decoder(model)[2],
-        lm_head.weight.detach(),
-        _logit_scale(config),
-        getattr(config, "final_logit_softcapping", None),
-    )
+        raise UserError("expected an lm_head without bias, found one with a bias")
+    embeddings = model.get_input_embeddings().weight.detach()
+    return _parts(embeddings, text_decoder(model)[2], lm_head.weight.detach(), model.config)
+
+
+def _parts(embeddings: Tensor, norm: nn.Module, lm_head: Tensor, config: Any) -> TargetParts:
+    """Return the parts with the config's logit transformations."""
+    text = config.get_text_config()
+    softcap = getattr(text, "final_logit_softcapping", None)
+    return TargetParts(embeddings, norm, lm_head, _logit_scale(text), softcap)
 
 
 def _logit_scale(config: Any) -> float:
@@ -164,14 +159,7 @@ def load_parts(folder: Path, *, trust_remote_code: bool = False) -> TargetParts:
     }
     norm = norm.to_empty(device="cpu")
     norm.load_state_dict(weights, assign=True)
-    text = config.get_text_config()
-    return TargetParts(
-        embeddings,
-        norm.requires_grad_(False),
-        lm_head,
-        _logit_scale(text),
-        getattr(text, "final_logit_softcapping", None),
-    )
+    return _parts(embeddings, norm.requires_grad_(False), lm_head, config)
 
 
 def shard_files(folder: Path) -> list[Path]:

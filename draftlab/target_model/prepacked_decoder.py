@@ -131,10 +131,7 @@ class PrepackedDecoder:
             x = layer.mlp.add_to(x, layer.mlp_norm(x))
         if len(self.layers) in boundaries:
             features.append(x)
-        last = x.view(*token_ids.shape, -1)
-        if not features:
-            return HiddenStates(last[..., :0], last)
-        return HiddenStates(torch.cat(features, -1).view(*token_ids.shape, -1), last)
+        return HiddenStates.of(features, x.view(*token_ids.shape, -1))
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:

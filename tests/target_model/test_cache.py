@@ -20,13 +20,13 @@ def test_tokens_land_at_their_positions() -> None:
     cache = RowCache(2, 4, 6)
     new = keys(2, 3)
     positions = torch.tensor([[2, 3, 4], [0, 1, -1]])
-    seen, values = cache.at(1, positions, 5).update(new, 10 * new, 1)
-    assert seen.shape == (2, HEADS, 5, SIZE)
-    assert torch.equal(seen[0, :, 2:5], new[0])
-    assert torch.equal(seen[1, :, :2], new[1, :, :2])
-    assert torch.equal(values, 10 * seen)
+    visible_keys, values = cache.at(1, positions, 5).update(new, 10 * new, 1)
+    assert visible_keys.shape == (2, HEADS, 5, SIZE)
+    assert torch.equal(visible_keys[0, :, 2:5], new[0])
+    assert torch.equal(visible_keys[1, :, :2], new[1, :, :2])
+    assert torch.equal(values, 10 * visible_keys)
     # Everything else is untouched: other rows, other slots, the other layer.
-    assert int((seen != 0).sum()) == 5 * HEADS * SIZE
+    assert int((visible_keys != 0).sum()) == 5 * HEADS * SIZE
     assert bool((cache.layers[1].keys[[0, 3]] == 0).all())
     assert not cache.layers[0].is_initialized
 
@@ -36,11 +36,13 @@ def test_padding_is_never_visible() -> None:
     cache = RowCache(1, 2, 4)
     new = keys(2, 3)
     cache.at(0, torch.full((2, 3), -1), 1).update(new, new, 0)
-    seen, _ = cache.at(0, torch.tensor([[0], [-1]]), 4).update(new[:, :, :1], new[:, :, :1], 0)
-    assert seen.shape[2] == 4
-    assert torch.equal(seen[0, :, 0], new[0, :, 0])
-    assert bool((seen[0, :, 1:] == 0).all())
-    assert bool((seen[1] == 0).all())
+    visible_keys, _ = cache.at(0, torch.tensor([[0], [-1]]), 4).update(
+        new[:, :, :1], new[:, :, :1], 0
+    )
+    assert visible_keys.shape[2] == 4
+    assert torch.equal(visible_keys[0, :, 0], new[0, :, 0])
+    assert bool((visible_keys[0, :, 1:] == 0).all())
+    assert bool((visible_keys[1] == 0).all())
 
 
 def test_move_copies_whole_rows() -> None:
@@ -64,5 +66,5 @@ def test_passes_that_do_not_fit_are_refused(start: int, rows: int, visible: int)
 def test_the_last_row_and_position_fit() -> None:
     cache = RowCache(1, 3, 4)
     new = keys(1, 1)
-    seen, _ = cache.at(2, torch.tensor([[3]]), 4).update(new, new, 0)
-    assert torch.equal(seen[0, :, 3], new[0, :, 0])
+    visible_keys, _ = cache.at(2, torch.tensor([[3]]), 4).update(new, new, 0)
+    assert torch.equal(visible_keys[0, :, 3], new[0, :, 0])

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from draftlab.errors import UserError
+from draftlab.kernels.cpu_prepacked_linear import why_no_prepacking
 from draftlab.kernels.linear import MAX_ROWS
-from draftlab.kernels.packed_linear import why_not_packed
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model.fused_decoder import FusedDecoder, fused_decoder, has_known_layers
 from draftlab.target_model.model import DecodePath, HiddenStates, Target
@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CPU = torch.device("cpu")
 needs_prepacked = pytest.mark.skipif(
-    why_not_packed(CPU, torch.float32) is not None, reason="no packed products here"
+    why_no_prepacking(CPU, torch.float32) is not None, reason="no packed products here"
 )
 PATHS = [
     pytest.param(FusedDecoder, id="fused"),
@@ -168,7 +168,7 @@ def test_other_architectures_run_through_transformers(kind: str, tmp_path: Path)
     target = zoo_target(tmp_path, kind)
     assert not has_known_layers(target)
     assert prepacked_decoder(target) is None
-    if why_not_packed(CPU, torch.float32) is None:
+    if why_no_prepacking(CPU, torch.float32) is None:
         line = describe_products(target, cpu_prepacked=True)
         assert f"layers of {type(target.decoder).__name__} run as transformers writes them" in line
 
@@ -250,7 +250,7 @@ def test_a_fused_path_does_not_keep_its_target_alive(tmp_path: Path) -> None:
 
 
 def test_bfloat16_is_prepacked_too(tmp_path: Path) -> None:
-    if (reason := why_not_packed(CPU, torch.bfloat16)) is not None:
+    if (reason := why_no_prepacking(CPU, torch.bfloat16)) is not None:
         pytest.skip(reason)
     target = zoo_target(tmp_path, "llama", dtype="bfloat16", tie_word_embeddings=True)
     assert prepacked_decoder(target) is not None  # it has been compared with transformers

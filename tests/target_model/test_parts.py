@@ -104,8 +104,8 @@ def test_missing_or_broken_shards_are_named(shard: str, tmp_path: Path) -> None:
 def test_equal_content_has_one_fingerprint(tmp_path: Path) -> None:
     """Shards, file names and library versions do not matter."""
     one = zoo_folder(tmp_path / "one", "llama")
-    known = fingerprint(one)
-    assert known == fingerprint(zoo_folder(tmp_path / "many", "llama", shard="10KB"))
+    expected = fingerprint(one)
+    assert expected == fingerprint(zoo_folder(tmp_path / "many", "llama", shard="10KB"))
     moved = tmp_path / "moved"
     shutil.copytree(one, moved)
     (moved / "model.safetensors").rename(moved / "weights.safetensors")
@@ -114,20 +114,23 @@ def test_equal_content_has_one_fingerprint(tmp_path: Path) -> None:
         moved / "config.json",
         dict(reversed(config.items())) | {"transformers_version": "9", "_name_or_path": "x"},
     )
-    assert fingerprint(moved) == known
-    assert load_on_cpu(one).fingerprint == known
+    assert fingerprint(moved) == expected
+    assert load_on_cpu(one).fingerprint == expected
 
 
 def test_a_fine_tune_and_another_config_have_other_fingerprints(tmp_path: Path) -> None:
     folder = zoo_folder(tmp_path / "base", "llama")
-    known = {fingerprint(folder), fingerprint(zoo_folder(tmp_path / "seed", "llama", seed=1))}
+    fingerprints = {
+        fingerprint(folder),
+        fingerprint(zoo_folder(tmp_path / "seed", "llama", seed=1)),
+    }
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.2.mlp.up_proj.weight"][0, 0] += 1e-3
     tuned = tmp_path / "tuned"
     shutil.copytree(folder, tuned)
     save_file(weights, tuned / "model.safetensors")
-    known.add(fingerprint(tuned))
+    fingerprints.add(fingerprint(tuned))
     config = read_json(folder / "config.json")
     write_json(folder / "config.json", config | {"rms_norm_eps": 1e-3})
-    known.add(fingerprint(folder))
-    assert len(known) == 4
+    fingerprints.add(fingerprint(folder))
+    assert len(fingerprints) == 4

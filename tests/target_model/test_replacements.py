@@ -66,12 +66,12 @@ def last_five(target: Target, paged: bool) -> Tensor:
 def test_rows_of_different_lengths_are_as_alone(kind: str, paged: bool, tmp_path: Path) -> None:
     """A row's logits are those of transformers' own model run on that row, without a cache."""
     folder = zoo_folder(tmp_path, kind)
-    found = last_five(load_on_cpu(folder), paged)
+    logits = last_five(load_on_cpu(folder), paged)
     alone = eager_model(folder)
     for row, text in enumerate(texts()):
         with torch.inference_mode():
             expected = alone(input_ids=text[None], use_cache=False).logits[0, -5:]
-        assert_close(found[row, -len(expected) :], expected)
+        assert_close(logits[row, -len(expected) :], expected)
 
 
 def test_llama4_without_the_replacement_is_wrong_and_refused(
@@ -203,14 +203,14 @@ class _Recurrent(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.layer, self.seen = layer, torch.zeros(())
+        self.layer, self.total = layer, torch.zeros(())
 
     def forward(self, hidden_states: Tensor, *, position_ids: Tensor, **kwargs: object) -> Tensor:
         output = self.layer(hidden_states, position_ids=position_ids, **kwargs)
         if int(position_ids.min()) == 0:
-            self.seen = torch.zeros(())
-        self.seen = self.seen + output.sum(1, keepdim=True)
-        return output + 1e-3 * self.seen
+            self.total = torch.zeros(())
+        self.total = self.total + output.sum(1, keepdim=True)
+        return output + 1e-3 * self.total
 
 
 class _LengthDependent(nn.Module):
