@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.model import Target
+from draftlab.target_model.parts import text_decoder
 from draftlab.target_model.settings import TargetSettings
 
 SHAPE = {
@@ -253,6 +255,23 @@ def eager_model(folder: Path) -> torch.nn.Module:
         )
         .eval()
     )
+
+
+class _ChangedLayer(nn.Module):
+    """A decoder layer whose output is changed by a function of the output and the inputs."""
+
+    def __init__(self, layer: nn.Module, change: Callable[[Tensor, dict], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.change = layer, change
+
+    def forward(self, hidden_states: Tensor, **inputs: Any) -> Tensor:
+        return self.change(self.layer(hidden_states, **inputs), inputs)
+
+
+def change_layer(target: Target, change: Callable[[Tensor, dict], Tensor]) -> None:
+    """Change the outputs of a layer, as faulty code of a checkpoint would."""
+    layers = text_decoder(target.model)[1]
+    layers[1] = _ChangedLayer(layers[1], change)
 
 
 def random_texts(lengths: tuple[int, ...], seed: int = 0) -> list[Tensor]:

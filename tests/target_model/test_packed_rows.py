@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftlab.target_model import attention, packed_rows, probe
 from draftlab.target_model.model import Target
 from draftlab.target_model.packed_rows import PackedRow
-from draftlab.target_model.parts import text_decoder
 from tests.helpers.zoo import (
     LINEAR_ATTENTION,
     WITHOUT_PAGES,
     ZOO,
     assert_close,
+    change_layer,
     random_texts,
     zoo_target,
 )
@@ -147,55 +147,31 @@ def test_attention_that_pages_do_not_serve_is_packed(
     assert_packing_is_exact(target, texts())
 
 
-class _Leaking(nn.Module):
-    """A layer that adds a little of the previous token, also across conversations."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        output = self.layer(hidden_states, **kwargs)
-        return output + 1e-3 * output.roll(1, 1)
+def leak_between_columns(output: Tensor, _: dict) -> Tensor:
+    return output + 1e-3 * output.roll(1, 1)
 
 
-class _ColumnDependent(nn.Module):
-    """A layer whose output grows with the column in the row."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        column = torch.arange(hidden_states.shape[1], dtype=hidden_states.dtype)[None, :, None]
-        return self.layer(hidden_states, **kwargs) * (1 + 0.1 * column)
+def grow_with_the_column(output: Tensor, _: dict) -> Tensor:
+    return output * (1 + 0.1 * torch.arange(output.shape[1], dtype=output.dtype)[None, :, None])
 
 
-class _LongestDependent(nn.Module):
-    """A layer that depends on the largest position of a row, as longrope does."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden_states: Tensor, *, position_ids: Tensor, **kwargs: Any) -> Tensor:
-        output = self.layer(hidden_states, position_ids=position_ids, **kwargs)
-        return output * (1 + (position_ids.max() > 96))
+def depend_on_the_largest_position(output: Tensor, inputs: dict) -> Tensor:
+    """Change the output as longrope does."""
+    return output * (1 + (inputs["position_ids"].max() > 96))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("change", "message"),
     [
-        (_Leaking, "mixes packed"),
-        (_LongestDependent, "mixes packed"),
-        (_ColumnDependent, "unlike single ones"),
+        (leak_between_columns, "mixes packed"),
+        (depend_on_the_largest_position, "mixes packed"),
+        (grow_with_the_column, "unlike single ones"),
     ],
 )
 def test_faults_in_custom_code_are_found(
-    fault: type[nn.Module], message: str, dtype: str, tmp_path: Path
+    change: Any, message: str, dtype: str, tmp_path: Path
 ) -> None:
     target = zoo_target(tmp_path, "llama", dtype=dtype)
-    _, layers, _ = text_decoder(target.model)
-    layers[1] = fault(layers[1])
+    change_layer(target, change)
     assert message in str(target.padding_reason)

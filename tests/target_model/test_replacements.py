@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model import llama4, replacements
 from draftlab.target_model.fused_decoder import has_known_layers
 from draftlab.target_model.model import Target
-from draftlab.target_model.parts import load_parts, text_decoder
+from draftlab.target_model.parts import load_parts
 from tests.helpers.zoo import (
     LINEAR_ATTENTION,
     SHAPE,
     WITHOUT_PAGES,
     ZOO,
     assert_close,
+    change_layer,
     eager_model,
     load_on_cpu,
     random_texts,
@@ -198,45 +200,28 @@ def test_attention_that_pages_do_not_serve_is_refused(
         target.new_paged_cache(4, 16)
 
 
-class _Recurrent(nn.Module):
-    """A layer that adds a little of all earlier inputs, like a recurrent one."""
+class RunningSum:
+    """A layer's output with a little of all earlier outputs, as in recurrent layers."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.total = layer, torch.zeros(())
-
-    def forward(self, hidden_states: Tensor, *, position_ids: Tensor, **kwargs: object) -> Tensor:
-        output = self.layer(hidden_states, position_ids=position_ids, **kwargs)
-        if int(position_ids.min()) == 0:
-            self.total = torch.zeros(())
-        self.total = self.total + output.sum(1, keepdim=True)
+    def __call__(self, output: Tensor, inputs: dict) -> Tensor:
+        total = output.sum(1, keepdim=True)
+        self.total = total if int(inputs["position_ids"].min()) == 0 else self.total + total
         return output + 1e-3 * self.total
 
 
-class _LengthDependent(nn.Module):
-    """A layer whose output grows a little with the length of the cache."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden_states: Tensor, **kwargs: object) -> Tensor:
-        length = kwargs["past_key_values"].get_seq_length()  # type: ignore[attr-defined]
-        return self.layer(hidden_states, **kwargs) * (1 + 1e-9 * length)
+def grow_with_the_cache(output: Tensor, inputs: dict) -> Tensor:
+    return output * (1 + 1e-9 * inputs["past_key_values"].get_seq_length())
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("change", "message"),
     [
-        (_Recurrent, "keeps a state of tokens"),
-        (_LengthDependent, "positions from the length of the cache"),
+        (RunningSum(), "keeps a state of tokens"),
+        (grow_with_the_cache, "positions from the length of the cache"),
     ],
 )
-def test_faults_in_custom_code_are_found(
-    fault: type[nn.Module], message: str, tmp_path: Path
-) -> None:
+def test_faults_in_custom_code_are_found(change: Any, message: str, tmp_path: Path) -> None:
     target = zoo_target(tmp_path, "llama")
-    _, layers, _ = text_decoder(target.model)
-    layers[1] = fault(layers[1])
+    change_layer(target, change)
     with pytest.raises(UserError, match=message):
         target.new_paged_cache(4, 16)
