@@ -17,7 +17,8 @@ from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.online import OnlineStore
-from draftlab.store.record import Role, plan_recording, record
+from draftlab.store.plan import plan_recording
+from draftlab.store.record import Role, record
 from draftlab.store.store import Sample, Store, StoreIdentity
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.metadata import TargetMetadata
@@ -67,20 +68,20 @@ class Recording:
         return target
 
     @cached_property
-    def outline(self) -> TargetMetadata:
+    def target_metadata(self) -> TargetMetadata:
         """What is known of the target without loading it, where vLLM does."""
         return TargetMetadata(self.recipe.target)
 
     @property
     def _recorded(self) -> Target | TargetMetadata:
-        return self.outline if self.recipe.record.backend == "vllm" else self.target
+        return self.target_metadata if self.recipe.record.backend == "vllm" else self.target
 
     def answer(self, path: Path, gpus: int) -> None:
         """Has the prompts answered (`data.regenerate`), on several GPUs by a process on each."""
         settings, target, decode, others = self.recipe.regenerate, None, None, []
         with ExitStack() as stack:
             if settings.enabled and settings.backend == "vllm":
-                target = self.outline
+                target = self.target_metadata
                 decode = stack.enter_context(VllmAnswers(target, settings, self.monitor))
             elif settings.enabled:
                 devices = helper_devices(gpus, self.recipe.target.device)
@@ -113,7 +114,7 @@ class Recording:
         settings, monitor, open_source = self.recipe.record, self.monitor, None
         identity, recorded = self._asked(monitor)
         if settings.backend == "vllm":
-            open_source = partial(VllmStateSource, self.outline, settings, monitor)
+            open_source = partial(VllmStateSource, self.target_metadata, settings, monitor)
         record(
             self._recorded,
             recorded,

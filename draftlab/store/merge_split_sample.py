@@ -22,8 +22,8 @@ from draftlab.files import (
     write_json,
 )
 from draftlab.progress import Monitor
+from draftlab.store.batches import group_consecutive
 from draftlab.store.manifest import MANIFEST, Counts, Dropped, Manifest, Shard
-from draftlab.store.plan import group_consecutive
 from draftlab.store.store import Store
 
 

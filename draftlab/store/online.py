@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from draftlab.kernels.cuda_device import use_device
+from draftlab.store.batches import cut_batches
 from draftlab.store.extraction import HiddenStateExtractor
 from draftlab.store.manifest import Manifest, Shard
-from draftlab.store.plan import cut_batches
 from draftlab.store.shard_writer import ShardBuffer
 from draftlab.store.store import Record, Sample, Store
 from draftlab.target_model.model import Target

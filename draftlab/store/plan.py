@@ -3,43 +3,40 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
+from draftlab.store.batches import cut_batches, group_consecutive
 from draftlab.store.manifest import Counts, Dropped, Manifest, Shard, StoreIdentity
 from draftlab.store.settings import RecordSettings
 from draftlab.store.store import Sample, prediction_mask
+from draftlab.target_model.boundaries import check_boundaries
+from draftlab.target_model.metadata import TargetMetadata
 
-PASS_TOKENS = 256
-"""Fixed cost of a forward pass in tokens: an H200 reads an 8B model's weights in the time in which
-it computes 130 tokens, and small matrix products run below its full speed."""
+if TYPE_CHECKING:
+    from draftlab.target_model.model import Target
+
 SIDE_BY_SIDE = "side_by_side"
 """Setting of a plan whose passes hold their records side by side in one packed row. Plans without
 it, such as those of older stores, have right-padded rows."""
 
 
-def plan_store(
+def plan_recording(
+    target: Target | TargetMetadata,
     samples: Sequence[Sample],
-    identity: StoreIdentity,
     settings: RecordSettings,
+    identity: StoreIdentity,
     *,
-    max_length: int,
-    target_dtype: str,
-    padded: bool,
     monitor: Monitor,
 ) -> tuple[Manifest, list[Sample]]:
     """Plan a recording. The same arguments give the same plan.
-
-    Args:
-        max_length: maximum number of tokens of a sample; it replaces the one of the settings.
-        padded: whether passes are right-padded rows, instead of records side by side in one row.
 
     Returns:
         The manifest of an incomplete store, and its samples, truncated, in stored order.
@@ -48,6 +45,11 @@ def plan_store(
         UserError: there are no samples, or none with an answer; two have the same id; or the tokens
             of one do not match its spans or the vocabulary.
     """
+    _check_identity(target, settings, identity)
+    padding_reason = None if isinstance(target, TargetMetadata) else target.padding_reason
+    if padding_reason is not None:
+        monitor.say(f"forward passes are of right-padded rows: the target {padding_reason}")
+    padded, max_length = padding_reason is not None, _max_length(target, settings, monitor)
     if not samples:
         raise UserError("expected conversations to record, found none", do="check the data set")
     digest, ids = hashlib.sha256(), set()
@@ -100,7 +102,7 @@ def plan_store(
             "overlong": settings.overlong,
             "shard_tokens": settings.shard_tokens,
             "batch_tokens": settings.batch_tokens,
-            "target_dtype": target_dtype,
+            "target_dtype": str(target.dtype).removeprefix("torch."),
             "not_finite": settings.not_finite,
             # Older stores have none of these keys.
             **({} if settings.backend == "transformers" else {"backend": settings.backend}),
@@ -158,6 +160,33 @@ def check_same_recording(actual: Manifest, plan: Manifest, where: Path) -> None:
     raise UserError(f"this store was recorded from other samples: {what}", where=where, do=do)
 
 
+def _check_identity(
+    target: Target | TargetMetadata, settings: RecordSettings, identity: StoreIdentity
+) -> None:
+    if identity.boundaries:  # none: the last state alone, which every store holds
+        check_boundaries(identity.boundaries, target.num_layers)
+    expected = StoreIdentity.of(
+        target,
+        tokenizer_sha256=identity.tokenizer_sha256,
+        template_sha256=identity.template_sha256,
+        boundaries=settings.boundaries or identity.boundaries,
+        dtype=settings.dtype,
+    )
+    if replace(identity, target_name=expected.target_name) != expected:
+        raise ValueError(f"expected the identity of target and settings {expected}, got {identity}")
+
+
+def _max_length(target: Target | TargetMetadata, settings: RecordSettings, monitor: Monitor) -> int:
+    """Return the sample length limit: the setting, at most the target's number of positions."""
+    max_length, positions = settings.max_length, target.max_length
+    if max_length is not None and max_length > positions:
+        monitor.say(
+            f"record.max_length: {max_length:,} is cut to {positions:,}, the target's number of "
+            "positions"
+        )
+    return min(max_length or positions, positions)
+
+
 def _check_sample(sample: Sample, vocab_size: int) -> None:
     where = f"sample {sample.id!r}"
     if len(sample.token_ids) != len(sample.spans):
@@ -187,83 +216,3 @@ def _shards(samples: Sequence[Sample], settings: RecordSettings, padded: bool) -
         )
         for number, group in enumerate(group_consecutive(lengths, settings.shard_tokens))
     ]
-
-
-def group_consecutive(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group consecutive items into as few groups of at most `max_tokens` as this order allows.
-
-    A longer item has a group of its own. Groups are lists of indices.
-    """
-    groups: list[list[int]] = []
-    group_tokens = max_tokens
-    for index, length in enumerate(lengths):
-        if group_tokens + length > max_tokens:
-            groups.append([])
-            group_tokens = 0
-        groups[-1].append(index)
-        group_tokens += length
-    return groups
-
-
-def cut_batches(lengths: Sequence[int], batch_tokens: int, *, padded: bool) -> list[list[int]]:
-    """Distribute records to forward passes of at most `batch_tokens`.
-
-    A longer record has a pass of its own. The pass with the longest record comes first, so that
-    what does not fit into the device's memory fails at once.
-
-    Args:
-        padded: whether every record of a pass takes as many tokens as its longest.
-
-    Returns:
-        The record numbers of each pass.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    if padded:
-        return _cut_padded(lengths, order, batch_tokens)
-    alone = [[i] for i in order if lengths[i] > batch_tokens]
-    rest = order[len(alone) :]
-    if not rest:
-        return alone
-    large = sum(2 * lengths[i] > batch_tokens for i in rest)  # no two of them share a pass
-    passes = max(large, -(-sum(lengths[i] for i in rest) // batch_tokens))
-    while (batches := _fill_passes(lengths, rest, passes, batch_tokens)) is None:
-        passes += 1
-    return alone + batches
-
-
-def _fill_passes(
-    lengths: Sequence[int], order: Sequence[int], passes: int, batch_tokens: int
-) -> list[list[int]] | None:
-    """Assign each record, longest first, to the emptiest pass; return None if one does not fit."""
-    batches: list[list[int]] = [[] for _ in range(passes)]
-    heap = [(0, number) for number in range(passes)]  # tokens of each pass
-    for i in order:
-        tokens, emptiest = heap[0]
-        if tokens + lengths[i] > batch_tokens:
-            return None
-        heapq.heapreplace(heap, (tokens + lengths[i], emptiest))
-        batches[emptiest].append(i)
-    return batches
-
-
-def _cut_padded(lengths: Sequence[int], order: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Cut records, in their order, into the batches with the least cost.
-
-    A batch costs its padded tokens and PASS_TOKENS.
-    """
-    cost, begin = [0], [0]  # of the best cut of the first e records; where its last batch begins
-    for end in range(1, len(order) + 1):
-        best = None
-        for start in range(end - 1, -1, -1):
-            padded_tokens = (end - start) * lengths[order[start]]
-            if padded_tokens > batch_tokens and end - start > 1:
-                break
-            candidate = (cost[start] + padded_tokens + PASS_TOKENS, start)
-            best = min(best or candidate, candidate)
-        cost.append(best[0])
-        begin.append(best[1])
-    batches, end = [], len(order)
-    while end:
-        batches.append(order[begin[end] : end])
-        end = begin[end]
-    return batches[::-1]

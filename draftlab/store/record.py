@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,12 +21,11 @@ from draftlab.formatting import counted, size_text
 from draftlab.progress import Monitor
 from draftlab.store.extraction import HiddenStateExtractor, StateSource
 from draftlab.store.manifest import MANIFEST, Manifest, Shard, StoreIdentity
-from draftlab.store.plan import check_same_recording, plan_store
+from draftlab.store.plan import check_same_recording, plan_recording
 from draftlab.store.receipts import Receipts, lock_folder, resume_plan
 from draftlab.store.settings import RecordSettings
 from draftlab.store.shard_writer import ShardWriters
 from draftlab.store.store import Sample, Store
-from draftlab.target_model.boundaries import check_boundaries
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 
@@ -107,57 +105,6 @@ def _extractor_of(target: Target | TargetMetadata) -> OpenStateSource:
     if isinstance(target, TargetMetadata):
         raise ValueError("a TargetMetadata computes no states: expected `open_source`")
     return lambda plan: nullcontext(HiddenStateExtractor(target, plan))
-
-
-def plan_recording(
-    target: Target | TargetMetadata,
-    samples: Sequence[Sample],
-    settings: RecordSettings,
-    identity: StoreIdentity,
-    *,
-    monitor: Monitor,
-) -> tuple[Manifest, list[Sample]]:
-    """Return the plan of a recording with these arguments, and its samples (see `plan_store`)."""
-    _check_identity(target, settings, identity)
-    padding_reason = None if isinstance(target, TargetMetadata) else target.padding_reason
-    if padding_reason is not None:
-        monitor.say(f"forward passes are of right-padded rows: the target {padding_reason}")
-    return plan_store(
-        samples,
-        identity,
-        settings,
-        max_length=_max_length(target, settings, monitor),
-        target_dtype=str(target.dtype).removeprefix("torch."),
-        padded=padding_reason is not None,
-        monitor=monitor,
-    )
-
-
-def _check_identity(
-    target: Target | TargetMetadata, settings: RecordSettings, identity: StoreIdentity
-) -> None:
-    if identity.boundaries:  # none: the last state alone, which every store holds
-        check_boundaries(identity.boundaries, target.num_layers)
-    expected = StoreIdentity.of(
-        target,
-        tokenizer_sha256=identity.tokenizer_sha256,
-        template_sha256=identity.template_sha256,
-        boundaries=settings.boundaries or identity.boundaries,
-        dtype=settings.dtype,
-    )
-    if replace(identity, target_name=expected.target_name) != expected:
-        raise ValueError(f"expected the identity of target and settings {expected}, got {identity}")
-
-
-def _max_length(target: Target | TargetMetadata, settings: RecordSettings, monitor: Monitor) -> int:
-    """Return the sample length limit: the setting, at most the target's number of positions."""
-    max_length, positions = settings.max_length, target.max_length
-    if max_length is not None and max_length > positions:
-        monitor.say(
-            f"record.max_length: {max_length:,} is cut to {positions:,}, the target's number of "
-            "positions"
-        )
-    return min(max_length or positions, positions)
 
 
 def _wait_for_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Receipts | None:

@@ -13,7 +13,8 @@ import torch
 
 from draftlab.progress import Monitor
 from draftlab.store.online import OnlineStore
-from draftlab.store.record import RecordSettings, Role, plan_recording, record
+from draftlab.store.plan import plan_recording
+from draftlab.store.record import RecordSettings, Role, record
 from draftlab.store.store import Sample, Store, StoreIdentity
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.model import Target

@@ -20,8 +20,9 @@ import torch
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store import shard_writer
+from draftlab.store.plan import plan_recording
 from draftlab.store.receipts import Receipts
-from draftlab.store.record import RecordSettings, plan_recording
+from draftlab.store.record import RecordSettings
 from draftlab.store.store import Sample, Store
 from draftlab.target_model.model import Target
 from draftlab.train.batch.loss_rows import loss_reach
