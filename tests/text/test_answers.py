@@ -56,8 +56,8 @@ def test_rounds_end_before_the_first_tool_result(tmp_path: Path):
     ]
     tokenizer = toy_tokenizer("{{ tools | tojson if tools else '' }}" + CHATML_TEMPLATE)
     decoder, path = FakeDecoder(), tmp_path / "a.jsonl"
-    given = [Conversation("c", chat, "s", tools=tools)]
-    (conversation,) = generate(path, decoder, tokenizer=tokenizer, prompts=given)
+    with_tools = [Conversation("c", chat, "s", tools=tools)]
+    (conversation,) = generate(path, decoder, tokenizer=tokenizer, prompts=with_tools)
     (request,) = decoder.requests
     assert request.prompt_ids == prompt_ids(tokenizer, [user("2+2?")], tools)
     assert '"name": "add"' in tokenizer.decode(request.prompt_ids)
@@ -96,9 +96,9 @@ def test_prompts_without_room_are_dropped_and_counted(tmp_path: Path):
         [user("short")],
         [user("short"), assistant("?"), user("y" * 200)],
     ]
-    given = [Conversation(str(i), chat, "s") for i, chat in enumerate(chats)]
+    short_and_long = [Conversation(str(i), chat, "s") for i, chat in enumerate(chats)]
     arguments = {"target": fake_target(room), "monitor": monitor}
-    conversations = generate(tmp_path / "a.jsonl", prompts=given, **arguments)
+    conversations = generate(tmp_path / "a.jsonl", prompts=short_and_long, **arguments)
     assert [c.id for c in conversations] == ["1", "2"]
     assert [c.temperature for c in conversations] == [0.8, 0.0]
     assert [len(c.messages) for c in conversations] == [2, 2]
@@ -106,7 +106,7 @@ def test_prompts_without_room_are_dropped_and_counted(tmp_path: Path):
     assert "dropped 1 prompts (first: 0): no room" in monitor.lines[0]
     assert "1 later turns were left out" in monitor.text
     with pytest.raises(UserError, match="no room"):
-        generate(tmp_path / "b.jsonl", prompts=given[:1], **arguments)
+        generate(tmp_path / "b.jsonl", prompts=short_and_long[:1], **arguments)
 
 
 def test_several_answers_to_a_prompt_have_their_own_ids_and_temperatures(tmp_path: Path):

@@ -24,11 +24,11 @@ def test_own_answers_keep_their_tokens_and_given_ones_are_rendered():
     split = (*tokenizer.convert_tokens_to_ids(["de", "f"]), 285)
     sampled = Conversation("own", chat, "s", 0.8, (Answer(prompt, split, "stop"),))
     unanswered, given = Conversation("silent", chat[:1], "s"), Conversation("given", chat, "s")
-    own, rendered = build_samples([sampled, unanswered, given], tokenizer, monitor)
-    assert own == Sample("own", prompt + split, (0,) * len(prompt) + (1,) * 3, 0.8)
+    own_sample, given_sample = build_samples([sampled, unanswered, given], tokenizer, monitor)
+    assert own_sample == Sample("own", prompt + split, (0,) * len(prompt) + (1,) * 3, 0.8)
     (turn,) = assistant_turns(tokenizer, chat)
     spans = (0,) * len(turn.prompt_ids) + (1,) * len(turn.token_ids)
-    assert rendered == Sample("given", turn.prompt_ids + turn.token_ids, spans, None)
+    assert given_sample == Sample("given", turn.prompt_ids + turn.token_ids, spans, None)
     assert "dropped 1 (first: silent)" in monitor.lines[0]
     with pytest.raises(UserError, match="no assistant turn"):
         build_samples([unanswered], tokenizer, monitor)
