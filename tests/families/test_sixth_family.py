@@ -130,7 +130,7 @@ def test_it_is_evaluated_by_real_speculative_decoding(trained: Path) -> None:
 def test_the_doctor_examines_it(trained: Path) -> None:
     options = ("--target", "toy", "--prompts", "prompts.jsonl", "--k", "2", "--device", "cpu")
     result = draftlab(trained, "doctor", "runs/small/head", *options, "--json")
-    diagnosis = json.loads(result.output)
+    diagnosis = json.loads(result.stdout)
     assert [f for f in diagnosis["findings"] if f["severity"] == "fault"] == []
     assert len(diagnosis["readings"]) > 3
 
