@@ -1,18 +1,19 @@
-"""Decode steps at the shapes of Llama-3.1-8B, beside their bandwidth floor and vLLM's step.
+"""Time decode steps at the shapes of Llama-3.1-8B, beside their bandwidth floor and vLLM's step.
 
-    python eval/bench/bench_decode.py [--out docs/data/decode_steps.csv] [--batches 1,8,32] [--k
-    3,5,8]
+    python eval/bench/bench_decode.py [--batches 1,8,32] [--k 3,5,8] [--out steps.csv]
+    python eval/bench/bench_decode.py --heads chain,1,2,4 --k 1,3,5,8 --probs off
 
-Random weights, an EAGLE3 head of one layer with a draft vocabulary of 32,000, prompts of 512 random
-tokens, 256 new tokens a request. Acceptance is synthetic (draft i passes with probability 0.6 given
-that those before it did), as in the vLLM measurement it is compared with (vLLM 0.20.2 on
-the same GPU model); the verifier that decides so is passed in by this file and runs the real one
-first, so nothing is left out of the step. Times are the engine's own, host included; the time to
-first token is that of so many prompts handed in together, from then to the host's sight of each.
+Weights are random. The head is an EAGLE3 chain of one layer or, with a number in --heads, a
+parallel head of so many layers; draft vocabularies have 32,000 tokens. Each request has a prompt of
+512 random tokens and 256 new tokens. Acceptance is synthetic, as in the vLLM measurement that it is
+compared with (vLLM 0.20.2): draft i passes with probability 0.6 if those before it did. The
+verifier in this file decides so after it ran the real one, so a step leaves nothing out. Times are
+the engine's, host included. The time to the first token is measured from when a batch of prompts is
+handed in until the host sees each one's token.
 
-Floor: bytes of the target's weights once and of the head's K times (fc in the first pass only),
-over the rate at which weights can be streamed: 4.15 TB/s where a copy moves 4.30, scaled
-by the copy rate measured at the start. vLLM's times are scaled likewise.
+The floor is the bytes of weights that a step reads over the rate at which they can be streamed:
+4.15 TB/s where a copy moves 4.30, scaled by the copy rate measured at the start. vLLM's times are
+scaled likewise. Tokens/s leave out that parallel heads accept fewer drafts.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftlab.engine.drafter import ChainDrafter, HeadDrafter
+from draftlab.engine.drafter import HeadDrafter, new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
+from draftlab.evaluate.bandwidth import head_bytes, target_bytes
 from draftlab.heads.config import TargetIdentity, make_head_config
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
@@ -44,15 +46,18 @@ from draftlab.target_model.attention import ATTENTION
 from draftlab.target_model.model import Target
 
 PROMPT, NEW = 512, 256
-FIRSTS = 7  # times that the time to first token is taken
+FIRSTS = 7  # measurements of the time to the first token
+MASK = 128_255  # the mask token of parallel heads, which any token may be
+PROBS = {"off": (False,), "on": (True,), "both": (False, True)}
 SYNTHETIC = 0.6
-VLLM_STEP_MS = {0: 4.99, 3: 6.51, 5: 7.30, 8: 8.41}  # vLLM 0.20.2 on an H200 at 4.30 TB/s copy
+# vLLM 0.20.2 on an H200 that copies 4.30 TB/s, batch 1: (layers of a parallel head or 0, K)
+VLLM_STEP_MS = {(0, 0): 4.99, (0, 3): 6.51, (0, 5): 7.30, (0, 8): 8.41, (1, 8): 5.4}
 VLLM_COPY, STREAM = 4.30e12, 4.15e12
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One measured configuration; times in milliseconds."""
+    """A row of the CSV file: one measured configuration, times in milliseconds."""
 
     batch: int
     k: int
@@ -67,14 +72,13 @@ class Bench:
 
 @dataclass(frozen=True)
 class Measured:
-    """What an engine does with a batch.
+    """Measurements of an engine with a batch.
 
     Attributes:
-        step_ms: of a step, prefill left out.
-        tokens_a_step: of a row.
-        tokens_s: of all rows, behind their first tokens.
-        ttft_ms: until a prompt's first token, the mean of the prompts that came together; the
-            median of `FIRSTS` times.
+        step_ms: milliseconds of a step without prefill.
+        tokens_a_step: tokens of a row in a step.
+        tokens_s: tokens of all rows per second, after their first tokens.
+        ttft_ms: milliseconds to the first token, the mean over the batch; the median of `FIRSTS`.
     """
 
     step_ms: float
@@ -86,8 +90,8 @@ class Measured:
 def synthetic_verify(
     logits: Tensor, drafts: Tensor, num_drafts: Tensor, *rest: Any, **options: Any
 ) -> VerifyResult:
-    """The real verifier's work, then acceptance by a coin of `SYNTHETIC` for each draft."""
-    found = verify(logits, drafts, num_drafts, *rest, **options)
+    """Run the real verifier, then accept each draft with probability `SYNTHETIC`."""
+    result = verify(logits, drafts, num_drafts, *rest, **options)
     positions, rows = rest[1], rest[2]
     depth = torch.arange(drafts.shape[1], device=drafts.device)
     coin = keyed_uniform(
@@ -95,12 +99,12 @@ def synthetic_verify(
     )
     passed = (coin < SYNTHETIC) & (depth < num_drafts[:, None])
     accepted = passed.long().cumprod(-1).sum(-1)
-    # + 0 · …: the real verdict stays part of the captured graph
-    return VerifyResult(accepted + 0 * found.accepted, found.emitted, found.probability)
+    # + 0 · …: the real result stays part of the captured graph
+    return VerifyResult(accepted + 0 * result.accepted, result.emitted, result.probability)
 
 
 def random_target(device: torch.device, layers: int = 32) -> Target:
-    """Llama-3.1-8B's shapes with random bfloat16 weights."""
+    """Return a target of Llama-3.1-8B's shapes with random bfloat16 weights."""
     config = LlamaConfig(
         vocab_size=128256,
         hidden_size=4096,
@@ -124,11 +128,10 @@ def random_target(device: torch.device, layers: int = 32) -> Target:
 
 
 def random_head(target: Target, device: torch.device, **changed: Any) -> Eagle3Head:
-    """A one-layer EAGLE3 head for it, draft vocabulary 32,000; `changed`: fields of its config."""
+    """Return a random head, by default an EAGLE3 head; `changed` are fields of its config."""
     layers = target.num_layers
     config = make_head_config(
         **changed,
-        schema=1,
         boundaries=(2, layers // 2, layers - 3),
         target_num_layers=layers,
         target_hidden_size=4096,
@@ -158,7 +161,7 @@ def random_head(target: Target, device: torch.device, **changed: Any) -> Eagle3H
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes read plus written per second by a large device-to-device copy."""
+    """Return the bytes read plus written per second by a large copy on the device."""
     source = torch.empty(4 << 30, dtype=torch.uint8, device=device).random_(0, 255)
     target = torch.empty_like(source)
     times = []
@@ -172,18 +175,10 @@ def copy_rate(device: torch.device) -> float:
     return 2 * source.numel() / sorted(times)[len(times) // 2]
 
 
-def weight_bytes(target: Target, head: Eagle3Head) -> tuple[int, int, int]:
-    """Bytes that one step streams: the target's weights, a head pass's, and fc's in its first."""
-    size = lambda module: sum(p.numel() * p.element_size() for p in module.parameters())  # noqa: E731
-    streamed = size(target.model) - size(target.model.get_input_embeddings())
-    head_pass = size(head) - size(head.embed_tokens) - size(head.fc)
-    return streamed, head_pass, size(head.fc)
-
-
 def measure(
     target: Target, drafter: HeadDrafter | None, batch: int, *, prompt: int = PROMPT, new: int = NEW
 ) -> Measured:
-    """What an engine does with `batch` prompts of `prompt` random tokens and `new` new ones."""
+    """Measure an engine with `batch` prompts of `prompt` random tokens and `new` new ones."""
     engine = Engine(
         target,
         drafter,
@@ -224,47 +219,64 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a CSV file that gets the chain's rows")
+    parser.add_argument("--heads", default="chain", help="chain, or layers of parallel heads")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--k", default="3,5,8")
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--probs", choices=PROBS, default="both", help="draft probabilities")
+    parser.add_argument("--layers", type=int, default=32, help="of the target")
     arguments = parser.parse_args()
     device = torch.device("cuda")
     rate = copy_rate(device)
-    target = random_target(device, arguments.layers)
-    head = random_head(target, device)
-    streamed, head_pass, fc = weight_bytes(target, head)
-    gpu = torch.cuda.get_device_name()
+    target, gpu = random_target(device, arguments.layers), torch.cuda.get_device_name()
     print(f"{gpu}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s")
-    print(
-        "batch  K probs  step ms  floor ms  ratio  vLLM ms  ratio  tokens/step  tokens/s  TTFT ms"
-    )
-    rows = []
-    for batch in map(int, arguments.batches.split(",")):
-        for k in (0, *map(int, arguments.k.split(","))):
-            for probs in (False, True) if k else (False,):
-                drafter = ChainDrafter(head, k, draft_probs=probs) if k else None
-                found = measure(target, drafter, batch)
-                moved = streamed + k * head_pass + (fc if k else 0)
-                floor = 1e3 * moved * VLLM_COPY / (STREAM * rate)
-                vllm = VLLM_STEP_MS.get(k) if batch == 1 else None
-                vllm = vllm and vllm * VLLM_COPY / rate
-                step, each, speed = found.step_ms, found.tokens_a_step, found.tokens_s
-                row = Bench(batch, k, probs, step, floor, vllm, each - 1, speed, found.ttft_ms)
-                rows.append(row)
-                print(
-                    f"{batch:5d} {k:2d} {'on ' if probs else 'off'}   {step:8.3f} {floor:8.3f} "
-                    f"{step / floor:7.3f} {vllm or float('nan'):8.2f} "
-                    f"{step / vllm if vllm else float('nan'):6.3f} {each:8.2f} {speed:12,.0f} "
-                    f"{found.ttft_ms:8.2f}",
-                    flush=True,
-                )
+    print("head        batch  K probs  step ms  floor ms  ratio  vLLM ms  ratio  tokens/step  "
+          "tokens/s  TTFT ms")  # fmt: skip
+    rows: list[Bench] = []
+    for name in arguments.heads.split(","):
+        layers = 0 if name == "chain" else int(name)
+        family = {"family": "peagle", "embeddings": "own", "mask_token_id": MASK}
+        changed = family | {"num_layers": layers} if layers else {}
+        head = random_head(target, device, **changed)
+        without = () if layers else (0,)
+        for batch in map(int, arguments.batches.split(",")):
+            for k in (*without, *map(int, arguments.k.split(","))):
+                for probs in PROBS[arguments.probs] if k else (False,):
+                    drafter = new_drafter(head, k, draft_probs=probs) if k else None
+                    result = measure(target, drafter, batch)
+                    moved = (target_bytes(target) or 0) + (head_bytes(head, k) if k else 0)
+                    vllm = VLLM_STEP_MS.get((layers, k)) if batch == 1 else None
+                    row = Bench(
+                        batch,
+                        k,
+                        probs,
+                        result.step_ms,
+                        1e3 * moved * VLLM_COPY / (STREAM * rate),
+                        vllm and vllm * VLLM_COPY / rate,
+                        result.tokens_a_step - 1,
+                        result.tokens_s,
+                        result.ttft_ms,
+                    )
+                    rows += [] if layers else [row]
+                    show(f"parallel, {name}" if layers else name, row)
     if arguments.out:
         write(arguments.out, rows, gpu, rate)
 
 
+def show(name: str, row: Bench) -> None:
+    """Print a line of the table."""
+    vllm = row.vllm_ms or float("nan")
+    print(
+        f"{name:11} {row.batch:5d} {row.k:2d} {'on ' if row.draft_probs else 'off'}   "
+        f"{row.step_ms:8.3f} {row.floor_ms:8.3f} {row.step_ms / row.floor_ms:7.3f} {vllm:8.2f} "
+        f"{row.step_ms / vllm:6.3f} {row.accepted + 1:8.2f} {row.tokens_s:12,.0f} "
+        f"{row.ttft_ms:8.2f}",
+        flush=True,
+    )
+
+
 def write(path: Path, rows: list[Bench], gpu: str, rate: float) -> None:
-    """Appends the rows to a CSV, with what they were measured on."""
+    """Append the rows to a CSV file, with date, GPU, torch and copy rate."""
     names = [*Bench.__dataclass_fields__]
     columns = ["date", "gpu", "torch", "copy_tb_s", *names]
     lines = path.read_text().splitlines() if path.exists() else []

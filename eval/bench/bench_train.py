@@ -1,24 +1,21 @@
-"""Training steps at given shapes: timed by phase, beside peers, and proven to have the same loss.
+"""Time training steps by phase, beside other trainers, and compare the loss with an eager one.
 
-    python eval/bench/bench_train.py                          # Llama-3.1-8B's shapes, one JSON line
-    python eval/bench/bench_train.py --dense                  # no position left out
-    python eval/bench/bench_train.py --host                   # batches packed and copied on the way
+    python eval/bench/bench_train.py                        # Llama-3.1-8B's shapes, one JSON line
+    python eval/bench/bench_train.py --dense                # every position computed
+    python eval/bench/bench_train.py --host                 # batches packed and copied
     python eval/bench/bench_train.py --same-loss 20 --precision float32
-    python eval/bench/bench_train.py --peer speculators       # or specforge; prints the ratio
+    python eval/bench/bench_train.py --peer speculators     # or specforge; prints the ratio
     python eval/bench/bench_train.py --family peagle --layers 2  # a parallel head, 8 depths; with
     peers too python eval/bench/bench_train.py --shape tiny --device cpu
 
-Features are random but fixed; what is timed is what `draftlab train` runs:
-`train/distillation_module.py`,
-`train/distributed/backends.py`, and with --host `train/batch/loader.py` and
-`train/batch/pack_processes.py`. Times are the GPU's
-own, by events between the phases (on a CPU the host's). Without --host the batch lies on the device
-beforehand, as in docs/benchmarks.md.
+Features are random but fixed. The code that `draftlab train` runs is timed, with --host also its
+packing and its data loader; without --host the batch is on the device beforehand. Times are the
+GPU's own, from events between the phases; on a CPU they are the host's.
 
 --same-loss runs a second trainer, eager and in float32 from whole logits, on the same batches from
-the same state. It compares each step's loss, and the gradients that both have at the reference's
-weights, and fails beyond 1e-4 and a cosine below 0.9999 in float32, in bfloat16 if the losses of
-the last tenth of the steps differ by more than 1 %.
+the same state. It compares each step's loss, and both gradients at the reference's weights. In
+float32 it fails beyond a difference of 1e-4 and below a cosine of 0.9999; in bfloat16 it fails if
+the losses of the last tenth of the steps differ by more than 1 %.
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ LOSS_BOUND, COSINE_BOUND, LATE_BOUND = 1e-4, 0.9999, 0.01
 
 
 def trainer(work: Work, device: torch.device, options: argparse.Namespace) -> TrainBackend:
-    """The head of some work in the trainer's hands."""
+    """Return the head of some work wrapped for training."""
     work.head.lm_head.weight.requires_grad_(not options.freeze_lm_head)
     known = {"auto": "auto", "on": True, "off": False}
     settings = TrainSettings(
@@ -89,7 +86,7 @@ def trainer(work: Work, device: torch.device, options: argparse.Namespace) -> Tr
 
 
 def step(whole: TrainBackend, batch: Batch, clock: PhaseTimer) -> Tensor:
-    """One optimizer step, without waiting for it; the loss on the device."""
+    """Run one optimizer step without waiting for it; return the loss on the device."""
     weights = step_weights(whole.head.config.family, batch.counts)
     loss, _ = whole.forward(batch, weights, reduce=True)
     clock.mark("forward")
@@ -104,7 +101,7 @@ def step(whole: TrainBackend, batch: Batch, clock: PhaseTimer) -> Tensor:
 def batches(
     work: Work, device: torch.device, options: argparse.Namespace
 ) -> Iterator[Iterator[Batch]]:
-    """The same batch again and again: packed and copied each time, or made once."""
+    """Yield the same batch repeatedly: packed and copied each time, or made once."""
     if not options.host:
         yield repeat(work.packed(device).to(device))
         return
@@ -116,10 +113,10 @@ def batches(
 
 
 def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a step and its phases, speed and memory."""
+    """Return milliseconds of a step and its phases, speed and memory."""
     started = time.perf_counter()
     whole, clock = trainer(work, device, options), PhaseTimer(device)
-    found: list[dict[str, float]] = []
+    timings: list[dict[str, float]] = []
     clock.start()
     with batches(work, device, options) as fed:
         for number, batch in enumerate(fed):
@@ -133,11 +130,11 @@ def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict
             elif (number - options.warmup + 1) % TOGETHER == 0:
                 # As in training, the device is waited for once in some steps (train.log_every).
                 phases = clock.read()
-                found.append({name: part / TOGETHER for name, part in phases.items()})
-            if len(found) == options.repeats:
+                timings.append({name: part / TOGETHER for name, part in phases.items()})
+            if len(timings) == options.repeats:
                 break
-    seconds = {name: median(each.get(name, 0) for each in found) for name in found[0]}
-    whole_step = median(sum(each.values()) for each in found)
+    seconds = {name: median(each.get(name, 0) for each in timings) for name in timings[0]}
+    whole_step = median(sum(each.values()) for each in timings)
     shape, ceiling = work.shape, matrix_rate(device, DTYPES[options.precision])
     flops = dense_flops(head_config(shape), shape.steps, mean_context([shape.row_tokens]))
     return {
@@ -158,7 +155,7 @@ def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict
 
 
 def gradients(whole: TrainBackend) -> Tensor:
-    """All gradients, flat; of a parameter without one, zeros."""
+    """Return all gradients, flat; a parameter without one has zeros."""
     weights = trainable(whole.head).values()
     return torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in weights]
@@ -166,25 +163,25 @@ def gradients(whole: TrainBackend) -> Tensor:
 
 
 @contextmanager
-def lent_weights(to: TrainBackend, of: TrainBackend) -> Iterator[None]:
-    """One trainer with another's weights inside the block.
+def swapped_weights(to: TrainBackend, of: TrainBackend) -> Iterator[None]:
+    """Give one trainer another's weights inside the block.
 
-    Gradients are compared there: AdamW makes steps out of rounding, and after some of them two
-    right trainers are at other places.
+    Gradients are compared there, because AdamW turns rounding errors into steps: after some steps
+    two correct trainers have different weights.
     """
-    mine, theirs = (list(trainable(each.head).values()) for each in (to, of))
+    weights, others = (list(trainable(each.head).values()) for each in (to, of))
     with torch.no_grad():
-        own = [weight.clone() for weight in mine]
-        for weight, other in zip(mine, theirs, strict=True):
+        before = [weight.clone() for weight in weights]
+        for weight, other in zip(weights, others, strict=True):
             weight.copy_(other)
     yield
     with torch.no_grad():
-        for weight, before in zip(mine, own, strict=True):
-            weight.copy_(before)
+        for weight, value in zip(weights, before, strict=True):
+            weight.copy_(value)
 
 
 def same_loss(work: Work, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """Loss and gradient of each step, beside those of the reference trainer."""
+    """Compare loss and gradient of each step with those of the reference trainer."""
     plain = replace(work, head=deepcopy(work.head))
     plain.head.embed_tokens.float()
     fast = trainer(work, device, options)
@@ -202,7 +199,7 @@ def same_loss(work: Work, device: torch.device, options: argparse.Namespace) -> 
     for _ in range(options.same_loss):
         expected = reference_loss(plain.head, plain.target, apart_rows)
         expected.backward()
-        with lent_weights(fast, reference):
+        with swapped_weights(fast, reference):
             learn()
             pair = gradients(fast), gradients(reference)
             cosines.append(float(torch.nn.functional.cosine_similarity(*pair, dim=0)))
@@ -229,7 +226,7 @@ def same_loss(work: Work, device: torch.device, options: argparse.Namespace) -> 
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -238,12 +235,12 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     for name, value in vars(SHAPES["8b"]).items():
         if name != "family":
             flag = f"--{name.replace('_', '-')}"
-            parser.add_argument(flag, type=type(value), help="over the shape's own")
+            parser.add_argument(flag, type=type(value), help="replaces the shape's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=6, help="times that four steps are timed")
+    parser.add_argument("--repeats", type=int, default=6, help="measurements of four steps")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them")
-    parser.add_argument("--dense", action="store_true", help="no compaction")
+    parser.add_argument("--dense", action="store_true", help="compute every position")
     parser.add_argument("--freeze-lm-head", action="store_true", help="as speculators does")
     parser.add_argument("--compile", choices=("auto", "on", "off"), default="auto")
     parser.add_argument("--recompute", choices=("auto", "on", "off"), default="auto")
@@ -263,8 +260,8 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         raise SystemExit("--data-workers goes with --host")
     device = torch.device(options.device)
     shape = in_family(SHAPES[options.shape], options.family)
-    given = {name: getattr(options, name) for name in vars(shape)}
-    shape = replace(shape, **{name: value for name, value in given.items() if value is not None})
+    chosen = {name: getattr(options, name) for name in vars(shape)}
+    shape = replace(shape, **{name: value for name, value in chosen.items() if value is not None})
     work = new_work(shape, device, DTYPES[options.precision])
     if options.dense:
         work = all_positions(work)

@@ -1,17 +1,17 @@
-"""Peers of `bench_train.py`: their own code on the same work, timed the same way.
+"""Other trainers beside `bench_train.py`: their own code on the same work, timed the same way.
 
-- `speculators`: the library from PyPI, if it can be imported. Its model, loss and loop: one packed
-  row, autocast, AdamW (fused here, since that is what it is beside), clipping; lm_head frozen. Its
-  eager loss; `speculators:fused` takes its fused one, which did not compile on torch 2.11. Beside a
-  parallel head its P-EAGLE: it samples (anchor, depth) pairs anew each step, and `predictions` are
-  those that its loss counts, on average. It trains all embeddings; `speculators:frozen` none.
-- `specforge`: the library from PyPI (0.2). Its OnlineEagle3Model with flex attention on a GPU, its
-  loss and optimizer, weights in 16 bit beside float32 masters; lm_head trained. By default it makes
-  the target's logits over the whole vocabulary from normed states; `specforge:compact` takes its
-  teacher in pieces of the vocabulary.
+- `speculators` (PyPI) runs its model, loss and loop: one packed row, autocast, fused AdamW,
+  clipping, lm_head frozen. It uses its eager loss; `speculators:fused` uses its fused loss, which
+  did not compile on torch 2.11. Beside a parallel head its P-EAGLE runs, which samples (anchor,
+  depth) pairs in each step; `predictions` is the mean number that its loss counts. It trains all
+  embeddings, or none with `speculators:frozen`.
+- `specforge` (PyPI, 0.2) runs its OnlineEagle3Model, with flex attention on a GPU, its loss and its
+  optimizer, with 16-bit weights beside float32 masters and lm_head trained. By default it computes
+  the target's logits over the whole vocabulary from normed states; `specforge:compact` computes
+  them in chunks of the vocabulary.
 
-An EAGLE3 of theirs leaves no position out, so its time does not depend on where loss is; P-EAGLE
-samples depths of answers alone, and computes depth 0 and its logits everywhere.
+Their EAGLE3 computes every position, so its time does not depend on the loss mask. P-EAGLE samples
+depths of answers alone, and computes depth 0 and its logits everywhere.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Step = Callable[[], tuple[Tensor, Mapping[str, Tensor]]]  # the loss; metrics, p
 
 @dataclass(frozen=True)
 class Peer:
-    """A model, its forward pass to the loss, and what it does with gradients: clip, step, clear."""
+    """A model, its forward pass to the loss, and its update: clip, step, clear gradients."""
 
     model: nn.Module
     forward: Step
@@ -51,17 +51,17 @@ class Peer:
 def peer_seconds(
     name: str, work: Work, device: torch.device, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Milliseconds of a peer's step and its phases, speed and memory."""
+    """Return milliseconds of a peer's step and its phases, speed and memory."""
     kind, _, choices = name.partition(":")
     if kind not in PEERS:
         raise UserError(f"expected a peer among {', '.join(PEERS)}, found {kind!r}")
     before = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)  # what it is timed beside keeps
-    asked = frozenset(filter(None, choices.split(",")))
-    peer = PEERS[kind](asked, work, device, DTYPES[options.precision])
-    clock, found = PhaseTimer(device), []
+        before = torch.cuda.memory_allocated(device)  # memory of our trainer
+    variants = frozenset(filter(None, choices.split(",")))
+    peer = PEERS[kind](variants, work, device, DTYPES[options.precision])
+    clock, timings = PhaseTimer(device), []
     counted: list[float] = []
     for number in range(options.warmup + options.repeats):
         clock.start()
@@ -73,14 +73,14 @@ def peer_seconds(
         clock.mark("optimizer")
         phases = clock.read()
         if number >= options.warmup:
-            found.append(phases)
+            timings.append(phases)
             if work.shape.family == "peagle":
                 counted.append(float(metrics[COUNTED]))
-    seconds = median(sum(each.values()) for each in found)
+    seconds = median(sum(each.values()) for each in timings)
     row = {
         "engine": kind,
         "step_ms": 1e3 * seconds,
-        "phases_ms": {key: 1e3 * median(each[key] for each in found) for key in found[0]},
+        "phases_ms": {key: 1e3 * median(each[key] for each in timings) for key in timings[0]},
         "tokens_per_s": work.shape.tokens / seconds,
         "trained_parameters": sum(p.numel() for p in peer.model.parameters() if p.requires_grad),
         "peak_gib": (peak_memory(device) - before) / 2**30,
@@ -109,7 +109,7 @@ def _llama(shape: Shape) -> LlamaConfig:
 
 
 def _filled(model: nn.Module, work: Work) -> None:
-    """Gives weights that a checkpoint would bring the work's, and makes all others finite."""
+    """Copy the work's weights into those that a checkpoint would fill; make others finite."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("embed_tokens.weight"):
@@ -123,7 +123,7 @@ def _filled(model: nn.Module, work: Work) -> None:
 
 
 def _flat(work: Work, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens [B, S], loss mask [B, S], features and last states, of the records as they are."""
+    """Return tokens [B, S], loss mask [B, S], features and last states of the records."""
     fields = zip(*((r.tokens, r.spans, r.features, r.last) for r in work.records), strict=True)
     tokens, spans, features, last = (torch.stack(field).to(device) for field in fields)
     return tokens, spans > 0, features, last
@@ -135,16 +135,16 @@ def _imported(library: str, *modules: str) -> list[Any]:
     except ImportError as error:
         raise UserError(
             f"{library} cannot be imported: {error}",
-            do=f"pip install --no-deps {library.lower()}, and what it then asks for",
+            do=f"pip install --no-deps {library.lower()}, and the modules that it then misses",
         ) from None
 
 
-def _speculators(asked: Set[str], work: Work, device: torch.device, precision: torch.dtype) -> Peer:
+def _speculators(variants: Set[str], work: Work, device: torch.device, dtype: torch.dtype) -> Peer:
     parallel = work.shape.family == "peagle"
-    if asked - {"fused", "frozen"} or ("frozen" in asked and not parallel):
+    if variants - {"fused", "frozen"} or ("frozen" in variants and not parallel):
         raise UserError(
-            f"expected speculators[:fused] or, for --family peagle, speculators[:fused,frozen]; found "
-            f"speculators:{','.join(sorted(asked))}"
+            "expected speculators[:fused] or, for --family peagle, speculators[:fused,frozen]; "
+            f"found speculators:{','.join(sorted(variants))}"
         )
     algorithm, name = ("peagle", "PEagle") if parallel else ("eagle3", "Eagle3")
     models, config, greedy, losses = _imported(
@@ -157,12 +157,12 @@ def _speculators(asked: Set[str], work: Work, device: torch.device, precision: t
     llama = _llama(work.shape)
     # On a CPU flex attention has no backward pass.
     llama._attn_implementation = "simple_flex_attention" if device.type == "cuda" else "eager"
-    own = {"mask_token_id": work.head.config.mask_token_id} if parallel else {}
-    if "frozen" in asked:
-        own["embed_requires_grad"] = False
+    options = {"mask_token_id": work.head.config.mask_token_id} if parallel else {}
+    if "frozen" in variants:
+        options["embed_requires_grad"] = False
     model = getattr(models, f"{name}DraftModel")(
         getattr(models, f"{name}SpeculatorConfig")(
-            **own,
+            **options,
             transformer_layer_config=llama,
             draft_vocab_size=work.shape.draft_vocab,
             eagle_aux_hidden_state_layer_ids=list(range(1, work.shape.boundaries + 1)),
@@ -184,31 +184,31 @@ def _speculators(asked: Set[str], work: Work, device: torch.device, precision: t
     tokens, mask, features, last = _flat(work, device)
     documents = torch.arange(len(tokens), device=device)[:, None].expand_as(tokens)
     one_row = lambda x: x.flatten(0, 1)[None].contiguous()  # noqa: E731
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    given = {
-        "hidden_states": one_row(features).to(dtype),
+    state_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    inputs = {
+        "hidden_states": one_row(features).to(state_dtype),
         "input_ids": one_row(tokens),
         "document_ids": one_row(documents),
         "loss_mask": one_row(mask),
-        "verifier_last_hidden_states": one_row(last).to(dtype),
+        "verifier_last_hidden_states": one_row(last).to(state_dtype),
         "loss_config": losses.resolve_loss_config(
-            "kl_div", "fused" if "fused" in asked else "eager"
+            "kl_div", "fused" if "fused" in variants else "eager"
         ),
     }
     if parallel:
-        given |= {
+        inputs |= {
             "num_depths": work.shape.steps,
             "down_sample_ratio": work.shape.cod_ratio,
             "down_sample_ratio_min": work.shape.cod_min,
         }
     else:
-        given |= {"ttt_steps": work.shape.steps, "ttt_step_loss_decay": GAMMA}
+        inputs |= {"ttt_steps": work.shape.steps, "ttt_step_loss_decay": GAMMA}
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=RATE, fused=device.type == "cuda")
 
     def forward() -> tuple[Tensor, Mapping[str, Tensor]]:
-        with torch.autocast(device.type, precision, enabled=precision != torch.float32):
-            return model(**given)[1:]
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            return model(**inputs)[1:]
 
     def update() -> None:
         nn.utils.clip_grad_norm_(weights, 1.0)
@@ -218,15 +218,17 @@ def _speculators(asked: Set[str], work: Work, device: torch.device, precision: t
     return Peer(model, forward, update)
 
 
-def _specforge(asked: Set[str], work: Work, device: torch.device, precision: torch.dtype) -> Peer:
+def _specforge(variants: Set[str], work: Work, device: torch.device, dtype: torch.dtype) -> Peer:
     shape = work.shape
     if shape.family != "eagle3":
         raise UserError(
-            f"SpecForge trains chains alone, found --family {shape.family}",
-            do="take --peer speculators",
+            f"SpecForge trains chains only, found --family {shape.family}",
+            do="use --peer speculators",
         )
-    if asked - {"compact"}:
-        raise UserError(f"expected specforge[:compact], found specforge:{','.join(sorted(asked))}")
+    if variants - {"compact"}:
+        raise UserError(
+            f"expected specforge[:compact], found specforge:{','.join(sorted(variants))}"
+        )
     eagle3, draft, optimizers = _imported(
         "SpecForge",
         "specforge.algorithms.eagle3.model",
@@ -241,23 +243,23 @@ def _specforge(asked: Set[str], work: Work, device: torch.device, precision: tor
     model.d2t.copy_(work.head.d2t)
     _filled(model, work)
     model.freeze_embedding()
-    model.to(precision)
+    model.to(dtype)
     online = eagle3.OnlineEagle3Model(model, shape.steps, attention_backend=attention)
     optimizer = optimizers.BF16Optimizer(model, RATE, max_grad_norm=1.0, lr_scheduler="constant")
     tokens, mask, features, last = _flat(work, device)
-    lm_head = torch.zeros(shape.vocab, shape.hidden, device=device, dtype=precision)
-    lm_head[work.head.t2d.to(device)] = work.target.weight.to(precision)
+    lm_head = torch.zeros(shape.vocab, shape.hidden, device=device, dtype=dtype)
+    lm_head[work.head.t2d.to(device)] = work.target.weight.to(dtype)
     shifted = lambda x: F.pad(x[:, 1:], (0, 0) * (x.dim() - 2) + (0, 1))  # noqa: E731
     with torch.no_grad():
-        normed = shifted(work.target.norm(last)).to(precision)
-    given = {
+        normed = shifted(work.target.norm(last)).to(dtype)
+    inputs = {
         "input_ids": shifted(tokens),
         "attention_mask": torch.ones_like(tokens),
         "loss_mask": mask[..., None].long(),
-        "hidden_states": features.to(precision),
+        "hidden_states": features.to(dtype),
     }
-    if "compact" in asked:
-        given |= {
+    if "compact" in variants:
+        inputs |= {
             "target": None,
             "target_hidden_for_compact": normed,
             "target_head_weight": lm_head,
@@ -265,8 +267,8 @@ def _specforge(asked: Set[str], work: Work, device: torch.device, precision: tor
 
     def forward() -> tuple[Tensor, Mapping[str, Tensor]]:
         with torch.no_grad():
-            logits = {} if "compact" in asked else {"target": F.linear(normed, lm_head)}
-        losses, *_ = online(**given, **logits)
+            logits = {} if "compact" in variants else {"target": F.linear(normed, lm_head)}
+        losses, *_ = online(**inputs, **logits)
         return sum(GAMMA**k * each for k, each in enumerate(losses)), {}
 
     return Peer(model, forward, optimizer.step)

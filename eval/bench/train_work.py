@@ -1,4 +1,4 @@
-"""The work that `bench_train.py` times: a head, a target's parts, and a batch, random but fixed."""
+"""The work that `bench_train.py` times: a random but fixed head, target parts and batch."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Shape:
     """Sizes of the work; the defaults are Llama-3.1-8B's and those of docs/benchmarks.md.
 
     Attributes:
-        rows, row_tokens: rows of a batch, each one conversation.
-        prompt: share of each row that is prompt, at its beginning; the rest is one answer.
-        steps: unrolled steps, or depths.
+        rows, row_tokens: rows of a batch, each of one conversation.
+        prompt: share of each row that is prompt; the rest is one answer.
+        steps: unrolled steps of a chain, or depths of a parallel head.
         cod_ratio, cod_min: peagle, as in `TrainSettings`.
     """
 
@@ -63,7 +63,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Positions of a batch."""
+        """The number of positions in a batch."""
         return self.rows * self.row_tokens
 
 
@@ -74,15 +74,14 @@ SHAPES = {
 
 
 def in_family(shape: Shape, family: str) -> Shape:
-    """The same work for a parallel head too: eight depths where a chain has seven steps."""
+    """Return the shape for a family: a parallel head has a depth more than a chain has steps."""
     return replace(shape, family=family, steps=shape.steps + (family == "peagle"))
 
 
 def head_config(shape: Shape) -> HeadConfig:
-    """The head's, of a target with as many layers as its boundaries need."""
+    """Return the config of a head, for a target with as many layers as its boundaries need."""
     layers, parallel = shape.boundaries + 1, shape.family == "peagle"
     return make_head_config(
-        schema=1,
         family=shape.family,
         num_layers=shape.layers,
         mask_token_id=shape.vocab - 1 if parallel else None,
@@ -112,11 +111,11 @@ def head_config(shape: Shape) -> HeadConfig:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Records in memory, with what packing asks a store for."""
+class RecordsInMemory:
+    """Records in memory, with the part of a store's interface that packing uses."""
 
     records: Sequence[Record]
-    on_disk = True  # or could be pickled, which is as good
+    on_disk = True  # records that can be pickled serve packing processes as well
 
     def views(self, indices: Sequence[int]) -> list[Record]:
         return [self.records[index] for index in indices]
@@ -124,7 +123,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Work:
-    """A head on its device, its teacher, and the records of one batch in the host's memory."""
+    """A head on its device, its teacher, and the records of a batch in the host's memory."""
 
     shape: Shape
     head: Eagle3Head
@@ -133,17 +132,17 @@ class Work:
 
     @property
     def step(self) -> OptimizerStep:
-        """An optimizer step: all records, each in a row of its own."""
+        """One optimizer step over all records, each in a row of its own."""
         return OptimizerStep(0, [([[number] for number in range(len(self.records))], False)])
 
     def packer(
         self, device: torch.device, *, one_row: bool | None = None, data_workers: int | None = None
     ) -> Packer:
-        """What makes batches of the records, to be run on a device.
+        """Return the packer that makes batches of the records for a device.
 
         Args:
-            one_row: None: as training lays them out for the device.
-            data_workers: as `TrainSettings`.
+            one_row: whether a batch has one row; None: as in training on that device.
+            data_workers: as in `TrainSettings`.
         """
         shape, objective = self.shape, get_family(self.shape.family).objective()
         settings = TrainSettings(
@@ -155,16 +154,16 @@ class Work:
         )
         one_row = uses_one_row(device) if one_row is None else one_row
         drops, imitates = objective.drops_anchors, objective.imitates_states
-        return Packer(Held(self.records), settings, 0, drops, imitates, one_row)
+        return Packer(RecordsInMemory(self.records), settings, 0, drops, imitates, one_row)
 
     def packed(self, device: torch.device, *, one_row: bool | None = None) -> Batch:
-        """The records as a batch in the host's memory; `one_row` as in `packer`."""
+        """Return the records as a batch in the host's memory; `one_row` as in `packer`."""
         (batch,) = self.packer(device, one_row=one_row)[self.step]
         return batch.pin_memory() if device.type == "cuda" else batch
 
 
 def new_work(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Work:
-    """Random weights and states, the same for the same seed and device.
+    """Return random weights and states, equal for equal seeds and devices.
 
     Args:
         dtype: of the frozen embeddings.
@@ -215,7 +214,7 @@ def _record(shape: Shape, number: int, parts: TargetParts, generator: torch.Gene
 
 
 def all_positions(work: Work) -> Work:
-    """The same without compaction: every position runs every step, lm_head and loss."""
+    """Return work in which every position runs every step, lm_head and loss."""
     return replace(
         work,
         shape=replace(work.shape, prompt=0.0),
@@ -224,12 +223,12 @@ def all_positions(work: Work) -> Work:
 
 
 def step_weights(family: str, counts: Sequence[int]) -> list[float]:
-    """What each step's sum of losses counts, of a batch with so many positions at each."""
+    """Return the weight of each step's sum of losses; `counts` are positions of each step."""
     return get_family(family).objective().step_weights(GAMMA, counts)
 
 
 def reference_loss(head: Eagle3Head, target: DraftTeacher, batch: Batch) -> Tensor:
-    """The loss of a batch, Σ_k weight_k Σ ℓ / N_0: eager, dense attention, whole logits."""
+    """Return the loss Σ_k weight_k Σ ℓ / N_0, with eager attention and whole logits."""
     teacher, total = target.at(batch), torch.zeros((), device=batch.tokens.device)
     family = head.config.family
     weights = step_weights(family, batch.counts)
@@ -239,7 +238,7 @@ def reference_loss(head: Eagle3Head, target: DraftTeacher, batch: Batch) -> Tens
         steps = list(get_family(family).objective().forward(head, batch))
     for weight, step in zip(weights, steps, strict=False):
         last = target.norm(teacher.last[step.teacher_index].to(target.weight.dtype))
-        z = teacher.finish(last @ target.weight.t())
-        judged = distill(head.logits(step.output), z, teacher.logsumexp[step.teacher_index])
-        total = total + weight * judged.loss.sum()
+        z = teacher.to_logits(last @ target.weight.t())
+        result = distill(head.logits(step.output), z, teacher.logsumexp[step.teacher_index])
+        total = total + weight * result.loss.sum()
     return total / batch.num_anchors

@@ -1,12 +1,12 @@
-"""What features in 8 bits do to a head: the same recipe on bfloat16 and fp8 stores.
+"""Measure what fp8 features do to a head: the same recipe on bfloat16 and fp8 stores.
 
     python eval/lab/fp8.py ARM --out DIR [--recipe recipes/quickstart.yaml] [--answers
     answers.jsonl] python eval/lab/fp8.py table --out DIR
 
-An ARM is a store dtype, bfloat16 or fp8, alone or with `-massive`: two channels of every boundary
-are recorded 1,000 times as large, as the massive activations of large models are, and made small
-again when they are read. That keeps the function a head learns, and leaves what 8 bits lose by it.
-Each arm trains the recipe's head with the same seed and steps, and decodes the held-out suite.
+An ARM is a store dtype, bfloat16 or fp8, alone or with `-massive`: then two channels of every
+boundary are recorded 1,000 times as large, like the massive activations of large models, and scaled
+back when they are read. The head learns the same function, so differences are rounding's. Each arm
+trains the recipe's head with the same seed and steps, and decodes the held-out suite.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MASSIVE, FACTOR = (7, 100), 1000.0  # channels of the target's hidden size
 
 
 def scale(boundaries: int, hidden: int) -> Tensor:
-    """float32 [F]: 1, and FACTOR at the massive channels."""
+    """Return float32 [F]: FACTOR at the massive channels, 1 elsewhere."""
     factors = torch.ones(boundaries, hidden)
     factors[:, list(MASSIVE)] = FACTOR
     return factors.flatten()
 
 
 class MassiveTarget:
-    """A target whose features have massive channels; all else is the target's."""
+    """A target whose features have massive channels."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -61,8 +61,8 @@ class MassiveTarget:
         return HiddenStates(states.features * factors.to(states.features), states.last)
 
 
-class Unscaled(Store):
-    """Reads massive channels back in their own size."""
+class UnscaledStore(Store):
+    """A store that scales massive channels back when they are read."""
 
     def view(self, index: int) -> Record:
         record = super().view(index)
@@ -74,31 +74,33 @@ class Unscaled(Store):
         return replace(record, features=features, scales=None)
 
 
-class Said(Monitor):
-    """Prints lines, and no progress."""
+class PrintMonitor(Monitor):
+    """A monitor that prints lines and shows no progress."""
 
     def say(self, line: str) -> None:
         print(line, flush=True)
 
 
 def train(arm: str, options: argparse.Namespace) -> None:
-    """Records, trains and evaluates one arm."""
+    """Record, train and evaluate one arm."""
     dtype, _, massive = arm.partition("-")
     overrides = [f"name={arm}", f"record.dtype={dtype}", "eval.compare=[]", "eval.timing_prompts=0"]
     recipe = load_recipe(options.recipe, [*overrides, *options.settings])
     folder = options.out / arm
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(options.answers, folder / "answers.jsonl")
-    recording = Recording(recipe, folder, Said())
+    recording = Recording(recipe, folder, PrintMonitor())
     if massive:
         recording.__dict__["target"] = MassiveTarget(recording.target)
     recording.lead(folder / "store", gpus=1)
-    store = (Unscaled if massive else Store).open(folder / "store")
+    store = (UnscaledStore if massive else Store).open(folder / "store")
     head = train_head(
-        recipe, store, recording.tokenizer, folder / "train", monitor=Said(), ranks=None
+        recipe, store, recording.tokenizer, folder / "train", monitor=PrintMonitor(), ranks=None
     )
     save_head(folder / "head", head, torch.bfloat16)
-    report = evaluate_head(recipe.target, folder / "head", recipe.eval, folder / "eval", monitor=Said())
+    report = evaluate_head(
+        recipe.target, folder / "head", recipe.eval, folder / "eval", monitor=PrintMonitor()
+    )
     lines = (folder / "train" / "metrics.jsonl").read_text().splitlines()
     validation = next(json.loads(s) for s in reversed(lines) if "validation" in s)["validation"]
     rows = [vars(row) for row in report.rows if row.drafter != "none"]
@@ -117,12 +119,12 @@ def train(arm: str, options: argparse.Namespace) -> None:
 
 
 def table(out: Path) -> None:
-    """Every arm beside bfloat16 of its kind, as Markdown."""
-    found = {arm: json.loads((out / arm / "result.json").read_text()) for arm in ARMS}
+    """Print every arm beside bfloat16 of its kind, as Markdown."""
+    results = {arm: json.loads((out / arm / "result.json").read_text()) for arm in ARMS}
     print("| store | bytes a token | α of steps 1, 2, … | AL (T, draft probabilities) |")
     print("|---|---|---|---|")
-    for arm, result in found.items():
-        base = found[arm.replace("fp8", "bfloat16")]
+    for arm, result in results.items():
+        base = results[arm.replace("fp8", "bfloat16")]
         alphas = " ".join(
             f"{a:.4f} ({a / b - 1:+.2%})" if arm != base["arm"] else f"{a:.4f}"
             for a, b in zip(result["alpha"], base["alpha"], strict=True)
@@ -143,7 +145,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--recipe", type=Path, default=Path("recipes/quickstart.yaml"))
     parser.add_argument("--answers", type=Path, default=Path("runs/quickstart/answers.jsonl"))
-    parser.add_argument("settings", nargs="*", help="of the recipe, such as train.steps=100")
+    parser.add_argument("settings", nargs="*", help="recipe settings, such as train.steps=100")
     options = parser.parse_intermixed_args()
     if options.arm == "table":
         table(options.out)

@@ -1,12 +1,12 @@
-"""Kills a run again and again while it records and trains; it must end with the same bytes.
+"""Kill a run repeatedly while it records and trains, and compare the bytes of its results.
 
     python eval/lab/kills.py [--kills 200] [--seed 0] [--recipe small.yaml]
 
-A process with everything imported forks one that carries out the recipe up to the head, and kills
-it (SIGKILL) after a random part of the time an uninterrupted run takes. When the run is whole
-before it is killed, its store or its training is taken away and it begins anew. At the end store
-and head are compared with those of the uninterrupted run, byte for byte. Works in the folder it is
-started in, on runs named `whole` and `killed`.
+A process that has imported everything forks one that runs the recipe up to the head, and kills it
+(SIGKILL) after a random share of the time of an uninterrupted run. A run that is complete by then
+loses its store and its training and starts again. At the end, store and head are compared byte for
+byte with those of the uninterrupted run. The program works in the current folder, on runs named
+`whole` and `killed`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from draftlab.progress import Monitor
 
 
 def fork(recipe: Path, name: str) -> int:
-    """A process that carries out the recipe up to the head."""
+    """Fork a process that runs the recipe up to the head; return its id."""
     child = os.fork()
     if child:
         return child
@@ -44,12 +44,13 @@ def fork(recipe: Path, name: str) -> int:
         os._exit(1)
 
 
-def finish(child: int) -> int:
+def wait_for(child: int) -> int:
+    """Wait for a process and return its exit code; negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def contents(run: Path) -> dict[str, str]:
-    """Hashes of all that recording and training made; the log of metrics holds times."""
+    """Return hashes of the files of store and head; the log of metrics is left out."""
     files = (p for stage in ("store", "head") for p in sorted((run / stage).rglob("*")))
     return {
         str(p.relative_to(run)): hashlib.sha256(p.read_bytes()).hexdigest()
@@ -58,8 +59,8 @@ def contents(run: Path) -> dict[str, str]:
     }
 
 
-def place(run: Path) -> str:
-    """How far a killed run had come."""
+def stage_of(run: Path) -> str:
+    """Return the stage that a killed run was in."""
     if (run / "train").is_dir():
         return "training"
     if (run / "store" / "manifest.json").is_file():
@@ -75,40 +76,42 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     whole, killed = Path("runs/whole"), Path("runs/killed")
-    if finish(fork(options.recipe, "whole")):
+    if wait_for(fork(options.recipe, "whole")):
         return 1
     shutil.copytree(whole, killed, dirs_exist_ok=True)  # answers are not what is tested
-    generator, where, lives = random.Random(options.seed), Counter(), 0
+    generator, stages, complete = random.Random(options.seed), Counter(), 0
 
-    def anew() -> None:
+    def reset() -> None:
         for stage in ("store", "train", "head"):
             shutil.rmtree(killed / stage, ignore_errors=True)
-        for book in ("store.json", "head.json"):
-            (killed / "stages" / book).unlink(missing_ok=True)
+        for receipt in ("store.json", "head.json"):
+            (killed / "stages" / receipt).unlink(missing_ok=True)
 
-    anew()
+    reset()
     started = time.monotonic()
-    if finish(fork(options.recipe, "killed")):
+    if wait_for(fork(options.recipe, "killed")):
         return 1
-    span = time.monotonic() - started
-    anew()
+    duration = time.monotonic() - started
+    reset()
     for number in range(options.kills):
         child = fork(options.recipe, "killed")
-        time.sleep(generator.uniform(0, span / 2))
+        time.sleep(generator.uniform(0, duration / 2))
         os.kill(child, signal.SIGKILL)
-        if finish(child) == -signal.SIGKILL:
-            where[place(killed)] += 1
+        if wait_for(child) == -signal.SIGKILL:
+            stages[stage_of(killed)] += 1
             if (killed / "head" / "draftlab.json").is_file():
-                where["at the end"] += 1
+                stages["at the end"] += 1
         if contents(killed) == contents(whole):
-            lives += 1
-            anew()
+            complete += 1
+            reset()
         if (number + 1) % 20 == 0:
-            print(f"{number + 1} kills: {dict(where)}; {lives} runs came to their end", flush=True)
-    if finish(fork(options.recipe, "killed")):
+            print(f"{number + 1} kills: {dict(stages)}; {complete} complete runs", flush=True)
+    if wait_for(fork(options.recipe, "killed")):
         return 1
     same = contents(killed) == contents(whole)
-    print(f"{options.kills} kills ({dict(where)}), {lives + same} whole runs; same bytes: {same}")
+    print(
+        f"{options.kills} kills ({dict(stages)}), {complete + same} complete runs; same bytes: {same}"
+    )
     return not same
 
 

@@ -1,19 +1,19 @@
-"""Training on several GPUs: the curve of one process, and how speed grows with their number.
+"""Train on several GPUs: compare losses with one process's, and measure how speed scales.
 
-    python eval/lab/multi_gpu.py                        # on 1, 2 and 4 GPUs, as far as there are
-    python eval/lab/multi_gpu.py --parallel ddp fsdp2   # not those of DeepSpeed
+    python eval/lab/multi_gpu.py                      # on 1, 2 and 4 GPUs, as available
+    python eval/lab/multi_gpu.py --parallel ddp fsdp2 # without DeepSpeed's
     python eval/lab/multi_gpu.py --device cpu --shape tiny --curve-shape tiny --counts 1 2
 
-For each wrapper and number of processes there are two takes:
+Each backend and number of processes is measured twice:
 
-- curve: float32, so many micro-batches a step on all of them together, two at least on each; every
-  step's loss and gradient norm must be those of one process that accumulates (within 1e-4), and
-  after it every weight's sum of absolute values.
-- speed: the work of `bench_train.py` on every GPU, hosts agreeing on counts as in training; steps
-  are timed between barriers. Scaling is tokens/s over that of one process times their number.
+- curve: in float32, with the same micro-batches a step whatever the number of processes. Every
+  step's loss and gradient norm, and in the end every weight's sum of absolute values, must be those
+  of one process that accumulates gradients (within 1e-4).
+- speed: the work of `bench_train.py` on every GPU, with counts reduced as in training. Steps are
+  timed between barriers. Scaling is tokens/s over the number of processes times one process's.
 
-Prints a line for each, and fails below 0.95 (on GPUs) or where curves differ. With NCCL's multicast
-off (NCCL_NVLS_ENABLE=0, set here), which some hosts lack.
+A line is printed for each. The program fails if curves differ, or if GPUs scale below 0.95. It
+turns NCCL's multicast off (NCCL_NVLS_ENABLE=0), which some hosts lack.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ CURVES = SHAPES | {"1b": Shape(1024, 3, 3584, 8, 2, 128, 32000, 8192, 7, 2, 512)
 CURVE_STEPS, CURVE_BOUND, SCALING_BOUND, RATE = 20, 1e-4, 0.95, 1e-4
 
 
-class Printing(Monitor):
-    """Lines on stderr."""
+class StderrMonitor(Monitor):
+    """A monitor that prints lines on stderr."""
 
     def say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
 def new_wrapped(work: Work, ranks: Ranks, parallel: str, dtype: torch.dtype) -> TrainBackend:
-    """The head of some work, wrapped."""
+    """Return the head of some work, wrapped for training."""
     settings = TrainSettings(ttt_steps=work.shape.steps, parallel=parallel)
     wrapped = wrap(DistillationModule(work.head, work.target, settings, dtype), settings, ranks)
     if ranks.is_main:
@@ -64,27 +64,27 @@ def new_wrapped(work: Work, ranks: Ranks, parallel: str, dtype: torch.dtype) -> 
     return wrapped
 
 
-def part_of(work: Work, number: int, rows: int) -> Work:
-    """The micro-batch of that number."""
+def micro_batch(work: Work, number: int, rows: int) -> Work:
+    """Return the micro-batch with a number."""
     records = work.records[number * rows : (number + 1) * rows]
     return replace(work, shape=replace(work.shape, rows=rows), records=records)
 
 
 def curve(ranks: Ranks, parallel: str, shape: Shape, micro: int) -> dict[str, Any]:
-    """Losses and gradient norms of steps of `micro` micro-batches, dealt to the ranks in turn."""
+    """Return losses and gradient norms of steps of `micro` micro-batches, spread over ranks."""
     work = new_work(replace(shape, rows=micro * shape.rows), ranks.device, torch.float32)
     wrapped = new_wrapped(work, ranks, parallel, torch.float32)
-    mine = [
-        part_of(work, number, shape.rows).packed(ranks.device).to(ranks.device)
+    batches = [
+        micro_batch(work, number, shape.rows).packed(ranks.device).to(ranks.device)
         for number in range(ranks.rank, micro, ranks.size)
     ]
-    counts = torch.tensor([batch.counts for batch in mine]).sum(0)
+    counts = torch.tensor([batch.counts for batch in batches]).sum(0)
     weights = ttt_weights(GAMMA, counts := ranks.all_reduce(counts).tolist())
     losses, norms = [], []
     for _ in range(CURVE_STEPS):
         total = torch.zeros((), dtype=torch.float64)
-        for number, batch in enumerate(mine, 1):
-            loss, _ = wrapped.forward(batch, weights, reduce=number == len(mine))
+        for number, batch in enumerate(batches, 1):
+            loss, _ = wrapped.forward(batch, weights, reduce=number == len(batches))
             wrapped.backward(loss, counts[0])
             total += loss.detach().double().cpu() / counts[0]
         losses.append(float(ranks.all_reduce(total)))
@@ -95,7 +95,7 @@ def curve(ranks: Ranks, parallel: str, shape: Shape, micro: int) -> dict[str, An
 
 
 def speed(ranks: Ranks, parallel: str, shape: Shape, steps: int) -> dict[str, Any]:
-    """Seconds of a step in which every rank has a batch of the shape."""
+    """Return the speed of steps in which every rank has a batch of the shape."""
     on_gpu = ranks.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     work = new_work(shape, ranks.device, dtype)
@@ -123,46 +123,46 @@ def speed(ranks: Ranks, parallel: str, shape: Shape, steps: int) -> dict[str, An
 
 
 def rank_main(options: argparse.Namespace) -> None:
-    """One process: makes both takes of a wrapper, and the first writes what it found."""
+    """Run both measurements in one process; the first rank writes the results."""
     torch.backends.cuda.matmul.allow_tf32 = False
     ranks, (parallel,) = Ranks.join(options.device), options.parallel
-    found = curve(ranks, parallel, CURVES[options.curve_shape], 2 * max(options.counts))
+    results = curve(ranks, parallel, CURVES[options.curve_shape], 2 * max(options.counts))
     free_memory()
-    found |= speed(ranks, parallel, SHAPES[options.shape], options.steps)
+    results |= speed(ranks, parallel, SHAPES[options.shape], options.steps)
     if ranks.is_main:
-        Path(options.out).write_text(json.dumps(found))
+        Path(options.out).write_text(json.dumps(results))
     ranks.all_gather(None)
     ranks.leave()
 
 
-def takes(count: int, parallel: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What `count` processes of their own find: none holds what another wrapper left."""
+def measure(count: int, parallel: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the results of `count` new processes, free of another backend's memory."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
+        out = Path(folder) / "results.json"
         words = ["--out", str(out), "--parallel", parallel]
         for name in ("device", "shape", "curve_shape", "steps"):
             words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         words += ["--counts", *map(str, options.counts)]
-        code = launch(words, count, Printing(), program=(sys.executable, __file__))
+        code = launch(words, count, StderrMonitor(), program=(sys.executable, __file__))
         if code:
             raise SystemExit(f"{count} processes failed with exit code {code}")
         return json.loads(out.read_text())
 
 
-def apart(one: list[float], two: list[float]) -> float:
-    """The largest relative difference."""
+def difference(one: list[float], two: list[float]) -> float:
+    """Return the largest relative difference."""
     return max(abs(a - b) / abs(a) for a, b in zip(one, two, strict=True))
 
 
 def main() -> int:
-    """The command line."""
-    there = torch.cuda.device_count()
+    """Run the command line."""
+    num_gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parallel", nargs="+", choices=PARALLEL, default=PARALLEL)
     parser.add_argument(
-        "--counts", nargs="+", type=int, default=[n for n in (1, 2, 4) if n <= max(1, there)]
+        "--counts", nargs="+", type=int, default=[n for n in (1, 2, 4) if n <= max(1, num_gpus)]
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="of the speed")
@@ -174,27 +174,30 @@ def main() -> int:
     if options.out:
         rank_main(options)
         return 0
-    alone = takes(1, "ddp", options)
-    kept = ("step_ms", "tokens_per_s", "peak_gib")
-    row = {"parallel": "one process", "processes": 1, **{name: alone[name] for name in kept}}
+    alone = measure(1, "ddp", options)
+    speeds = ("step_ms", "tokens_per_s", "peak_gib")
+    row = {"parallel": "one process", "processes": 1, **{name: alone[name] for name in speeds}}
     print(json.dumps(row), flush=True)
     failed = False
     for count in (n for n in options.counts if n > 1):
         for parallel in options.parallel:
-            found = takes(count, parallel, options)
+            results = measure(count, parallel, options)
             row = {
                 "parallel": parallel,
                 "processes": count,
-                "loss_apart": apart(alone["losses"], found["losses"]),
-                "norm_apart": apart(alone["norms"], found["norms"]),
-                "weights_apart": max(
-                    apart([weight], [found["weights"][name]])
+                "loss_difference": difference(alone["losses"], results["losses"]),
+                "norm_difference": difference(alone["norms"], results["norms"]),
+                "weights_difference": max(
+                    difference([weight], [results["weights"][name]])
                     for name, weight in alone["weights"].items()
                 ),
-                "scaling": found["tokens_per_s"] / count / alone["tokens_per_s"],
-                **{name: found[name] for name in kept},
+                "scaling": results["tokens_per_s"] / count / alone["tokens_per_s"],
+                **{name: results[name] for name in speeds},
             }
-            same = max(row["loss_apart"], row["norm_apart"], row["weights_apart"]) <= CURVE_BOUND
+            same = (
+                max(row["loss_difference"], row["norm_difference"], row["weights_difference"])
+                <= CURVE_BOUND
+            )
             scales = row["scaling"] >= SCALING_BOUND or options.device == "cpu"
             failed |= not (same and scales)
             print(json.dumps(row | {"same": same, "scales": scales}), flush=True)

@@ -1,13 +1,12 @@
-"""What each option of a head does to AL: one option changed at a time, the seed kept.
+"""Measure what each option of a head does to AL, with one option changed at a time.
 
     python eval/lab/options.py --out runs/options --write PAGE
     python eval/lab/options.py --recipe recipes/quickstart_peagle.yaml --out runs/options_peagle
     --write PAGE
 
-Every variant is a run of the recipe with settings changed, and takes over what the base run's
-stages
-made where its own would be the same. A variant that is done is not made again, so that `--only` may
-do the work in pieces; the page has those that are done.
+Every variant is a run of the recipe with settings changed and the same seed. It copies the results
+of the base run's stages where its own would be equal. A finished variant is not run again, so
+`--only` may do the work in parts; the page has the variants that are finished.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ PARALLEL = (
 )
 
 
-class Lines(Monitor):
-    """Prints what is said."""
+class PrintMonitor(Monitor):
+    """A monitor that prints lines."""
 
     def say(self, line: str) -> None:
         print(line, flush=True)
@@ -89,11 +88,11 @@ class Lines(Monitor):
 
 @dataclass(frozen=True)
 class Result:
-    """A variant's figures.
+    """The figures of a variant.
 
     Attributes:
-        prompts: for each prompt drafts and accepted drafts, int64 [P, 2].
-        accepted_at: over all prompts.
+        prompts: int64 [P, 2], drafts and accepted drafts of each prompt.
+        accepted_at: accepted drafts by position, over all prompts.
     """
 
     name: str
@@ -125,12 +124,12 @@ class Result:
 
 
 def folder_name(name: str) -> str:
-    """A variant's run."""
+    """Return the name of a variant's run folder."""
     return name.replace(", ", "-").replace(" ", "-")
 
 
 def share(base: Path, folder: Path, *, store: bool) -> None:
-    """Gives a new run the base run's answers, and its store where it would be the same."""
+    """Copy the base run's answers into a new run, and its store where it would be equal."""
     if folder.exists():
         return
     (folder / "stages").mkdir(parents=True)
@@ -143,14 +142,14 @@ def share(base: Path, folder: Path, *, store: bool) -> None:
 
 
 def measure(name: str, options: argparse.Namespace, target: Target, tokenizer: Any) -> Result:
-    """Trains a variant and decodes with it at T = 0."""
-    asked, runs = [*options.settings, *VARIANTS[name]], options.out
-    recipe = load_recipe(options.recipe, [*asked, f"name={folder_name(name)}"])
+    """Train a variant and decode with it at T = 0."""
+    settings, runs = [*options.settings, *VARIANTS[name]], options.out
+    recipe = load_recipe(options.recipe, [*settings, f"name={folder_name(name)}"])
     folder = runs / recipe.name
     if name != "base":
         own_store = any(setting.startswith("record.") for setting in VARIANTS[name])
         share(runs / "base", folder, store=not own_store)
-    pipeline = Pipeline(recipe, Lines(), runs)
+    pipeline = Pipeline(recipe, PrintMonitor(), runs)
     pipeline.make("store")
     started = time.perf_counter()
     pipeline.make("head")
@@ -176,25 +175,25 @@ def measure(name: str, options: argparse.Namespace, target: Target, tokenizer: A
         cpu_prepacked=True,
     )
     done = {g.id: g.counters for g in engine.generate(requests)}
-    found = [done[request.id] for request in requests]
+    counters = [done[request.id] for request in requests]
     provenance = head.config.provenance
     weights = head.named_parameters()
     return Result(
         name,
-        asked,
+        settings,
         sum(p.numel() for n, p in weights if n not in head.shared_tensors()),
         str(target.dtype).removeprefix("torch."),
         torch.cuda.get_device_name() if target.device.type == "cuda" else "CPU",
         seconds,
         provenance["tokens_seen"],
         provenance["validation"]["alpha"],
-        np.array([[c.drafts, c.accepted] for c in found]),
-        np.sum([c.accepted_at for c in found], 0).tolist(),
+        np.array([[c.drafts, c.accepted] for c in counters]),
+        np.sum([c.accepted_at for c in counters], 0).tolist(),
     )
 
 
 def row(result: Result, base: Result) -> str:
-    """A variant's line of the table."""
+    """Return a variant's line of the table."""
     interval = acceptance_interval(result.counters)
     assert interval is not None  # every prompt was drafted for
     drafts, accepted = result.prompts.sum(0)
@@ -218,7 +217,7 @@ def row(result: Result, base: Result) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The rows of all variants; bold differences lie outside of chance over prompts."""
+    """Return the table of all variants; the intervals of bold differences exclude 0."""
     heads = (
         "changed",
         "parameters",
@@ -240,16 +239,16 @@ PAGE = """\
 Written by `python {command}`:
 {recipe} with one setting changed at a time; answers, store, seed, order of data and number of steps
 are the same. AL at T = 0 on the first {prompts} held-out prompts, K = {k}, {dtype}, {device}.
-Differences are over the same prompts (paired bootstrap, 95 %); **bold** ones exclude 0. That holds
-chance over prompts, not over seeds, and it is a stage of training: {tokens:,} tokens seen. An
-option that learns faster leads early, and need not lead later.
+Differences are paired over prompts (bootstrap, 95 %); **bold** ones exclude 0. The intervals cover
+chance over prompts, not over seeds. Training ended after {tokens:,} tokens; an option that learns
+faster leads early and need not lead later.
 
 {table}
 """
 
 
 def page(results: Sequence[Result], options: argparse.Namespace) -> str:
-    """The page of results: conditions, then the table."""
+    """Return the page of results: conditions, then the table."""
     settings = "".join(f" {setting}" for setting in options.settings)
     if options.recipe != RECIPE:
         settings = f" --recipe recipes/{options.recipe.name}{settings}"
@@ -266,14 +265,14 @@ def page(results: Sequence[Result], options: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--recipe", type=Path, default=RECIPE, help="what variants are changes of")
+    parser.add_argument("--recipe", type=Path, default=RECIPE, help="what variants change")
     parser.add_argument("--out", type=Path, default=Path("runs/options"), help="folder of the runs")
     parser.add_argument("--only", nargs="*", choices=VARIANTS, help="default: the family's")
     parser.add_argument("--prompts", type=int, default=128, help="first held-out prompts")
     parser.add_argument("--k", type=int, default=4, help="drafts a step")
-    parser.add_argument("--write", type=Path, help="Markdown page that gets the results")
+    parser.add_argument("--write", type=Path, help="Markdown page for the results")
     parser.add_argument("settings", nargs="*", help="changed in every variant: train.steps=100 …")
     options = parser.parse_args(arguments)
     recipe = load_recipe(options.recipe, options.settings)
@@ -287,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     done = [options.out / f"{folder_name(name)}.json" for name in VARIANTS]
     results = [Result.read(file) for file in done if file.exists()]
     if results[0].name != "base":
-        raise SystemExit("the base comes first: --only base")
+        raise SystemExit("the base must be measured first: --only base")
     text = table(results)
     print(text)
     if options.write:

@@ -1,11 +1,10 @@
-"""Predicted AL of training runs against seconds of training and against tokens seen.
+"""Plot the predicted AL of training runs by seconds of training and by tokens seen.
 
     python eval/lab/plot_training.py 'chain=RUN' '2 layers=metrics.jsonl' --out training.png
 
-RUN is a run's folder or its metrics.jsonl. AL is that of validation: the teacher-forced walk with
-as many drafts as were trained. Seconds are those of optimizer steps, from the speed in the rows
-(validation and checkpoints take none of it). The figures are printed as a Markdown table, each
-beside what the first run had reached by then.
+RUN is a run's folder or its metrics.jsonl. AL is validation's: the teacher-forced walk with as many
+drafts as were trained. Seconds are those of optimizer steps, without validation and checkpoints.
+The figures are printed as a Markdown table, each beside the first run's at that time.
 """
 
 from __future__ import annotations
@@ -26,11 +25,13 @@ from draftlab.report.canvas import COLOURS, MARKERS, legend, new_figure, plain, 
 
 @dataclass(frozen=True)
 class Curve:
-    """A run's validations.
+    """The validations of a run.
 
     Attributes:
-        name: in the plot. k: drafts of a walk's step.
-        steps: int64 [N]. tokens, seconds, lengths: float64 [N]; lengths are AL.
+        name: the run's name in the plot.
+        k: drafts in a step of the walk.
+        steps: int64 [N].
+        tokens, seconds, lengths: float64 [N]; lengths are AL.
     """
 
     name: str
@@ -42,10 +43,10 @@ class Curve:
 
     @classmethod
     def read(cls, name: str, path: Path) -> Curve:
-        """Of a run's folder or its metrics.jsonl.
+        """Read a run's folder or its metrics.jsonl.
 
         Raises:
-            UserError: the file is missing or torn, or has no validation.
+            UserError: the file is missing or damaged, or has no validation.
         """
         file = path / "train" / "metrics.jsonl" if path.is_dir() else path
         try:
@@ -55,34 +56,34 @@ class Curve:
         except ValueError as error:
             raise UserError(f"a line is not JSON: {error}", where=file) from None
         trained = [row for row in rows if "tokens_per_s" in row]
-        found = [(row, row["validation"]) for row in rows if "validation" in row]
-        if not trained or not found:
+        validated = [(row, row["validation"]) for row in rows if "validation" in row]
+        if not trained or not validated:
             raise UserError(
                 f"expected rows of training and of validation, found {len(trained)} and "
-                f"{len(found)}",
+                f"{len(validated)}",
                 where=file,
                 do="train with train.validation_share above 0",
             )
         # a row's speed is that of the steps since the row before
         ends = np.array([0.0, *(row["tokens_seen"] for row in trained)])
-        took = np.diff(ends) / [row["tokens_per_s"] for row in trained]
-        tokens = np.array([row["tokens_seen"] for row, _ in found], float)
+        durations = np.diff(ends) / [row["tokens_per_s"] for row in trained]
+        tokens = np.array([row["tokens_seen"] for row, _ in validated], float)
         return cls(
             name,
-            len(found[0][1]["alpha"]),
-            np.array([row["step"] for row, _ in found]),
+            len(validated[0][1]["alpha"]),
+            np.array([row["step"] for row, _ in validated]),
             tokens,
-            np.interp(tokens, ends, np.cumsum([0.0, *took])),
-            np.array([validation["walk_al"] for _, validation in found]),
+            np.interp(tokens, ends, np.cumsum([0.0, *durations])),
+            np.array([validation["walk_al"] for _, validation in validated]),
         )
 
     def reached(self, axis: str, at: np.ndarray) -> np.ndarray:
-        """AL by then, between validations on a line; NaN before the first and after the last."""
+        """Return AL at `at`, interpolated linearly; NaN outside of the validations."""
         return np.interp(at, getattr(self, axis), self.lengths, left=np.nan, right=np.nan)
 
 
 def table(curves: Sequence[Curve]) -> str:
-    """Every validation, with its share of the first run's AL after as long and as many tokens."""
+    """Return every validation, with its share of the first run's AL by time and by tokens."""
     first = curves[0]
     names = ("run", "step", "M tokens seen", "training s", "AL")
     shares = (f"of {first.name}'s then", "of its by tokens", "of its last")
@@ -101,10 +102,10 @@ def table(curves: Sequence[Curve]) -> str:
 
 
 def draw(curves: Sequence[Curve], note: str) -> bytes:
-    """Both plots beside each other, as PNG.
+    """Return both plots side by side, as PNG.
 
     Raises:
-        UserError: runs that were trained for different K.
+        UserError: the runs were trained for different K.
     """
     depths = {curve.name: curve.k for curve in curves}
     if len(set(depths.values())) > 1:
@@ -132,7 +133,7 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="+", type=_named, metavar="NAME=RUN")
     parser.add_argument("--out", type=Path, required=True, help="the PNG file")

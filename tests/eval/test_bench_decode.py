@@ -10,7 +10,9 @@ import pytest
 
 from draftlab.engine.drafter import new_drafter
 from draftlab.errors import UserError
-from draftlab.target_model.model import Target, TargetSettings, load_target
+from draftlab.target_model.loading import load_target
+from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
 from tests.helpers.decoding import PARALLEL, untrained_head
 from tests.helpers.drivers import load
 from tests.helpers.toys import toy_target_folder

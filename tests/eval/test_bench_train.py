@@ -30,7 +30,7 @@ def test_one_json_line_says_where_the_time_went(
 
 @pytest.mark.parametrize("ratio", ["0.5", "1"])
 def test_a_parallel_head_of_some_layers_drops_depths(ratio: str) -> None:
-    asked = ["--family", "ptd", "--layers", "2", "--cod-ratio", ratio, "--cod-min", "0.3"]
+    asked = ["--family", "peagle", "--layers", "2", "--cod-ratio", ratio, "--cod-min", "0.3"]
     row = bench.main([*TINY, "--repeats", "1", "--warmup", "1", *asked])
     assert row["shape"]["layers"] == 2
     every = [4 * (44 - k) for k in range(5)]  # one depth more than a chain has steps
@@ -42,7 +42,7 @@ def test_a_parallel_head_of_some_layers_drops_depths(ratio: str) -> None:
     assert row["predictions_per_s"] == pytest.approx(sum(row["predictions"]) / row["step_ms"] * 1e3)
 
 
-@pytest.mark.parametrize("family", [[], ["--family", "ptd", "--layers", "2"]])
+@pytest.mark.parametrize("family", [[], ["--family", "peagle", "--layers", "2"]])
 def test_training_has_the_loss_of_the_reference_for_20_steps(family: list[str]) -> None:
     found = bench.main([*TINY, *family, "--same-loss", "20", "--rate", "30"])
     assert found["same"]
@@ -51,7 +51,7 @@ def test_training_has_the_loss_of_the_reference_for_20_steps(family: list[str]) 
     assert found["last_losses"][0] < 0.9 * found["first_losses"][0]  # and it trains
 
 
-@pytest.mark.parametrize("family", ["eagle3", "ptd"])
+@pytest.mark.parametrize("family", ["eagle3", "peagle"])
 def test_another_loss_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "step_weights", lambda family, counts: [1.0] * len(counts))
     assert not bench.main([*TINY, "--family", family, "--same-loss", "2"])["same"]
@@ -62,8 +62,8 @@ def test_a_peer_that_is_not_there_is_named() -> None:
         bench.main([*TINY, "--repeats", "1", "--warmup", "1", "--peer", "other"])
     with pytest.raises(UserError, match="SpecForge cannot be imported"):
         bench.main([*TINY, "--repeats", "1", "--warmup", "1", "--peer", "specforge"])
-    parallel = [*TINY, "--family", "ptd", "--repeats", "1", "--warmup", "1"]
-    with pytest.raises(UserError, match="SpecForge trains chains alone"):
+    parallel = [*TINY, "--family", "peagle", "--repeats", "1", "--warmup", "1"]
+    with pytest.raises(UserError, match="SpecForge trains chains only"):
         bench.main([*parallel, "--peer", "specforge"])
     with pytest.raises(UserError, match=r"expected speculators\[:fused\] or"):
         bench.main([*TINY, "--repeats", "1", "--warmup", "1", "--peer", "speculators:frozen"])

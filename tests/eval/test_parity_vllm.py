@@ -128,7 +128,7 @@ def test_random_heads_are_chosen_by_a_pattern(
     monkeypatch.setattr(random_heads, "with_random_head", lambda s, f, name, *_, **shape: name)
     assert chosen("eagle3$") == ["grown, llama: eagle3", "random, qwen3: eagle3"]
     assert len(chosen("")) == 2 * len(random_heads.SHAPES)
-    with pytest.raises(UserError, match="random, qwen3: ptd, 1 layer"):  # which there are
+    with pytest.raises(UserError, match="random, qwen3: peagle, 1 layer"):  # which there are
         chosen("eagle4")
     with pytest.raises(SystemExit):
         chosen("(")
