@@ -38,11 +38,7 @@ class _Row(GenerationState):
 class ReferenceEngine:
     """Decodes requests with a target and, when given, a drafter.
 
-    Args:
-        target: the model whose distribution is kept.
-        drafter: proposes drafts; None decodes plainly.
-        batch: rows decoded at once.
-        max_length: positions of a row (prompt and answer); drafts are capped near it.
+    The arguments are those of `Engine`; `batch` is the number of cache rows.
     """
 
     def __init__(

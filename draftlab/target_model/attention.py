@@ -9,7 +9,7 @@ which the kernels apply. Stale keys of rejected drafts have later positions and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -81,33 +81,23 @@ def _mask_rule(local_size: int | None, config: Any) -> MaskRule:
     )
 
 
-def _build_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., Tensor],
-    device: torch.device,
-    local_size: int | None = None,
-    **options: Any,
-) -> Tensor | MaskRule | None:
-    """Return a boolean mask [B, 1, M, S], True where a query sees a key, or its rule."""
+def _build_mask(local_size: int | None = None, **options: Any) -> Tensor | MaskRule | None:
+    """Return a boolean mask [B, 1, M, S], True where a query sees a key, or its rule.
+
+    Args:
+        local_size: size of a sliding window or a chunk.
+        options: transformers' other arguments of a mask function.
+    """
     if _paged_cache.get() is not None or _packed_row.get() is not None:
         return _mask_rule(local_size, options.get("config"))
     positions = _positions.get()
     if positions is None:
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            mask_function=mask_function,
-            device=device,
-            local_size=local_size,
-            **options,
-        )
-    rows = torch.arange(batch_size, device=device)[:, None, None, None]
+        return sdpa_mask(local_size=local_size, **options)
+    device = options["device"]
+    rows = torch.arange(options["batch_size"], device=device)[:, None, None, None]
     heads = torch.zeros(1, dtype=torch.long, device=device)[:, None, None, None]
-    keys = torch.arange(kv_length, device=device)[None, None, None, :]
-    return mask_function(rows, heads, positions[:, None, :, None], keys)
+    keys = torch.arange(options["kv_length"], device=device)[None, None, None, :]
+    return options["mask_function"](rows, heads, positions[:, None, :, None], keys)
 
 
 def _attention(

@@ -100,14 +100,7 @@ class PrepackedDecoder:
         positions: Tensor,
         cache: PagedCache,
     ) -> HiddenStates:
-        """Run the decoder as `Target.states` does.
-
-        Args:
-            token_ids: int64 [B, M].
-            boundaries: layers whose input states become the features, ascending.
-            positions: int64 [B, M], −1 for padding (its states are undefined).
-            cache: KV cache, prepared for these tokens by `cache.at`.
-        """
+        """Run the decoder; see `DecodePath`."""
         x = F.embedding(token_ids.flatten(), self.embeddings)
         angles = rope_angles(positions.flatten(), self.inv_freq, self.scaling, x.dtype)
         factors = rotation_factors(angles)
