@@ -1,1 +1,1 @@
-"""One file a kernel; the eager reference defines it and runs wherever no kernel applies."""
+"""Operators with Triton kernels: `X.py` states an operator and holds its eager reference."""

@@ -45,11 +45,6 @@ class RowPlan:
     positions: Tensor
     host: Tensor
 
-    def to(self, device: torch.device | str) -> RowPlan:
-        """Return the plan on another device; `host` stays on the CPU."""
-        tensors = (self.order, self.teacher_index, self.positions)
-        return RowPlan(*(t.to(device, non_blocking=True) for t in tensors), self.host)
-
     def chunks(self, height: int) -> list[Chunk]:
         """Return chunks of rows, of about equal size.
 

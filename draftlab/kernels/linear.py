@@ -183,9 +183,7 @@ def _unpack(x: Tensor | DeferredNorm, eps: float) -> tuple[Tensor, Tensor | None
     return (x.rows, x.squares, x.eps) if isinstance(x, DeferredNorm) else (x, None, eps)
 
 
-def _norm_fp16(
-    x: Tensor, norm_weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None]:
+def _norm_fp16(x: Tensor, norm_weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
     """Norm x first in float16, where x · norm_weight may overflow; return x and the weight left."""
     if norm_weight is not None and x.dtype == torch.float16:
         return _normed(x, norm_weight, eps), None

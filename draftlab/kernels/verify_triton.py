@@ -74,10 +74,8 @@ def _accept(
     at = (row * WIDTH + depth)[:, None] * num_blocks + block[None, :]
     maxima = tl.load(block_max + at, mask=inside, other=float("-inf"))
     top = tl.max(maxima, 1)
-    total = tl.load(block_sum + at, mask=inside, other=0.0) * exp_scaled(
-        maxima, top[:, None], temperature
-    )
-    total = tl.sum(total, 1)
+    sums = tl.load(block_sum + at, mask=inside, other=0.0)
+    total = tl.sum(sums * exp_scaled(maxima, top[:, None], temperature), 1)
     best = tl.load(block_argmax + at, mask=inside & (maxima == top[:, None]), other=_NO_INDEX)
     best = tl.min(best, 1)
 
@@ -98,14 +96,8 @@ def _accept(
     is_accepted = is_draft & (u * q.to(tl.float64) < p.to(tl.float64))
     accepted = tl.min(tl.where(is_accepted, DEPTHS, depth), 0)
     top = tl.max(tl.where(depth == accepted, top, float("-inf")), 0)
-    return (
-        accepted,
-        top,
-        element(total, accepted),
-        element(best, accepted),
-        element(draft, accepted),
-        p,
-    )
+    total, best = element(total, accepted), element(best, accepted)
+    return accepted, top, total, best, element(draft, accepted), p
 
 
 @triton.jit
@@ -173,14 +165,12 @@ def reject_and_resample(
                 tl.store(emitted_out + row, best)
                 depth = tl.arange(0, DEPTHS)
                 probability = tl.where(q_sampled, 0.0, p_drafts)
-                tl.store(
-                    probability_out + row * (WIDTH - 1) + depth, probability, depth < WIDTH - 1
-                )
+                out = row * (WIDTH - 1) + depth
+                tl.store(probability_out + out, probability, depth < WIDTH - 1)
             if temperature > 0:
                 at = program * SIZE + tl.arange(0, SIZE)
-                x = load_logits(
-                    logits + row * row_stride + accepted * depth_stride + at, at < vocab
-                )
+                base = logits + row * row_stride + accepted * depth_stride
+                x = load_logits(base + at, at < vocab)
                 p = _normalize(exp_scaled(x, top, temperature), total)
                 rejected = accepted < count
                 # The residual: max(p − q, 0), or p without the draft where q is one-hot.
@@ -189,8 +179,8 @@ def reject_and_resample(
                     uses_q = q_sampled & rejected
                     q_index = tl.where(uses_q, tl.load(index + at, mask=at < vocab, other=-1), -1)
                     log_sum = tl.load(q_log_sum + accepted, uses_q, other=0.0)
-                    base = q_logits + accepted * q_depth_stride
-                    q = _draft_prob(base + q_index, q_index >= 0, q_temperature, log_sum)
+                    pointers = q_logits + accepted * q_depth_stride + q_index
+                    q = _draft_prob(pointers, q_index >= 0, q_temperature, log_sum)
                     residual = tl.where(uses_q, tl.maximum(p - q, 0.0), residual)
                 key = keyed_bits(seed, prompt, position + accepted, EMIT)
                 noise = exponential(key, at.to(tl.int64))
