@@ -22,7 +22,7 @@ from draftlab.doctor.search import Trials, try_readings
 from draftlab.doctor.target_session import TargetSession
 from draftlab.doctor.verdict import Case
 from draftlab.errors import UserError
-from draftlab.evaluate.grid import DEFAULT_K
+from draftlab.evaluate.decoding_config import DEFAULT_K
 from draftlab.heads.folder import CONFIG
 from draftlab.heads.head import EMBEDDINGS
 

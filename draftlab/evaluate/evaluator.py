@@ -2,7 +2,7 @@
 
 The counters come from decoding the whole suite in batches. The times come from a second pass over a
 few prompts (`evaluate/timing.py`). Every head, K, temperature and drafter setting gives a row
-(`evaluate/grid.py`); plain decoding runs once per temperature.
+(`evaluate/decoding_config.py`); plain decoding runs once per temperature.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from draftlab.engine.reference import ReferenceEngine
 from draftlab.errors import UserError
 from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.bandwidth import copy_rate
-from draftlab.evaluate.grid import PLAIN_DECODING, DecodingConfig, NamedHead
+from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig, NamedHead
 from draftlab.evaluate.measure import ENGINE_NAMES, measure_draftlab
 from draftlab.evaluate.metrics import (
     acceptance_fields,

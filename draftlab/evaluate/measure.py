@@ -9,7 +9,7 @@ from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.evaluate.adviser import StepTime
-from draftlab.evaluate.grid import DecodingConfig
+from draftlab.evaluate.decoding_config import DecodingConfig
 from draftlab.evaluate.timing import Decoder
 from draftlab.evaluate.workload import EngineResults, Workload
 

@@ -15,8 +15,7 @@ from typing import Protocol
 import torch
 
 from draftlab.engine.sampling import Generation, Request
-from draftlab.evaluate.grid import DecodingConfig
-from draftlab.progress import Monitor
+from draftlab.evaluate.decoding_config import DecodingConfig
 
 WARM_UP_TOKENS = 8
 
@@ -28,7 +27,7 @@ class Decoder(Protocol):
         """Yield each request's generation as it finishes."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class TimedRun:
     """Generations of one configuration, in the order of their requests, and their wall time."""
 
@@ -54,40 +53,25 @@ def _copy(request: Request, number: int) -> Request:
 
 
 def time_in_turn(
-    device: torch.device,
     engines: Mapping[DecodingConfig, Decoder],
-    requests: Sequence[Request],
-    prompts: int,
-    batch: int,
-    *,
-    monitor: Monitor,
-    stage: str,
-    tick: Callable[[], float] = time.perf_counter,
+    batches: Sequence[list[Request]],
+    progress: Callable[[int, int], None],
 ) -> dict[DecodingConfig, TimedRun]:
     """Decode the same batches with every engine in turn and return the timed generations.
 
     Args:
-        device: device of the target.
-        engines: one engine per configuration, each for `batch` rows.
-        requests: requests of the suite, in order.
-        prompts: the least number of prompts to time.
-        stage: stage name for progress.
-        tick: clock, in seconds.
+        progress: called with the number of finished batches and of all batches.
     """
     runs = {config: TimedRun([], 0.0) for config in engines}
-    batches = list(timing_batches(requests, prompts, batch))
-    with one_thread(device):
-        for engine in engines.values():  # first calls pay for allocation and kernel selection
-            list(engine.generate([replace(r, max_new_tokens=WARM_UP_TOKENS) for r in batches[0]]))
-        for number, chunk in enumerate(batches, 1):
-            for config, engine in engines.items():
-                started = tick()
-                by_id = {g.id: g for g in engine.generate(chunk)}
-                runs[config] = TimedRun(
-                    runs[config].generations + [by_id[r.id] for r in chunk],
-                    runs[config].wall_s + tick() - started,
-                )
-            monitor.progress(stage, number * batch, len(batches) * batch)
+    for engine in engines.values():  # first calls pay for allocation and kernel selection
+        list(engine.generate([replace(r, max_new_tokens=WARM_UP_TOKENS) for r in batches[0]]))
+    for number, batch in enumerate(batches, 1):
+        for config, engine in engines.items():
+            started = time.perf_counter()
+            by_id = {g.id: g for g in engine.generate(batch)}
+            runs[config].wall_s += time.perf_counter() - started
+            runs[config].generations += [by_id[r.id] for r in batch]
+        progress(number, len(batches))
     return runs
 
 

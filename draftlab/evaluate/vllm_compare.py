@@ -8,7 +8,7 @@ vLLM's speed-ups than to draftlab's.
 from __future__ import annotations
 
 from draftlab.errors import UserError
-from draftlab.evaluate.grid import DecodingConfig
+from draftlab.evaluate.decoding_config import DecodingConfig
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.timing import TimedRun
 from draftlab.evaluate.workload import EngineResults, Workload

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftlab.evaluate.grid import NamedHead
+from draftlab.evaluate.decoding_config import NamedHead
 from draftlab.evaluate.results import Row, Timing
 from draftlab.evaluate.self_check import failure_message
 from draftlab.evaluate.settings import EvalSettings

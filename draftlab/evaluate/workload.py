@@ -10,11 +10,17 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.evaluate.adviser import StepTime
 from draftlab.evaluate.bandwidth import floor_ms
-from draftlab.evaluate.grid import PLAIN_DECODING, DecodingConfig, NamedHead, configs_at
+from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig, NamedHead, configs_at
 from draftlab.evaluate.metrics import timing
 from draftlab.evaluate.results import Timing
 from draftlab.evaluate.settings import EvalSettings
-from draftlab.evaluate.timing import Decoder, TimedRun, time_in_turn
+from draftlab.evaluate.timing import (
+    Decoder,
+    TimedRun,
+    one_thread,
+    time_in_turn,
+    timing_batches,
+)
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 from draftlab.text.suites import Suite
@@ -114,15 +120,15 @@ class Workload:
         Args:
             name: engine name for progress.
         """
-        return time_in_turn(
-            self.target.device,
-            engines,
-            self.requests(temperature, timed=True),
-            self.settings.timing_prompts,
-            batch,
-            monitor=self.monitor,
-            stage=f"{name} time T={temperature:g}, batch {batch}",
-        )
+        settings, stage = self.settings, f"{name} time T={temperature:g}, batch {batch}"
+        requests = self.requests(temperature, timed=True)
+        batches = list(timing_batches(requests, settings.timing_prompts, batch))
+
+        def progress(done: int, total: int) -> None:
+            self.monitor.progress(stage, done * batch, total * batch)
+
+        with one_thread(self.target.device):
+            return time_in_turn(engines, batches, progress)
 
     def timing(
         self, runs: Mapping[DecodingConfig, TimedRun], config: DecodingConfig, batch: int

@@ -92,55 +92,6 @@ def _self_check(row: Row) -> str:
     return f"{verdict}, p = {row.self_check.p_value:.2g}"
 
 
-def _timings(row: Row) -> list[dict[str, str]]:
-    """Return the times at each batch size, or one line with the row's times."""
-    return [
-        {
-            "batch": str(one.batch) if row.timings else NONE,
-            "tpot": fmt.milliseconds(one.tpot_ms),
-            "tpot_ci": _interval(one.tpot_ms_ci, fmt.TIME_DIGITS),
-            "baseline": fmt.milliseconds(one.baseline_tpot_ms),
-            "speedup": fmt.factor(one.speedup),
-            "speedup_ci": _interval(one.speedup_ci, 2),
-            "ttft": fmt.milliseconds(one.ttft_ms),
-            "step": fmt.milliseconds(one.step_ms),
-            "floor": fmt.milliseconds(one.floor_ms),
-            "throughput": fmt.number(one.throughput_tok_s, 1),
-        }
-        for one in row.timings or [row]
-    ]
-
-
-def _advice(report: Report) -> list[dict[str, Any]]:
-    """Return the adviser's tables."""
-    return [
-        {
-            "title": fmt.conditions_text(
-                one["temperature"],
-                one["draft_probs"],
-                one["batch"],
-                f"{one['head']} ({one['engine']})",
-            ),
-            "text": one["text"],
-            "plain": fmt.milliseconds(one["plain_ms"]),
-            "rows": [
-                {
-                    "k": p["k"],
-                    "best": p["k"] == one["best_k"],
-                    "al": fmt.number(p["acceptance_length"], 2),
-                    "step": fmt.milliseconds(p["step_ms"]),
-                    "tpot": fmt.milliseconds(p["tpot_ms"]),
-                    "speedup": fmt.factor(p["speedup"]),
-                    "measured": fmt.factor(p["measured_speedup"]),
-                    "error": NONE if p["error"] is None else f"{100 * p['error']:+.1f} %",
-                }
-                for p in one["predictions"]
-            ],
-        }
-        for one in (report.adviser or {}).get("advice", [])
-    ]
-
-
 def _lossless(row: Row) -> str:
     if row.lossless is None:
         return NONE
@@ -148,56 +99,42 @@ def _lossless(row: Row) -> str:
     return f"{row.lossless.level}: {row.lossless.test}{p_value}, n = {fmt.count(row.lossless.n)}"
 
 
-def _view(number: int, row: Row, label: str, drafter: str) -> dict[str, Any]:
-    """Return the texts of a row for the template."""
-    has_drafter = fmt.has_drafter(row)
-    tpots = row.baseline_tpot_ms, row.tpot_ms
-    return {
-        "i": number,
-        "label": label,
-        "drafted": has_drafter,
-        "mark": fmt.DEFAULT_MARK if fmt.is_vllm_default(row) else "",
-        "drafter": drafter,
-        "k": str(row.k) if has_drafter else NONE,
-        "temperature": fmt.temperature(row.temperature),
-        "draft_probs": fmt.draft_probs(row),
-        "al": fmt.number(row.acceptance_length, 3),
-        "al_ci": _interval(row.acceptance_length_ci, 3),
-        "al_raw": f"1 + {_ratio(row.accepted, row.drafts)}" if has_drafter else "",
-        "expected_al": fmt.number(fmt.expected_length(row), 3),
-        "speedup": fmt.factor(row.speedup),
-        "speedup_ci": _interval(row.speedup_ci, 2),
-        "speedup_raw": "" if row.speedup is None else " / ".join(map(fmt.milliseconds, tpots)),
-        "tpot": fmt.milliseconds(row.tpot_ms),
-        "tpot_ci": _interval(row.tpot_ms_ci, fmt.TIME_DIGITS),
-        "ttft": fmt.milliseconds(row.ttft_ms),
-        "timings": _timings(row),
-        "self_check": _self_check(row),
-        "repetition": fmt.number(row.repetition_rate, 3),
-        "prompts_equal": fmt.number(row.prompts_equal, 3),
-        "lossless": _lossless(row),
-        **{name: fmt.count(getattr(row, name)) for name in _COUNTS},
-        **{name: fmt.count(getattr(row, name)) if has_drafter else NONE for name in _DRAFT_COUNTS},
-        "positions": _positions(row) if has_drafter else [],
-    }
-
-
-_COUNTS = ("prompts", "output_tokens", "undrafted_steps", "truncated_tokens")
-_DRAFT_COUNTS = ("drafts", "draft_tokens", "accepted")
-
-
 def _views(rows: Sequence[Row], *, several_heads: bool) -> list[dict[str, Any]]:
-    """Return the texts of all rows; with several heads the drafter column names the head."""
+    """Return the rows with their labels; with several heads the drafter column names the head."""
     with_drafter = fmt.has_chain_and_parallel(rows)
     views = []
     for number, (row, label) in enumerate(zip(rows, row_labels(rows), strict=True), 1):
-        drafter = row.drafter
+        has_drafter, drafter = fmt.has_drafter(row), row.drafter
         if several_heads:
             drafter = row.head or "none"
-            if with_drafter and fmt.has_drafter(row):
+            if with_drafter and has_drafter:
                 drafter = f"{row.head} ({row.drafter})"
-        views.append(_view(number, row, label, drafter))
+        views.append(
+            {
+                "i": number,
+                "label": label,
+                "row": row,
+                "drafted": has_drafter,
+                "mark": fmt.DEFAULT_MARK if fmt.is_vllm_default(row) else "",
+                "drafter": drafter,
+                "draft_probs": fmt.draft_probs(row),
+                "expected_al": fmt.expected_length(row),
+                "self_check": _self_check(row),
+                "lossless": _lossless(row),
+                "positions": _positions(row) if has_drafter else [],
+            }
+        )
     return views
+
+
+_FILTERS = {
+    "number": fmt.number,
+    "integer": fmt.count,
+    "ms": fmt.milliseconds,
+    "factor": fmt.factor,
+    "interval": _interval,
+    "temperature": fmt.temperature,
+}
 
 
 def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
@@ -220,6 +157,7 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters |= _FILTERS
     template = files("draftlab.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
     several_heads = len({row.head for row in rows if row.head}) > 1
     views = _views(rows, several_heads=several_heads)
@@ -239,7 +177,9 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
         varying={k: v for k, v in conditions.varying.items() if k != "head"},
         legend=fmt.LEGEND,
         drafter_column="head" if several_heads else "drafter",
-        advice=_advice(report),
+        advice=(report.adviser or {}).get("advice", []),
+        conditions_text=fmt.conditions_text,
+        dash=NONE,
         advice_check=fmt.advice_check(report),
         break_even=break_even.tables(report),
         alpha_by_position=alpha_by_position.tables(report),

@@ -1,4 +1,4 @@
-"""Bytes that a step reads, counted against the tensors by name."""
+"""The bytes that a step reads, compared with the sizes of the named tensors."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ def test_the_floor_is_bytes_over_the_copy_rate(
     )
 
 
-def test_no_floor_where_it_means_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_no_floor_on_a_cpu_or_with_experts(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert bandwidth.copy_rate(torch.device("cpu")) is None
     assert bandwidth.floor_ms(target, None, 0) is None
     monkeypatch.setattr(bandwidth, "copy_rate", lambda device: 1e6)
     monkeypatch.setattr(target.config, "num_local_experts", 8, raising=False)
-    assert bandwidth.floor_ms(target, None, 0) is None  # a router picks what is read
+    assert bandwidth.floor_ms(target, None, 0) is None  # a router picks the weights

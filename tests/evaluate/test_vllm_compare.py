@@ -1,4 +1,4 @@
-"""vLLM's rows beside draftlab's: the same cells, its own counters, times and name."""
+"""vLLM in a report: the same configurations as draftlab, with its own counters and times."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from draftlab.target_model.model import Target
 from draftlab.text.suites import Suite
 from tests.helpers import fake_vllm
 
-# the stand-in starts its answer with a prompt's first token and accepts that many modulo K + 1
+# the fake vLLM begins an answer with the prompt's first token and accepts that many modulo K + 1
 SUITE = Suite("toy", "t", tuple((f"p{i}", (i, 7)) for i in (4, 5, 6)))
-ASKED = {
+SETTINGS = {
     "engine": "vllm",
     "vllm": {"python": sys.executable},
     "max_new_tokens": 9,
@@ -38,11 +38,11 @@ def report(
 ) -> Report:
     monkeypatch.setenv("PYTHONPATH", str(fake_vllm.write(tmp_path / "site")))
     named = NamedHead("a head", head, target.folder)
-    settings = EvalSettings.model_validate(ASKED)
+    settings = EvalSettings.model_validate(SETTINGS)
     return Evaluator(target, [named], SUITE, frozenset(), settings, monitor=Monitor()).run()
 
 
-def test_the_same_cells_with_vllms_counters(report: Report) -> None:
+def test_vllm_has_the_same_rows_with_its_own_counters(report: Report) -> None:
     ours, theirs = report.rows[:3], report.rows[3:]
     assert [(r.head, r.k, r.temperature) for r in ours] == [
         (r.head, r.k, r.temperature) for r in theirs
@@ -53,14 +53,14 @@ def test_the_same_cells_with_vllms_counters(report: Report) -> None:
     for row in theirs:
         row.counters.check_tokens(row.output_tokens, row.prompts)
         assert [timing.batch for timing in row.timings] == [1, 2]
-        assert row.self_check is None  # vLLM tells no chances
+        assert row.self_check is None  # vLLM reports no expectations
     drafted = theirs[2]
     # p4 accepts 0 of 3 in each of 8 steps, p5 accepts 1 in 4, p6 accepts 2 in 3
     assert (drafted.drafts, drafted.accepted_at) == (15, [7, 3, 0])
     assert drafted.speedup == pytest.approx(theirs[0].tpot_ms / drafted.tpot_ms)
 
 
-def test_both_engines_are_told_apart(report: Report) -> None:
+def test_labels_and_advice_name_the_engine(report: Report) -> None:
     labels = row_labels(report.rows)
     assert len(set(labels)) == 6
     assert "engine vllm (V1, cpu) 9.9" in labels[5]
@@ -69,8 +69,8 @@ def test_both_engines_are_told_apart(report: Report) -> None:
 
 
 @pytest.mark.parametrize("setting", ["draft_temperature", "greedy_below"])
-def test_settings_that_vllm_has_not_are_refused(setting: str) -> None:
-    settings = EvalSettings.model_validate(ASKED | {setting: 0.5})
+def test_settings_that_vllm_lacks_are_refused(setting: str) -> None:
+    settings = EvalSettings.model_validate(SETTINGS | {setting: 0.5})
     with pytest.raises(
         UserError, match=f"settings that vLLM has too, found {setting} = 0.5"
     ) as error:
@@ -78,7 +78,7 @@ def test_settings_that_vllm_has_not_are_refused(setting: str) -> None:
     assert "leave them out" in error.value.do
 
 
-def test_a_missing_vllm_shows_before_anything_is_decoded() -> None:
-    check_settings(EvalSettings.model_validate(ASKED))
+def test_a_missing_vllm_is_reported_before_decoding() -> None:
+    check_settings(EvalSettings.model_validate(SETTINGS))
     with pytest.raises(UserError, match="found no program"):
-        check_settings(EvalSettings.model_validate(ASKED | {"vllm": {"python": "/no/python"}}))
+        check_settings(EvalSettings.model_validate(SETTINGS | {"vllm": {"python": "/no/python"}}))

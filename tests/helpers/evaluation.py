@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from draftlab.evaluate.decoding_config import NamedHead
 from draftlab.evaluate.evaluator import Evaluator
-from draftlab.evaluate.grid import NamedHead
 from draftlab.evaluate.results import Report
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.heads.head import DraftHead
