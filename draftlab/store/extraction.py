@@ -82,10 +82,10 @@ class HiddenStateExtractor:
     def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[StatesFuture]:
         """Yield each batch's states (see `StateSource`) after submitting its forward pass."""
         for batch in shard.batches:
-            yield self([samples[i] for i in batch])
+            yield self.submit([samples[i] for i in batch])
 
     @torch.inference_mode()
-    def __call__(self, samples: Sequence[Sample]) -> StatesFuture:
+    def submit(self, samples: Sequence[Sample]) -> StatesFuture:
         """Submit one forward pass.
 
         Raises:
@@ -213,10 +213,10 @@ def summarise_logits(target: Target | TargetMetadata, last: Tensor) -> tuple[Ten
 def find_not_finite(
     states: ExtractedStates, samples: Sequence[Sample], identity: StoreIdentity
 ) -> dict[int, str]:
-    """Return, by sample number, the first place with NaN or infinity in each sample of a batch."""
+    """Return the first location with NaN or infinity in each sample of a batch, by number."""
     if bool(states.finite.all()):
         return {}
-    places = {}
+    locations = {}
     names = [f"boundary {boundary}" for boundary in identity.boundaries]
     names += [f"boundary {identity.num_layers} (last)", "the logits"]
     lengths = [len(sample.token_ids) for sample in samples]
@@ -225,5 +225,5 @@ def find_not_finite(
         if len(bad):
             # The next layer spreads a NaN to all positions, so the lowest boundary says most.
             column, position = bad[0].tolist()
-            places[number] = f"{names[column]}, position {position}"
-    return places
+            locations[number] = f"{names[column]}, position {position}"
+    return locations

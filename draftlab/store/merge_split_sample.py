@@ -81,7 +81,9 @@ def select(
     if not records:
         raise UserError("expected records to write, found none", where=folder)
     groups = group_consecutive([store.lengths[record] for record in records], shard_tokens)
-    not_finite = {id_: place for s in store.manifest.shards for id_, place in s.not_finite.items()}
+    not_finite = {
+        id_: location for s in store.manifest.shards for id_, location in s.not_finite.items()
+    }
     shards, loss_tokens = [], 0
     with _new_folder(folder) as new:
         for number, group in enumerate(groups):

@@ -181,11 +181,13 @@ def _check_disk(plan: Manifest, missing: list[Shard], folder: Path, monitor: Mon
 
 def _report_state_quality(manifest: Manifest, monitor: Monitor) -> None:
     """Report skipped samples, whose states are not finite, and the errors of fp8."""
-    places = {id_: place for s in manifest.shards for id_, place in s.not_finite.items()}
-    for id_, place in list(places.items())[:5]:
-        monitor.say(f"skipped sample {id_!r}: NaN or infinity at {place}")
-    if places:
-        monitor.say(f"{len(places):,} of {manifest.counts.records:,} samples skipped: not finite")
+    locations = {id_: location for s in manifest.shards for id_, location in s.not_finite.items()}
+    for id_, location in list(locations.items())[:5]:
+        monitor.say(f"skipped sample {id_!r}: NaN or infinity at {location}")
+    if locations:
+        monitor.say(
+            f"{len(locations):,} of {manifest.counts.records:,} samples skipped: not finite"
+        )
     shards = [shard for shard in manifest.shards if shard.fp8_errors]
     if not shards:
         return

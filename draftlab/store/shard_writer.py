@@ -194,9 +194,9 @@ class ShardBuffer:
             UserError: a state is NaN or infinite, and the recipe does not skip such samples.
         """
         extracted = future()
-        places = find_not_finite(extracted, [self.samples[i] for i in batch], self.identity)
-        for number, place in places.items():
-            self._skip(self.samples[batch[number]], place)
+        locations = find_not_finite(extracted, [self.samples[i] for i in batch], self.identity)
+        for number, location in locations.items():
+            self._skip(self.samples[batch[number]], location)
         lengths = [self.shard.lengths[i] for i in batch]
         fill_values = {"logsumexp": NO_TEACHER[0], "argmax": NO_TEACHER[1]}
         for name, values in self.states.items():
@@ -204,22 +204,22 @@ class ShardBuffer:
             for number, (i, row) in enumerate(zip(batch, rows, strict=True)):
                 window = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
                 values[window] = row
-                if number in places:
+                if number in locations:
                     values[window] = torch.tensor(fill_values.get(name, 0)).to(values.dtype)
                     self.spans[window] = 0
         if "error" in extracted.tensors:
             self.error = self.error + extracted.tensors["error"]
             self.square = self.square + extracted.tensors["square"]
 
-    def _skip(self, sample: Sample, place: str) -> None:
+    def _skip(self, sample: Sample, location: str) -> None:
         if self.policy == "refuse":
             raise UserError(
-                f"expected finite states, found NaN or infinity at {place}",
+                f"expected finite states, found NaN or infinity at {location}",
                 where=f"sample {sample.id!r}",
                 do="load the target in float32 or bfloat16 (target.dtype; float16 overflows "
                 "easily), or leave such samples out (record.not_finite: skip)",
             )
-        self.not_finite[sample.id] = place
+        self.not_finite[sample.id] = location
 
     def receipt_fields(self) -> dict[str, Any]:
         """Return the receipt's fields about the content."""
