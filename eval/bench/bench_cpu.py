@@ -8,8 +8,7 @@ DynamicCache, SDPA, float32. Every prompt is decoded by all methods in an order 
 machine that slows down slows all of them. Times are per token after the first (TPOT). Intervals are
 bootstrap intervals over prompts, of paired ratios.
 
-The tokens of every method are compared with the baseline's. GB/s is the target's weights over the
-time of a step; the copy rate is that of one thread and a tensor that no cache holds.
+The tokens of every method are compared with the baseline's.
 """
 
 from __future__ import annotations
@@ -95,17 +94,6 @@ def interval(above: np.ndarray, below: np.ndarray) -> str:
     return f"{above.sum() / below.sum():.2f} [{low:.2f}, {high:.2f}]"
 
 
-def copy_rate() -> float:
-    """Return the bytes a second, read and written, of one thread's copies; the best of 10."""
-    source = torch.empty(2**27, dtype=torch.uint8)
-    copy, times = torch.empty_like(source), []
-    for _ in range(10):
-        started = time.perf_counter()
-        copy.copy_(source)
-        times.append(time.perf_counter() - started)
-    return 2 * len(source) / min(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=24)
@@ -136,7 +124,7 @@ def main() -> None:
     sizes = f"{len(requests)} prompts × {arguments.tokens} tokens"
     print(f"torch {torch.__version__}, one thread, {sizes}")
     products = describe_products(target, cpu_prepacked=True)
-    print(f"{products}; a copy moves {copy_rate() / 1e9:.1f} GB/s")
+    print(products)
     print("| | ms a token | speed-up over the loop | step ms | GB/s of weights | tokens a step | "
           "prompts equal |\n|---|---|---|---|---|---|---|")  # fmt: skip
     seconds = {name: np.array([result[0] for result in results[name]]) for name in names}

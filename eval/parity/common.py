@@ -1,12 +1,12 @@
-"""What the parity drivers share: environments, the head under test, and the page of results."""
+"""Shared by the parity programs: environments, the head under test, the page of results."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
-from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,8 +23,7 @@ from draftlab.export import ExportSettings
 from draftlab.files import write_json, write_text
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import load_head
-from draftlab.pipeline import api as verbs
-from draftlab.pipeline import resolve as subject
+from draftlab.pipeline import api, resolve
 from draftlab.progress import Monitor
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.model import Target
@@ -41,8 +40,9 @@ class Subject:
     """A head, its target and prompts, in float32 on the CPU.
 
     Attributes:
-        name: as tables call the head. folder: where it lies.
-        prompts: the first held-out ones: ids and token ids.
+        name: the head's name in tables.
+        folder: the head's folder.
+        prompts: ids and token ids of the first held-out prompts.
         stops: tokens that end an answer.
     """
 
@@ -55,8 +55,8 @@ class Subject:
     stops: frozenset[int]
 
     def export(self, place: Path, k: int | None = None, layout: str = "speculators") -> None:
-        """Writes the head in another program's layout, in float32."""
-        verbs.export(
+        """Export the head in another program's layout, in float32."""
+        api.export(
             self.folder,
             self.settings,
             place,
@@ -67,7 +67,7 @@ class Subject:
 
 
 def subject_options(parser: ArgumentParser, prompts: int, *, random: bool = True) -> None:
-    """The options that choose a subject, and the page of results; `random`: of `random_heads`."""
+    """Add the options that choose a subject and a page of results; `random`: random heads too."""
     parser.add_argument("--head", help="head folder or 'reference'; default: the latest run's")
     parser.add_argument("--target", help="its target; default: the run's, or the embedded one")
     parser.add_argument("--prompts", type=int, default=prompts, help="first held-out prompts")
@@ -79,7 +79,7 @@ def subject_options(parser: ArgumentParser, prompts: int, *, random: bool = True
             const="",
             type=_pattern,
             metavar="PATTERN",
-            help="in place of the head: random ones of all shapes (in whose name PATTERN is found)",
+            help="random heads of all shapes (whose name matches PATTERN) instead of the head",
         )
 
 
@@ -91,7 +91,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def load_subject(head: str | None, target: str | None, prompts: int) -> Subject:
-    """The head asked for; by default the latest run's, else the reference head."""
+    """Load the requested head; by default the latest run's, else the reference head."""
     chosen = choose(head, target)
     settings = chosen.target.model_copy(update={"dtype": "float32", "device": "cpu"})
     loaded, tokenizer = load_target(settings), load_tokenizer(settings)
@@ -104,20 +104,20 @@ def load_subject(head: str | None, target: str | None, prompts: int) -> Subject:
         ),
         settings,
         loaded,
-        verbs.load_suite("embedded:heldout", tokenizer, Monitor()).prompts[:prompts],
+        api.load_suite("embedded:heldout", tokenizer, Monitor()).prompts[:prompts],
         stop_ids(tokenizer, loaded.folder),
     )
 
 
-def choose(head: str | None, target: str | None) -> subject.Subject:
-    """The head asked for; by default the latest run's, else the reference head."""
+def choose(head: str | None, target: str | None) -> resolve.Subject:
+    """Return the requested head; by default the latest run's, else the reference head."""
     if head is None:
         try:
-            return subject.open_head(None, None, target)
+            return resolve.open_head(None, None, target)
         except UserError as error:
-            print(f"{error}\nno run with a head, so: the reference head", file=sys.stderr)
-            head = verbs.REFERENCE
-    return subject.open_head(None, head, target)
+            print(f"{error}\nno run has a head, so the reference head is compared", file=sys.stderr)
+            head = api.REFERENCE
+    return resolve.open_head(None, head, target)
 
 
 def decoded(
@@ -128,19 +128,19 @@ def decoded(
     batch: int,
     max_length: int,
 ) -> list[Generation]:
-    """draftlab's answers, in the requests' order."""
+    """Decode with draftlab; return answers in the order of the requests."""
     engine = Engine(target, drafter, batch=batch, max_length=max_length)
     done = {generation.id: generation for generation in engine.generate(requests)}
     return [done[request.id] for request in requests]
 
 
 def figures(counters: Counters) -> str:
-    """Counters as tables show them."""
+    """Return counters as tables show them."""
     return f"{counters.drafts:,} / {counters.accepted:,} / {list(counters.accepted_at)}"
 
 
 def prepare(name: str) -> Path | None:
-    """The interpreter of a parity environment, installed when it is not there; None: impossible."""
+    """Return the interpreter of a parity environment, installed if missing; None: impossible."""
     script = HERE / f"setup_{name}.sh"
     done = subprocess.run(["bash", str(script)], stderr=subprocess.PIPE, text=True)
     lines = done.stderr.strip().splitlines()
@@ -156,13 +156,13 @@ def prepare(name: str) -> Path | None:
 
 
 def client(python: Path, program: str, requests: Mapping[Path, dict[str, Any]]) -> None:
-    """Runs a client program in its own environment, once for all requests.
+    """Run a client program in its own environment, once for all requests.
 
     Args:
-        requests: by the file that takes the answer.
+        requests: each request by the file of its answer.
 
     Raises:
-        UserError: with the end of its output, when it fails.
+        UserError: the program failed; the error has the end of its output.
     """
     command = [str(python), str(HERE / program)]
     for answer, request in requests.items():
@@ -174,16 +174,25 @@ def client(python: Path, program: str, requests: Mapping[Path, dict[str, Any]]) 
         raise UserError(f"{program} failed:\n{(done.stdout + done.stderr)[-3000:]}")
 
 
+def run_program(run: Callable[[Namespace], int], parser: ArgumentParser) -> int:
+    """Parse the command line and run a program; print a UserError and return UNUSABLE."""
+    try:
+        return run(parser.parse_args())
+    except UserError as error:
+        print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
+        return UNUSABLE
+
+
 def versions() -> str:
-    """Of draftlab and what it stands on."""
+    """Return the versions of draftlab, torch and transformers."""
     return ", ".join(f"{p} {metadata.version(p)}" for p in ("draftlab", "torch", "transformers"))
 
 
 def add_row(page: Path, table: tuple[str, tuple[str, ...]], cells: Sequence[str]) -> None:
-    """Adds a row to a table of a Markdown page; what is missing of page and table is made.
+    """Add a row to a table of a Markdown page; create the page and the table if missing.
 
     Raises:
-        UserError: when the page has that table with other columns.
+        UserError: the page has that table with other columns.
     """
     title, columns = table
     lines = page.read_text().splitlines() if page.exists() else [TITLE]
@@ -198,7 +207,7 @@ def add_row(page: Path, table: tuple[str, tuple[str, ...]], cells: Sequence[str]
         raise UserError(
             f"expected a table with the columns {', '.join(columns)}",
             where=f"{page}, {heading}",
-            do="take the old table out of the page, or give another page",
+            do="remove the old table from the page, or name another page",
         )
     while at < len(lines) and lines[at].startswith("|"):
         at += 1

@@ -30,12 +30,12 @@ from common import (
     DIFFERENT,
     EQUAL,
     SKIPPED,
-    UNUSABLE,
     Subject,
     add_row,
     decoded,
     figures,
     prepare,
+    run_program,
     subject_options,
     versions,
 )
@@ -192,7 +192,7 @@ def held(subjects: Iterator[Subject], place: Path, k: int) -> Iterator[Subject]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compares; returns the exit status."""
+    """Compare; return the exit status."""
     python = prepare("llamacpp")
     if python is None:
         return SKIPPED
@@ -214,17 +214,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     subject_options(parser, prompts=16)
     parser.add_argument("--k", type=int, default=4, help="drafts a step")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--quantized", metavar="KIND", help="a second row, such as Q4_K_M")
-    try:
-        return run(parser.parse_args())
-    except UserError as error:
-        print(f"parity_llamacpp: {error}", file=sys.stderr)
-        return UNUSABLE
+    return run_program(run, parser)
 
 
 if __name__ == "__main__":

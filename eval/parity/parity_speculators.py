@@ -31,11 +31,11 @@ from common import (
     DIFFERENT,
     EQUAL,
     SKIPPED,
-    UNUSABLE,
     Subject,
     add_row,
     client,
     prepare,
+    run_program,
     subject_options,
     versions,
 )
@@ -45,7 +45,6 @@ from torch import Tensor
 
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request
-from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
 from draftlab.heads.peagle import PeagleHead
 from draftlab.store.store import Record
@@ -255,7 +254,7 @@ def cases(options: argparse.Namespace, place: Path) -> Iterator[Case]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compares; returns the exit status."""
+    """Compare; return the exit status."""
     python = prepare("speculators")
     if python is None:
         return SKIPPED
@@ -276,17 +275,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     subject_options(parser, prompts=6)
     parser.add_argument("--steps", type=int, help="default: as many as the head was trained for")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--attention", default="flex", choices=("flex", "eager", "sdpa"))
-    try:
-        return run(parser.parse_args())
-    except UserError as error:
-        print(f"parity_speculators: {error}", file=sys.stderr)
-        return UNUSABLE
+    return run_program(run, parser)
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ import torch
 from common import (
     DIFFERENT,
     EQUAL,
-    UNUSABLE,
     Subject,
     add_row,
     decoded,
     figures,
     load_subject,
+    run_program,
     subject_options,
     versions,
 )
@@ -36,7 +36,6 @@ from parity_vllm import total
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.sampling import Generation, Request
-from draftlab.errors import UserError
 from draftlab.vllm.engine import required_positions
 from tests.helpers.zoo import eager_model
 
@@ -82,7 +81,7 @@ def first_difference(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compares; returns the exit status."""
+    """Compare; return the exit status."""
     subject = load_subject(options.head, options.target, options.prompts)
     new_tokens, stops = options.max_new_tokens, subject.stops
     requests = [Request(i, ids, new_tokens, stop_ids=stops) for i, ids in subject.prompts]
@@ -121,16 +120,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     subject_options(parser, prompts=16, random=False)
     parser.add_argument("--k", type=int, default=3, help="drafts a step")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    try:
-        return run(parser.parse_args())
-    except UserError as error:
-        print(f"parity_transformers: {error}", file=sys.stderr)
-        return UNUSABLE
+    return run_program(run, parser)
 
 
 if __name__ == "__main__":

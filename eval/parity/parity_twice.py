@@ -22,24 +22,23 @@ from common import (
     DIFFERENT,
     EQUAL,
     SKIPPED,
-    UNUSABLE,
     add_row,
     client,
     load_subject,
     prepare,
+    run_program,
     subject_options,
     versions,
 )
 from parity_vllm import EXACT, Bench, total
 
-from draftlab.errors import UserError
 from draftlab.files import read_json
 from draftlab.vllm.engine import drafting_method
 from draftlab.vllm.vllm_client.config_overrides import engine_options
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compares; returns the exit status."""
+    """Compare; return the exit status."""
     python = prepare("vllm")
     if python is None:
         return SKIPPED
@@ -82,16 +81,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     subject_options(parser, prompts=8, random=False)
     parser.add_argument("--k", type=int, default=3, help="drafts a step")
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    try:
-        return run(parser.parse_args())
-    except UserError as error:
-        print(f"parity_twice: {error}", file=sys.stderr)
-        return UNUSABLE
+    return run_program(run, parser)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""Tokens and counters of draftlab's engine against a real vLLM on the same prompts, in float32.
+"""Compare tokens and counters of draftlab and a real vLLM on the same prompts, in float32.
 
     .venv/bin/python eval/parity/parity_vllm.py [--head FOLDER|reference] [--k 4] [--prompts 64]
 
 At T = 0 everything must be equal: tokens, finish reasons, the accepted drafts of every verify step,
-counters of every prompt and their totals. draftlab decodes at batch 1 and at batch 8; vLLM serves
-the float32 exports in speculators layout and in its own and, unexported, the head folder itself
-(vLLM-native); a parallel head with `parallel_drafting`. Of --random heads, of all shapes and two
-targets, it serves its own layout alone.
-At --temps above 0 the two draw from different random numbers, so acceptance lengths are compared,
-with argmax drafts and with sampled ones: the bootstrap interval of their difference, over prompts,
-must hold 0. All intervals of a run together are wrong in 5 % of runs (Bonferroni).
+and the counters of every prompt. draftlab decodes with batches of 1 and 8. vLLM serves the float32
+exports in speculators layout and in its own layout, and the head folder itself (vLLM-native); a
+parallel head runs with `parallel_drafting`. --random heads, of all shapes and two targets, are
+served in vLLM's own layout only.
+At --temps above 0 random numbers differ, so acceptance lengths are compared, with argmax drafts and
+with sampled ones: the bootstrap interval of their difference over prompts must contain 0. All
+intervals of a run together are wrong in 5 % of runs (Bonferroni).
 
-Rows keep room for the last drafts: near its length limit vLLM V1 verifies zeros in place of drafts,
-and counts them (docs/benchmarks.md).
+Sequences have room for the last drafts, because near its length limit vLLM V1 verifies and counts
+zeros instead of drafts (docs/benchmarks.md).
 
-Exit status: 0 everything equal; 1 a difference (the first one is printed); 2 a request that cannot
-be run; 77 skipped, because the vLLM environment cannot be installed here (the reason is printed).
+Exit status: 0 everything is equal; 1 something differs (the first difference is printed); 2 the
+request cannot be run; 77 the vLLM environment cannot be installed (the reason is printed).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from common import (
     DIFFERENT,
     EQUAL,
     SKIPPED,
-    UNUSABLE,
     Subject,
     add_row,
     decoded,
     figures,
     prepare,
+    run_program,
     subject_options,
     versions,
 )
@@ -49,7 +49,6 @@ from random_heads import chosen_subjects
 from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.sampling import Generation, Request, Sampling
-from draftlab.errors import UserError
 from draftlab.evaluate.statistics import acceptance_interval, bootstrap_interval
 from draftlab.export.layout import Layout
 from draftlab.heads.family import get_family
@@ -69,17 +68,17 @@ SAMPLED = ("vLLM, T > 0: equal acceptance lengths", (
 
 
 def total(decoded: Sequence[Generation]) -> Counters:
-    """Counters of all prompts."""
+    """Return the counters of all prompts."""
     return reduce(add, (g.counters for g in decoded))
 
 
 def accepted_steps(generation: Generation) -> tuple[int, ...]:
-    """Accepted drafts of each step that verified any, in order."""
+    """Return the accepted drafts of each step that verified any, in order."""
     return tuple(accepted for drafted, accepted in generation.steps if drafted)
 
 
 def first_difference(ours: Sequence[Generation], theirs: Sequence[Generation]) -> str | None:
-    """The first difference (prompt, position, both values), or None when all is equal."""
+    """Return the first difference (prompt, position, both values); None if all is equal."""
     if [g.id for g in ours] != [g.id for g in theirs]:
         return f"prompts: draftlab has {len(ours)}, vLLM {len(theirs)}, or in another order"
     for mine, other in zip(ours, theirs, strict=True):
@@ -104,7 +103,7 @@ def first_difference(ours: Sequence[Generation], theirs: Sequence[Generation]) -
 def acceptance_difference(
     ours: Sequence[Generation], theirs: Sequence[Generation], level: float = 0.95
 ) -> tuple[float, tuple[float, float]]:
-    """AL of ours minus AL of theirs, and its interval (bootstrap over shared prompts)."""
+    """Return the difference of acceptance lengths and its bootstrap interval over prompts."""
     pairs = [
         np.array([[g.counters.accepted, g.counters.drafts] for g in side], dtype=float)
         for side in (ours, theirs)
@@ -120,7 +119,7 @@ def acceptance_difference(
 
 @dataclass(frozen=True)
 class Bench:
-    """One subject, decoded by either side."""
+    """One subject, decoded by draftlab or by vLLM."""
 
     subject: Subject
     python: Path
@@ -129,7 +128,7 @@ class Bench:
     seed: int = 0
 
     def requests(self, temperature: float) -> list[Request]:
-        """Of every prompt."""
+        """Return a request for every prompt."""
         sampling, stops = Sampling(temperature, seed=self.seed), self.subject.stops
         return [
             Request(i, ids, self.max_new_tokens, sampling, stops) for i, ids in self.subject.prompts
@@ -137,19 +136,19 @@ class Bench:
 
     @property
     def max_length(self) -> int:
-        """Positions a row may take, on both sides."""
+        """The positions of a sequence, on both sides."""
         return required_positions(self.requests(0.0), self.k, self.subject.target.max_length)
 
     def ours(
         self, temperature: float, batch: int, *, probabilities: bool = False
     ) -> list[Generation]:
-        """Decoded by draftlab's engine."""
+        """Decode with draftlab's engine."""
         drafter = new_drafter(self.subject.head, self.k, draft_probs=probabilities)
         target, requests = self.subject.target, self.requests(temperature)
         return decoded(target, requests, drafter, batch=batch, max_length=self.max_length)
 
     def theirs(self, folder: Path, *, probabilities: bool = False) -> VllmEngine:
-        """vLLM with the head in `folder`, one request at a time."""
+        """Return vLLM with the head in `folder`, one request at a time."""
         return VllmEngine(
             self.subject.target.folder,
             folder,
@@ -157,19 +156,19 @@ class Bench:
             draft_probs=probabilities,
             max_length=self.max_length,
             settings=VllmSettings(python=str(self.python)),
-            monitor=Lines(),
+            monitor=PrintMonitor(),
         )
 
 
-class Lines(Monitor):
-    """Prints what is said."""
+class PrintMonitor(Monitor):
+    """A monitor that prints lines."""
 
     def say(self, line: str) -> None:
         print(line, flush=True)
 
 
 def _common(bench: Bench, engine: VllmEngine, *between: str) -> list[str]:
-    """A row's first cells."""
+    """Return the first cells of a row."""
     runner = f"{engine.runner} (a CPU cannot run V2)" if engine.runner == "V1" else engine.runner
     made = f"{versions()}; vLLM {engine.version}"
     name, prompts = bench.subject.name, str(len(bench.subject.prompts))
@@ -179,7 +178,7 @@ def _common(bench: Bench, engine: VllmEngine, *between: str) -> list[str]:
 def compare_greedy(
     bench: Bench, engine: VllmEngine, layout: str, mine: dict[int, list[Generation]]
 ) -> list[list[str]]:
-    """One layout against every batch size at T = 0; rows of the table EXACT."""
+    """Compare one layout with every batch size at T = 0; return rows of the table EXACT."""
     theirs = list(engine.generate(bench.requests(0.0)))
     rows = []
     for batch, ours in mine.items():
@@ -202,7 +201,7 @@ def compare_greedy(
 def compare_sampled(
     bench: Bench, engine: VllmEngine, temperature: float, probabilities: bool, level: float
 ) -> list[str]:
-    """One kind of drafts at a temperature; a row of the table SAMPLED."""
+    """Compare one kind of drafts at a temperature; return a row of the table SAMPLED."""
     ours = bench.ours(temperature, BATCHES[-1], probabilities=probabilities)
     theirs = list(engine.generate(bench.requests(temperature)))
     shown = []
@@ -222,7 +221,7 @@ def compare_sampled(
 
 
 def compare_one(bench: Bench) -> Iterator[tuple[Table, list[str]]]:
-    """A head in vLLM's own layout at T = 0 with one start of vLLM: a table and its row."""
+    """Compare a head in vLLM's own layout at T = 0; yield tables and their rows."""
     mine = {batch: bench.ours(0.0, batch) for batch in BATCHES[-1:]}
     with tempfile.TemporaryDirectory() as place:
         bench.subject.export(Path(place) / "vllm", bench.k, "vllm")
@@ -232,9 +231,10 @@ def compare_one(bench: Bench) -> Iterator[tuple[Table, list[str]]]:
 
 
 def compare(bench: Bench, temperatures: Sequence[float]) -> Iterator[tuple[Table, list[str]]]:
-    """Everything, with as few starts of vLLM as there are (layout, drafts): tables and their rows.
+    """Compare everything, with one start of vLLM per layout and kind of drafts.
 
-    A row comes as soon as it is known.
+    Yields:
+        A table and its row, as soon as the row is known.
     """
     family = bench.subject.head.config.family
     program = (
@@ -264,7 +264,7 @@ def compare(bench: Bench, temperatures: Sequence[float]) -> Iterator[tuple[Table
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compares; returns the exit status."""
+    """Compare; return the exit status."""
     python = prepare("vllm")
     if python is None:
         return SKIPPED
@@ -282,15 +282,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def temperatures(text: str) -> list[float]:
-    """Of "0.7,1.5"; 0 is always compared, exactly."""
-    found = [float(part) for part in text.split(",") if part]
-    if any(not 0 < t < float("inf") for t in found):
+    """Parse "0.7,1.5"; T = 0 is always compared."""
+    values = [float(part) for part in text.split(",") if part]
+    if any(not 0 < t < float("inf") for t in values):
         raise argparse.ArgumentTypeError(f"expected temperatures above 0, found {text}")
-    return found
+    return values
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     subject_options(parser, prompts=64)
     parser.add_argument("--k", type=int, default=4, help="drafts a step")
@@ -300,14 +300,10 @@ def main() -> int:
         type=temperatures,
         default=[0.7, 1.5],
         metavar="T,T,…",
-        help='above 0, beside T = 0; default 0.7,1.5; "" compares at T = 0 alone',
+        help='above 0, beside T = 0; default 0.7,1.5; "" compares at T = 0 only',
     )
     parser.add_argument("--seed", type=int, default=0, help="of sampling")
-    try:
-        return run(parser.parse_args())
-    except UserError as error:
-        print(f"parity_vllm: {error}", file=sys.stderr)
-        return UNUSABLE
+    return run_program(run, parser)
 
 
 if __name__ == "__main__":

@@ -1,73 +1,56 @@
-"""Runs a draft head through the real speculators library and writes what it computed.
+"""Run a draft head in the speculators library and write its outputs.
 
-This program runs inside the environment that ``setup_speculators.sh`` makes, so it must not import
+This program runs in the environment that ``setup_speculators.sh`` makes. It must not import
 draftlab, and draftlab must not import it::
 
     .envs/speculators/bin/python eval/parity/speculators_client.py request.json answer.safetensors
 
-More such pairs may follow. It writes ``answer.safetensors`` and, beside it, ``answer.json``
-(versions, what loading reported, metrics). The head is loaded with the library's own
-``from_pretrained`` in float32, and its own ``forward`` (teacher-forced training steps, the only
-forward the library has) runs once on the rows given. Values are taken with hooks, because that
-forward returns neither hidden states nor logits.
+More such pairs may follow. The program writes ``answer.safetensors`` and, beside it,
+``answer.json`` (versions, and how the checkpoint's tensors differ from the head's). The library's
+``from_pretrained`` loads the head in float32, and its ``forward`` (teacher-forced training steps)
+runs once. Hooks record the values, because that forward returns neither hidden states nor logits.
 
-Request (a JSON object; unknown keys are refused)::
+A request is a JSON object (unknown keys are refused)::
 
     draft        folder of the head in speculators format, eagle3 or peagle (required)
-    target       folder of the target model (required: the library loads its embeddings, lm_head and
-                 final norm; the path in the head's own config is not used)
-    features     safetensors file, described below (required)
-    alignment    "raw" (default) or "pairs", described below
+    target       folder of the target; the library loads its embeddings, lm_head and final norm
+                 (required; the path in the head's own config is not used)
+    features     safetensors file, see below (required)
     ttt_steps    eagle3: steps to run (default 1)
-    attention    "flex" (default, what the library trains with), "eager" or "sdpa"
-    loss_fn      "kl_div" (default), "ce", "tv" or another name the library knows; needs
-                 verifier_last_hidden_states
-    step_decay   eagle3: weight of step k in the loss is step_decay ** k (default 1.0)
-    seed         peagle: seed of the sampled rows (default 0)
-    num_depths, down_sample_ratio, down_sample_ratio_min, max_anchors
-                 peagle: passed on (defaults 8, 0.7, 0.2, null)
+    num_depths   peagle: depths (default 8)
+    attention    "flex" (default, as the library trains), "eager" or "sdpa"
 
-Features file, T rows, documents one after another::
+The features file holds T rows, documents one after another::
 
-    hidden_states                [T, n * H] float, target boundaries concatenated in the order of
-                                 eagle_aux_hidden_state_layer_ids, before any norm
-    input_ids                    [T] int64, target vocabulary
-    document_ids                 [T] int64, optional: 0, 0, ..., 1, 1, ...; default one document
-    position_ids                 [T] int64, optional; the default follows from the alignment
-    loss_mask                    [T] bool, optional; default all true
-    verifier_last_hidden_states  [T, H] float, optional for eagle3: output of the target's last
-                                 layer *before* its final norm (the library applies the norm)
-    anchor_pos, depth            [M] int64, optional, peagle only: rows to compute, in place of the
-                                 library's random ones; the T' depth-0 rows must be all there
+    hidden_states      [T, n * H] float, target boundaries concatenated in the order of
+                       eagle_aux_hidden_state_layer_ids, before any norm
+    input_ids          [T] int64, target vocabulary
+    document_ids       [T] int64: 0, 0, ..., 1, 1, ...
+    anchor_pos, depth  [M] int64, peagle only: the rows to compute, which replace the library's
+                       random ones; all T' rows of depth 0 must be among them
 
-Input contract of the library, and what this program does about it:
+The library's forward takes these inputs:
 
-* Row j of the forward is the pair (x_{p+1}, h_p): the feature of token p with the *next* token's
-  id; its step-0 output predicts x_{p+2}. With ``alignment: raw`` the file holds x_p and h_p of the
-  same p, and every document goes through the library's own ``shift_batch`` (first id, last feature
-  and first loss_mask entry dropped), which makes T' = T - number of documents rows. With ``pairs``
-  the file holds rows that are aligned already, with loss_mask and verifier_last_hidden_states
-  belonging to x_{p+1}; T' = T.
-* Positions: ``shift_batch`` drops position 0, so the pair of p has position p + 1 (1, 2, ... in
-  each document); that is the default for both alignments. vLLM uses p; with plain RoPE only
-  differences matter. Step k adds k. P-EAGLE ignores position_ids: it uses row numbers, 0-based and
-  not restarted at document borders, plus the depth.
-* One packed batch row only (batch size 1). document_ids keep attention inside a document; -1 marks
-  padding. With flex attention eagle3's block masks need a multiple of 128 rows: padding (ids 0,
-  features 0, document -1, loss_mask false) is added here and cut off the answer.
-* Teacher forcing of eagle3: step k feeds row j with the id of row j + k (x_{p+1+k}), shifted over
-  the whole packed row with zeros at its end: the last k rows of every document see another
-  document's ids or zeros at step k, so leave those out of comparisons. Attention at step k sees
-  step 0 of earlier rows (causal) and steps 1..k of its own row.
+* Row j is the pair (x_{p+1}, h_p): the feature of token p with the id of the next token; its
+  step-0 output predicts x_{p+2}. Every document goes through the library's ``shift_batch``, which
+  drops the first id and the last feature, so T' = T - number of documents rows remain.
+* ``shift_batch`` drops position 0, so the pair of p has position p + 1. vLLM uses p; with plain
+  RoPE only differences matter. Step k adds k. P-EAGLE ignores position_ids: it uses row numbers,
+  which start at 0 and do not restart at documents, plus the depth.
+* There is one packed row. document_ids keep attention inside a document; -1 marks padding. With
+  flex attention eagle3's block masks need a multiple of 128 rows; padding is cut off the answer.
+* eagle3's teacher forcing: step k feeds row j with the id of row j + k, shifted over the whole
+  packed row with zeros at its end. The last k rows of every document see another document's ids or
+  zeros at step k, so comparisons must leave them out. Attention at step k sees step 0 of earlier
+  rows and steps 1..k of its own row.
 
-Answer, S steps (1 for peagle), R rows (T' for eagle3, sampled rows for peagle), Vd draft ids::
+The answer has S steps (1 for peagle), R rows (T' for eagle3, M for peagle) and Vd draft ids::
 
     fc            [R, H]      output of fc: the features after input_norm/fc_norm and projection
-    prenorm       [S, R, H]   last layer's output, before ``norm``
-    hidden        [S, R, H]   after ``norm``: what lm_head gets
+    prenorm       [S, R, H]   the last layer's output, before ``norm``
+    hidden        [S, R, H]   after ``norm``: the input of lm_head
     logits        [S, R, Vd]
     draft_tokens  [S, R]      argmax of the logits, draft vocabulary
-    input_ids, position_ids, document_ids  [T']  the rows as they were fed at step 0
     anchor_pos, depth  [R]    peagle only: row anchor_pos + depth of the T' rows is computed
 """
 
@@ -78,7 +61,6 @@ import importlib.metadata
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,21 +74,13 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-_DEFAULTS: dict[str, Any] = {
-    "alignment": "raw",
-    "ttt_steps": 1,
-    "attention": "flex",
-    "loss_fn": "kl_div",
-    "step_decay": 1.0,
-    "seed": 0,
-    "num_depths": 8,
-    "down_sample_ratio": 0.7,
-    "down_sample_ratio_min": 0.2,
-    "max_anchors": None,
-}
+_DEFAULTS: dict[str, Any] = {"ttt_steps": 1, "num_depths": 8, "attention": "flex"}
+_LOSS = "kl_div"
+# What P-EAGLE's sampling of rows would use; the rows are given instead.
+_SAMPLING = {"down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2, "max_anchors": None}
 _REQUIRED = ("draft", "target", "features")
 _ATTENTION = {"flex": "simple_flex_attention", "eager": "eager", "sdpa": "sdpa"}
-# Of the head's state_dict, copied from the target and never part of a checkpoint.
+# Entries of the head's state_dict that are copied from the target, never saved.
 _NEVER_SAVED = frozenset({"verifier_lm_head.weight", "verifier_norm.weight"})
 _FLEX_MULTIPLE = 128
 
@@ -118,7 +92,7 @@ class RequestError(ValueError):
 
 
 def read_request(path: Path) -> dict[str, Any]:
-    """Reads and checks a request, defaults filled in."""
+    """Read and check a request; fill in defaults."""
     request = json.loads(path.read_text())
     if not isinstance(request, dict):
         raise RequestError(f"{path}: expected a JSON object, found {type(request).__name__}")
@@ -135,8 +109,6 @@ def read_request(path: Path) -> dict[str, Any]:
             raise RequestError(f"{key}: expected a folder with a config.json at {request[key]}")
     if not Path(request["features"]).is_file():
         raise RequestError(f"features: expected a safetensors file at {request['features']}")
-    if request["alignment"] not in ("raw", "pairs"):
-        raise RequestError(f"alignment: expected raw or pairs, found {request['alignment']!r}")
     if request["attention"] not in _ATTENTION:
         raise RequestError(
             f"attention: expected one of {sorted(_ATTENTION)}, found {request['attention']!r}"
@@ -147,7 +119,7 @@ def read_request(path: Path) -> dict[str, Any]:
 
 
 def checkpoint_shapes(folder: Path) -> dict[str, list[int]]:
-    """Name and shape of every tensor in the folder's safetensors files."""
+    """Return name and shape of every tensor in the folder's safetensors files."""
     from safetensors import safe_open
 
     shapes: dict[str, list[int]] = {}
@@ -158,77 +130,36 @@ def checkpoint_shapes(folder: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def load_head(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Loads the head with the library's from_pretrained; returns it and a report."""
+def load_head(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
+    """Load the head with the library's from_pretrained; return it and its tensors' faults.
+
+    The library does not report every missing tensor (embed_tokens, d2t, t2d, input_norm), so the
+    checkpoint is compared with the loaded head.
+    """
     import torch
-    import transformers.modeling_utils as modeling_utils
     from speculators import SpeculatorModel, SpeculatorModelConfig
-    from transformers import PretrainedConfig
 
     draft = Path(request["draft"])
     config = SpeculatorModelConfig.from_pretrained(str(draft))
     config.speculators_config.verifier.name_or_path = str(request["target"])
     config.transformer_layer_config._attn_implementation = _ATTENTION[request["attention"]]
-
-    seen: dict[str, Any] = {}
-    original = modeling_utils.log_state_dict_report
-
-    def record(*args: Any, **kwargs: Any) -> Any:
-        info = kwargs["loading_info"]
-        seen["missing"] = sorted(info.missing_keys)
-        seen["unexpected"] = sorted(info.unexpected_keys)
-        seen["mismatched"] = sorted(str(key) for key in info.mismatched_keys)
-        seen["errors"] = [str(message) for message in info.error_msgs]
-        return original(*args, **kwargs)
-
-    # from_pretrained(output_loading_info=True) returns a pair, which the library cannot handle.
-    modeling_utils.log_state_dict_report = record
-    try:
-        model = SpeculatorModel.from_pretrained(str(draft), config=config, dtype=torch.float32)
-    finally:
-        modeling_utils.log_state_dict_report = original
-    model.eval()
+    model = SpeculatorModel.from_pretrained(str(draft), config=config, dtype=torch.float32).eval()
 
     saved = checkpoint_shapes(draft)
     state = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    written = json.loads((draft / "config.json").read_text())
-    # Generic transformers fields (id2label, return_dict, ...) are noise in a report about a head.
-    generic = set(PretrainedConfig().to_dict()) | {"transformer_layer_config"}
-    fields = set(type(config).model_fields)
-    report = {
-        "model_class": type(model).__name__,
-        # What the library itself said while loading. It keeps quiet about some missing tensors
-        # (embed_tokens, d2t, t2d, input_norm), so the comparison below is the one to trust.
-        "loader": seen,
-        "tensors": {
-            "missing": sorted(set(state) - set(saved) - _NEVER_SAVED),
-            "unexpected": sorted(set(saved) - set(state)),
-            "mismatched": sorted(
-                f"{name}: checkpoint {saved[name]}, head {state[name]}"
-                for name in set(state) & set(saved)
-                if saved[name] != state[name]
-            ),
-        },
-        "config": {
-            # Fields the library knows and the file leaves out, with the values it then used.
-            "defaulted": json.loads(
-                json.dumps(
-                    {
-                        name: getattr(config, name)
-                        for name in sorted(fields - set(written) - generic)
-                    },
-                    default=str,
-                )
-            ),
-            # Keys in the file that no field of the library's class reads.
-            "undeclared": sorted(set(written) - fields - generic),
-        },
+    return model, {
+        "missing": sorted(set(state) - set(saved) - _NEVER_SAVED),
+        "unexpected": sorted(set(saved) - set(state)),
+        "mismatched": sorted(
+            f"{name}: checkpoint {saved[name]}, head {state[name]}"
+            for name in set(state) & set(saved)
+            if saved[name] != state[name]
+        ),
     }
-    return model, report
 
 
 def document_slices(document_ids: torch.Tensor) -> list[slice]:
-    """Start and end of every run of equal document ids."""
+    """Return the slice of every run of equal document ids."""
     import torch
 
     lengths = torch.unique_consecutive(document_ids, return_counts=True)[1].tolist()
@@ -236,12 +167,12 @@ def document_slices(document_ids: torch.Tensor) -> list[slice]:
     return [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
 
-def make_rows(features: Tensors, alignment: str, hidden_size: int) -> Tensors:
-    """The rows to feed: aligned pairs, positions and documents filled in, no batch dimension."""
+def make_rows(features: Tensors, hidden_size: int) -> Tensors:
+    """Return the shifted rows with positions and documents, without a batch dimension."""
     import torch
     from speculators.models.eagle3.data import shift_batch
 
-    for name in ("hidden_states", "input_ids"):
+    for name in ("hidden_states", "input_ids", "document_ids"):
         if name not in features:
             raise RequestError(f"features: expected a tensor {name}, found {sorted(features)}")
     length = features["input_ids"].shape[0]
@@ -250,41 +181,28 @@ def make_rows(features: Tensors, alignment: str, hidden_size: int) -> Tensors:
             raise RequestError(
                 f"features: {name} has {tensor.shape[0]} rows, input_ids has {length}"
             )
-    ids = features["input_ids"].long()
-    documents = features.get("document_ids", torch.zeros_like(ids)).long()
-    slices = document_slices(documents)
-    first_position = 0 if alignment == "raw" else 1
-    positions = features.get("position_ids")
-    if positions is None:
-        positions = torch.cat(
-            [first_position + torch.arange(part.stop - part.start) for part in slices]
+    documents = features["document_ids"].long()
+    shifted = []
+    for part in document_slices(documents):
+        count = part.stop - part.start
+        rows = shift_batch(
+            {
+                "hidden_states": features["hidden_states"][part].float(),
+                "input_ids": features["input_ids"][part].long(),
+                "position_ids": torch.arange(count),
+                "loss_mask": torch.ones(count, dtype=torch.bool),
+                # Only the loss depends on these states, and it is not used.
+                "verifier_last_hidden_states": torch.zeros(count, hidden_size),
+                "lengths": torch.tensor([count]),
+            }
         )
-    rows: Tensors = {
-        "hidden_states": features["hidden_states"].float(),
-        "input_ids": ids,
-        "document_ids": documents,
-        "position_ids": positions.long(),
-        "loss_mask": features.get("loss_mask", torch.ones(length)).bool(),
-        # Only the loss depends on it; zeros keep one code path (the caller drops the loss then).
-        "verifier_last_hidden_states": features.get(
-            "verifier_last_hidden_states", torch.zeros(length, hidden_size)
-        ).float(),
-    }
-    if alignment == "pairs":
-        return rows
-    pieces = []
-    for part in slices:
-        piece = {name: tensor[part] for name, tensor in rows.items()}
-        kept_documents = piece.pop("document_ids")[1:]
-        piece["lengths"] = torch.tensor([part.stop - part.start])
-        piece = shift_batch(piece)
-        piece.pop("lengths")
-        pieces.append({**piece, "document_ids": kept_documents})
-    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+        rows.pop("lengths")
+        shifted.append({**rows, "document_ids": documents[part][1:]})
+    return {name: torch.cat([rows[name] for rows in shifted]) for name in shifted[0]}
 
 
 def pad_rows(rows: Tensors, multiple: int) -> Tensors:
-    """Rows padded at the end to a multiple, padding marked by document -1."""
+    """Return rows padded at the end to a multiple; padding has document -1."""
     import torch
 
     extra = -rows["input_ids"].shape[0] % multiple
@@ -296,125 +214,85 @@ def pad_rows(rows: Tensors, multiple: int) -> Tensors:
 
 
 def run(request: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
-    """Runs a checked request; returns the answer's tensors and the report."""
-    start = time.perf_counter()
+    """Run a checked request; return the answer's tensors and the report."""
     import torch
-    import transformers
     from safetensors.torch import load_file
     from speculators.losses import resolve_loss_config
 
-    seconds_import = time.perf_counter() - start
-    start = time.perf_counter()
-    model, report = load_head(request)
-    seconds_load = time.perf_counter() - start
-
+    model, tensor_faults = load_head(request)
     features = load_file(request["features"])
-    rows = make_rows(features, request["alignment"], model.hidden_size)
+    rows = make_rows(features, model.hidden_size)
     width = model.fc.in_features
     if rows["hidden_states"].shape[1] != width:
         raise RequestError(
             f"features: hidden_states has {rows['hidden_states'].shape[1]} columns, the head's fc "
             f"expects {width}"
         )
-    count = rows["input_ids"].shape[0]
-    parallel = report["model_class"] == "PEagleDraftModel"
+    num_rows = rows["input_ids"].shape[0]
+    parallel = type(model).__name__ == "PEagleDraftModel"
     pad_to = _FLEX_MULTIPLE if request["attention"] == "flex" and not parallel else 1
-    fed = {name: tensor.unsqueeze(0) for name, tensor in pad_rows(rows, pad_to).items()}
-    with_loss = "verifier_last_hidden_states" in features
+    inputs = {name: tensor.unsqueeze(0) for name, tensor in pad_rows(rows, pad_to).items()}
+    recorded: dict[str, list[torch.Tensor]] = {"fc": [], "prenorm": [], "hidden": [], "logits": []}
 
-    taken: dict[str, list[torch.Tensor]] = {"fc": [], "prenorm": [], "hidden": [], "logits": []}
-
-    def take_head(_module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        taken["hidden"].append(inputs[0][0].clone())
-        taken["logits"].append(output[0].clone())
+    def record_lm_head(_: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        recorded["hidden"].append(inputs[0][0].clone())
+        recorded["logits"].append(output[0].clone())
 
     hooks = [
-        model.lm_head.register_forward_hook(take_head),
+        model.lm_head.register_forward_hook(record_lm_head),
         model.norm.register_forward_hook(
-            lambda _module, inputs, _output: taken["prenorm"].append(inputs[0][0].clone())
+            lambda _module, inputs, _output: recorded["prenorm"].append(inputs[0][0].clone())
         ),
         model.fc.register_forward_hook(
-            lambda _module, _inputs, output: taken["fc"].append(output[0].clone())
+            lambda _module, _inputs, output: recorded["fc"].append(output[0].clone())
         ),
     ]
-    options: dict[str, Any] = {"loss_config": resolve_loss_config(request["loss_fn"], "eager")}
-    answer: Tensors = {}
-    sampled: dict[str, torch.Tensor] = {}
+    options: dict[str, Any] = {"loss_config": resolve_loss_config(_LOSS, "eager")}
+    elements: Tensors = {}
     if parallel:
-        for name in ("num_depths", "down_sample_ratio", "down_sample_ratio_min", "max_anchors"):
-            options[name] = request[name]
+        options |= {"num_depths": request["num_depths"], **_SAMPLING}
+        elements = {name: features[name].long() for name in ("anchor_pos", "depth")}
+        num_rows = elements["depth"].shape[0]
         import speculators.models.peagle.core as peagle_core
 
         original = peagle_core.generate_cod_sample_indices
-
-        def choose(**kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            if "anchor_pos" in features:
-                chosen = features["anchor_pos"].long(), features["depth"].long()
-            else:
-                torch.manual_seed(request["seed"])
-                chosen = original(**kwargs)
-            sampled["anchor_pos"], sampled["depth"] = chosen
-            return chosen
-
-        peagle_core.generate_cod_sample_indices = choose
+        peagle_core.generate_cod_sample_indices = lambda **_: tuple(elements.values())
     else:
-        options["ttt_steps"] = request["ttt_steps"]
-        options["ttt_step_loss_decay"] = request["step_decay"]
-        if not with_loss:
-            fed.pop("verifier_last_hidden_states")
-    start = time.perf_counter()
+        options |= {"ttt_steps": request["ttt_steps"], "ttt_step_loss_decay": 1.0}
+        inputs.pop("verifier_last_hidden_states")
     try:
         with torch.no_grad():
-            result = model(**fed, **options)
+            model(**inputs, **options)
     finally:
         for hook in hooks:
             hook.remove()
         if parallel:
             peagle_core.generate_cod_sample_indices = original
-    seconds = time.perf_counter() - start
 
-    keep = sampled["depth"].shape[0] if parallel else count
-    answer["fc"] = taken["fc"][0][:keep]
+    answer: Tensors = {"fc": recorded["fc"][0][:num_rows], **elements}
     for name in ("prenorm", "hidden", "logits"):
-        answer[name] = torch.stack([step[:keep] for step in taken[name]])
+        answer[name] = torch.stack([step[:num_rows] for step in recorded[name]])
     answer["draft_tokens"] = answer["logits"].argmax(-1)
-    for name in ("input_ids", "position_ids", "document_ids"):
-        answer[name] = rows[name]
-    answer.update(sampled)
-
-    metrics = None
-    if with_loss:
-        _tokens, loss, raw_metrics = result
-        metrics = {"loss": float(loss), **{key: float(raw_metrics[key]) for key in raw_metrics}}
     report = {
-        "engine": "speculators",
         "engine_version": importlib.metadata.version("speculators"),
         "torch_version": torch.__version__,
-        "transformers_version": transformers.__version__,
-        **report,
-        "rows": count,
-        "rows_padded": int(fed["input_ids"].shape[1]),
-        "attention": request["attention"],
-        "metrics": metrics,
-        "seconds": round(seconds, 4),
-        "seconds_import": round(seconds_import, 3),
-        "seconds_load": round(seconds_load, 3),
+        "tensors": tensor_faults,
     }
     return {name: tensor.contiguous() for name, tensor in answer.items()}, report
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line: pairs of request and answer paths."""
+    """Run the command line: pairs of request and answer paths."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "paths",
         type=Path,
         nargs="+",
-        help="JSON file with a request, safetensors file to write (and a .json beside), …",
+        help="request.json answer.safetensors …",
     )
     paths = parser.parse_args(arguments).paths
     if len(paths) % 2:
-        parser.error("expected an answer's path behind every request's")
+        parser.error("expected the path of an answer after the path of every request")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -437,7 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def save_answer(tensors: Tensors, report: dict[str, Any], answer: Path) -> None:
-    """Writes an answer's two files."""
+    """Write the two files of an answer."""
     from safetensors.torch import save_file
 
     answer.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Pipeline parallelism on two CPU devices, "cpu" and "cpu:0".
 
-tests/target_model/test_on_gpu.py has the proof for GPUs.
+tests/engine/test_on_gpu.py has the proof for GPUs.
 """
 
 from __future__ import annotations
