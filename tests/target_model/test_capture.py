@@ -144,7 +144,7 @@ def test_waiting_passes_are_found_on_meta(
 
 
 def test_a_pass_that_waits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for torch's debug mode; tests/target_model/test_on_gpu.py uses torch's own."""
+    """With a stand-in for torch's debug mode; test_on_gpu.py uses the real one."""
     mode: list[Any] = [1]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
