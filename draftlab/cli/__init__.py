@@ -263,9 +263,9 @@ def recipe_show(recipe: RecipeArg, overrides: Overrides = None, debug: Debug = F
 @app.command()
 def version() -> None:
     """Print the version."""
-    from importlib import metadata
+    from draftlab.version import package_version
 
-    typer.echo(metadata.version("draftlab"))
+    typer.echo(package_version())
 
 
 def main() -> None:

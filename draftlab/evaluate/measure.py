@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import metadata
 
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
@@ -12,6 +11,7 @@ from draftlab.evaluate.adviser import StepTime
 from draftlab.evaluate.decoding_config import DecodingConfig
 from draftlab.evaluate.timing import Decoder
 from draftlab.evaluate.workload import EngineResults, Workload
+from draftlab.version import package_version
 
 ENGINE_NAMES = {"paged": "draftlab", "reference": "draftlab-reference", "vllm": "draftlab"}
 """Engine name in rows, by setting; "vllm" also measures the paged engine."""
@@ -42,7 +42,7 @@ def new_engine(workload: Workload, config: DecodingConfig, batch: int, *, expect
 def measure_draftlab(workload: Workload) -> EngineResults:
     """Decode and time every configuration with draftlab's engine."""
     settings = workload.settings
-    results = EngineResults(ENGINE_NAMES[settings.engine], metadata.version("draftlab"))
+    results = EngineResults(ENGINE_NAMES[settings.engine], package_version())
     for config in workload.configs:
         workload.decode(results, new_engine(workload, config, workload.batch, expect=True), config)
     for batch in settings.timing_batches if settings.timing_prompts else ():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from draftlab.evaluate.results import Lossless, Timing
 from draftlab.evaluate.self_check import self_check
 from draftlab.evaluate.statistics import acceptance_interval, ratio_interval, repetition_rate
 from draftlab.evaluate.timing import TimedRun
+from draftlab.version import package_version
 
 
 def acceptance_fields(generations: Sequence[Generation], *, greedy: bool) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     names = ("draftlab", "torch", "transformers")
     return {
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in names},
+        **{name: package_version(name) for name in names},
         "device": device_name(device),
         "threads": torch.get_num_threads(),
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from importlib import metadata
 from pathlib import Path
 
 from draftlab.export.gguf import OUT_TYPES
@@ -115,13 +114,9 @@ def llamacpp_text(export: Export, place: Path) -> str:
 
 def readme_text(head: HeadConfig, target_name: str, layout: str) -> str:
     """README.md: the layout, its version, who wrote it, for which target."""
-    try:
-        version = metadata.version("draftlab")
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        version = "(not installed)"
     title = get_family(head.family).title
     return (
         f"{title[0].upper()}{title[1:]} head for {target_name}: {layout}, written by draftlab "
-        f"{version}. launch.md says how to serve it. Fingerprint of the target: "
+        f"{package_version()}. launch.md says how to serve it. Fingerprint of the target: "
         f"{head.target.fingerprint}\n"
     )

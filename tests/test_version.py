@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+import torch
+
+from draftlab.evaluate.metrics import environment
+from draftlab.heads.family import family_names
+from draftlab.version import NOT_INSTALLED, package_version
+from tests.helpers.small_run import draftlab
+
+
+def test_version_of_an_installed_package() -> None:
+    assert package_version("torch") == metadata.version("torch")
+
+
+def test_a_source_tree_that_is_not_installed_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    """Packages without metadata: programs on PYTHONPATH, as on GPU machines."""
+
+    def from_name(name: str) -> metadata.Distribution:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", from_name)
+    monkeypatch.setattr(metadata, "distributions", lambda **_: iter(()))
+    assert package_version() == NOT_INSTALLED
+    assert draftlab(tmp_path, "version").stdout == f"{NOT_INSTALLED}\n"
+    assert environment(torch.device("cpu"))["draftlab"] == NOT_INSTALLED
+    monkeypatch.setattr("draftlab.heads.family._loaded", False)
+    assert "eagle3" in family_names()
