@@ -10,6 +10,7 @@ from draftlab.export.gguf import OUT_TYPES
 from draftlab.export.layout import Export
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
+from draftlab.version import package_version
 from draftlab.vllm.vllm_client.config_overrides import generation_override
 
 
