@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from draftlab.engine.counters import COUNTER_FIELDS, Counters
 from draftlab.errors import UserError
 from draftlab.files import read_json, write_json
-from draftlab.settings import complaints
+from draftlab.settings import describe_errors
 
 SCHEMA_VERSION = 2
 READABLE_VERSIONS = (1, 2)
@@ -181,6 +181,6 @@ class Report(BaseModel):
         except ValidationError as error:
             raise UserError(
                 f"expected a report.json of schema {version}, but the file does not match it:\n  "
-                + complaints(error),
+                + describe_errors(error),
                 where=path,
             ) from None

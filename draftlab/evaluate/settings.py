@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from draftlab.settings import Listed, Settings
+from draftlab.settings import SingleOrList, Settings
 from draftlab.target_model.settings import VllmSettings
 
 
@@ -26,17 +26,18 @@ class EvalSettings(Settings):
     """Decoding engine: draftlab's own (paged), its eager reference (reference), or an installed
     vLLM in addition to the paged engine, with the same prompts and heads (vllm)."""
     suite: str = "embedded:heldout"
-    """Prompts: "embedded:heldout", or a JSONL file of conversations."""
+    """Prompts: "embedded:heldout", a JSONL file of conversations, mt-bench, humaneval, gsm8k,
+    spec-bench:PATH or speed-bench:PATH."""
     raw: bool = False
     """Use the prompts as plain text, without the chat template."""
     max_prompts: int | None = Field(default=64, ge=1)
     """Number of prompts, taken from the start of the suite; None: all."""
-    compare: Annotated[tuple[str, ...], Listed, _Distinct] = ()
+    compare: Annotated[tuple[str, ...], SingleOrList, _Distinct] = ()
     """Further heads in the same report: "reference", or head folders. A head that was trained for
     another target is skipped with a message."""
-    k: Annotated[tuple[_Count, ...] | None, Listed, _Distinct] = Field(default=None, min_length=1)
+    k: Annotated[tuple[_Count, ...] | None, SingleOrList, _Distinct] = Field(default=None, min_length=1)
     """Drafts a step, one or several values; None: what the head was trained for, at most 4."""
-    temperatures: Annotated[tuple[_Temperature, ...], Listed, _Distinct] = Field(
+    temperatures: Annotated[tuple[_Temperature, ...], SingleOrList, _Distinct] = Field(
         default=(0.0, 0.8), min_length=1
     )
     """Sampling temperatures, each with its own rows; 0 is greedy decoding."""
@@ -60,7 +61,7 @@ class EvalSettings(Settings):
     """Number of timed prompts, at least one batch; 0: measure no times."""
     timing_tokens: int = Field(default=64, ge=2)
     """Tokens of a timed answer, which ignores stop tokens."""
-    timing_batches: Annotated[tuple[_Count, ...], Listed, _Distinct] = Field(
+    timing_batches: Annotated[tuple[_Count, ...], SingleOrList, _Distinct] = Field(
         default=(1,), min_length=1
     )
     """Prompts decoded at once when timed, one or several values; rows show the first."""

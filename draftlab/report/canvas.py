@@ -53,6 +53,15 @@ def new_figure(
     return figure
 
 
+def line_style(number: int, *, dashed: bool) -> dict[str, str]:
+    """Return colour, marker and line style of a line."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "linestyle": "--" if dashed else "-",
+    }
+
+
 def legend(figure: Figure) -> None:
     """Add one legend for all panels: inside the axes if it is short, else above them."""
     axes = figure.axes[0]

@@ -13,9 +13,9 @@ from draftlab.report import formatting as fmt
 from draftlab.report.canvas import (
     COLOURS,
     GREY,
-    MARKERS,
     error_bars,
     legend,
+    line_style,
     new_figure,
     pick_evenly,
     plain,
@@ -87,12 +87,8 @@ class _Styles:
 
     def style(self, row: Row) -> dict[str, str]:
         """Return colour, marker and line style."""
-        i = self.names.index(self._name(row))
-        return {
-            "color": COLOURS[i % len(COLOURS)],
-            "marker": MARKERS[i % len(MARKERS)],
-            "linestyle": "--" if fmt.draft_probs(row) == "off" else "-",
-        }
+        number = self.names.index(self._name(row))
+        return line_style(number, dashed=fmt.draft_probs(row) == "off")
 
 
 def tpot_by_k(report: Report, caption: str) -> Figure | None:

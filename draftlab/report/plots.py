@@ -11,10 +11,10 @@ from draftlab.report import formatting as fmt
 from draftlab.report.canvas import (
     COLOURS,
     GREY,
-    MARKERS,
     MAX_PANELS,
     error_bars,
     legend,
+    line_style,
     new_figure,
     plain,
     png,
@@ -75,10 +75,8 @@ def acceptance_by_position(rows: Sequence[Row], caption: str) -> Figure | None:
             axes.plot(
                 positions,
                 row.counters.acceptance_at,
-                color=COLOURS[i % len(COLOURS)],
-                marker=MARKERS[i % len(MARKERS)],
-                linestyle="--" if fmt.draft_probs(row) == "off" else "-",
                 label=plain(label),
+                **line_style(i, dashed=fmt.draft_probs(row) == "off"),
             )
         for row in here if len(here) <= MAX_LINES_WITH_CROSSES else []:
             if row.expected_acceptance is not None:
@@ -129,11 +127,9 @@ def acceptance_length(rows: Sequence[Row], caption: str) -> Figure | None:
             [row.temperature + shift for row in line],
             lengths,
             yerr=error_bars(lengths, [row.acceptance_length_ci for row in line]),
-            color=COLOURS[style % len(COLOURS)],
-            marker=MARKERS[style % len(MARKERS)],
-            linestyle="--" if name[0].endswith("off") else "-",
             capsize=3,
             label=plain(", ".join(name)),
+            **line_style(style, dashed=name[0].endswith("off")),
         )
     axes.set(xlabel="temperature T", ylabel="AL (tokens per verify step)")
     ticks = sorted({row.temperature for row in measured})

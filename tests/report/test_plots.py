@@ -1,4 +1,4 @@
-"""The plots hold the report's numbers, name their units and conditions, and leave no state."""
+"""The plots show the report's numbers, units and conditions, and leave no global state."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_acceptance_length_needs_two_temperatures() -> None:
     assert "acceptance_length" not in plots.figures(sample.report([sample.row()]))
 
 
-def test_acceptance_length_shows_intervals_and_shares_the_greedy_row() -> None:
+def test_acceptance_length_has_intervals_and_the_greedy_row_in_both_lines() -> None:
     report = sample.report()
     figure = plots.acceptance_length(report.rows, "")
     greedy, off, on = (report.rows[i] for i in (1, 3, 4))
@@ -55,7 +55,7 @@ def test_acceptance_length_shows_intervals_and_shares_the_greedy_row() -> None:
     assert figure.axes[0].get_ylim()[0] == 1
 
 
-def test_lines_join_only_rows_alike_but_for_temperature() -> None:
+def test_lines_join_rows_that_differ_in_temperature_only() -> None:
     rows = [
         sample.row(temperature=t, k=k, draft_temperature=None)
         for k in (2, 4)
@@ -78,39 +78,33 @@ def test_tpot_draws_baselines_in_grey_from_zero() -> None:
     texts = [text.get_text().strip() for text in axes.texts]
     assert texts[0] == "9.84"
     assert texts[1] == f"{report.rows[1].tpot_ms:.2f}  ({report.rows[1].speedup:.2f}×)"
-    untimed = sample.row(tpot_ms=None, tpot_ms_ci=None, speedup=None)
+    untimed = sample.row(**sample.NOT_TIMED)
     assert len(plots.tpot([*report.rows, untimed], "").axes[0].patches) == 5
     assert plots.tpot([untimed], "") is None
 
 
-def test_a_panel_for_each_head_and_its_largest_k_alone() -> None:
+def test_acceptance_by_position_has_panels_of_heads_with_their_largest_k() -> None:
     rows = [
         sample.row(head=head, k=k, temperature=t, expected_acceptance=None)
         for head in ("a", "b")
         for t in (0.0, 0.8)
         for k in (2, 5)
     ]
-    figure = plots.acceptance_by_position(rows, "")
-    assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        "Acceptance by draft position, a", "Acceptance by draft position, b",
-    ]  # fmt: skip
-    lines = [line for axes in figure.axes for line in axes.lines]
-    for line, row in zip(lines, rows[1::2], strict=True):
-        assert line.get_ydata() == pytest.approx(np.array(row.accepted_at) / row.drafts)
+    title = "Acceptance by draft position"
+    several = plots.acceptance_by_position(rows, "")
+    # heads with one line each share a panel
+    alone = plots.acceptance_by_position([rows[1], rows[5]], "")
+    assert [axes.get_title(loc="left") for axes in several.axes] == [f"{title}, a", f"{title}, b"]
+    assert [axes.get_title(loc="left") for axes in alone.axes] == [title]
+    assert legend(alone) == ["T = 0, a", "T = 0, b"]
+    assert len({line.get_color() for line in alone.axes[0].lines}) == 2
+    for figure, shown in ((several, rows[1::2]), (alone, [rows[1], rows[5]])):
+        lines = [line for axes in figure.axes for line in axes.lines]
+        for line, row in zip(lines, shown, strict=True):
+            assert line.get_ydata() == pytest.approx(np.array(row.accepted_at) / row.drafts)
 
 
-def test_heads_with_a_line_each_share_a_panel() -> None:
-    rows = [sample.row(head=head, keep=keep) for head, keep in (("a", 0.5), ("b", 0.6))]
-    figure = plots.acceptance_by_position(rows, "")
-    (axes,) = figure.axes
-    assert axes.get_title(loc="left") == "Acceptance by draft position"
-    assert legend(figure) == ["T = 0, a", "T = 0, b"]
-    for line, row in zip(axes.lines, rows, strict=True):
-        assert line.get_ydata() == pytest.approx(np.array(row.accepted_at) / row.drafts)
-    assert axes.lines[0].get_color() != axes.lines[1].get_color()
-
-
-def test_tpot_by_k_draws_measurements_on_the_advisers_lines() -> None:
+def test_tpot_by_k_has_measurements_and_the_advisers_lines() -> None:
     report = sample.timed_report()
     figure = plots.tpot_by_k(report, "")
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
@@ -173,7 +167,7 @@ def test_a_large_grid_stays_readable() -> None:
             assert axes.get_position().height * figure.get_size_inches()[1] > 1.5
 
 
-def test_every_plot_names_axes_units_and_conditions() -> None:
+def test_every_plot_has_axis_labels_units_and_conditions() -> None:
     figures = plots.figures(sample.report())
     assert list(figures) == ["acceptance_length", "acceptance_by_position", "tpot"]
     for figure in figures.values():
@@ -187,7 +181,7 @@ def test_every_plot_names_axes_units_and_conditions() -> None:
     assert figures["acceptance_length"].axes[0].get_ylabel()
 
 
-def test_the_caption_stays_inside_and_off_the_axes() -> None:
+def test_the_caption_is_inside_the_figure_and_below_the_axes() -> None:
     report = sample.report()
     report.target["name"] = "a very long name of a target " * 12
     for figure in plots.figures(report).values():
@@ -200,17 +194,15 @@ def test_the_caption_stays_inside_and_off_the_axes() -> None:
         assert box.y1 <= axes.y0
 
 
-def test_dollar_signs_are_no_mathematics() -> None:
-    rows = [sample.row(head=r"$\frac$ a"), sample.row(head="b$c$")]
-    for figure in plots.figures(sample.report(rows)).values():
-        assert plots.png(figure).startswith(b"\x89PNG")
-
-
-def test_nothing_global_changes() -> None:
+def test_png_files_are_reproducible_and_change_nothing_global() -> None:
+    """Dollar signs in names are not read as mathematics."""
     from matplotlib import _pylab_helpers
 
     before = dict(matplotlib.rcParams)
-    for figure in plots.figures(sample.report()).values():
-        assert plots.png(figure) == plots.png(figure)
+    rows = [sample.row(head=r"$\frac$ a"), sample.row(head="b$c$")]
+    for report in (sample.report(rows), sample.report()):
+        for figure in plots.figures(report).values():
+            assert plots.png(figure).startswith(b"\x89PNG")
+            assert plots.png(figure) == plots.png(figure)
     assert dict(matplotlib.rcParams) == before
     assert not _pylab_helpers.Gcf.figs
