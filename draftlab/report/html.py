@@ -10,7 +10,7 @@ from typing import Any
 
 from draftlab.evaluate.results import Report, Row
 from draftlab.files import atomic_path, write_text
-from draftlab.report import alpha_by_position, break_even
+from draftlab.report import break_even
 from draftlab.report import formatting as fmt
 from draftlab.report.conditions import report_conditions, row_labels
 from draftlab.report.formatting import NONE
@@ -150,7 +150,7 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     rows = report.rows
-    own_sections = ("certificates", alpha_by_position.KEY)
+    own_sections = ("certificates", "alpha_by_position")
     environment_facts = {k: v for k, v in report.environment.items() if k not in own_sections}
     conditions = report_conditions(report)
     # autoescape: names and warnings come from other people's files
@@ -182,7 +182,7 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
         dash=NONE,
         advice_check=fmt.advice_check(report),
         break_even=break_even.tables(report),
-        alpha_by_position=alpha_by_position.tables(report),
+        alpha_by_position=report.environment.get("alpha_by_position", {}),
         certificates=fmt.certificates(report),
         warnings=fmt.warnings(report),
         plots=[
