@@ -20,14 +20,16 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import cycle
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import UntypedStorage
 from torch.utils.data import DataLoader, Dataset
 
 from draftlab.errors import UserError
-from draftlab.formatting import counted
+from draftlab.formatting import count_text
 from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import Batch, map_tensors
 
@@ -74,11 +76,12 @@ class BatchLoader:
 
     def __init__(self, packer: Packer, ranks: Ranks) -> None:
         self.packer, self.device = packer, ranks.device
-        self.num_workers = _choose_num_workers(packer, ranks)
+        self.block_bytes = packer.max_step_bytes(ranks.size)
+        self.num_workers = _choose_num_workers(packer, ranks, self.block_bytes)
 
     def describe(self) -> str:
         """Return where batches are packed, for the console."""
-        return counted(self.num_workers, "data worker") if self.num_workers else "this process"
+        return count_text(self.num_workers, "data worker") if self.num_workers else "this process"
 
     def micro_batches(self, steps: Iterable[OptimizerStep]) -> Generator[MicroBatch, None, None]:
         """Yield the micro-batches of the steps in order, on the device, loaded ahead.
@@ -96,10 +99,12 @@ class BatchLoader:
     def _packed(self, steps: Iterable[OptimizerStep]) -> Generator[list[Batch], None, None]:
         """Yield the packed micro-batches of each step, in pinned memory for a GPU."""
         on_gpu, workers = self.device.type == "cuda", self.num_workers
+        slots = workers + 1
         loader = DataLoader(
-            _WorkerPacker(self.packer) if workers else self.packer,
+            _WorkerPacker(self.packer, slots, self.block_bytes) if workers else self.packer,
             batch_size=None,
-            sampler=steps,
+            # A worker packs step i + workers + 1 when step i has left its block.
+            sampler=zip(cycle(range(slots)), steps, strict=False) if workers else steps,
             num_workers=workers,
             prefetch_factor=1 if workers else None,  # a step may have gigabytes
             pin_memory=on_gpu,
@@ -123,7 +128,7 @@ class BatchLoader:
                     break
                 if isinstance(batches, Exception):
                     raise batches
-                yield batches if on_gpu else [batch.dequantised() for batch in batches]
+                yield batches if on_gpu else [_on_cpu(batch, workers > 0) for batch in batches]
         finally:
             del packed  # ends the workers
         if lost:
@@ -138,16 +143,27 @@ class _WorkerPacker(Dataset[Any]):
     """A `Packer` in a data worker: opens the store on first use, and returns its errors.
 
     DataLoader would raise an error of the same type with a traceback as its only argument.
+
+    Args:
+        num_blocks, block_bytes: blocks of shared memory, each for the batches of a step. Processes
+            keep them mapped: new memory for each batch would cost the process that trains as much
+            time as a small step.
     """
 
-    def __init__(self, packer: Packer) -> None:
+    def __init__(self, packer: Packer, num_blocks: int, block_bytes: int) -> None:
         self.packer: Packer | bytes = pickle.dumps(packer)
+        self.blocks = [UntypedStorage._new_shared(block_bytes) for _ in range(num_blocks)]
 
-    def __getitem__(self, step: OptimizerStep) -> list[Batch] | Exception:
+    def __getitem__(self, slot_and_step: tuple[int, OptimizerStep]) -> list[Batch] | Exception:
+        slot, step = slot_and_step
         try:
             if isinstance(self.packer, bytes):
                 self.packer = pickle.loads(self.packer)
-            return [batch.shared() for batch in self.packer[step]]
+            batches = self.packer[step]
+            block = torch.empty(0, dtype=torch.uint8).set_(self.blocks[slot])
+            sizes = [batch.num_bytes for batch in batches]
+            parts = block[: sum(sizes)].split(sizes)
+            return [batch.copy_to(part) for batch, part in zip(batches, parts, strict=True)]
         except Exception as error:
             sent: Exception = error
             try:
@@ -156,6 +172,13 @@ class _WorkerPacker(Dataset[Any]):
                 sent = RuntimeError(repr(error))  # of an error that cannot be pickled
             sent.add_note(f"in a data worker:\n{traceback.format_exc()}")
             return sent
+
+
+def _on_cpu(batch: Batch, in_block: bool) -> Batch:
+    """Return a batch for training on the CPU, whose memory no worker writes to."""
+    if in_block:
+        batch = batch.copy_to(torch.empty(batch.num_bytes, dtype=torch.uint8))
+    return batch.dequantised()
 
 
 def _prepare_worker(_: int) -> None:
@@ -235,7 +258,7 @@ def _wait_for_copies(
                 queued.popleft().synchronize()
 
 
-def _choose_num_workers(packer: Packer, ranks: Ranks) -> int:
+def _choose_num_workers(packer: Packer, ranks: Ranks, block_bytes: int) -> int:
     requested = packer.settings.data_workers
     if requested == 0 or (requested is None and ranks.device.type != "cuda"):
         return 0
@@ -243,7 +266,7 @@ def _choose_num_workers(packer: Packer, ranks: Ranks) -> int:
         reason = "a data worker cannot open this store, which is no folder (record.online)"
     else:
         number = requested or default_num_workers(ranks.local_gpus)
-        needed = (number + 1) * packer.step_bytes(ranks.size) * ranks.local_gpus
+        needed = (number + 1) * block_bytes * ranks.local_gpus
         free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else math.inf
         if needed <= free:
             return number
@@ -253,7 +276,7 @@ def _choose_num_workers(packer: Packer, ranks: Ranks) -> int:
         )
     if requested:
         raise UserError(
-            f"train.data_workers asks for {counted(requested, 'data worker')}, and {reason}",
+            f"train.data_workers asks for {count_text(requested, 'data worker')}, and {reason}",
             where="train.data_workers",
             do="set it to 0, or leave it out",
         )

@@ -76,14 +76,15 @@ class Packer(Dataset[list[Batch]]):
             for rows, idle in step.micro_batches
         ]
 
-    def step_bytes(self, num_ranks: int) -> int:
-        """Return about how many bytes one rank's batches of an optimizer step have."""
-        (record,) = self.store.views([0])
+    def max_step_bytes(self, num_ranks: int) -> int:
+        """Return an upper bound of the bytes of one rank's batches of an optimizer step."""
+        settings, (record,) = self.settings, self.store.views([0])
         states = sum(value.nbytes for value in vars(record).values() if isinstance(value, Tensor))
-        rows = 5 * 8 * self.settings.ttt_steps  # `StepRows` has five integers for each prediction
-        per_token = states / len(record.tokens) + rows
-        num_rows = math.ceil(self.settings.batch_rows / num_ranks)
-        return int(num_rows * self.settings.row_tokens * per_token)
+        # Each prediction has five integers in `StepRows` and three in a `RowPlan`.
+        rows = 8 * 8 * settings.ttt_steps * settings.anchor_parts
+        per_token = states / len(record.tokens) + rows + 64
+        num_rows = math.ceil(settings.batch_rows / num_ranks) + (settings.micro_rows or 0)
+        return 2**20 + int(num_rows * settings.row_tokens * per_token)
 
     def _records(self, rows: Rows) -> list[list[Record]]:
         """Return the records of a micro-batch, read by one call."""

@@ -85,14 +85,26 @@ class Batch:
 
         `torch.utils.data.DataLoader` calls this method.
         """
-        return _in_one_block(
-            self, torch.empty(_num_bytes(self), dtype=torch.uint8, pin_memory=True)
-        )
+        return self.copy_to(torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True))
 
-    def shared(self) -> Batch:
-        """Return a copy in shared memory, which goes to another process without a further copy."""
-        block = torch.empty(_num_bytes(self), dtype=torch.uint8).share_memory_()
-        return _in_one_block(self, block)
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a block of memory that holds all tensors."""
+        return sum(map(_aligned_bytes, _tensors(self)))
+
+    def copy_to(self, block: Tensor) -> Batch:
+        """Copy all tensors to one block of memory, uint8 [`num_bytes`], which moves as a whole."""
+        start = 0
+
+        def copy(tensor: Tensor) -> Tensor:
+            nonlocal start
+            view = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            start += _aligned_bytes(tensor)
+            np.copyto(_array(view), _array(tensor))
+            return view
+
+        batch = map_tensors(self, copy)
+        return replace(batch, plans=tuple(replace(p, host=p.teacher_index) for p in batch.plans))
 
     def to(self, device: torch.device) -> Batch:
         """Move the batch to a device, each block of memory by one copy, and dequantise features."""
@@ -148,29 +160,6 @@ def _tensors(batch: Batch) -> list[Tensor]:
 
 def _aligned_bytes(tensor: Tensor) -> int:
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _num_bytes(batch: Batch) -> int:
-    return sum(map(_aligned_bytes, _tensors(batch)))
-
-
-def _in_one_block(batch: Batch, block: Tensor) -> Batch:
-    """Copy all tensors of a batch into one block of memory, which is then transferred as a whole.
-
-    Args:
-        block: uint8 [`_num_bytes`].
-    """
-    start = 0
-
-    def copy(tensor: Tensor) -> Tensor:
-        nonlocal start
-        view = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        start += _aligned_bytes(tensor)
-        np.copyto(_array(view), _array(tensor))
-        return view
-
-    copied = map_tensors(batch, copy)
-    return replace(copied, plans=tuple(replace(p, host=p.teacher_index) for p in copied.plans))
 
 
 def _array(tensor: Tensor) -> np.ndarray:
