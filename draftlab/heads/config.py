@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from draftlab.formatting import counted
+from draftlab.formatting import count_text
 from draftlab.heads.family import get_family
 
 HEAD_SCHEMA = 2
@@ -96,7 +96,7 @@ class HeadConfig(BaseModel):
         family = get_family(self.family)
         if self.num_layers > family.max_layers:
             raise ValueError(
-                f"{family.title} heads have at most {counted(family.max_layers, 'layer')}, "
+                f"{family.title} heads have at most {count_text(family.max_layers, 'layer')}, "
                 f"found num_layers {self.num_layers}"
             )
         if self.draft_vocab_size > self.vocab_size:

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from draftlab.errors import UserError
-from draftlab.formatting import counted
+from draftlab.formatting import count_text
 
 if TYPE_CHECKING:  # the rooms above this one
     from draftlab.engine.drafter import HeadDrafter
@@ -105,7 +105,7 @@ class Family(ABC):
         """
         if settings.num_layers > self.max_layers:
             raise ValueError(
-                f"{self.title} heads have at most {counted(self.max_layers, 'layer')}, found "
+                f"{self.title} heads have at most {count_text(self.max_layers, 'layer')}, found "
                 f"num_layers {settings.num_layers}"
             )
         if unknown := sorted(settings.chosen_options() - self.options):

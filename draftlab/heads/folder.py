@@ -24,7 +24,7 @@ from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD, TARGET_NORM, DraftHead
 from draftlab.heads.native_config import native_config
 from draftlab.heads.validate import D2T, T2D, refuse_faults, tensor_faults
-from draftlab.settings import complaints
+from draftlab.settings import describe_errors
 
 CONFIG, WEIGHTS, NATIVE = "draftlab.json", "model.safetensors", "config.json"
 _SHARED = {EMBEDDINGS: "embeddings", LM_HEAD: "lm_head", TARGET_NORM: "final norm"}
@@ -85,7 +85,7 @@ def load_config(folder: Path) -> HeadConfig:
         raise UserError(error.what, where=folder / CONFIG, do=error.do) from None
     except ValidationError as error:
         raise UserError(
-            f"draftlab.json does not describe a head:\n  {complaints(error)}",
+            f"draftlab.json does not describe a head:\n  {describe_errors(error)}",
             where=folder / CONFIG,
         ) from None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from draftlab.errors import UserError
-from draftlab.formatting import counted
+from draftlab.formatting import count_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.heads.head import DraftHead
@@ -103,7 +103,7 @@ def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
     added = new.num_layers - trained.num_layers
     begin = "begins" if added == 1 else "begin"
     return (
-        f"starts from a trained head ({trained.family}, {counted(trained.num_layers, 'layer')}), "
+        f"starts from a trained head ({trained.family}, {count_text(trained.num_layers, 'layer')}), "
         f"with {int(known.sum()):,} of {len(ids):,} rows of lm_head in common"
         + (f"; {added} more {begin} as the identity" if added else "")
     )

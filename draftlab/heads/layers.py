@@ -91,10 +91,15 @@ class Rope(nn.Module):
         return angle.cos(), angle.sin()
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return x in float32, or in its own dtype if that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Rotates x [..., heads, head_dim] by `angles` of its positions, in float32."""
+    """Rotates x [..., heads, head_dim] by `angles` of its positions, in float32 at least."""
     cos, sin = angles
-    first, second = x.float().chunk(2, dim=-1)
+    first, second = at_least_float32(x).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from draftlab.heads.eagle import EagleConfig, EagleHead
 from draftlab.heads.head import DecoderLayer
-from draftlab.heads.layers import Angles, Attention, RMSNorm, Rope, SwiGLU
+from draftlab.heads.layers import Angles, Attention, RMSNorm, Rope, SwiGLU, at_least_float32
 
 
 class Llama4Config(BaseModel):
@@ -72,8 +72,8 @@ class Llama4Rope(Rope):
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbouring pairs of x [..., heads, head_dim], in float32."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    """Rotate neighbouring pairs of x [..., heads, head_dim], in float32 at least."""
+    even, odd = at_least_float32(x).unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
     return rotated.flatten(-2).to(x.dtype)
 
@@ -98,7 +98,7 @@ class Llama4Attention(Attention):
     def query(self, x: Tensor, angles: Angles) -> Tensor:
         query = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         if self.has_temperature:
-            return (query.float() * angles[2]).to(query.dtype)
+            return (at_least_float32(query) * angles[2]).to(query.dtype)
         return self._rotated(query, angles)
 
     def key_value(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ class Llama4Attention(Attention):
         x = rotate_pairs(x, *angles[:2])
         if not self.has_unit_norm:
             return x
-        wide = x.float()
+        wide = at_least_float32(x)
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
