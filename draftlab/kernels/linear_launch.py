@@ -55,9 +55,9 @@ def choose(num_rows: int, num_out: int, size_in: int, swiglu: bool, normed: bool
     """Return the configuration for a product of `num_rows` rows with W [num_out, size_in].
 
     These were the fastest on an H200 at the shapes of Llama-3.1-8B (docs/benchmarks.md), inside a
-    chain of layers or alone (`eval/lab/tune_linear.py`). A fused norm (`normed`) keeps Σ x² in
-    registers and needs wider tiles; few rows of W are split, or read in deep steps, so that every
-    multiprocessor has enough loads in flight.
+    chain of layers or alone. A fused norm (`normed`) keeps Σ x² in registers and needs wider tiles;
+    few rows of W are split, or read in deep steps, so that every multiprocessor has enough loads in
+    flight.
     """
     if num_rows <= 8:
         if swiglu:

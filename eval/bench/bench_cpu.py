@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from draftlab.engine.drafter import ChainDrafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request
-from draftlab.evaluate.bandwidth import target_bytes
 from draftlab.evaluate.statistics import bootstrap_interval
 from draftlab.heads.folder import load_head
 from draftlab.progress import Monitor
@@ -123,24 +122,19 @@ def main() -> None:
 
     sizes = f"{len(requests)} prompts × {arguments.tokens} tokens"
     print(f"torch {torch.__version__}, one thread, {sizes}")
-    products = describe_products(target, cpu_prepacked=True)
-    print(products)
-    print("| | ms a token | speed-up over the loop | step ms | GB/s of weights | tokens a step | "
-          "prompts equal |\n|---|---|---|---|---|---|---|")  # fmt: skip
+    print(describe_products(target, cpu_prepacked=True))
+    print("| | ms a token | speed-up over the loop | step ms | tokens a step | prompts equal |\n"
+          "|---|---|---|---|---|---|")  # fmt: skip
     seconds = {name: np.array([result[0] for result in results[name]]) for name in names}
-    ones = np.ones(len(requests))
+    ones, tokens = np.ones(len(requests)), (arguments.tokens - 1) * len(requests)
     for name in names:
-        tokens = (arguments.tokens - 1) * len(requests)
         steps = sum(result[2] for result in results[name])
-        step_s = seconds[name].sum() / len(requests) * tokens / steps
+        step_ms = 1e3 * seconds[name].sum() / len(requests) * tokens / steps
         equal = sum(a[1] == b[1] for a, b in zip(results[name], results[LOOP], strict=True))
-        size = (target_bytes(target) or 0) * (
-            2 if name == LOOP and settings.dtype != "float32" else 1
-        )
         print(
             f"| {name} | {interval(1e3 * seconds[name], ones)} "
-            f"| {interval(seconds[LOOP], seconds[name])} | {1e3 * step_s:.2f} "
-            f"| {size / step_s / 1e9:.1f} | {tokens / steps:.2f} | {equal} of {len(requests)} |"
+            f"| {interval(seconds[LOOP], seconds[name])} | {step_ms:.2f} | {tokens / steps:.2f} "
+            f"| {equal} of {len(requests)} |"
         )
 
 

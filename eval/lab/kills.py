@@ -109,9 +109,8 @@ def main(arguments: list[str] | None = None) -> int:
     if wait_for(fork(options.recipe, "killed")):
         return 1
     same = contents(killed) == contents(whole)
-    print(
-        f"{options.kills} kills ({dict(stages)}), {complete + same} complete runs; same bytes: {same}"
-    )
+    complete += same
+    print(f"{options.kills} kills ({dict(stages)}), {complete} complete runs; same bytes: {same}")
     return not same
 
 

@@ -182,25 +182,21 @@ def main() -> int:
     for count in (n for n in options.counts if n > 1):
         for parallel in options.parallel:
             results = measure(count, parallel, options)
-            row = {
-                "parallel": parallel,
-                "processes": count,
-                "loss_difference": difference(alone["losses"], results["losses"]),
-                "norm_difference": difference(alone["norms"], results["norms"]),
-                "weights_difference": max(
-                    difference([weight], [results["weights"][name]])
-                    for name, weight in alone["weights"].items()
-                ),
-                "scaling": results["tokens_per_s"] / count / alone["tokens_per_s"],
-                **{name: results[name] for name in speeds},
+            row: dict[str, Any] = {"parallel": parallel, "processes": count}
+            differences = {
+                name: difference(alone[name], results[name]) for name in ("losses", "norms")
             }
-            same = (
-                max(row["loss_difference"], row["norm_difference"], row["weights_difference"])
-                <= CURVE_BOUND
+            differences["weights"] = max(
+                difference([weight], [results["weights"][name]])
+                for name, weight in alone["weights"].items()
             )
-            scales = row["scaling"] >= SCALING_BOUND or options.device == "cpu"
-            failed |= not (same and scales)
-            print(json.dumps(row | {"same": same, "scales": scales}), flush=True)
+            row |= {f"{name}_difference": value for name, value in differences.items()}
+            row["scaling"] = results["tokens_per_s"] / count / alone["tokens_per_s"]
+            row |= {name: results[name] for name in speeds}
+            row["same"] = max(differences.values()) <= CURVE_BOUND
+            row["scales"] = row["scaling"] >= SCALING_BOUND or options.device == "cpu"
+            failed |= not (row["same"] and row["scales"])
+            print(json.dumps(row), flush=True)
     return 1 if failed else 0
 
 

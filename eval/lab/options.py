@@ -40,43 +40,34 @@ from draftlab.text.chat_template import stop_ids
 from draftlab.text.suites import load_suite
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
-FULL_VOCABULARY = ("draft_vocab.size=null",)
-EAGLE = ("head.family=eagle", "export.formats=[vllm]")
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "base": (),
-    "norm_before_residual": ("head.norm_before_residual=true",),
-    "norm_before_fc": ("head.norm_before_fc=true",),
-    "fc_norm": ("head.fc_norm=true",),
-    "norm_output": ("head.norm_output=true",),
-    "fc_norm, norm_output": ("head.fc_norm=true", "head.norm_output=true"),
-    "qk_norm": ("head.qk_norm=true",),
-    "one boundary, 9": ("record.boundaries=[9]",),
-    "four boundaries, 2 5 8 11": ("record.boundaries=[2,5,8,11]",),
-    "lk": ("train.loss=lk",),
-    "wsd": ("train.schedule=wsd",),
-    "all tokens drafted": FULL_VOCABULARY,
+EAGLE = "head.family=eagle export.formats=[vllm]"
+CHAIN = {
+    "base": "",
+    "norm_before_residual": "head.norm_before_residual=true",
+    "norm_before_fc": "head.norm_before_fc=true",
+    "fc_norm": "head.fc_norm=true",
+    "norm_output": "head.norm_output=true",
+    "fc_norm, norm_output": "head.fc_norm=true head.norm_output=true",
+    "qk_norm": "head.qk_norm=true",
+    "one boundary, 9": "record.boundaries=[9]",
+    "four boundaries, 2 5 8 11": "record.boundaries=[2,5,8,11]",
+    "lk": "train.loss=lk",
+    "wsd": "train.schedule=wsd",
+    "acceptance weighting, gamma 0.9": "train.acceptance_weighting=0.9 train.gamma=0.9",
+    "whole vocabulary": "draft_vocab.size=null",
     "eagle": EAGLE,
-    "eagle, one step": (*EAGLE, "train.ttt_steps=1"),
-    "eagle, no noise": (*EAGLE, "train.noise=0"),
-    "eagle, no regression": (*EAGLE, "train.regression=0", "train.distillation=1"),
-    "norm_before_residual, lk": ("head.norm_before_residual=true", "train.loss=lk"),
-    "no drop": ("train.cod_ratio=1",),
-    "depths weigh alike": ("train.acceptance_weighting=0", "train.gamma=1"),
-    "reach, gamma 0.9": ("train.acceptance_weighting=0.9", "train.gamma=0.9"),
-    "no reach": ("train.acceptance_weighting=0", "train.gamma=0.8"),
-    "gamma 0.6, no reach": ("train.acceptance_weighting=0", "train.gamma=0.6"),
-    "four layers": ("head.num_layers=4",),
+    "eagle, one step": f"{EAGLE} train.ttt_steps=1",
+    "eagle, no noise": f"{EAGLE} train.noise=0",
+    "eagle, no regression": f"{EAGLE} train.regression=0 train.distillation=1",
 }
-OF_ALL = ("base", "norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm", "lk", "wsd")
-PARALLEL = (
-    *OF_ALL,
-    "norm_before_residual, lk",
-    "no drop",
-    "depths weigh alike",
-    "no reach",
-    "gamma 0.6, no reach",
-    "four layers",
-)
+SHARED = ("base", "norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm", "lk", "wsd")
+PARALLEL = {name: CHAIN[name] for name in SHARED} | {
+    "norm_before_residual, lk": "head.norm_before_residual=true train.loss=lk",
+    "gamma 0.8": "train.acceptance_weighting=0 train.gamma=0.8",
+    "gamma 0.6": "train.acceptance_weighting=0 train.gamma=0.6",
+    "gamma 1": "train.acceptance_weighting=0 train.gamma=1",
+}
+VARIANTS = CHAIN | PARALLEL
 
 
 class PrintMonitor(Monitor):
@@ -143,11 +134,11 @@ def share(base: Path, folder: Path, *, store: bool) -> None:
 
 def measure(name: str, options: argparse.Namespace, target: Target, tokenizer: Any) -> Result:
     """Train a variant and decode with it at T = 0."""
-    settings, runs = [*options.settings, *VARIANTS[name]], options.out
+    settings, runs = [*options.settings, *VARIANTS[name].split()], options.out
     recipe = load_recipe(options.recipe, [*settings, f"name={folder_name(name)}"])
     folder = runs / recipe.name
     if name != "base":
-        own_store = any(setting.startswith("record.") for setting in VARIANTS[name])
+        own_store = "record." in VARIANTS[name]
         share(runs / "base", folder, store=not own_store)
     pipeline = Pipeline(recipe, PrintMonitor(), runs)
     pipeline.make("store")
@@ -216,20 +207,15 @@ def row(result: Result, base: Result) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+COLUMNS = (
+    "changed | parameters | α of validation by step | AL [95 %] | difference to base [95 %, paired]"
+    " | drafts | accepted | accepted at 1, 2, … | training s"
+)
+
+
 def table(results: Sequence[Result]) -> str:
     """Return the table of all variants; the intervals of bold differences exclude 0."""
-    heads = (
-        "changed",
-        "parameters",
-        "α of validation by step",
-        "AL [95 %]",
-        "difference to base [95 %, paired]",
-        "drafts",
-        "accepted",
-        "accepted at 1, 2, …",
-        "training s",
-    )
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    lines = [f"| {COLUMNS} |", "|---" * len(COLUMNS.split(" | ")) + "|"]
     return "\n".join([*lines, *(row(result, results[0]) for result in results)]) + "\n"
 
 
@@ -278,8 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recipe = load_recipe(options.recipe, options.settings)
     target, tokenizer = load_target(recipe.target), load_tokenizer(recipe.target)
     parallel = recipe.head.family == "peagle"
-    chains = [name for name in VARIANTS if name in OF_ALL or name not in PARALLEL]
-    for name in options.only or (PARALLEL if parallel else chains):
+    for name in options.only or (PARALLEL if parallel else CHAIN):
         file = options.out / f"{folder_name(name)}.json"
         if not file.exists():
             measure(name, options, target, tokenizer).write(file)

@@ -48,6 +48,26 @@ parity_is_ready() {
     [ "$(sed -n 's/^wanted: //p' "$1/.draftlab-stamp")" = "$2" ]
 }
 
+# parity_begin NAME WANTED [--check] -> sets dir; ends the script when the environment is ready, or
+# with --check in any case
+parity_begin() {
+  dir="$(parity_env_dir "$1")"
+  if parity_is_ready "$dir" "$2"; then
+    echo "ready: $dir ($2)" >&2
+    exit 0
+  fi
+  if [ "${3:-}" = --check ]; then
+    parity_die "not installed: $dir with $2; run eval/parity/setup_$1.sh"
+  fi
+}
+
+# parity_end WANTED PACKAGES... -> writes the stamp of dir and prints it
+parity_end() {
+  parity_stamp "$dir" "$@"
+  echo "built: $dir" >&2
+  cat "$dir/.draftlab-stamp" >&2
+}
+
 # parity_new_env DIR -> an empty environment at DIR (a half-made one is replaced)
 parity_new_env() {
   local python

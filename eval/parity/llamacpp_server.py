@@ -1,4 +1,4 @@
-"""A real llama.cpp with a draft head: conversion to GGUF, the server, what it says it counted."""
+"""A real llama.cpp with a draft head: conversion to GGUF, the server and its counters."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ START_S = 60.0
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """What setup_llamacpp.sh has made.
+    """The environment of setup_llamacpp.sh.
 
     Attributes:
-        python: the interpreter that the converter runs in; tree and build lie beside it.
+        python: the interpreter of the converter.
     """
 
     python: Path
 
     @property
     def folder(self) -> Path:
-        """Of the environment."""
+        """The folder of the environment."""
         return self.python.parents[1]
 
     @property
     def converter(self) -> gguf.Converter:
-        """llama.cpp's own."""
+        """llama.cpp's own converter."""
         return gguf.Converter(self.folder / "source" / gguf.SCRIPT, str(self.python))
 
     def program(self, name: str) -> Path:
-        """A program of the build."""
+        """Return a program of the build."""
         return self.folder / "build" / "bin" / name
 
     def version(self) -> str:
-        """The package whose source it is."""
+        """Return the package that the source came from."""
         stamp = (self.folder / ".draftlab-stamp").read_text()
         found = re.search(r"wanted: llama-cpp-python==(\S+)", stamp)
         return f"llama.cpp of llama-cpp-python {found[1] if found else '(unknown)'}"
 
     def convert_target(self, target: Path, out: Path) -> Path:
-        """The target in float32, its tokenizer named as the export's would be."""
+        """Convert the target in float32; its tokenizer gets the name that an export's has."""
         wrapper = Path(gguf.__file__).with_name("gguf_wrapper.py")
         name = gguf.pre_tokenizer(target) or ""
         convert = [self.converter.python, str(wrapper), str(self.converter.script), name]
@@ -63,11 +63,11 @@ class LlamaCpp:
         return out
 
     def convert_head(self, export: Path, target: Path) -> Path:
-        """head.gguf of an export in float32."""
+        """Return head.gguf of an export in float32."""
         return gguf.convert(self.converter, export, target, "float32", Monitor())
 
     def quantize(self, model: Path, out: Path, kind: str) -> Path:
-        """A quantised copy, such as of kind Q4_K_M."""
+        """Return a quantised copy; `kind` is Q4_K_M, for example."""
         self._run([str(self.program("llama-quantize")), str(model), str(out), kind])
         return out
 
@@ -80,11 +80,12 @@ class LlamaCpp:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server says of one prompt.
+    """The server's answer to one prompt.
 
     Attributes:
-        token_ids: generated, a final stop token left out. stopped: by such a token.
-        draft_tokens, accepted: of its verify steps.
+        token_ids: generated tokens without a final stop token.
+        stopped: whether a stop token ended the answer.
+        draft_tokens, accepted: counters of its verify steps.
     """
 
     token_ids: tuple[int, ...]
@@ -100,8 +101,8 @@ class Server:
     address: str
 
     def complete(self, token_ids: tuple[int, ...], max_new_tokens: int) -> Answer:
-        """Greedy tokens after a prompt."""
-        asked = {
+        """Continue a prompt greedily."""
+        body = {
             "prompt": list(token_ids),
             "n_predict": max_new_tokens,
             "temperature": 0.0,
@@ -109,17 +110,17 @@ class Server:
             "cache_prompt": False,
             "return_tokens": True,
         }
-        found = self._ask("/completion", asked)
-        timings = found["timings"]
+        answer = self._post("/completion", body)
+        timings = answer["timings"]
         return Answer(
-            tuple(found["tokens"]),
-            found["stop_type"] == "eos",
+            tuple(answer["tokens"]),
+            answer["stop_type"] == "eos",
             timings.get("draft_n", 0),
             timings.get("draft_n_accepted", 0),
         )
 
     def accepted_at(self, k: int) -> list[int]:
-        """Accepted drafts by position, of all prompts so far."""
+        """Return accepted drafts by position, over all prompts so far."""
         with urllib.request.urlopen(f"{self.address}/metrics") as answer:
             text = answer.read().decode()
         found = re.findall(r'accepted_tokens_per_pos_total\{position="(\d+)"\} (\d+)', text)
@@ -127,12 +128,12 @@ class Server:
         return [counts.get(position, 0) for position in range(k)]
 
     def drafts(self) -> int:
-        """Verify steps of all prompts so far."""
+        """Return the verify steps of all prompts so far."""
         with urllib.request.urlopen(f"{self.address}/metrics") as answer:
             found = re.search(r"spec_decode_num_drafts_total (\d+)", answer.read().decode())
         return int(found[1]) if found else 0
 
-    def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(
             self.address + path,
             json.dumps(body).encode(),
@@ -146,10 +147,10 @@ class Server:
 def serving(
     llama: LlamaCpp, target: Path, head: Path, *, k: int, max_length: int, log: Path
 ) -> Iterator[Server]:
-    """A server with float32 caches and K drafts a step, never fewer for being unsure.
+    """Run a server with float32 caches and K drafts a step, whatever their probability.
 
     Raises:
-        UserError: with the end of its log, when it does not come up.
+        UserError: the server did not start; the error has the end of its log.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,18 +1,16 @@
-"""Tokens and counters of draftlab's engine against a real llama.cpp server, in float32 at T = 0.
+"""Compare tokens and counters of draftlab and a real llama.cpp server, in float32 at T = 0.
 
     .venv/bin/python eval/parity/parity_llamacpp.py [--head FOLDER|reference] [--k 4] [--prompts 16]
 
-The head is exported with `--to llamacpp`, target and head are converted by llama.cpp's own
-converter, and its server decodes the same token ids. Tokens must be equal. So must its counters,
-but for what it does at the end of a generation, which `clipped` does to draftlab's own steps: it
-drafts no more than the tokens that may still come, less one (`tools/server/server-context.cpp`,
-`get_n_draft_max`), and it accepts nothing from a drafted stop token on. vLLM and draftlab draft K,
-count what was accepted, and throw away what is behind the end.
+The head is exported with `--to llamacpp`, llama.cpp's own converter converts target and head, and
+its server decodes the same token ids. Tokens and counters must be equal. `clipped` applies to
+draftlab's steps what llama.cpp does at the end of a generation: it drafts no more than the tokens
+still to come, less one (`tools/server/server-context.cpp`, `get_n_draft_max`), and it accepts
+nothing from a drafted stop token on. vLLM and draftlab draft K, count what was accepted, and
+discard tokens after the end.
 
---quantized KIND adds a row with target and head in such as Q4_K_M: tokens are then another model's,
-so acceptance is reported beside float32's, and only has to be there.
-
-Exit status as of parity_vllm.py: 0 equal, 1 different, 2 unusable, 77 skipped.
+--quantized KIND adds a row with quantised target and head (Q4_K_M). They are another model, so
+acceptance is only reported, and must be above 0. The exit status is that of parity_vllm.py.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ PAGE = ("llama.cpp, T = 0: equal tokens and counters", (
 
 @dataclass(frozen=True)
 class Work:
-    """One head's comparison."""
+    """The comparison of one head."""
 
     subject: Subject
     llama: LlamaCpp
@@ -65,7 +63,7 @@ class Work:
     place: Path
 
     def ours(self) -> list[Generation]:
-        """Decoded by draftlab's engine."""
+        """Decode with draftlab's engine."""
         requests = [
             Request(i, ids, self.max_new_tokens, stop_ids=self.subject.stops)
             for i, ids in self.subject.prompts
@@ -76,7 +74,7 @@ class Work:
 
     @contextmanager
     def served(self, quantized: str | None) -> Iterator[Server]:
-        """llama.cpp with target and head, converted and perhaps quantised."""
+        """Serve target and head with llama.cpp, converted and perhaps quantised."""
         export = self.place / "export"
         self.subject.export(export, self.k, "llamacpp")
         folder = self.subject.target.folder
@@ -94,25 +92,25 @@ class Work:
             yield server
 
     def theirs(self, server: Server) -> list[Answer]:
-        """Decoded by llama.cpp."""
+        """Decode with llama.cpp."""
         return [server.complete(ids, self.max_new_tokens) for _, ids in self.subject.prompts]
 
 
 def clipped(generation: Generation, k: int, max_new_tokens: int) -> Counters:
-    """Counters of a generation's steps as llama.cpp would count them, by its two rules."""
+    """Return counters of a generation's steps by llama.cpp's two rules."""
     counters, emitted = Counters(k), 1  # the prompt gives the first token
     for _, accepted in generation.steps:
         drafted = min(k, max_new_tokens - emitted - 1)
-        taken = min(accepted, drafted)
+        counted = min(accepted, drafted)
         if generation.finish == "stop":
-            # Where in this step the stop token lies: a draft that it is ends what is accepted and
-            # does not count, unless it was the last one (`common_sampler_sample_and_accept_n`).
+            # A drafted stop token ends acceptance and does not count, unless it is the last draft
+            # (`common_sampler_sample_and_accept_n`).
             stop = len(generation.token_ids) - 1 - emitted
-            if stop < taken and stop + 1 < drafted:
-                taken = stop
+            if stop < counted and stop + 1 < drafted:
+                counted = stop
         if drafted > 0:
-            counters.add_step(drafted, taken)
-        emitted += max(taken, 0) + 1
+            counters.add_step(drafted, counted)
+        emitted += max(counted, 0) + 1
         if emitted >= max_new_tokens:
             break
     return counters
@@ -124,7 +122,7 @@ def first_difference(
     expected: Sequence[Counters],
     stops: frozenset[int],
 ) -> str | None:
-    """The first difference (prompt, position, both values), or None when all is equal."""
+    """Return the first difference (prompt, position, both values); None if all is equal."""
     for mine, other, counters in zip(ours, theirs, expected, strict=True):
         tokens = [_without_stop(t, stops) for t in (mine.token_ids, other.token_ids)]
         for at, (a, b) in enumerate(zip(*tokens)):  # noqa: B905 (lengths are compared next)
@@ -147,7 +145,7 @@ def _without_stop(tokens: Sequence[int], stops: frozenset[int]) -> tuple[int, ..
 
 
 def compare(work: Work, quantized: str | None = None) -> tuple[list[str], bool]:
-    """A row of the page, and whether all is equal (of a quantised pair: whether drafts count)."""
+    """Return a row of the page, and whether all is equal (quantised: whether drafts pass)."""
     ours = work.ours()
     with work.served(quantized) as server:
         theirs = work.theirs(server)
@@ -180,8 +178,8 @@ def compare(work: Work, quantized: str | None = None) -> tuple[list[str], bool]:
     ], fault is None
 
 
-def held(subjects: Iterator[Subject], place: Path, k: int) -> Iterator[Subject]:
-    """Those that llama.cpp holds; why not, of the others."""
+def exportable(subjects: Iterator[Subject], place: Path, k: int) -> Iterator[Subject]:
+    """Yield the subjects that llama.cpp can load; print why it cannot load others."""
     for subject in subjects:
         try:
             subject.export(place, k, "llamacpp")
@@ -200,7 +198,7 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         subjects = chosen_subjects(options, Path(folder), grown=True)
         if options.random is not None:
-            subjects = held(subjects, Path(folder) / "export", options.k)
+            subjects = exportable(subjects, Path(folder) / "export", options.k)
         for number, subject in enumerate(subjects):
             for kind in dict.fromkeys([None, options.quantized]):
                 place = Path(folder) / f"work-{number}-{kind}"

@@ -1,19 +1,18 @@
-"""A head's outputs in draftlab's training against the speculators library, in float32.
+"""Compare a head's training outputs in draftlab and in the speculators library, in float32.
 
     .venv/bin/python eval/parity/parity_speculators.py [--head FOLDER|reference] [--prompts 6]
 
-The target's own greedy answers are recorded in float32 and packed into one row, several
-conversations side by side. Steps 0 .. L − 1 of training-time test, of a parallel head depths
-0 .. L − 1, then run twice: here by the objective that trains the family, there by the library's own
-forward on the exported head (speculators layout, loaded with its `from_pretrained`). Compared are
-fc's output, what is fed back (the output before the last norm, with norm_output behind it) and the
-logits, at every row both compute. The largest difference of each must stay below 1e-5 of the
-largest value. Two masks: `all` (everything carries loss, so every row is compared) and `answers`
-(real spans, so that rows left out by compaction are proven not to matter). `--random` takes loud
-random heads of all shapes that the layout holds in place of the head, for its target and for a
-random Qwen3 with tied embeddings, under the first mask.
+The target's greedy answers are recorded in float32 and packed into one row. Steps 0 .. L − 1 of
+training-time test, or depths 0 .. L − 1 of a parallel head, run in the objective that trains the
+family and in the library's own forward on the exported head. The output of fc, what is fed back
+(the output before the last norm, or after it with norm_output) and the logits are compared at every
+row that both compute. The largest difference of each must stay below 1e-5 of the largest value.
+There are two masks: with `all` every token has loss, so every row is compared; with `answers` spans
+are real, which shows that skipped rows do not matter. `--random` compares random heads of all
+shapes that the layout can hold, for the target and for a random Qwen3 with tied embeddings, with
+the first mask.
 
-Exit status as of parity_vllm.py: 0 equal, 1 different, 2 unusable, 77 skipped.
+The exit status is that of parity_vllm.py.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ PAGE = ("speculators, equal outputs of training's forward", (
 
 @dataclass(frozen=True)
 class Step:
-    """One step's values at the rows compared: what is fed back [n, H], and logits [n, D]."""
+    """Values of a step at the compared rows: what is fed back [n, H], and logits [n, D]."""
 
     rows: Tensor
     output: Tensor
@@ -69,7 +68,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Deviation:
-    """Largest absolute difference and largest absolute value (the library's) of one quantity."""
+    """Largest absolute difference and largest absolute value (the library's) of a quantity."""
 
     difference: float
     scale: float
@@ -82,7 +81,7 @@ class Deviation:
 
 
 def deviation(ours: Tensor, theirs: Tensor) -> Deviation:
-    """Of two tensors of one shape."""
+    """Return the deviation of two tensors of one shape."""
     if ours.shape != theirs.shape or not ours.numel():
         raise ValueError(f"expected equal shapes with rows, found {ours.shape}, {theirs.shape}")
     return Deviation(float((ours - theirs).abs().max()), float(theirs.abs().max()))
@@ -90,7 +89,7 @@ def deviation(ours: Tensor, theirs: Tensor) -> Deviation:
 
 @torch.inference_mode()
 def ours(head: DraftHead, batch: Batch) -> list[Step]:
-    """Every step, or depth; `rows` are positions t of the packed row."""
+    """Return every step or depth; `rows` are positions t of the packed row."""
     return [
         Step(step.teacher_index - 1 - k, step.output, head.logits(step.output))
         for k, step in enumerate(head.family.objective().forward(head, batch))
@@ -105,7 +104,7 @@ def record_answers(
     boundaries: tuple[int, ...],
     max_new_tokens: int,
 ) -> list[Record]:
-    """The target's greedy answers, recorded without rounding."""
+    """Record the target's greedy answers without rounding."""
     longest = max(len(ids) for _, ids in prompts) + max_new_tokens
     engine = Engine(target, batch=len(prompts), max_length=min(longest + 1, target.max_length))
     requests = [Request(i, ids, max_new_tokens, stop_ids=stops) for i, ids in prompts]
@@ -134,7 +133,7 @@ def record_answers(
 def compare(
     steps: Sequence[Step], library: dict[str, Tensor], documents: Tensor, tolerance: float
 ) -> tuple[dict[str, Deviation], float, str | None]:
-    """Worst deviation of outputs and logits over all steps, and the first fault.
+    """Return the worst deviations of outputs and logits over all steps, and the first fault.
 
     Returns:
         Deviations by name, share of rows with the same argmax, and the fault or None.
@@ -165,8 +164,9 @@ class Case:
     """One head under one mask.
 
     Attributes:
-        records: its target's answers, with the mask's spans. batch: the same, packed.
-        place: a folder of its own.
+        records: the target's answers, with the mask's spans.
+        batch: the same, packed.
+        place: the case's own folder.
     """
 
     subject: Subject
@@ -178,14 +178,14 @@ class Case:
 
     @property
     def answer(self) -> Path:
-        """The file that takes the library's."""
+        """The file for the library's answer."""
         return self.place / "answer.safetensors"
 
 
 def new_case(
     subject: Subject, mask: str, answered: Sequence[Record], num_steps: int, place: Path
 ) -> Case:
-    """A case of a target's answers."""
+    """Return a case of a target's answers."""
     records = [replace(r, spans=torch.ones_like(r.spans)) if mask == "all" else r for r in answered]
     batch = pack([records], sum(len(r.tokens) for r in records), num_steps)
     if subject.head.config.family == "peagle":
@@ -198,7 +198,7 @@ def new_case(
 
 
 def compare_case(case: Case, attention: str) -> tuple[list[str], bool]:
-    """A row of the page, once the library has answered, and whether all is equal."""
+    """Return a row of the page, after the library has answered, and whether all is equal."""
     head, name = case.subject.head, case.subject.name
     library, report = answer(case.answer, case.subject, case.num_steps)
     steps = ours(head, case.batch)
@@ -238,7 +238,7 @@ def compare_case(case: Case, attention: str) -> tuple[list[str], bool]:
 
 
 def cases(options: argparse.Namespace, place: Path) -> Iterator[Case]:
-    """Everything asked for, each target recorded once for each choice of boundaries."""
+    """Yield all requested cases; each target is recorded once for each choice of boundaries."""
     answers: dict[tuple[Path, tuple[int, ...]], list[Record]] = {}
     for number, each in enumerate(chosen_subjects(options, place)):
         boundaries = each.head.config.boundaries
@@ -260,13 +260,13 @@ def run(options: argparse.Namespace) -> int:
         return SKIPPED
     status = EQUAL
     with tempfile.TemporaryDirectory() as place:
-        asked = list(cases(options, Path(place)))
+        requested = list(cases(options, Path(place)))
         requests = {
             c.answer: request(c.place, c.subject, c.batch, c.num_steps, options.attention)
-            for c in asked
+            for c in requested
         }
         client(python, "speculators_client.py", requests)
-        for case in asked:
+        for case in requested:
             row, equal = compare_case(case, options.attention)
             status = status if equal else DIFFERENT
             if options.write:

@@ -1,12 +1,13 @@
-"""Greedy answers of draftlab's engine against transformers' own generate, in float32 on the CPU.
+"""Compare greedy answers of draftlab's engine and of transformers' generate, float32, CPU.
 
     .venv/bin/python eval/parity/parity_transformers.py --head FOLDER --target FOLDER [--k 3]
 
-transformers decodes a prompt at a time with attention and experts as it writes them; draftlab eight
-at once, without drafts and with the head's. All three must give the same tokens. Of a target with
-windows or chunks of positions the row says how many answers reach beyond the first border.
+transformers decodes one prompt at a time with its eager attention and experts. draftlab decodes
+eight at once, without drafts and with the head's. All three must give the same tokens. For a target
+with windows or chunks, the row says how many answers reach beyond the first border.
 
-Exit status: 0 all equal; 1 a difference (the first one is printed); 2 what cannot be run.
+Exit status: 0 all is equal; 1 something differs (the first difference is printed); 2 the request
+cannot be run.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ TABLE = ("transformers' generate, T = 0: equal tokens", (
 
 @torch.inference_mode()
 def generated(subject: Subject, new_tokens: int) -> list[tuple[int, ...]]:
-    """transformers' greedy answers, a stop token at their end included."""
+    """Return transformers' greedy answers, with a final stop token."""
     model, answers = eager_model(subject.target.folder), []
     model.generation_config.eos_token_id = sorted(subject.stops)
     for _, prompt in subject.prompts:
@@ -61,7 +62,7 @@ def generated(subject: Subject, new_tokens: int) -> list[tuple[int, ...]]:
 
 
 def border(config: Any) -> int | None:
-    """Positions of a window or chunk, where any of the target's layers has one."""
+    """Return the positions of the target's windows or chunks; None without any."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     return next((getattr(config, sizes[kind]) for kind in sizes.keys() & kinds), None)
@@ -70,7 +71,7 @@ def border(config: Any) -> int | None:
 def first_difference(
     expected: Sequence[Sequence[int]], found: Sequence[Generation], name: str
 ) -> str | None:
-    """Prompt, position and both tokens of the first difference; None: all is equal."""
+    """Return prompt, position and both tokens of the first difference; None if all is equal."""
     for ids, generation in zip(expected, found, strict=True):
         pairs = zip((*ids, None), (*generation.token_ids, None), strict=False)
         for position, (theirs, ours) in enumerate(pairs):

@@ -1,12 +1,10 @@
-"""A head in vLLM, loaded twice in one process: tokens and counters equal to draftlab's both times.
+"""Compare draftlab with a vLLM that loads a head twice in one process.
 
     .venv/bin/python eval/parity/parity_twice.py --head FOLDER --target FOLDER [--k 3] [--prompts 8]
 
-At T = 0 in float32, vLLM's own layout, one prompt at a time. vLLM's loader of Llama 4 drafters
-changes a config in place, so that a second engine of the same process would be another one if
-anything were shared.
-
-Exit status as of parity_vllm.py.
+Tokens and counters must be equal both times: T = 0, float32, vLLM's own layout, one prompt at a
+time. vLLM's loader of Llama 4 drafters changes a config in place, which a second engine of the same
+process must not see. The exit status is that of parity_vllm.py.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     bench = Bench(subject, python, options.k, options.max_new_tokens)
     ours = bench.ours(0.0, 1)
     counted = total(ours)
-    mine = [counted.drafts, counted.accepted, list(counted.accepted_at)]
+    ours_counted = [counted.drafts, counted.accepted, list(counted.accepted_at)]
     with tempfile.TemporaryDirectory() as place:
         head, answer = Path(place) / "vllm", Path(place) / "answer.json"
         subject.export(head, bench.k, "vllm")
@@ -66,8 +64,8 @@ def run(options: argparse.Namespace) -> int:
     status = EQUAL
     for number, found in enumerate(loads, 1):
         theirs = [found["drafts"], found["accepted"], found["accepted_at"]]
-        equal = found["tokens"] == [list(g.token_ids) for g in ours] and theirs == mine
-        figures = [f"{n:,} / {a:,} / {at}" for n, a, at in (mine, theirs)]
+        equal = found["tokens"] == [list(g.token_ids) for g in ours] and theirs == ours_counted
+        figures = [f"{n:,} / {a:,} / {at}" for n, a, at in (ours_counted, theirs)]
         print(f"load {number}: draftlab {figures[0]}, vLLM {figures[1]}: ", end="")
         print("EQUAL" if equal else "DIFFERENT", flush=True)
         status = status if equal else DIFFERENT

@@ -1,6 +1,6 @@
-"""Heads of all shapes that layouts hold, and a target of another architecture, with loud weights.
+"""Random heads of all shapes that layouts can hold, and a target of another architecture.
 
-Weights as small as a new head's would hide what RoPE, norms and masks do wrong.
+Their weights are large: a new head's would hide errors of RoPE, norms and masks.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ SHAPES: dict[str, dict[str, Any]] = {
     "peagle, 2 layers, qk_norm, norm_before_residual": PEAGLE | QK | AFTER | {"num_layers": 2},
     "peagle, 2 layers, 4 boundaries, whole vocabulary": PEAGLE | FOUR | WHOLE | {"num_layers": 2},
 }
-"""What --random compares; of draft_vocab_size None is all, of boundaries a number spreads them."""
+"""The shapes of --random. draft_vocab_size None is the whole vocabulary; `boundaries` counts."""
 
 GAIN = 1.5
-"""Of a matrix of √fan_in. At 2 attention is so sharp that two float32 programs part by 3e-5 where
-their last bits differ."""
+"""Standard deviation of a matrix times √fan_in. With 2, attention is so sharp that float32 programs
+differ by 3e-5 because of their last bits."""
 
 
 def chosen_subjects(
     options: argparse.Namespace, place: Path, *, grown: bool = False
 ) -> Iterator[Subject]:
-    """The head asked for, or with --random heads of all shapes of two targets.
+    """Yield the requested head or, with --random, heads of all shapes for two targets.
 
     The targets are the head's own and a random Qwen3 with tied embeddings.
 
     Args:
-        grown: for its own target, heads are grown from the trained one, so that drafts are
-            accepted; the others stay random, and all where that one reads other features.
+        grown: heads of the trained head's target take over its weights, so that drafts are
+            accepted. Others stay random, and all do if the trained head reads other features.
 
     Raises:
-        UserError: --random asks for names that no shape has.
+        UserError: no shape matches the pattern of --random.
     """
     subject = load_subject(options.head, options.target, options.prompts)
     if options.random is None:
@@ -116,13 +116,13 @@ def stand_in(subject: Subject, folder: Path) -> Subject:
 def with_random_head(
     subject: Subject, folder: Path, name: str, trained: DraftHead | None = None, **shape: Any
 ) -> Subject:
-    """The subject with a random head of another shape, saved in `folder`.
+    """Return the subject with a random head of another shape, saved in `folder`.
 
-    Embeddings and lm_head are the target's, the draft vocabulary is the subject's own.
+    Embeddings and lm_head are the target's; the draft vocabulary is the subject's.
 
     Args:
-        trained: a head whose weights are taken over, as far as they fit.
-        shape: of `SHAPES`.
+        trained: a head whose weights are copied where they fit.
+        shape: fields as in `SHAPES`.
     """
     head = new_head(_config(subject, shape))
     generator = torch.Generator().manual_seed(0)
@@ -149,12 +149,12 @@ def with_random_head(
 
 
 def _grow(head: DraftHead, trained: DraftHead) -> None:
-    """Takes over what fits; what a shape adds stays random, but quiet where it would drown that."""
-    found = trained.state_dict()
+    """Copy the weights that fit; a further boundary's weights stay random, but small."""
+    weights = trained.state_dict()
     for name, parameter in head.named_parameters():
-        if name in found and found[name].shape == parameter.shape:
-            parameter.copy_(found[name])
-    width = trained.config.feature_size  # a further boundary lies behind the trained ones
+        if name in weights and weights[name].shape == parameter.shape:
+            parameter.copy_(weights[name])
+    width = trained.config.feature_size  # a further boundary comes after the trained ones
     head.fc.weight[:, :width] = trained.fc.weight
     head.fc.weight[:, width:] *= 0.1
     ids = trained.t2d.nonzero()[:, 0]
@@ -168,7 +168,7 @@ def _load(folder: Path, subject: Subject) -> DraftHead:
 
 
 def _config(subject: Subject, shape: dict[str, Any]) -> HeadConfig:
-    """draftlab.json of a head of that shape for the subject's target."""
+    """Return the config of a head of that shape for the subject's target."""
     target, own = subject.target, subject.head.config
     config, layers = target.config, target.num_layers
     tokenizer = load_tokenizer(subject.settings)

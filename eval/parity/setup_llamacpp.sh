@@ -4,8 +4,8 @@
 # takes 5 to 20 minutes on two cores; one that was stopped goes on where it was.
 # Does nothing when the stamp says that the wanted version is already there.
 #
-#   eval/parity/setup_llamacpp.sh            # build, or find it built
-#   eval/parity/setup_llamacpp.sh --check    # only say whether it is there (exit 0 or 1)
+#   eval/parity/setup_llamacpp.sh            # build it if it is missing
+#   eval/parity/setup_llamacpp.sh --check    # exit 0 if it is installed, else 1
 set -euo pipefail
 # shellcheck source=env_common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/env_common.sh"
@@ -15,14 +15,7 @@ LLAMA_CPP_PYTHON_VERSION=0.3.36
 TARGETS="llama-server llama-quantize"
 WANTED="llama-cpp-python==$LLAMA_CPP_PYTHON_VERSION"
 
-dir="$(parity_env_dir llamacpp)"
-if parity_is_ready "$dir" "$WANTED"; then
-  echo "ready: $dir ($WANTED)" >&2
-  exit 0
-fi
-if [ "${1:-}" = --check ]; then
-  parity_die "not there: $dir with $WANTED; run eval/parity/setup_llamacpp.sh"
-fi
+parity_begin llamacpp "$WANTED" "$@"
 command -v c++ >/dev/null || parity_die "building llama.cpp needs a C++ compiler (c++), found none"
 
 if [ "$(cat "$dir/.fetched" 2>/dev/null)" != "$WANTED" ]; then
@@ -51,6 +44,4 @@ cmake -G Ninja -S "$dir/source" -B "$dir/build" -DCMAKE_BUILD_TYPE=Release \
 # shellcheck disable=SC2086
 cmake --build "$dir/build" --target $TARGETS -j 2 >>"$dir/build.log" 2>&1 ||
   parity_die "the build failed: $(tail -n 5 "$dir/build.log")"
-parity_stamp "$dir" "$WANTED" torch transformers sentencepiece numpy
-echo "built: $dir" >&2
-cat "$dir/.draftlab-stamp" >&2
+parity_end "$WANTED" torch transformers sentencepiece numpy

@@ -3,8 +3,8 @@
 # ${DRAFTLAB_ENVS:-.envs}/speculators, with the speculators library and a CPU build of torch.
 # Does nothing when the stamp says that the wanted versions are already there.
 #
-#   eval/parity/setup_speculators.sh            # build, or find it built
-#   eval/parity/setup_speculators.sh --check    # only say whether it is there (exit 0 or 1)
+#   eval/parity/setup_speculators.sh            # build it if it is missing
+#   eval/parity/setup_speculators.sh --check    # exit 0 if it is installed, else 1
 set -euo pipefail
 # shellcheck source=env_common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/env_common.sh"
@@ -15,14 +15,7 @@ SPECULATORS_VERSION=0.9.0
 SKIP='torch|torchaudio|torchvision'
 WANTED="torch==$TORCH_VERSION speculators==$SPECULATORS_VERSION"
 
-dir="$(parity_env_dir speculators)"
-if parity_is_ready "$dir" "$WANTED"; then
-  echo "ready: $dir ($WANTED)" >&2
-  exit 0
-fi
-if [ "${1:-}" = --check ]; then
-  parity_die "not there: $dir with $WANTED; run eval/parity/setup_speculators.sh"
-fi
+parity_begin speculators "$WANTED" "$@"
 
 parity_new_env "$dir"
 parity_pip "$dir" "torch $TORCH_VERSION (CPU)" "torch==$TORCH_VERSION" numpy
@@ -34,6 +27,4 @@ parity_pip "$dir" "the requirements of speculators" -r "$dir/requirements.txt" \
 parity_check_cpu_torch "$dir" "$TORCH_VERSION"
 "$dir/bin/python" -c 'import speculators' ||
   parity_die "speculators was installed in $dir but does not import (reason above)"
-parity_stamp "$dir" "$WANTED" torch speculators transformers safetensors numpy pydantic
-echo "built: $dir" >&2
-cat "$dir/.draftlab-stamp" >&2
+parity_end "$WANTED" torch speculators transformers safetensors numpy pydantic

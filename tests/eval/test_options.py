@@ -22,7 +22,7 @@ def test_variants_are_measured_against_the_base(
     page.write_text("an older table\n")
     asked = ["--recipe", "small.yaml", "--out", "runs", "--prompts", "3", "--k", "2"]
     asked += ["--write", str(page), "--only", "base", "eagle", "one boundary, 9"]
-    monkeypatch.setitem(options.VARIANTS, "one boundary, 9", ("record.boundaries=[2]",))
+    monkeypatch.setitem(options.VARIANTS, "one boundary, 9", "record.boundaries=[2]")
     with contextlib.chdir(tmp_path):
         options.main(asked)
         before = page.read_text()

@@ -115,7 +115,8 @@ def test_random_heads_are_chosen_by_a_pattern(
 ) -> None:
     def subject(kind: str) -> SimpleNamespace:
         target = SimpleNamespace(config=SimpleNamespace(model_type=kind), fingerprint=kind)
-        return SimpleNamespace(target=target, head=SimpleNamespace(config=config))
+        family = SimpleNamespace(reads_last_state=False)
+        return SimpleNamespace(target=target, head=SimpleNamespace(config=config, family=family))
 
     def chosen(pattern: str) -> list[str]:
         options = parser.parse_args(["--random", pattern])
