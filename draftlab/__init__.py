@@ -1,7 +1,6 @@
 """draftlab: train, evaluate and export draft heads for speculative decoding.
 
-The verbs of the command line are functions here (imported when first used, so that
-`import draftlab` stays light)::
+The Python API. Names are imported when they are first used, so that `import draftlab` is fast::
 
     from draftlab import Monitor, Pipeline, evaluate_head, export_head, load_recipe
     pipeline = Pipeline(load_recipe(Path("recipes/quickstart.yaml")), Monitor())
@@ -13,8 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-# Name → module, and its name there where that differs: `draftlab.export` is a room.
-_WHERE = {
+# Name → module and attribute.
+_EXPORTS = {
     "Monitor": ("draftlab.progress", "Monitor"),
     "Pipeline": ("draftlab.pipeline.pipeline", "Pipeline"),
     "Recipe": ("draftlab.pipeline.recipe", "Recipe"),
@@ -26,11 +25,11 @@ _WHERE = {
     "find_run": ("draftlab.pipeline.run_folder", "find_run"),
     "load_recipe": ("draftlab.pipeline.recipe", "load_recipe"),
 }
-__all__ = sorted(_WHERE)
+__all__ = sorted(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _EXPORTS:
         raise AttributeError(f"module 'draftlab' has no attribute {name!r}")
-    module, attribute = _WHERE[name]
+    module, attribute = _EXPORTS[name]
     return getattr(import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""Files that outlive crashes, their hashes, and JSON."""
+"""Atomic writes, hashes and JSON."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from draftlab.errors import UserError
 
 
 def canonical_json(value: Any) -> str:
-    """JSON with sorted keys and no spaces: equal values give equal text."""
+    """Return JSON with sorted keys and no spaces, so that equal values give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def sha256_text(text: str) -> str:
-    """Hex SHA-256 of a text's UTF-8 bytes."""
+    """Return the hex SHA-256 of a text's UTF-8 bytes."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes, read in pieces."""
+    """Return the hex SHA-256 of a file, read in blocks."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -35,16 +35,16 @@ _UMASK = threading.Lock()
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yields a temporary sibling of `path`; on success it is fsynced and renamed onto `path`.
+    """Yield a temporary path beside `path`; on success fsync that file and rename it to `path`.
 
-    A crash at any point leaves either the old file or the new one, never a part.
+    After a crash `path` holds either the old file or the new one, never a half-written one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
         # Some writers create files that only their owner may read; servers run as other users.
-        with _UMASK:  # it can only be read by setting it, for all threads
+        with _UMASK:  # the umask can only be read by setting it, for all threads
             umask = os.umask(0)
             os.umask(umask)
         temporary.chmod(0o666 & ~umask)
@@ -61,38 +61,39 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def check_folder(path: Path) -> None:
-    """Refuses a folder that could not be written to, before anything is computed for it.
+    """Check that a folder can be written to, before anything is computed for it.
 
     Raises:
-        UserError: `path` is a file, or it or the folder it would be made in is not ours to write.
+        UserError: `path` is a file, or the user may not write to it or to its nearest existing
+            parent.
     """
-    there = path.absolute()
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir():
-        found = f"a file, {there}"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        found = f"no permission to write to {there}"
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        obstacle = f"a file, {existing}"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        obstacle = f"no permission to write to {existing}"
     else:
         return
     raise UserError(
-        f"expected a folder to write to, found {found}", where=path, do="name another folder"
+        f"expected a folder to write to, found {obstacle}", where=path, do="name another folder"
     )
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file atomically."""
+    """Write a text file atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes indented JSON atomically."""
+    """Write indented JSON atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path, *, kind: str = "JSON file") -> Any:
-    """Reads JSON; a missing or broken file is a `UserError` that names it as a `kind`."""
+    """Read JSON; raise a `UserError` that calls a missing or broken file a `kind`."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -106,10 +107,10 @@ def read_json(path: Path, *, kind: str = "JSON file") -> Any:
 def save_tensors(
     tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """safetensors' `save_file`, whose errors of the disk become the user's.
+    """Write a safetensors file.
 
     Raises:
-        UserError: when the file cannot be written.
+        UserError: the file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -120,5 +121,5 @@ def save_tensors(
         raise UserError(
             f"the tensors could not be written: {error}",
             where=path,
-            do="free disk space or write elsewhere; the same command then goes on",
+            do="free disk space or write elsewhere; the same command then continues",
         ) from None

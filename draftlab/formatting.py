@@ -6,26 +6,26 @@ import signal
 from typing import Any
 
 
-def counted(number: int, noun: str) -> str:
-    """A number of things: "1 shard", "2,000 shards", "2 processes"."""
+def count_text(number: int, noun: str) -> str:
+    """Return a count with its noun: "1 shard", "2,000 shards", "2 processes"."""
     return f"{number:,} {noun}" + ("es" if noun.endswith("s") else "s") * (number != 1)
 
 
 def rounded_text(value: float, digits: int = 3) -> str:
-    """A number to so many digits, up to 1e15: "0.0764", "1,530" (`.3g` writes 1.53e+03)."""
+    """Return a number with so many digits and no exponent up to 1e15: "0.0764", "1,530"."""
     return f"{float(f'{value:.{digits}g}'):,.15g}"
 
 
-def ended_text(code: int) -> str:
-    """How a process ended, by `returncode`: "exit code 3", "killed by SIGKILL"."""
+def exit_text(code: int) -> str:
+    """Return how a process ended, from its `returncode`: "exit code 3", "killed by SIGKILL"."""
     if code >= 0:
         return f"exit code {code}"
-    known = {number.value: number.name for number in signal.Signals}
-    return f"killed by {known.get(-code, f'signal {-code}')}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-code, f'signal {-code}')}"
 
 
 def size_text(number_of_bytes: float) -> str:
-    """A size for people, three digits of it: "816 kB", "33.1 GB"."""
+    """Return a size with three digits: "816 kB", "33.1 GB"."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if number_of_bytes >= unit:
             return f"{rounded_text(number_of_bytes / unit)} {name}"
@@ -33,7 +33,7 @@ def size_text(number_of_bytes: float) -> str:
 
 
 def plain_values(fields: dict[str, Any]) -> list[tuple[str, str]]:
-    """Facts of provenance that read on a line."""
+    """Return the numbers and texts among some fields, as names and values to print."""
     form = {int: "{:,}", float: "{:.4g}", str: "{}"}
     return [
         (name.replace("_", " "), form[type(value)].format(value))

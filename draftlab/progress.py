@@ -1,13 +1,13 @@
-"""Where lines of progress go."""
+"""The interface through which all rooms report what they do."""
 
 from __future__ import annotations
 
 
 class Monitor:
-    """Where a room's lines and progress go. This one swallows them; the CLI's prints them."""
+    """Receives lines and progress, and ignores them. The command line's monitor prints them."""
 
     def say(self, line: str) -> None:
-        """A finished line: a count, a default that was chosen, something dropped."""
+        """Report a line: a count, a default that was chosen, something that was dropped."""
 
     def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
-        """How far a stage is; `detail` is a short text such as "1,024 tokens/s"."""
+        """Report how far a stage is; `detail` is a short text such as "1,024 tokens/s"."""

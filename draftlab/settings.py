@@ -1,12 +1,12 @@
-"""The strict base class of all settings, and validation errors in plain words."""
+"""The strict base class of all settings, and pydantic's validation errors in plain words."""
 
 from __future__ import annotations
 
 import json
 import re
 import typing
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -17,10 +17,13 @@ from pydantic import (
     field_validator,
 )
 
+from draftlab.errors import UserError
+
+S = TypeVar("S", bound="Settings")
+
 
 class Settings(BaseModel):
-    """Base of every room's settings: frozen, no unknown keys, documented by attribute
-    docstrings."""
+    """Base of all settings: frozen, without unknown keys, documented by attribute docstrings."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -28,45 +31,70 @@ class Settings(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _booleans_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses `steps=true`, which pydantic takes for 1."""
+    def _refuse_booleans_as_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse `steps=true`, which pydantic reads as 1."""
         if any(isinstance(one, bool) for one in (value if isinstance(value, list) else [value])):
-            kinds = set(_kinds(cls.model_fields[typing.cast(str, info.field_name)].annotation))
-            if kinds & {int, float} and bool not in kinds:
-                wanted = "a number" if float in kinds else "a whole number"
-                raise ValueError(f"expected {wanted}, found {_shown(value)}")
+            types = set(_types_in(cls.model_fields[typing.cast(str, info.field_name)].annotation))
+            if types & {int, float} and bool not in types:
+                expected = "a number" if float in types else "a whole number"
+                raise ValueError(f"expected {expected}, found {_yaml_text(value)}")
         return value
 
 
-def _kinds(annotation: Any) -> Iterator[Any]:
-    """The types that an annotation is made of."""
+def _types_in(annotation: Any) -> Iterator[Any]:
+    """Yield all types that an annotation contains."""
     if typing.get_origin(annotation) is typing.Literal:
         yield from map(type, typing.get_args(annotation))
         return
     yield annotation
-    for part in typing.get_args(annotation):
-        yield from _kinds(part)
+    for argument in typing.get_args(annotation):
+        yield from _types_in(argument)
 
 
 def _as_list(value: Any) -> Any:
-    """One value where several may stand; of a text, several between commas, of "" none."""
+    """Return a single value as a tuple; split a text at its commas."""
     if isinstance(value, str):
-        parts = [part.strip() for part in value.split(",")] if value.strip() else []
-        if "" in parts:
+        items = [item.strip() for item in value.split(",")] if value.strip() else []
+        if "" in items:
             raise ValueError(f"expected values between commas, found {value!r}")
-        return tuple(parts)
+        return tuple(items)
     return (value,) if isinstance(value, int | float) else value
 
 
-Listed = BeforeValidator(_as_list)
-"""Of settings with several values: `eval.k=4` and `eval.k=3,5` are as good as `eval.k=[3, 5]`."""
+SingleOrList = BeforeValidator(_as_list)
+"""For settings with several values: `eval.k=4` and `eval.k=3,5` equal `[4]` and `[3, 5]`."""
 
 
-_ALTERNATIVE = re.compile(r"(bool|int|float|str|literal\[.*\])$")
-"""What pydantic puts behind a key for each type of a union."""
+def update_settings(
+    settings: S,
+    values: Mapping[str, Any],
+    *,
+    where: str,
+    options: Mapping[str, str] | None = None,
+    do: str = "",
+) -> S:
+    """Return a validated copy of settings with other values; None leaves a setting as it is.
+
+    Args:
+        options: setting → its name in an error message, if that is not the setting's own.
+        where, do: parts of the error message.
+    """
+    fields = {key: value for key, value in values.items() if value is not None}
+    try:
+        return type(settings).model_validate(settings.model_dump() | fields)
+    except ValidationError as error:
+        lines = [
+            f"{(options or {}).get(name, name)}: {describe_error(one)}"
+            for one in merged_errors(error)
+            if (name := str(one["loc"][0]))
+        ]
+        raise UserError("\n".join(lines), where=where, do=do) from None
 
 
-_WORDS = {
+_UNION_MEMBER = re.compile(r"(bool|int|float|str|literal\[.*\])$")
+"""What pydantic appends to a key for each type of a union."""
+
+_EXPECTED = {
     "int_type": "a whole number",
     "int_parsing": "a whole number",
     "int_from_float": "a whole number",
@@ -81,59 +109,61 @@ _WORDS = {
     "model_type": "a mapping of settings",
     "dict_type": "a mapping of settings",
 }
-"""What is wanted, by pydantic's types of faults."""
+"""What was expected, by pydantic's types of errors."""
 
 
-def faults(error: ValidationError) -> list[Any]:
-    """What does not fit, a fault for each value.
+def merged_errors(error: ValidationError) -> list[Any]:
+    """Return pydantic's errors, one for each value.
 
-    Of a list whose items do not fit pydantic also says that it is empty, and of a value that may be
-    of several types it says how each of them is missed.
+    For a list with invalid items pydantic also reports that the list is empty, and for a union it
+    reports one error for each type.
     """
-    found: dict[tuple[Any, ...], Any] = {}
-    for fault in error.errors():
-        loc = fault["loc"]
-        if len(loc) > 1 and _ALTERNATIVE.match(str(loc[-1])):
-            wanted = _wanted(fault)
-            if loc[:-1] in found:
-                wanted = f"{found[loc[:-1]]['wanted']} or {wanted}"
-            fault = {**fault, "loc": loc[:-1], "wanted": wanted}
-        found[fault["loc"]] = fault
-    lists = {loc[:-1] for loc in found}
-    return [f for loc, f in found.items() if f["type"] != "too_short" or loc not in lists]
+    by_key: dict[tuple[Any, ...], Any] = {}
+    for one in error.errors():
+        loc = one["loc"]
+        if len(loc) > 1 and _UNION_MEMBER.match(str(loc[-1])):
+            expected = _expected(one)
+            if loc[:-1] in by_key:
+                expected = f"{by_key[loc[:-1]]['expected']} or {expected}"
+            one = {**one, "loc": loc[:-1], "expected": expected}
+        by_key[one["loc"]] = one
+    lists = {loc[:-1] for loc in by_key}
+    return [e for loc, e in by_key.items() if e["type"] != "too_short" or loc not in lists]
 
 
-def _wanted(fault: Any) -> str:
-    kind, message = fault["type"], fault["msg"].removeprefix("Input should be ")
+def _expected(error: Any) -> str:
+    kind, message = error["type"], error["msg"].removeprefix("Input should be ")
     if kind == "string_pattern_mismatch":
-        return f"a text that matches {fault['ctx']['pattern']}"
-    return _WORDS.get(kind) or "a number " * message.startswith(("greater", "less")) + message
+        return f"a text that matches {error['ctx']['pattern']}"
+    return _EXPECTED.get(kind) or "a number " * message.startswith(("greater", "less")) + message
 
 
-def _shown(value: Any) -> str:
-    """A value as YAML has it, where Python writes it otherwise."""
+def _yaml_text(value: Any) -> str:
+    """Return a value as YAML writes it."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(map(_yaml_text, value))}]"
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
-def complaint(fault: Any) -> str:
-    """ "expected …, found …" of one of `faults`, in words of people who do not know pydantic."""
-    kind = fault["type"]
-    if kind == "value_error":  # our own validators have said it whole
-        return str(fault["msg"]).removeprefix("Value error, ")
+def describe_error(error: Any) -> str:
+    """Return "expected …, found …" for one of `merged_errors`."""
+    kind = error["type"]
+    if kind == "value_error":  # a message of draftlab's own validators
+        return str(error["msg"]).removeprefix("Value error, ")
     if kind == "missing":
         return "expected a value, found nothing"
     if kind == "extra_forbidden":
         return "unknown key"
     if kind == "too_short":
         return "expected at least one value, found none"
-    return f"expected {fault.get('wanted') or _wanted(fault)}, found {_shown(fault['input'])}"
+    return (
+        f"expected {error.get('expected') or _expected(error)}, found {_yaml_text(error['input'])}"
+    )
 
 
-def complaints(error: ValidationError) -> str:
-    """All of them, a line each, under the keys they belong to."""
+def describe_errors(error: ValidationError) -> str:
+    """Return a line for each error, which begins with its key."""
     return "\n  ".join(
-        ": ".join(filter(None, [".".join(map(str, fault["loc"])), complaint(fault)]))
-        for fault in faults(error)
+        ": ".join(filter(None, [".".join(map(str, one["loc"])), describe_error(one)]))
+        for one in merged_errors(error)
     )

@@ -48,12 +48,14 @@ def push(
     with guard(debug, UNSENT):
         from draftlab.export.settings import ExportSettings
         from draftlab.hub.upload import check_repo_id
-        from draftlab.pipeline.recipe import changed
+        from draftlab.settings import update_settings
 
         check_repo_id(repo)  # before torch is imported
         asked = {"formats": (to,), "k": k, "dtype": dtype}
         options = {"formats": "--to", "k": "--k", "dtype": "--dtype"}
-        exports = changed(ExportSettings(), asked, where="command line", options=options, do=_HELP)
+        exports = update_settings(
+            ExportSettings(), asked, where="command line", options=options, do=_HELP
+        )
         from draftlab.hub.upload import upload
         from draftlab.hub.upload_folder import PushSettings, write_upload_folder
         from draftlab.pipeline.head_workspace import open_head

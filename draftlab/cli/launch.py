@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from draftlab.formatting import ended_text
+from draftlab.formatting import exit_text
 from draftlab.progress import Monitor
 
 DRAFTLAB = (sys.executable, "-m", "draftlab.cli")
@@ -109,7 +109,7 @@ def _await(processes: list[subprocess.Popen[bytes]], logs: Path, monitor: Monito
     _settle(processes)
     for rank in failed:
         code = codes[rank]
-        how = ended_text(code)
+        how = exit_text(code)
         said = _last_line(_log(logs, rank)) if rank else ""
         if said:
             monitor.say(f"rank {rank} failed: {how}; its log: {_log(logs, rank)}; it ends: {said}")

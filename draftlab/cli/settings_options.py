@@ -13,8 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import BaseModel
 
-from draftlab.pipeline.recipe import changed
-from draftlab.settings import Settings
+from draftlab.settings import Settings, update_settings
 
 S = TypeVar("S", bound=Settings)
 
@@ -76,7 +75,9 @@ class SettingsOptions:
             UserError: a value does not fit; the message names the option.
         """
         options = {name: self._names(name)[0] for name in self.panel_of}
-        return changed(settings, chosen, where="command line", options=options, do=self.hint)
+        return update_settings(
+            settings, chosen, where="command line", options=options, do=self.hint
+        )
 
     def _names(self, field: str) -> Sequence[str]:
         return self.names.get(field) or [f"--{field.replace('_', '-')}"]

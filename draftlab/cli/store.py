@@ -129,10 +129,10 @@ def _check_parts(out: list[Path], parts: list[list[int]], records: int, prompts:
 
 
 def _told(store: Store) -> None:
-    from draftlab.formatting import counted
+    from draftlab.formatting import count_text
 
     counts = store.manifest.counts
     monitor.say(
-        f"{store.folder}: {counted(counts.records, 'record')}, {counts.tokens:,} tokens, "
-        f"{counted(len(store.manifest.shards), 'shard')}"
+        f"{store.folder}: {count_text(counts.records, 'record')}, {counts.tokens:,} tokens, "
+        f"{count_text(len(store.manifest.shards), 'shard')}"
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from draftlab.settings import SingleOrList, Settings
+from draftlab.settings import Settings, SingleOrList
 from draftlab.target_model.settings import VllmSettings
 
 
@@ -35,7 +35,9 @@ class EvalSettings(Settings):
     compare: Annotated[tuple[str, ...], SingleOrList, _Distinct] = ()
     """Further heads in the same report: "reference", or head folders. A head that was trained for
     another target is skipped with a message."""
-    k: Annotated[tuple[_Count, ...] | None, SingleOrList, _Distinct] = Field(default=None, min_length=1)
+    k: Annotated[tuple[_Count, ...] | None, SingleOrList, _Distinct] = Field(
+        default=None, min_length=1
+    )
     """Drafts a step, one or several values; None: what the head was trained for, at most 4."""
     temperatures: Annotated[tuple[_Temperature, ...], SingleOrList, _Distinct] = Field(
         default=(0.0, 0.8), min_length=1

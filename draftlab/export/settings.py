@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from draftlab.errors import UserError
-from draftlab.settings import Listed, Settings
+from draftlab.settings import SingleOrList, Settings
 
 PROGRAMS = ("speculators", "vllm", "sglang", "llamacpp")
 """Programs whose layouts are known; each family says which of them can load its heads."""
@@ -31,7 +31,7 @@ def check_program(name: str) -> None:
 class ExportSettings(Settings):
     """Which layouts a head is exported to, and how."""
 
-    formats: Annotated[tuple[str, ...], Listed] = ("speculators",)
+    formats: Annotated[tuple[str, ...], SingleOrList] = ("speculators",)
     """Layouts to write, each into a folder of its own name: speculators, vllm, sglang, llamacpp. An
     empty list: a run exports nothing."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from draftlab.errors import UserError
-from draftlab.formatting import ended_text
+from draftlab.formatting import exit_text
 from draftlab.progress import Monitor
 from draftlab.target_model.locate import resolve_device
 
@@ -75,7 +75,7 @@ def helpers(run: Path, devices: list[str], monitor: Monitor) -> Iterator[None]:
         for log, process in started:
             if process.wait():
                 monitor.say(
-                    f"a helper ended ({ended_text(process.returncode)}); its shards were recorded "
+                    f"a helper ended ({exit_text(process.returncode)}); its shards were recorded "
                     f"by the others; its log: {log}"
                 )
             else:

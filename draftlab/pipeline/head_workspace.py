@@ -15,7 +15,7 @@ from draftlab.export import ExportSettings
 from draftlab.files import check_folder, sha256_file
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.pipeline.api import export_head, new_evaluator, write_report
-from draftlab.pipeline.recipe import Recipe, flat, read_run_recipe
+from draftlab.pipeline.recipe import Recipe, flatten, read_run_recipe
 from draftlab.pipeline.resolve import find_head, find_target, name_in_reports
 from draftlab.pipeline.run_folder import RUNS, find_run, lock, making_otherwise
 from draftlab.pipeline.stages import STAGES
@@ -60,7 +60,7 @@ class HeadWorkspace:
     ) -> tuple[Report, Path]:
         """Evaluate into `out` (None: eval/ of the workspace); return the report and its folder."""
         folder = out or self.folder / "eval"
-        inputs = flat(settings, "eval.") | flat(target, "target.") | input_files(settings)
+        inputs = flatten(settings, "eval.") | flatten(target, "target.") | input_files(settings)
         check_folder(folder)  # mistakes are reported before anything is recorded
         monitor.say(f"eval: {self.head}")
         evaluator = new_evaluator(target, self.head, settings, monitor=monitor, head_name=self.name)
@@ -80,7 +80,7 @@ class HeadWorkspace:
                 do="name one, such as --to vllm",
             )
         folder = out or self.folder / "export"
-        with self._lock(out), self._recording("export", flat(settings, "export."), out):
+        with self._lock(out), self._recording("export", flatten(settings, "export."), out):
             return [
                 export_head(
                     self.head,

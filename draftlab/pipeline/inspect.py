@@ -15,7 +15,7 @@ from rich.table import Table
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report
 from draftlab.files import read_json
-from draftlab.formatting import counted, plain_values, size_text
+from draftlab.formatting import count_text, plain_values, size_text
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config, stored_shapes
 from draftlab.pipeline.head_workspace import recipe_of
@@ -194,7 +194,7 @@ def _store(store: Store, console: Console, verify: bool) -> None:
         {
             "target": f"{store.identity.target_name} ({store.identity.target_fingerprint[:12]})",
             "boundaries": f"{list(store.identity.boundaries)}, inputs of layers",
-            "records": f"{counts.records:,} in {counted(len(manifest.shards), 'shard')}",
+            "records": f"{counts.records:,} in {count_text(len(manifest.shards), 'shard')}",
             "tokens": f"{counts.tokens:,}, {counts.loss_tokens / counts.tokens:.1%} in answers, "
             f"{found.predicted / counts.tokens:.1%} predicted",
             "draft vocabulary": coverage,

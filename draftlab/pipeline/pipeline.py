@@ -28,7 +28,7 @@ from draftlab.pipeline.api import evaluate_head, export_head
 from draftlab.pipeline.estimate import estimate
 from draftlab.pipeline.head_spec import check_early, target_config
 from draftlab.pipeline.head_workspace import input_files
-from draftlab.pipeline.recipe import Recipe, flat, to_yaml
+from draftlab.pipeline.recipe import Recipe, flatten, to_yaml
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.resolve import find_head
 from draftlab.pipeline.run_folder import RUNS, Run, Status, git_commit, lock
@@ -77,7 +77,7 @@ class Pipeline:
         initial = self.recipe.head.init
         if initial is not None:
             files["head"] = {"head.init.sha256": sha256_file(find_head(initial) / WEIGHTS)}
-        return Run(self.runs / self.recipe.name, flat(self.recipe), files)
+        return Run(self.runs / self.recipe.name, flatten(self.recipe), files)
 
     @property
     def leads(self) -> bool:
@@ -92,7 +92,7 @@ class Pipeline:
     def plan(self, *last: str) -> list[Status]:
         """How each stage up to those of `last` stands; without a run nothing is downloaded."""
         folder = self.runs / self.recipe.name
-        run = self.run if folder.exists() else Run(folder, flat(self.recipe), {})
+        run = self.run if folder.exists() else Run(folder, flatten(self.recipe), {})
         return [
             replace(status, lacks=self._lacks(status.stage.name))
             if status.state in ("missing", "unfinished", "changed")

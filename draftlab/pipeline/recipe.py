@@ -6,9 +6,9 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
@@ -18,13 +18,12 @@ from draftlab.errors import UserError
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.export.settings import ExportSettings
 from draftlab.pipeline.hardware import HardwareSettings
-from draftlab.settings import Settings, complaint, faults
+from draftlab.settings import Settings, describe_error, merged_errors
 from draftlab.store.settings import RecordSettings
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.settings import DraftVocabSettings, PromptSettings, RegenerateSettings
 from draftlab.train.settings import HeadSettings, TrainSettings
 
-K = TypeVar("K", bound=Settings)
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """What a run may be called."""
 _BOOL = "tag:yaml.org,2002:bool"
@@ -141,7 +140,7 @@ def parse_recipe(tree: dict[str, Any], *, where: Path | str = "recipe") -> Recip
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(fault) for fault in faults(error)]
+        lines = [_explain(fault) for fault in merged_errors(error)]
         raise UserError(
             "the recipe does not fit:\n  " + "\n  ".join(lines),
             where=where,
@@ -199,7 +198,7 @@ def _explain(fault: Any) -> str:
     loc = fault["loc"]
     key = ".".join(str(part) for part in loc)
     if fault["type"] != "extra_forbidden":
-        return f"{key}: {complaint(fault)}"
+        return f"{key}: {describe_error(fault)}"
     model: type[BaseModel] = Recipe
     for part in loc[:-1]:
         model = typing.cast(type[BaseModel], model.model_fields[str(part)].annotation)
@@ -211,13 +210,13 @@ def _explain(fault: Any) -> str:
     return f"{key}: unknown setting; {known}"
 
 
-def flat(model: BaseModel, prefix: str = "") -> dict[str, Any]:
+def flatten(model: BaseModel, prefix: str = "") -> dict[str, Any]:
     """Every setting by its dotted name, as JSON values."""
     result: dict[str, Any] = {}
     for name in type(model).model_fields:
         value = getattr(model, name)
         if isinstance(value, BaseModel):
-            result |= flat(value, f"{prefix}{name}.")
+            result |= flatten(value, f"{prefix}{name}.")
         else:
             result[prefix + name] = list(value) if isinstance(value, tuple) else value
     return result
@@ -262,29 +261,3 @@ def _type_name(kind: Any) -> str:
     if kind is type(None):
         return "null"
     return getattr(kind, "__name__", str(kind))
-
-
-def changed(
-    settings: K,
-    asked: Mapping[str, Any],
-    *,
-    where: str,
-    options: Mapping[str, str] | None = None,
-    do: str = "",
-) -> K:
-    """A copy of settings with what was asked for (None: not asked), validated.
-
-    Args:
-        options: what an error calls a setting, where that is not its own name.
-        where, do: of an error.
-    """
-    fields = {key: value for key, value in asked.items() if value is not None}
-    try:
-        return type(settings).model_validate(settings.model_dump() | fields)
-    except ValidationError as error:
-        lines = [
-            f"{(options or {}).get(name, name)}: {complaint(fault)}"
-            for fault in faults(error)
-            if (name := str(fault["loc"][0]))
-        ]
-        raise UserError("\n".join(lines), where=where, do=do) from None

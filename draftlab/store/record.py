@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from draftlab.errors import UserError
-from draftlab.formatting import counted, size_text
+from draftlab.formatting import count_text, size_text
 from draftlab.progress import Monitor
 from draftlab.store.extraction import HiddenStateExtractor, StateSource
 from draftlab.store.manifest import MANIFEST, Manifest, Shard, StoreIdentity
@@ -164,7 +164,7 @@ def _check_disk(plan: Manifest, missing: list[Shard], folder: Path, monitor: Mon
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
-            f"expected {size_text(needed)} of free disk for {counted(len(missing), 'shard')}, "
+            f"expected {size_text(needed)} of free disk for {count_text(len(missing), 'shard')}, "
             f"found {size_text(free)}",
             where=folder,
             do="free disk space, name a folder on another disk, store fp8 features (record.dtype), "
@@ -172,8 +172,8 @@ def _check_disk(plan: Manifest, missing: list[Shard], folder: Path, monitor: Mon
         )
     committed = len(plan.shards) - len(missing)
     monitor.say(
-        f"recording {counted(plan.counts.records, 'record')}, {plan.counts.tokens:,} tokens "
-        f"({plan.counts.loss_tokens:,} in answers), {counted(len(plan.shards), 'shard')}"
+        f"recording {count_text(plan.counts.records, 'record')}, {plan.counts.tokens:,} tokens "
+        f"({plan.counts.loss_tokens:,} in answers), {count_text(len(plan.shards), 'shard')}"
         + (f", {committed} of them there already" if committed else "")
         + f"; {size_text(needed)} to write"
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from draftlab.settings import Listed, Settings
+from draftlab.settings import SingleOrList, Settings
 from draftlab.store.manifest import StoreDtype
 from draftlab.target_model.settings import VllmSettings
 
@@ -17,7 +17,7 @@ RecordBackend = Literal["transformers", "vllm"]
 class RecordSettings(Settings):
     """Which hidden states are recorded, and how they are stored."""
 
-    boundaries: Annotated[tuple[int, ...] | None, Listed] = None
+    boundaries: Annotated[tuple[int, ...] | None, SingleOrList] = None
     """Boundaries whose states become the features, in ascending order: the inputs of the layers
     with these numbers (vLLM's `eagle_aux_hidden_state_layer_ids`); None: the target's defaults."""
     dtype: StoreDtype = "bfloat16"

@@ -17,7 +17,7 @@ import torch
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
-from draftlab.formatting import ended_text
+from draftlab.formatting import exit_text
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.locate import resolve_device
 from draftlab.target_model.metadata import TargetMetadata
@@ -66,7 +66,7 @@ class WorkerProcess:
                 yield message
         except (EOFError, OSError):
             self._process.join()
-            raise self._error(f"it ended ({ended_text(self._process.exitcode)})") from None
+            raise self._error(f"it ended ({exit_text(self._process.exitcode)})") from None
 
     def _error(self, reason: str) -> UserError:
         return UserError(

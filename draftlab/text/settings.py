@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from draftlab.settings import Listed, Settings
+from draftlab.settings import SingleOrList, Settings
 from draftlab.target_model.settings import VllmSettings
 
 AnswerBackend = Literal["paged", "vllm"]
@@ -36,7 +36,7 @@ class RegenerateSettings(Settings):
     enabled: bool = True
     """Whether the target writes the answers; False keeps the given ones (off-policy)."""
     temperatures: Annotated[
-        tuple[Annotated[float, Field(ge=0)], ...], Listed, Field(min_length=1)
+        tuple[Annotated[float, Field(ge=0)], ...], SingleOrList, Field(min_length=1)
     ] = (0.0, 0.8)
     """Answer s of prompt i is sampled at temperatures[(i + s) modulo their number]; 0 is greedy."""
     samples: Annotated[int, Field(ge=1)] = 1

@@ -7,7 +7,7 @@ import pytest
 from draftlab.errors import UserError
 from draftlab.files import read_json
 from draftlab.pipeline import run_folder as run_module
-from draftlab.pipeline.recipe import Recipe, flat, parse_recipe
+from draftlab.pipeline.recipe import Recipe, flatten, parse_recipe
 from draftlab.pipeline.run_folder import Run, book, find_run, git_commit, lock, making_otherwise
 from draftlab.pipeline.stages import STAGES
 
@@ -22,7 +22,7 @@ def _stores_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_run(folder: Path, files: dict | None = None, **tree: object) -> Run:
     recipe = parse_recipe({"name": "x", **tree})
-    return Run(folder, flat(recipe), files or FILES)
+    return Run(folder, flatten(recipe), files or FILES)
 
 
 def made(run: Run, *names: str) -> Run:
@@ -221,7 +221,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 
 def test_making_with_other_settings_is_booked(tmp_path: Path) -> None:
     run = made(make_run(tmp_path))
-    own = flat(parse_recipe({"name": "x"}).eval, "eval.") | FILES["eval"]
+    own = flatten(parse_recipe({"name": "x"}).eval, "eval.") | FILES["eval"]
     with making_otherwise(tmp_path, EVAL, own | {"target.device": "cpu"}):
         pass
     assert run.status(EVAL).state == "done"  # the recipe's own settings, and a free one

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from typing import Annotated
+
+import pytest
+from pydantic import Field, ValidationError
+
+from draftlab.errors import UserError
+from draftlab.settings import Settings, describe_errors, update_settings
+
+
+class Inner(Settings):
+    rate: Annotated[float, Field(gt=0)] = 1.0
+
+
+class Outer(Settings):
+    many: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1,)
+    inner: Inner = Inner()
+    name: str = Field(default="a", pattern="^a")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"many": [0]}, "many.0: expected a number greater than or equal to 1, found 0"),
+        ({"many": []}, "many: expected at least one value, found none"),
+        ({"many": ["x"]}, "many.0: expected a whole number, found 'x'"),
+        ({"inner": 3}, "inner: expected a mapping of settings, found 3"),
+        ({"inner": {"rate": 0}}, "inner.rate: expected a number greater than 0, found 0"),
+        ({"inner": {"rat": 1}}, "inner.rat: unknown key"),
+        ({"name": "b"}, "name: expected a text that matches ^a, found 'b'"),
+    ],
+)
+def test_each_error_is_one_line(values: dict, message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Outer.model_validate(values)
+    assert describe_errors(caught.value) == message
+
+
+def test_update_settings_validates_new_values() -> None:
+    settings = Inner()
+    assert update_settings(settings, {"rate": 5}, where="here").rate == 5
+    assert update_settings(settings, {"rate": None}, where="here") == settings
+    with pytest.raises(UserError, match=r"--rate: expected .*found -1"):
+        update_settings(settings, {"rate": -1}, where="here", options={"rate": "--rate"})
