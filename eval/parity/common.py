@@ -23,12 +23,15 @@ from draftlab.export import ExportSettings
 from draftlab.files import write_json, write_text
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import load_head
-from draftlab.pipeline import api, resolve
+from draftlab.pipeline.api import export_head
+from draftlab.pipeline.head_workspace import HeadWorkspace, open_head
+from draftlab.pipeline.resolve import REFERENCE
 from draftlab.progress import Monitor
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import stop_ids
+from draftlab.text.suites import load_suite
 
 HERE = Path(__file__).resolve().parent
 EQUAL, DIFFERENT, UNUSABLE, SKIPPED = 0, 1, 2, 77
@@ -56,7 +59,7 @@ class Subject:
 
     def export(self, place: Path, k: int | None = None, layout: str = "speculators") -> None:
         """Export the head in another program's layout, in float32."""
-        api.export(
+        export_head(
             self.folder,
             self.settings,
             place,
@@ -104,20 +107,20 @@ def load_subject(head: str | None, target: str | None, prompts: int) -> Subject:
         ),
         settings,
         loaded,
-        api.load_suite("embedded:heldout", tokenizer, Monitor()).prompts[:prompts],
+        load_suite("embedded:heldout", tokenizer, Monitor()).prompts[:prompts],
         stop_ids(tokenizer, loaded.folder),
     )
 
 
-def choose(head: str | None, target: str | None) -> resolve.Subject:
+def choose(head: str | None, target: str | None) -> HeadWorkspace:
     """Return the requested head; by default the latest run's, else the reference head."""
     if head is None:
         try:
-            return resolve.open_head(None, None, target)
+            return open_head(None, None, target)
         except UserError as error:
             print(f"{error}\nno run has a head, so the reference head is compared", file=sys.stderr)
-            head = api.REFERENCE
-    return resolve.open_head(None, head, target)
+            head = REFERENCE
+    return open_head(None, head, target)
 
 
 def decoded(
