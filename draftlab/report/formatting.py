@@ -167,10 +167,10 @@ def conditions_text(temperature_: float, draft_probs_: bool, batch: int | None, 
 
 def advice(report: Report) -> list[tuple[str, str]]:
     """Return (conditions, text) of the advice for each head and batch, at the first temperature."""
-    found = (report.adviser or {}).get("advice", [])
-    engines, heads = ({one[key] for one in found} for key in ("engine", "head"))
+    entries = (report.adviser or {}).get("advice", [])
+    engines, heads = ({one[key] for one in entries} for key in ("engine", "head"))
     lines: dict[tuple[Any, ...], tuple[str, str]] = {}
-    for one in found:
+    for one in entries:
         names = [one["head"]] * (len(heads) > 1) + [one["engine"]] * (len(engines) > 1)
         conditions = conditions_text(one["temperature"], one["draft_probs"], None, *names)
         key = (one["engine"], one["head"], one["batch"])

@@ -204,8 +204,8 @@ class _Certification:
         The number of samples is fixed before the first one is drawn.
         """
         settings, tree, name = self.settings, choice.tree, sampling_test_name(draft_probs)
-        wanted = max(choice.max_needed or settings.max_samples, MIN_SAMPLES)
-        count = settings.samples or min(wanted, settings.max_samples)
+        needed = max(choice.max_needed or settings.max_samples, MIN_SAMPLES)
+        count = settings.samples or min(needed, settings.max_samples)
         sampling = Sampling(settings.temperature, settings.top_k, None, settings.seed)
         new_tokens = 1 + settings.judged  # the token of the prefill, then those of verify steps
         requests = [
