@@ -27,6 +27,9 @@ quickstart: setup  ## train, measure and export an EAGLE3 head for the embedded 
 test: setup  ## the CPU tests
 	$(BIN)/python -m pytest -n 2 tests
 
+test-slow: setup  ## the CPU tests of more than ten seconds that `make test` leaves out
+	$(BIN)/python -m pytest -n 2 -m 'slow and not gpu' tests
+
 lint: setup  ## style and the import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -66,5 +69,5 @@ parity-check: setup  ## what the checks run of them: speculators, and a vLLM tha
 clean:  ## build products and caches (runs/ and the environments stay)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help setup quickstart test lint parity-vllm parity-transformers parity-llamacpp \
+.PHONY: help setup quickstart test test-slow lint parity-vllm parity-transformers parity-llamacpp \
 	parity-speculators parity-check clean

@@ -27,8 +27,9 @@ from tests.helpers.interpreter import inside, run_in_the_interpreter, runs_the_o
 from tests.helpers.toys import toy_target_folder
 from tests.helpers.zoo import load_on_cpu
 
-K, BLOCK, STEPS = 3, 4, 4
-MAX_LENGTH = 8  # steps near it have fewer drafts, then none
+K, BLOCK, STEPS = 3, 4, 3
+ROWS = 1, 0  # the slot of each row, beside the dummy
+MAX_LENGTH = 7  # steps near it have fewer drafts, then none
 
 
 @runs_the_others
@@ -41,28 +42,35 @@ HEADS: dict[str, dict[str, Any]] = {
     "parallel": PARALLEL | {"num_layers": 1, "norm_before_residual": True},
     "parallel of two layers": PARALLEL | {"qk_norm": True},
 }
+# Both ways to draft, of both drafters: the number of a head's layers makes no difference to them.
+CASES = [
+    ("chain", False),
+    ("chain", True),
+    ("parallel", True),
+    ("parallel of two layers", False),
+]
 
 
 def steps(
     target: Target, drafts: list[int], kind: str, *, draft_probs: bool, on_gpu: bool
 ) -> list[tuple[list[list[int]], list[list[int]]]]:
-    """Return each step's packed results and next drafts, for three prompts and the dummy.
+    """Return each step's packed results and next drafts, for two prompts and the dummy.
 
     The prompts have one token and the first is greedy. The first step verifies `drafts`.
     """
-    head = untrained_head(target, K, 200, **HEADS[kind]).eval()
+    head = untrained_head(target, K, 200, boundaries=(0, 1, 2), **HEADS[kind]).eval()
     drafter = new_drafter(head, K, draft_probs=draft_probs)
     assert drafter.kind == kind.partition(" ")[0]
     width = -(-MAX_LENGTH // BLOCK)
     batch = InputBatch(
-        3,
+        2,
         K,
         width,
         target.device,
         draft_vocab=drafter.draft_vocab,
         sampling=drafter.sampling,
     )
-    blocks = 1 + 3 * width
+    blocks = 1 + 2 * width
     cache = target.new_paged_cache(blocks, BLOCK)
     step = Step(target, cache, batch, drafter, max_length=MAX_LENGTH)
     step.decoder = FusedDecoder(target)
@@ -70,10 +78,10 @@ def steps(
     drafter.passes = FusedHead(head)
     requests = [
         Request(str(i), (40 + i,), 8, Sampling(temperature))
-        for i, temperature in enumerate((0.0, 0.8, 1.5))
+        for i, temperature in enumerate((0.0, 0.8))
     ]
-    index = batch.index([0, 2, 1], 4)
-    batch.set_requests(index[:3], [requests[i] for i in (0, 2, 1)])
+    index = batch.index(ROWS, 3)
+    batch.set_requests(index[:2], [requests[i] for i in ROWS])
     for slot, request in enumerate(requests):
         batch.length[slot], batch.newest[slot] = 1, request.prompt_ids[0]
         batch.drafts[slot] = torch.tensor(drafts)
@@ -87,26 +95,25 @@ def steps(
     results = []
     for _ in range(STEPS):
         packed = step(index, limited=False).packed
-        drafted = batch.drafts[:3]
+        drafted = batch.drafts[:2]
         results.append(tuple(t.as_subclass(torch.Tensor).tolist() for t in (packed, drafted)))
     return results
 
 
 @inside
-@pytest.mark.parametrize("draft_probs", [False, True])
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(("kind", "draft_probs"), CASES)
 def test_steps_equal_the_references(
     kind: str, draft_probs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a GPU the kernel leaves float32 to cuBLAS; here it must run.
     monkeypatch.setattr(linear, "_takes", lambda x, weight: x.is_cuda)
-    folder = toy_target_folder(tmp_path, layers=4, hidden=32, max_length=64)
+    folder = toy_target_folder(tmp_path, layers=2, hidden=32, max_length=64)
     target = load_on_cpu(folder)
     plain = steps(target, [90, 91, 92], kind, draft_probs=False, on_gpu=False)
-    greedy = [packed[0][0] for packed, _ in plain]  # bad drafts: one token a step
+    greedy = [packed[ROWS.index(0)][0] for packed, _ in plain]  # bad drafts: one token a step
     expected = steps(target, greedy[:K], kind, draft_probs=draft_probs, on_gpu=False)
     actual = steps(target, greedy[:K], kind, draft_probs=draft_probs, on_gpu=True)
-    first = expected[0][0][0]
+    first = expected[0][0][ROWS.index(0)]
     assert first[:K] == greedy[:K]
     assert first[K + 1] == K
     verified = 0
@@ -114,7 +121,7 @@ def test_steps_equal_the_references(
         zip(actual, expected, strict=True)
     ):
         following = expected[number + 1][0] if number + 1 < STEPS else None
-        for row, slot in enumerate((0, 2, 1)):
+        for row, slot in enumerate(ROWS):
             if following is not None:
                 real = following[row][K + 2]  # those that the next step verifies
                 assert drafts[slot][:real] == expected_drafts[slot][:real], (number, row)
@@ -122,5 +129,5 @@ def test_steps_equal_the_references(
             emitted = one[row][K + 1] + 1
             assert one[row][:emitted] == other[row][:emitted], (number, row)
             assert one[row][K + 1 : K + 3] == other[row][K + 1 : K + 3], (number, row)
-    assert {row[K + 2] for one, _ in actual for row in one[:3]} >= {K, 0}  # capped near the end
+    assert {row[K + 2] for one, _ in actual for row in one[:2]} >= {K, 0}  # capped near the end
     assert verified > K

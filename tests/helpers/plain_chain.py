@@ -87,4 +87,8 @@ class PlainChain:
             gate, up = (w[f"{layer}.mlp.{name}_proj.weight"] @ y for name in ("gate", "up"))
             hidden = out + w[f"{layer}.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
         read = hidden if self.eagle else self.norm(hidden, "norm")
-        return read if self.options.get("norm_output") else hidden, w["lm_head.weight"] @ read, tuple(left)
+        return (
+            read if self.options.get("norm_output") else hidden,
+            w["lm_head.weight"] @ read,
+            tuple(left),
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
@@ -76,13 +77,39 @@ def family_loss(
     return weighted_loss(objective.forward(head, batch), head, teacher, batch, weights, terms)
 
 
+def teacher_logits(target: TargetParts, last: Tensor) -> Tensor:
+    """Return the target's logits [..., V] of last states [..., H], in the dtype of its weights."""
+    return F.linear(target.norm(last), target.lm_head)
+
+
+def assert_same(
+    found: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 1e-10
+) -> None:
+    """Check that two ways to the same float64 tensors differ by rounding alone.
+
+    A sum of n terms is rounded by at most n · 2^-53 times the sum of their sizes. The tests' sums
+    have some thousand terms, so 1e-10 of the largest entry leaves room for what follows a sum, and
+    is far below whatever a mistake changes.
+
+    Args:
+        bound: largest difference, as a share of the largest entry of all expected tensors.
+    """
+    assert found.keys() == expected.keys()
+    largest = max(float(value.abs().max()) for value in expected.values())
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype == torch.float64, name
+        torch.testing.assert_close(
+            found[name], value, rtol=0, atol=bound * largest, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
 def record(spans: list[int] | Tensor, target: TargetParts, seed: int = 0) -> Record:
     """A record with random tokens and states."""
     generator = torch.Generator().manual_seed(seed)
     spans = torch.as_tensor(spans)
     length = len(spans)
     last = torch.randn(length, HIDDEN, generator=generator)
-    logits = target.logits(last)
+    logits = teacher_logits(target, last)
     return Record(
         f"r{seed}",
         torch.randint(0, VOCAB, (length,), generator=generator),

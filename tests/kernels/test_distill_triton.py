@@ -19,7 +19,6 @@ from tests.helpers.distill_cases import LOSSES, in_chunks, make_case
 from tests.helpers.interpreter import compiles, inside, run_in_the_interpreter, runs_the_others
 
 
-@pytest.mark.slow
 @runs_the_others
 def test_in_the_interpreter() -> None:
     run_in_the_interpreter(__file__)

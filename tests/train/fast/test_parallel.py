@@ -15,8 +15,8 @@ from draftlab.train.fast.parallel import FastParallel
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.objectives.parallel import parallel_outputs
 from draftlab.train.settings import TrainSettings
-from tests.helpers.synthetic import head, parts, record
-from tests.train.fast.test_ttt import batch_of, compare, learnt, loud
+from tests.helpers.synthetic import assert_same, head, parts, record
+from tests.train.fast.test_ttt import batch_of, learnt, loud
 from tests.train.objectives.test_ttt import spans_of
 
 OPTIONS: list[dict[str, object]] = [
@@ -45,15 +45,17 @@ def masked_tokens(batch: Batch) -> Batch:
     return batch
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("changes", OPTIONS, ids=str)
 def test_equal_to_the_plain_way(changes: dict[str, object]) -> None:
     model, batch = loud_head(**changes), masked_tokens(batch_of())
     assert FastParallel.supports(model)
     expected = learnt(model, list(parallel_outputs(model, batch)), batch)
-    found = learnt(model, FastParallel(torch.float32)(model, batch), batch)
-    compare(found, expected, rtol=2e-4, atol=2e-5)
+    found = learnt(model, FastParallel(torch.float64)(model, batch), batch)
+    assert_same(found, expected)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("turns", [[(3, 6)], [(2, 3)], [(1, 2)]])
 @pytest.mark.parametrize("one_row", [False, True])
 def test_few_masked_slots_or_none(turns: list[tuple[int, int]], one_row: bool) -> None:
@@ -62,17 +64,18 @@ def test_few_masked_slots_or_none(turns: list[tuple[int, int]], one_row: bool) -
     for layers in (1, 2):
         model = loud_head(num_layers=layers)
         expected = learnt(model, list(parallel_outputs(model, batch)), batch)
-        found = learnt(model, FastParallel(torch.float32)(model, batch), batch)
-        compare(found, expected, rtol=2e-4, atol=2e-5)
+        found = learnt(model, FastParallel(torch.float64)(model, batch), batch)
+        assert_same(found, expected)
 
 
+@pytest.mark.usefixtures("float64")
 def test_compiled_ops_are_equal_whatever_the_number_of_rows() -> None:
     model = loud_head(qk_norm=True, num_layers=2)
-    fast = FastParallel(torch.float32, pieces=compiled_ops("aot_eager"))
+    fast = FastParallel(torch.float64, pieces=compiled_ops("aot_eager"))
     for num_steps in (4, 1):
         batch = batch_of(num_steps)
-        expected = learnt(model, FastParallel(torch.float32)(model, batch), batch)
-        compare(learnt(model, fast(model, batch), batch), expected, rtol=2e-4, atol=2e-5)
+        expected = learnt(model, FastParallel(torch.float64)(model, batch), batch)
+        assert_same(learnt(model, fast(model, batch), batch), expected)
 
 
 def test_in_16_bit_it_is_as_near() -> None:

@@ -18,7 +18,7 @@ from draftlab.train.flops import kept_bytes
 from draftlab.train.objectives.loss import DraftTeacher, StepOutput, weighted_loss
 from draftlab.train.objectives.ttt import unroll
 from draftlab.train.settings import TrainSettings
-from tests.helpers.synthetic import head, parts, record
+from tests.helpers.synthetic import assert_same, head, parts, record
 from tests.train.objectives.test_chains import EAGLE
 from tests.train.objectives.test_ttt import spans_of
 
@@ -63,21 +63,16 @@ def learnt(model: Eagle3Head, outputs: list[StepOutput], batch: Batch) -> dict[s
     return {**gradients, **{f"step {k}": o.output.detach() for k, o in enumerate(outputs)}}
 
 
-def compare(found: dict[str, Tensor], expected: dict[str, Tensor], **bounds: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, **bounds, msg=lambda m, n=name: f"{n}: {m}")
-
-
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("changes", OPTIONS, ids=str)
 def test_equal_to_the_plain_unroll(changes: dict[str, object]) -> None:
     model, batch = loud(**changes), batch_of()
     assert FastUnroll.supports(model)
     expected = learnt(model, list(unroll(model, batch)), batch)
-    found = learnt(model, FastUnroll(torch.float32)(model, batch), batch)
-    compare(found, expected, rtol=2e-4, atol=2e-5)
-    again = learnt(model, FastUnroll(torch.float32, recompute=True)(model, batch), batch)
-    compare(again, found, rtol=0, atol=0)
+    found = learnt(model, FastUnroll(torch.float64)(model, batch), batch)
+    assert_same(found, expected)
+    again = learnt(model, FastUnroll(torch.float64, recompute=True)(model, batch), batch)
+    assert_same(again, found, 0)
 
 
 def test_recomputed_steps_keep_little() -> None:
@@ -107,14 +102,15 @@ def test_recomputed_steps_keep_little() -> None:
     assert kept(True) < 0.1 * expected
 
 
+@pytest.mark.usefixtures("float64")
 def test_compiled_ops_are_equal_whatever_the_number_of_rows() -> None:
     model = loud(qk_norm=True)
-    plain = FastUnroll(torch.float32)
-    fast = FastUnroll(torch.float32, pieces=compiled_ops("aot_eager"))
+    plain = FastUnroll(torch.float64)
+    fast = FastUnroll(torch.float64, pieces=compiled_ops("aot_eager"))
     for num_steps in (4, 2, 1):
         batch = batch_of(num_steps)
         expected = learnt(model, plain(model, batch), batch)
-        compare(learnt(model, fast(model, batch), batch), expected, rtol=2e-4, atol=2e-5)
+        assert_same(learnt(model, fast(model, batch), batch), expected)
 
 
 def test_in_16_bit_nothing_is_widened() -> None:

@@ -11,7 +11,7 @@ from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.chunked_attention import chunked_attention
 from draftlab.train.objectives.ttt import unroll
 from tests.helpers.chunked_chain import run_chain
-from tests.helpers.synthetic import HIDDEN, VOCAB, head, parts, record
+from tests.helpers.synthetic import HIDDEN, VOCAB, assert_same, head, parts, record
 
 STEPS = 4
 KIND = {
@@ -31,9 +31,10 @@ def llama4_head(*no_rope_layers: int, **kind: object) -> DraftHead:
         draft_vocab_size=VOCAB,
         num_layers=len(no_rope_layers),
         llama4=KIND | {"no_rope_layers": no_rope_layers} | kind,
-    ).double()
+    )
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("layers", [(1,), (0,), (1, 0), (0, 1)])
 def test_an_unroll_over_borders_is_a_server(layers: tuple[int, ...]) -> None:
     """Outputs and gradients, of two conversations in a row; unrolls cross up to two borders."""
@@ -42,26 +43,28 @@ def test_an_unroll_over_borders_is_a_server(layers: tuple[int, ...]) -> None:
     answers = [record(torch.tensor(s), parts(), seed) for seed, s in enumerate(spans)]
     batch = pack([answers], 40, STEPS)
     offsets = [0, len(spans[0])]
-    compared, found, expected = 0, torch.zeros(()).double(), torch.zeros(()).double()
+    compared, found, expected = 0, torch.zeros(()), torch.zeros(())
     chains: dict[int, list[Tensor]] = {}
-    probe = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1)).double()
+    probe = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1))
     for k, step in enumerate(unroll(model, batch)):
         for row, teacher in zip(step.output, step.teacher_index.tolist(), strict=True):
             at = teacher - 1 - k
             which = at >= offsets[1]
             if at not in chains:
                 chains[at] = run_chain(model, answers[which], at - offsets[which])
-            torch.testing.assert_close(row, chains[at][k], rtol=0, atol=1e-5)
+            torch.testing.assert_close(row, chains[at][k], rtol=0, atol=1e-12)
             found, expected = found + probe @ row, expected + probe @ chains[at][k]
             compared += 1
     assert compared == sum(batch.counts) > 40
-    weights = [p for p in model.parameters() if p.requires_grad]
-    for one, other in zip(
-        torch.autograd.grad(found, weights), torch.autograd.grad(expected, weights), strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    one, other = (
+        dict(zip(weights, torch.autograd.grad(total, [*weights.values()]), strict=True))
+        for total in (found, expected)
+    )
+    assert_same(one, other)
 
 
+@pytest.mark.usefixtures("float64")
 def test_without_the_border_it_is_another_head() -> None:
     """The test above would notice chunks left out, or counted from t in place of t + k."""
     answer = record(torch.tensor([0, *[1] * 12]), parts())

@@ -17,7 +17,7 @@ from draftlab.train.batch.loss_rows import loss_reach, sample_depths, split_anch
 from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.loss import DraftTeacher, LossTerms, weighted_loss
 from draftlab.train.objectives.parallel import parallel_outputs, parallel_weights
-from tests.helpers.synthetic import family_loss, head, parts, record
+from tests.helpers.synthetic import assert_same, family_loss, head, parts, record, teacher_logits
 from tests.train.objectives.test_ttt import server_log, spans_of
 
 DEPTHS, GAMMA = 4, 0.8
@@ -103,7 +103,7 @@ def reference(
             # What a server drafts beyond the answer's end changes nothing before it.
             log_q, reached = pass_of(model, r, anchor, DEPTHS), 1.0
             for d in depths:
-                logits = target.logits(r.last[anchor + 1 + d])
+                logits = teacher_logits(target, r.last[anchor + 1 + d])
                 p = (logits[ids] - logits.logsumexp(-1)).exp().to(log_q.dtype)
                 losses[d].append(-(p * log_q[d]).sum() * (1 - reach + reach * reached))
                 reached *= float(p.minimum(log_q[d].detach().exp()).sum())
@@ -112,13 +112,13 @@ def reference(
 
 
 def loud(**changes: object) -> PeagleHead:
-    """A float64 head whose norms are not all one, and whose masked slots are not zero."""
-    model = head(parts(), family="peagle", **changes).double()
+    """A head whose norms are not all one, and whose masked slots are not zero."""
+    model = head(parts(), family="peagle", **changes)
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                noise = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(parameter + 0.3 * noise)
     return model
 
@@ -133,6 +133,7 @@ ALL = {f"r{seed}": torch.full((40,), DEPTHS) for seed in range(len(TURNS))}
 SOME = {f"r{seed}": torch.arange(40) * (seed + 4) % 5 % DEPTHS + 1 for seed in range(len(TURNS))}
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("kept", [ALL, SOME], ids=["all", "dropped"])
 @pytest.mark.parametrize(
     ("changes", "reach"),
@@ -166,14 +167,15 @@ def test_loss_and_gradients_equal_a_server_run_anchor_by_anchor(
     assert sums.count.tolist() == batch.counts == counts
     assert min(counts) > 2
     assert float(loss.detach()) / batch.num_anchors == pytest.approx(
-        float(expected.detach()), rel=1e-5
+        float(expected.detach()), rel=1e-12
     )
     assert found.keys() == wanted.keys() >= {"mask_hidden", "mask_embedding", "fc.weight"}
     for name, gradient in wanted.items():
         assert gradient.abs().max() > 1e-6, name
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    assert_same(found, wanted)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("changes", [{}, {"num_layers": 3, "qk_norm": True}], ids=str)
 def test_a_whole_pass_of_the_head_is_that_of_a_server(changes: dict) -> None:
     """`PeagleHead.run`, which decoding uses: true pairs, then masked slots, plainly causal."""
@@ -183,7 +185,7 @@ def test_a_whole_pass_of_the_head_is_that_of_a_server(changes: dict) -> None:
     tokens = torch.cat([r.tokens[1 : pairs + 1], torch.full((DEPTHS - 1,), model.mask_token_id)])
     hidden = torch.cat(
         [
-            model.project_features(r.features[:pairs].double()),
+            model.project_features(r.features[:pairs]),
             model.mask_state().expand(DEPTHS - 1, -1),
         ]
     )
@@ -201,7 +203,7 @@ def test_a_whole_pass_of_the_head_is_that_of_a_server(changes: dict) -> None:
     wanted = pass_of(model, r, pairs - 1, DEPTHS)
     for row in output:
         found = model.logits(row[pairs - 1 :]).log_softmax(-1)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_a_conversation_packed_behind_another_has_the_same_loss() -> None:
@@ -220,6 +222,7 @@ def test_a_conversation_packed_behind_another_has_the_same_loss() -> None:
     assert loss([one], [two]) == pytest.approx(loss([one]) + loss([two]), rel=1e-6)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("passes", [2, 3, 7])
 def test_parts_of_the_anchors_add_up_to_the_whole(passes: int) -> None:
     target, model, terms = parts(), loud(num_layers=2), LossTerms(acceptance_weighting=0.9)
@@ -239,10 +242,8 @@ def test_parts_of_the_anchors_add_up_to_the_whole(passes: int) -> None:
         loss_of_part, _ = weighted_loss(outputs, model, teacher, part, weights, terms)
         loss_of_part.backward()
         total += float(loss_of_part.detach())
-    assert total == pytest.approx(float(loss.detach()), rel=1e-6)
-    for name, gradient in gradients(model).items():
-        # float32 angles and loss are the only rounding: all else is float64 here.
-        torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert total == pytest.approx(float(loss.detach()), rel=1e-12)
+    assert_same(gradients(model), wanted)
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3, 8])

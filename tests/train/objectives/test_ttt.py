@@ -17,7 +17,15 @@ from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.order import batches, epoch_rows
 from draftlab.train.batch.packing import pack
-from tests.helpers.synthetic import family_loss, head, parts, record, spans_of
+from tests.helpers.synthetic import (
+    assert_same,
+    family_loss,
+    head,
+    parts,
+    record,
+    spans_of,
+    teacher_logits,
+)
 
 SPANS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=4
@@ -162,12 +170,13 @@ def reference_loss(
                 up = weights["layers.0.mlp.up_proj.weight"] @ x
                 hidden = hidden + weights["layers.0.mlp.down_proj.weight"] @ (gate * up)
                 log_q = (weights["lm_head.weight"] @ norm(hidden, "norm.weight")).log_softmax(-1)
-                logits = target.logits(r.last[t + 1 + k])
+                logits = teacher_logits(target, r.last[t + 1 + k])
                 p = (logits[ids] - logits.logsumexp(-1)).exp().to(total.dtype)
                 total = total - gamma**k * (p * log_q).sum()
     return total
 
 
+@pytest.mark.usefixtures("float64")
 def test_loss_and_gradients_equal_a_position_by_position_server() -> None:
     target, steps, gamma = parts(), 3, 0.8
     records = [
@@ -181,15 +190,10 @@ def test_loss_and_gradients_equal_a_position_by_position_server() -> None:
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
 
     model.zero_grad()
-    double = model.double()
-    expected = reference_loss(double, target, records, steps, gamma)
+    expected = reference_loss(model, target, records, steps, gamma)
     expected.backward()
-    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
-    for name, parameter in double.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(
-                found[name].double(), parameter.grad, rtol=2e-4, atol=2e-5, msg=name
-            )
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert_same(found, {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
     assert sums.count.tolist() == [
         sum(k == step for r in records for _, k in server_log(r.spans, steps))
         for step in range(steps)
