@@ -115,7 +115,7 @@ class Evaluator:
                 name = f"T = {row.temperature:g}, {row.head}, K = {row.k}{probs}"
                 workload.monitor.say(f"warning: {name}: {text}")
         optional = {
-            "describe_products": self._products(),
+            "products": self._products(),
             "certificates": certificates,
             "alpha_by_position": {
                 head.name: head.alpha_by_position
@@ -133,7 +133,7 @@ class Evaluator:
         )
 
     def _products(self) -> str | None:
-        """Return which matrix describe_products the engine uses; None where there is no choice."""
+        """Return which matrix products the engine uses; None where there is no choice."""
         target, settings = self.workload.target, self.workload.settings
         if target.device.type != "cpu" or settings.engine == "reference":
             return None
