@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3Config, Qw
 
 
 def answered(path: Path) -> list[list[int]]:
-    """Token ids of a run's conversations, prompts and answers."""
+    """Return token ids of a run's conversations, prompts and answers."""
     lines = (json.loads(line) for line in path.read_text().splitlines())
     return [
         answer["prompt_ids"] + answer["token_ids"] for line in lines for answer in line["answers"]
@@ -33,7 +33,7 @@ def answered(path: Path) -> list[list[int]]:
 def batches(
     texts: Sequence[list[int]], rows: int, seed: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ids int64 [rows, S], padded with 0 at the end, and which of them are real, bool [rows, S]."""
+    """Return ids int64 [rows, S], padded with 0, and bool [rows, S]: which are real."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         chosen = [texts[i] for i in torch.randint(len(texts), (rows,), generator=generator)]
@@ -44,7 +44,7 @@ def batches(
 
 @torch.no_grad()
 def as_qwen3(teacher: LlamaForCausalLM, ids: Tensor) -> Qwen3ForCausalLM:
-    """The same weights in the other architecture.
+    """Return the same weights in the other architecture.
 
     Args:
         ids: int64 [B, S], over which the sizes of queries and keys are measured.
@@ -68,7 +68,7 @@ def as_qwen3(teacher: LlamaForCausalLM, ids: Tensor) -> Qwen3ForCausalLM:
 def divergence(
     teacher: LlamaForCausalLM, student: Qwen3ForCausalLM, ids: Tensor, real: Tensor
 ) -> Tensor:
-    """Mean KL(teacher ‖ student) over the real positions, in nats."""
+    """Return the mean KL(teacher ‖ student) over the real positions, in nats."""
     with torch.no_grad():
         wanted = teacher(input_ids=ids).logits[real].log_softmax(-1)
     found = student(input_ids=ids).logits[real].log_softmax(-1)
@@ -76,7 +76,7 @@ def divergence(
 
 
 def main() -> None:
-    """Converts, distils, saves."""
+    """Convert, distil and save."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("answers", type=Path, help="answers.jsonl of a run of the embedded target")
     parser.add_argument("--out", type=Path, required=True, help="folder of the target")

@@ -13,7 +13,7 @@ SAMPLES = (20, 130, 200)  # positions in answers.json, one card example each
 
 
 def model_card(metrics: dict, report: dict, answers: list[dict]) -> str:
-    """Markdown; every number comes from `metrics` (metrics.json) or `report` (the corpus stage)."""
+    """Return Markdown; its numbers come from `metrics` (metrics.json) and `report` (corpus)."""
     by_licence = defaultdict(list)
     for pin in read_pins():
         by_licence[pin.licence].append(f"{pin.package} {pin.version}")

@@ -54,7 +54,7 @@ _SOLUTION = re.compile(r"<\|(?:begin|end)_of_solution\|>")
 
 
 class Dropped(Exception):
-    """Why a row is no conversation; few different texts, since they are counted."""
+    """The reason why a row is no conversation; reasons are counted, so texts are few."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Chat:
 
 
 def read_row(row: Any) -> Chat:
-    """A row of any of the shapes above.
+    """Convert a row of any of the shapes above.
 
     Raises:
         Dropped: with the reason.
@@ -86,7 +86,7 @@ def read_row(row: Any) -> Chat:
 
 
 def _listed(value: Any, what: str) -> Sequence[Any]:
-    """A list, which may be written as JSON."""
+    """Return a list, which may be written as JSON."""
     if isinstance(value, str):
         value = _json(value, what)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
@@ -125,7 +125,7 @@ def _of_pair(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _contexts(value: Any) -> list[str]:
-    """Texts that a question is about: none, one or several."""
+    """Return the texts that a question is about: none, one or several."""
     texts = [value] if isinstance(value, str) else value or []
     if not _are_texts(texts):
         raise Dropped("a context that is no text")
@@ -133,7 +133,7 @@ def _contexts(value: Any) -> list[str]:
 
 
 def _first_of(value: Any) -> str:
-    """The text of an answer; where several would do, of the first."""
+    """Return the text of an answer; of several answers, the first."""
     if isinstance(value, Mapping) and "text" in value:  # SQuAD's, with where they stand
         value = value["text"]
     if _are_texts(value):
@@ -144,7 +144,7 @@ def _first_of(value: Any) -> str:
 
 
 def _are_texts(value: Any) -> bool:
-    """Whether it is a list of texts."""
+    """Return whether a value is a list of texts."""
     listed = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     return listed and all(isinstance(text, str) for text in value)
 
@@ -182,7 +182,7 @@ def _of_turns(turns: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _asked_for(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """An assistant's calls: several, or the one that a turn of the first chat API had."""
+    """Return an assistant's calls: several, or the single one of the first chat API."""
     if turn.get("tool_calls"):
         return _calls(_listed(turn["tool_calls"], "calls of tools"))
     call = turn.get("function_call")
@@ -208,7 +208,7 @@ def _text(value: Any, *, may_be_none: bool = False) -> str:
 
 
 def _answer(text: str) -> dict[str, Any]:
-    """An assistant's message, its reasoning taken out of the text's tags."""
+    """Return an assistant's message, with reasoning separated from the text."""
     found = _THOUGHT.match(text)
     rest = _SOLUTION.sub("", text[found.end() :] if found else text)
     answer = {"role": "assistant", "content": rest.strip() if found else rest}

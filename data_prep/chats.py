@@ -82,7 +82,7 @@ def parse_source(text: str) -> Source:
 
 
 def rows_of(source: Source) -> Rows:
-    """Streams a source: the Hub and Parquet through `datasets`, JSON as it is.
+    """Stream a source: the Hub and Parquet through `datasets`, JSON as it is.
 
     `datasets` gives all rows of a JSON file one schema, and refuses those of another.
     """
@@ -101,7 +101,7 @@ def rows_of(source: Source) -> Rows:
 
 
 def _json_rows(path: Path) -> Iterator[Any]:
-    """Lines of JSON, or the items of one JSON list; a line that is neither is no record."""
+    """Yield lines of JSON or the items of one JSON list; other lines are no records."""
     with open(path, "rb") as file:
         if path.suffix == ".json":
             try:
@@ -122,7 +122,7 @@ def _json_rows(path: Path) -> Iterator[Any]:
 
 
 def steadily(rows: Rows, say: Callable[[str], None], pause: float = 2.0) -> Iterator[Any]:
-    """All rows; where the connection drops it is made again, and goes on behind the last row.
+    """Yield all rows; a dropped connection is made again and continues after the last row.
 
     Raises:
         UserError: it dropped `TRIES` times without a row in between.
@@ -148,7 +148,7 @@ def steadily(rows: Rows, say: Callable[[str], None], pause: float = 2.0) -> Iter
 def conversations(
     source: Source, rows: Iterable[Any], seen: set[bytes], counts: Counter[str]
 ) -> Iterator[dict[str, Any]]:
-    """Lines of a source up to its quota; what is dropped is counted by its reason.
+    """Yield lines of a source up to its quota; dropped rows are counted by reason.
 
     Args:
         seen: of all sources, what conversations began with.
@@ -188,7 +188,7 @@ def prepare(
     say: Callable[[str], None],
     opened: Callable[[Source], Rows] = rows_of,
 ) -> dict[str, dict[str, int]]:
-    """Writes the sources' conversations one after the other; returns the counts of each.
+    """Write the sources' conversations one after the other; return the counts of each.
 
     `out` with .counts.json in place of its ending gets the counts too.
 

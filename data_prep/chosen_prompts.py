@@ -15,14 +15,14 @@ HELDOUT_PROMPTS = 256
 
 
 def load_tokenizer():
-    """The embedded target's."""
+    """Return the embedded target's tokenizer."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(EMBEDDED / "target")
 
 
 def functions_of(work: Path, split: str) -> list[dict]:
-    """A split's functions whose answer and prompt fit: `prompt`, `prompt_ids`, `answer_ids`.
+    """Return a split's functions whose answer and prompt fit: `prompt`, `prompt_ids`, `answer_ids`.
 
     Functions that repeat themselves (tables, long runs of assignments) are left out: a small
     model learns loops from them.
@@ -54,7 +54,7 @@ def functions_of(work: Path, split: str) -> list[dict]:
 
 
 def unshared(rows: list[dict], work: Path, others: list[str]) -> list[dict]:
-    """Rows whose prompt is none of `others`' prompts (full or short) and the first of its kind.
+    """Return rows with unique prompts that are none of `others`' (full or short).
 
     Two functions may differ in full and still share signature and first paragraph.
     """
@@ -73,18 +73,18 @@ def unshared(rows: list[dict], work: Path, others: list[str]) -> list[dict]:
 
 
 def held_out(work: Path, rows: list[dict]) -> list[dict]:
-    """The held-out prompts: packages in turn, answers of some length."""
+    """Return the held-out prompts: packages in turn, answers of some length."""
     rows = unshared(rows, work, ["target", "head"])
     return _round_robin([row for row in rows if len(row["answer_ids"]) >= 30])[:HELDOUT_PROMPTS]
 
 
 def by_hash(row: dict) -> str:
-    """A key that shuffles rows, the same way whatever other rows there are."""
+    """Return a key that shuffles a row independently of other rows."""
     return hashlib.sha256(("draftlab" + row["prompt"]).encode()).hexdigest()
 
 
 def _round_robin(rows: list[dict]) -> list[dict]:
-    """Rows in a fixed shuffled order, one package after the other, so a prefix is diverse."""
+    """Return rows in a fixed shuffled order, packages in turn, so a prefix is diverse."""
     by_package = defaultdict(list)
     for row in sorted(rows, key=by_hash):
         by_package[row["source"].split("/")[0]].append(row)
@@ -97,7 +97,7 @@ def _round_robin(rows: list[dict]) -> list[dict]:
 
 
 def prompt_lines(rows: list[dict], name: str) -> list[str]:
-    """Rows as lines of a file that recipes read as prompts.source."""
+    """Return rows as lines of a file that recipes read as prompts.source."""
     return [
         json.dumps(
             {
@@ -112,7 +112,7 @@ def prompt_lines(rows: list[dict], name: str) -> list[str]:
 
 
 def read_jsonl(path: Path) -> Iterator:
-    """What `write_jsonl` wrote, row by row."""
+    """Return the rows that `write_jsonl` wrote."""
     with path.open() as file:
         yield from map(json.loads, file)
 

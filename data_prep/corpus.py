@@ -45,7 +45,7 @@ class Function:
 
 
 def refusal(path: str, raw: bytes) -> str | None:
-    """Why a file is left out of the corpus, or None if it is good source text."""
+    """Return why a file is left out of the corpus; None if it is good source text."""
     if SKIPPED_PARTS.search(path):
         return "test, vendored or generated path"
     if not 300 <= len(raw) <= 200_000:
@@ -68,7 +68,7 @@ def refusal(path: str, raw: bytes) -> str | None:
 
 
 def documents(pins: list[Pin], folder: Path) -> tuple[list[tuple[str, str]], Counter[str]]:
-    """All kept (path, text) in pin order, and a count of why the others were refused.
+    """Return accepted (path, text) in pin order, and counts of reasons for refusals.
 
     A file is a near-copy when 60 % of its longer lines stand in files kept before it: that drops
     vendored and copied modules, whichever split they would fall in.
@@ -98,7 +98,7 @@ def documents(pins: list[Pin], folder: Path) -> tuple[list[tuple[str, str]], Cou
 
 
 def split_of(text: str) -> str:
-    """The split of a file, by the hash of its content: stable when other files come or go."""
+    """Return the split of a file, by the hash of its content: stable when other files come or go."""
     x = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
     return SPLITS[0] if x < SHARES[0] else SPLITS[1] if x < SHARES[0] + SHARES[1] else SPLITS[2]
 
@@ -126,7 +126,7 @@ def _prompt(signature: str, docstring: str) -> str:
 
 
 def functions(item: tuple[str, str]) -> list[Function]:
-    """Functions of one (path, text). Those unfit as a prompt come with an empty `prompt`.
+    """Return the functions of one (path, text). Those unfit as a prompt come with an empty `prompt`.
 
     Unfit ones keep their keys, so that their bodies still count when splits are compared.
     """
@@ -170,7 +170,7 @@ def functions(item: tuple[str, str]) -> list[Function]:
 
 
 def disjoint(by_split: dict[str, list[Function]]) -> dict[str, list[Function]]:
-    """Usable functions of each split, with nothing held back standing in a split trained on.
+    """Return usable functions of each split; no held-out one is in a training split.
 
     A held-out function goes when its body, or its name with docstring, occurs in any function of
     the other splits; a head one when it occurs in the target's; then repeats within a split go.

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def repetition(ids: list[int]) -> float:
-    """Share of repeated 4-grams: 1 - distinct / all (0.0 for fewer than 4 tokens)."""
+    """Return the share of repeated 4-grams: 1 - distinct / all (0.0 for fewer than 4 tokens)."""
     grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -31,7 +31,7 @@ def evaluate(
     rows: int = 32,
     length: int = 1024,
 ) -> tuple[dict, list[dict]]:
-    """Metrics of a saved model as transformers runs it, and its answers to the held-out prompts."""
+    """Return metrics of a saved model in transformers and its held-out answers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     metrics: dict = {}

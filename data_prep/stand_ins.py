@@ -113,7 +113,7 @@ class Schedule:
 
 
 def new_model(kind: str, **changes: Any) -> PreTrainedModel:
-    """An untrained float32 model of the embedded target's vocabulary and special tokens."""
+    """Return an untrained float32 model of the embedded target's vocabulary and special tokens."""
     own = json.loads((TOKENIZER / "config.json").read_text())
     names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
     fields = SHAPE | KINDS[kind] | {name: own[name] for name in names} | changes
@@ -147,14 +147,14 @@ ALL_EXPERTS_FUNCTIONS.register(EVERY_EXPERT, every_expert)
 
 
 def tower(model: PreTrainedModel) -> PreTrainedModel:
-    """The part that reads text: all of it, or the language model of a multimodal one."""
+    """Return the text model: the whole model, or a multimodal model's language model."""
     return getattr(model, "language_model", model)
 
 
 def batches(
     pack: Path, schedule: Schedule, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ids and labels, each int64 [rows, length]: source files, and conversations' answers."""
+    """Return ids and labels, int64 [rows, length], of files and conversations' answers."""
     docs = Stream(pack, "docs.target", device, schedule.seed)
     chat = Stream(pack, "chat.target", device, schedule.seed + 1)
     talk = round(schedule.rows * schedule.chat_share)
@@ -165,7 +165,7 @@ def batches(
 
 
 def loss_of(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy where labels are not −100."""
+    """Return the mean cross-entropy where labels are not −100."""
     device = ids.device.type
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         logits = model(input_ids=ids, use_cache=False).logits
@@ -173,7 +173,7 @@ def loss_of(model: PreTrainedModel, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def train(kind: str, pack: Path, out: Path, schedule: Schedule, **changes: Any) -> dict[str, Any]:
-    """Trains one stand-in into `out`; returns what metrics.json holds.
+    """Train one stand-in into `out`; return the contents of metrics.json.
 
     Args:
         changes: fields of its (text) config.
@@ -243,7 +243,7 @@ def train(kind: str, pack: Path, out: Path, schedule: Schedule, **changes: Any) 
 
 
 def save(model: PreTrainedModel, out: Path) -> None:
-    """A target's folder: bfloat16 weights, the embedded target's tokenizer, template and stops."""
+    """Write a target's folder: bfloat16 weights, the embedded target's tokenizer, template and stops."""
     shutil.rmtree(out, ignore_errors=True)
     tied = model.config.get_text_config().tie_word_embeddings
     weights = {
@@ -260,7 +260,7 @@ def save(model: PreTrainedModel, out: Path) -> None:
 
 
 def main() -> None:
-    """Trains the stand-ins that the command line names."""
+    """Train the stand-ins that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--pack", type=Path, required=True, help="token arrays of the corpus")

@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension, computed in float32, returned in x's dtype."""
+    """Return RMSNorm over the last dimension, computed in float32, in x's dtype."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * weight).to(x.dtype)
@@ -93,14 +93,14 @@ class Model(nn.Module):
         self.loss = torch.compile(summed_loss, dynamic=False)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights under transformers' names, bfloat16, on the CPU. The output is tied."""
+        """Return weights under transformers' names, bfloat16, on the CPU, the output tied."""
         return {
             k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in self._named().items()
         }
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Copy in what `tensors` returned; the names must agree."""
+        """Load what `tensors` returned; the names must agree."""
         named = self._named()
         if named.keys() != tensors.keys():
             raise ValueError(f"tensor names differ: {sorted(named.keys() ^ tensors.keys())}")
@@ -134,7 +134,7 @@ def summed_loss(x: Tensor, norm: Tensor, embed: Tensor, labels: Tensor, eps: flo
 
 
 def save_model(model: Model, template: Path, folder: Path) -> bytes:
-    """A folder transformers can load: the weights of `model`, the small files of `template`."""
+    """Write a folder that transformers loads: weights of `model`, files of `template`."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in template.iterdir():
         if file.suffix in (".json", ".jinja"):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def pack_docs(texts: Iterable[str], stem: Path, tokenizer) -> None:
-    """Raw source as one uint16 stream of <bos> + text + <eos>, and each document's length."""
+    """Return raw source as one uint16 stream of <bos> + text + <eos>, and each document's length."""
     bos, end = tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids("<|end_of_text|>")
     pieces, lengths, batch = [], [], []
 
@@ -35,7 +35,7 @@ def pack_docs(texts: Iterable[str], stem: Path, tokenizer) -> None:
 
 
 def pack_chat(rows: list[dict], stem: Path, tokenizer) -> None:
-    """Conversations as a stream; `len` is [n, 2] = (prompt tokens, answer tokens with <eot>)."""
+    """Return conversations as a stream; `len` is [n, 2] = (prompt tokens, answer tokens with <eot>)."""
     eot = tokenizer.convert_tokens_to_ids("<|eot_id|>")
     ids = [np.array([*r["prompt_ids"], *r["answer_ids"], eot], np.uint16) for r in rows]
     lengths = np.array([(len(r["prompt_ids"]), len(r["answer_ids"]) + 1) for r in rows], np.int32)
@@ -51,7 +51,7 @@ def save_array(path: Path, array: np.ndarray) -> None:
 
 
 class Stream:
-    """Documents in a new random order each epoch, laid end to end and cut into rows.
+    """Documents in a new random order each epoch, joined and cut into rows.
 
     `lengths` is [n], or [n, 2] = (prompt, answer) with loss only on the answers. Documents start
     with <bos> and are not masked from each other within a row.
@@ -73,7 +73,7 @@ class Stream:
         self.cursor = 0
 
     def rows(self, count: int, length: int) -> tuple[Tensor, Tensor]:
-        """Input ids and labels, both int64 [count, length]; label -100 where no loss is taken."""
+        """Return input ids and labels, int64 [count, length]; -100 marks no loss."""
         need = count * length + 1
         if self.cursor + need > len(self.index):  # the tail of an epoch, under one batch, is left
             order = torch.randperm(
