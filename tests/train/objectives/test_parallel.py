@@ -154,7 +154,7 @@ def test_loss_and_gradients_equal_a_server_run_anchor_by_anchor(
         [records[:3], records[3:]],
         64,
         DEPTHS,
-        keep=lambda r: kept[r.id][: len(r.tokens)],
+        max_steps=lambda r: kept[r.id][: len(r.tokens)],
     )
     loss, sums = family_loss(
         model, target, batch, gamma=GAMMA, terms=LossTerms(acceptance_weighting=reach)
@@ -234,7 +234,7 @@ def test_parts_of_the_anchors_add_up_to_the_whole(passes: int) -> None:
     loss, _ = weighted_loss(parallel_outputs(model, whole), model, teacher, whole, weights, terms)
     loss.backward()
     wanted = gradients(model)
-    dealt = pack(rows, 64, DEPTHS, passes=passes)
+    dealt = pack(rows, 64, DEPTHS, num_passes=passes)
     assert dealt.counts == whole.counts
     total = 0.0
     for part in dealt.split():
@@ -291,7 +291,7 @@ def test_a_kept_depth_is_one_that_carries_loss() -> None:
     """Brute force: rows of a depth are what a server asks for, less what was dropped."""
     target = parts()
     r = record(spans_of([(3, 12), (0, 5)]), target, 3)
-    batch = pack([[r]], 64, DEPTHS, keep=kept)
+    batch = pack([[r]], 64, DEPTHS, max_steps=kept)
     rows = {
         (int(t) - 1 - d, d)
         for d, depth in enumerate(batch.steps)
