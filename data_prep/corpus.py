@@ -98,7 +98,7 @@ def documents(pins: list[Pin], folder: Path) -> tuple[list[tuple[str, str]], Cou
 
 
 def split_of(text: str) -> str:
-    """Return the split of a file, by the hash of its content: stable when other files come or go."""
+    """Return the split of a file by the hash of its content, whatever other files exist."""
     x = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
     return SPLITS[0] if x < SHARES[0] else SPLITS[1] if x < SHARES[0] + SHARES[1] else SPLITS[2]
 
@@ -126,7 +126,7 @@ def _prompt(signature: str, docstring: str) -> str:
 
 
 def functions(item: tuple[str, str]) -> list[Function]:
-    """Return the functions of one (path, text). Those unfit as a prompt come with an empty `prompt`.
+    """Return the functions of one (path, text). Unfit ones have an empty `prompt`.
 
     Unfit ones keep their keys, so that their bodies still count when splits are compared.
     """

@@ -243,7 +243,7 @@ def train(kind: str, pack: Path, out: Path, schedule: Schedule, **changes: Any) 
 
 
 def save(model: PreTrainedModel, out: Path) -> None:
-    """Write a target's folder: bfloat16 weights, the embedded target's tokenizer, template and stops."""
+    """Write a target's folder: bfloat16 weights; tokenizer, template, stops as embedded."""
     shutil.rmtree(out, ignore_errors=True)
     tied = model.config.get_text_config().tie_word_embeddings
     weights = {

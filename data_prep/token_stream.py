@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def pack_docs(texts: Iterable[str], stem: Path, tokenizer) -> None:
-    """Return raw source as one uint16 stream of <bos> + text + <eos>, and each document's length."""
+    """Write raw source as a uint16 stream of <bos> + text + <eos>, and document lengths."""
     bos, end = tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids("<|end_of_text|>")
     pieces, lengths, batch = [], [], []
 
@@ -35,7 +35,7 @@ def pack_docs(texts: Iterable[str], stem: Path, tokenizer) -> None:
 
 
 def pack_chat(rows: list[dict], stem: Path, tokenizer) -> None:
-    """Return conversations as a stream; `len` is [n, 2] = (prompt tokens, answer tokens with <eot>)."""
+    """Write conversations as a stream; `len` is [n, 2] = (prompt, answer with <eot>)."""
     eot = tokenizer.convert_tokens_to_ids("<|eot_id|>")
     ids = [np.array([*r["prompt_ids"], *r["answer_ids"], eot], np.uint16) for r in rows]
     lengths = np.array([(len(r["prompt_ids"]), len(r["answer_ids"]) + 1) for r in rows], np.int32)
