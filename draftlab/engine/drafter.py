@@ -1,4 +1,4 @@
-"""Drafters: what proposes tokens for the target to verify."""
+"""Drafters propose tokens, which the target verifies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from draftlab.engine.eager_head import HeadPasses, Pass, PlainHead, Pools
+from draftlab.engine.eager_head import EagerHead, HeadRunner, PassLayout, Pools
 from draftlab.engine.fused_head import FusedHead
-from draftlab.engine.prepacked_head import PackedHead
+from draftlab.engine.prepacked_head import PrepackedHead
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.chain_layout import chain_layout
 from draftlab.kernels.sampling import argmax_draft, sample_draft
@@ -19,16 +19,18 @@ from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata,
 
 @dataclass(frozen=True)
 class VerifiedFeatures:
-    """What the target has just established for B rows: pairs (x_{p+1}, g_p) of new positions p.
+    """Tokens and features of the positions p that the target has just verified, for B rows.
+
+    Each position gives a pair (x_{p+1}, g_p).
 
     Attributes:
-        tokens: int64 [B, M], x_{p+1}; the last real one of a row is its newest token.
+        tokens: int64 [B, M], x_{p+1}; the last one of a row before padding is its newest token.
         features: [B, M, F], g_p.
         positions: int64 [B, M], p, consecutive; −1 is padding, at the end.
-        counts: int64 [B], real entries of each row (1 for a row of padding alone).
-        block_table: int32 [B, N], where the rows' keys are.
+        counts: int64 [B], entries of each row before padding (1 if a row is padding only).
+        block_table: int32 [B, N], the cache blocks of the rows.
         keys: sampling parameters and noise keys of the rows.
-        sampling: what `Drafter.sampling` says of the keys, where it is known already.
+        sampling: `Drafter.sampling(keys)`, if it has been computed already.
     """
 
     tokens: Tensor
@@ -40,35 +42,37 @@ class VerifiedFeatures:
     sampling: tuple[Tensor, Tensor] | None = None
 
     def first_columns(self, width: int) -> VerifiedFeatures:
-        """Without the columns behind the first `width`."""
-        cut = {n: getattr(self, n)[:, :width] for n in ("tokens", "features", "positions")}
-        return replace(self, **cut)
+        """Return a copy with only the first `width` columns."""
+        names = "tokens", "features", "positions"
+        return replace(self, **{name: getattr(self, name)[:, :width] for name in names})
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafts [B, K] as target ids and what they were drawn from; None: every draft is an argmax."""
+    """Draft tokens [B, K] as target ids, and their distribution; None: every draft is an argmax."""
 
     tokens: Tensor
     distribution: DraftDistribution | None = None
 
 
 class Drafter(Protocol):
-    """Proposes K tokens a row.
+    """Proposer of K draft tokens for each row.
 
-    The engine calls `start` once, `extend_cache` for each chunk of a prompt but its last pair, then
-    `propose` with that pair and after each decode step. All run on the device without waiting.
+    The engine calls `start` once and `extend_cache` for each chunk of a prompt, without the
+    prompt's last pair. It calls `propose` with that pair, then after each decode step. All of them
+    launch work on the device and do not wait for it.
 
     Attributes:
-        kind: how it drafts.
-        k: drafts a step.
-        boundaries: of the target, whose states it is fed.
-        draft_ids: int64 [W], target ids of its vocabulary; draft_index: int32 [V], the inverse.
-        draft_vocab: size and dtype of its distributions; None when it drafts greedily only.
-        pools: its keys and values of each layer, in the blocks of the target's tables.
+        drafting: "chain": one token a pass; "parallel": all tokens in one pass.
+        k: draft tokens a step.
+        boundaries: boundaries of the target whose states are the features.
+        draft_ids: int64 [W], target ids of the draft vocabulary; draft_index: int32 [V], its
+            inverse.
+        draft_vocab: size and dtype of the draft distributions; None: drafts are greedy.
+        pools: keys and values of each layer, in the blocks of the target's block tables.
     """
 
-    kind: Literal["chain", "parallel"]
+    drafting: Literal["chain", "parallel"]
     k: int
     boundaries: tuple[int, ...]
     draft_ids: Tensor
@@ -84,34 +88,33 @@ class Drafter(Protocol):
         max_length: int | None = None,
         cpu_prepacked: bool = False,
     ) -> None:
-        """Makes room for the keys of `num_blocks` blocks, those of the target's tables.
+        """Allocate the draft KV cache: `num_blocks` blocks, as in the target's block tables.
 
         Args:
-            max_length: positions a row may take; None: as many as its blocks hold.
+            max_length: most positions of a row; None: as many as the blocks hold.
             cpu_prepacked: on a CPU, run on weights prepacked for oneDNN.
         """
 
     def extend_cache(self, verified: VerifiedFeatures) -> None:
-        """Takes in true features."""
+        """Write the keys and values of verified positions to the draft KV cache."""
 
     def propose(self, verified: VerifiedFeatures) -> Proposal:
-        """Takes in true features and drafts K tokens beyond each row's last pair."""
+        """Extend the cache like `extend_cache`, and draft K tokens after each row's last pair."""
 
     def sampling(self, keys: SamplingMetadata) -> tuple[Tensor, Tensor]:
-        """Draft temperature float32 [B], and bool [B]: which rows sample their drafts."""
+        """Return the draft temperature, float32 [B], and which rows sample drafts, bool [B]."""
 
 
 class HeadDrafter:
-    """What the drafters of heads have in common: the head's cache, prompts, and how drafts are
-    drawn.
+    """Base class of drafters that run a draft head: KV cache, prompts and sampling parameters.
 
     Args:
-        head: the head.
-        k: drafts a step.
-        draft_probs: sample drafts from q = softmax(logits / temperature) for rows with temperature
-            > 0; without, every draft is the argmax.
-        draft_temperature: temperature of q; None takes each row's own.
-        greedy_below: rows whose temperature is lower draft greedily (q one-hot).
+        head: the draft head.
+        k: draft tokens a step.
+        draft_probs: whether rows with temperature > 0 sample drafts from
+            q = softmax(logits / temperature); otherwise every draft is the argmax.
+        draft_temperature: temperature of q; None: that of the row.
+        greedy_below: rows with a lower temperature draft greedily (q one-hot).
     """
 
     def __init__(
@@ -128,11 +131,11 @@ class HeadDrafter:
         self.boundaries = head.config.boundaries
         self.draft_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
         self.draft_index = draft_index(self.draft_ids, len(head.t2d))
-        self.passes: HeadPasses = PlainHead(head)
+        self.runner: HeadRunner = EagerHead(head)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the head computes in."""
+        """Return the dtype of the head's weights and outputs."""
         return self.head.fc.weight.dtype
 
     @property
@@ -141,7 +144,7 @@ class HeadDrafter:
 
     @property
     def pools(self) -> Pools:
-        """Keys and values of each layer."""
+        """Return the keys and values of each layer."""
         return list(zip(self.key_pools, self.value_pools, strict=True))
 
     def start(
@@ -162,13 +165,13 @@ class HeadDrafter:
             )
             for _ in range(2)
         )
-        if FusedHead.suits(self.head):
-            if not isinstance(self.passes, FusedHead):  # its copies serve every engine
-                self.passes = FusedHead(self.head)
-        elif cpu_prepacked and PackedHead.suits(self.head):
-            self.passes = PackedHead(self.head)
+        if FusedHead.supports(self.head):
+            if not isinstance(self.runner, FusedHead):  # one copy of the weights serves all engines
+                self.runner = FusedHead(self.head)
+        elif cpu_prepacked and PrepackedHead.supports(self.head):
+            self.runner = PrepackedHead(self.head)
         else:
-            self.passes = PlainHead(self.head)
+            self.runner = EagerHead(self.head)
 
     def sampling(self, keys: SamplingMetadata) -> tuple[Tensor, Tensor]:
         sampled = (keys.temperature > 0) & (keys.temperature >= self.greedy_below)
@@ -179,35 +182,42 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def extend_cache(self, verified: VerifiedFeatures) -> None:
-        place = self._lay_out(verified.positions, verified.counts, verified.block_table, later=0)
-        self._run_verified(verified, place[0])
+        self._run_verified(verified, self._pass_layouts(verified, num_later=0)[0])
 
-    def _lay_out(
-        self, positions: Tensor, counts: Tensor, block_table: Tensor, *, later: int
-    ) -> list[Pass]:
-        """The passes over the pairs at `positions` [B, M], and over `later` pairs behind each row.
+    def _pass_layouts(self, verified: VerifiedFeatures, *, num_later: int) -> list[PassLayout]:
+        """Return the layouts of the pass over verified positions and of the `num_later` after it.
 
-        Of the first, the last pairs' outputs are asked for; a later one holds one pair a row, one
-        position on.
+        The first pass returns the output of each row's last pair. Each later one runs a single pair
+        a row, one position further on.
         """
-        chain = chain_layout(positions, counts, block_table, self.block_size, later)
-        angles = self.passes.angles(chain.positions)
-        passes = []
-        for number in range(later + 1):
-            slots, at = (chain.select_pass(x, number) for x in (chain.slots, chain.positions))
-            here = tuple(chain.select_pass(part, number) for part in angles)
-            first = number == 0 and chain.width > 1
-            asked = chain.last[:, None] if first else at
-            passes.append(Pass(slots, here, at, asked, counts if first else None))
-        return passes
+        counts = verified.counts
+        chain = chain_layout(
+            verified.positions, counts, verified.block_table, self.block_size, num_later
+        )
+        all_angles = self.runner.angles(chain.positions)
+        layouts = []
+        for number in range(num_later + 1):
+            slots, positions, *angles = (
+                chain.select_pass(x, number) for x in (chain.slots, chain.positions, *all_angles)
+            )
+            selects = number == 0 and chain.width > 1
+            output_positions = chain.last[:, None] if selects else positions
+            layouts.append(
+                PassLayout(
+                    slots, tuple(angles), positions, output_positions, counts if selects else None
+                )
+            )
+        return layouts
 
-    def _run_verified(self, verified: VerifiedFeatures, place: Pass) -> Tensor:
-        """Outputs [B, A, H] that a pass over what was verified is asked for."""
-        hidden = self.passes.project_features(verified.features.to(self.dtype))
-        return self._forward(verified.tokens, hidden, place, verified.block_table)
+    def _run_verified(self, verified: VerifiedFeatures, layout: PassLayout) -> Tensor:
+        """Return the outputs [B, A, H] of a pass over verified positions."""
+        hidden = self.runner.project_features(verified.features.to(self.dtype))
+        return self._forward(verified.tokens, hidden, layout, verified.block_table)
 
-    def _forward(self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor) -> Tensor:
-        return self.passes.forward(tokens, hidden, place, block_table, self.pools)
+    def _forward(
+        self, tokens: Tensor, hidden: Tensor, layout: PassLayout, block_table: Tensor
+    ) -> Tensor:
+        return self.runner.forward(tokens, hidden, layout, block_table, self.pools)
 
     def _proposal(
         self,
@@ -216,53 +226,53 @@ class HeadDrafter:
         log_sum: Tensor | None,
         sampling: tuple[Tensor, Tensor],
     ) -> Proposal:
-        """The proposal of tokens and log sums [K, B] and logits [K, B, W]."""
+        """Return the proposal from tokens and log sums [K, B] and logits [K, B, W]."""
         if logits is None or log_sum is None:
             return Proposal(tokens.T)
-        drawn_from = logits.transpose(0, 1), log_sum.T, *sampling
-        return Proposal(tokens.T, DraftDistribution(*drawn_from, self.draft_ids, self.draft_index))
+        distribution = DraftDistribution(
+            logits.transpose(0, 1), log_sum.T, *sampling, self.draft_ids, self.draft_index
+        )
+        return Proposal(tokens.T, distribution)
 
 
 class ChainDrafter(HeadDrafter):
-    """An EAGLE3 head that drafts one token a pass, each from its own last output.
+    """Drafter of a head that drafts one token a pass, each from its previous output.
 
-    Accepted positions are run again with the target's true features before the next chain starts,
-    so the cache never keeps the head's own guesses (methods §5).
+    Before the next chain starts, accepted positions are run again with the target's features, so
+    that the cache never keeps the head's own outputs as features (methods §5).
 
     Args: those of `HeadDrafter`.
     """
 
-    kind: Literal["chain"] = "chain"
+    drafting: Literal["chain"] = "chain"
 
     @torch.inference_mode()
     def propose(self, verified: VerifiedFeatures) -> Proposal:
-        chain = self._lay_out(
-            verified.positions, verified.counts, verified.block_table, later=self.k - 1
-        )
+        layouts = self._pass_layouts(verified, num_later=self.k - 1)
         keys, sampling = verified.keys, verified.sampling or self.sampling(verified.keys)
-        output = self._run_verified(verified, chain[0])
-        # One pass behind the other, so each writes to one piece of memory.
+        output = self._run_verified(verified, layouts[0])
+        # Passes are the outer dimension, so that each one writes contiguous rows.
         shape = self.k, len(output)
         tokens = keys.seed.new_empty(shape)
         logits = log_sum = None
         if self.draft_probs:
             logits = output.new_empty(*shape, len(self.draft_ids))
             log_sum = keys.temperature.new_empty(shape)
-        last = chain[0].asked[:, 0]
+        last = layouts[0].output_positions[:, 0]
         for step in range(self.k):
             if step:
                 drafted = tokens[step - 1][:, None]
-                output = self._forward(drafted, output, chain[step], verified.block_table)
+                output = self._forward(drafted, output, layouts[step], verified.block_table)
             if logits is None or log_sum is None:
-                argmax_draft(self.passes.logits(output[:, 0]), ids=self.draft_ids, out=tokens[step])
+                argmax_draft(self.runner.logits(output[:, 0]), ids=self.draft_ids, out=tokens[step])
                 continue
             sample_draft(
-                self.passes.logits(output[:, 0], out=logits[step]),
+                self.runner.logits(output[:, 0], out=logits[step]),
                 last,
                 keys,
                 *sampling,
                 ids=self.draft_ids,
-                offset=2 + step,  # pair p predicts position p + 2
+                offset=2 + step,  # the pair at position p predicts position p + 2
                 out=(tokens[step], log_sum[step]),
             )
         return self._proposal(tokens, logits, log_sum, sampling)

@@ -1,6 +1,7 @@
-"""A head's decode pass over paged caches, in the head's own modules: any device, any dtype.
+"""A head's decode pass over paged KV caches, in the head's own modules: any device, any dtype.
 
-`FusedHead` (CUDA, 16-bit) and `PackedHead` (CPU) have its interface, and it is their reference.
+`FusedHead` (CUDA, 16-bit) and `PrepackedHead` (CPU) implement the same interface. `EagerHead` is
+their reference.
 """
 
 from __future__ import annotations
@@ -18,103 +19,104 @@ from draftlab.kernels.paged_attention import attend_paged, write_paged
 from draftlab.kernels.step_types import MaskedColumns
 
 Pools = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values of each layer, [P, S, kv heads, head_dim], written in place."""
+"""Keys and values of each layer, [P, S, kv heads, head_dim], written in layout."""
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Where the slots of one pass are, M a row, and which outputs are asked for.
+class PassLayout:
+    """Inputs of one pass, M columns a row, and the A columns whose outputs the pass returns.
 
     Attributes:
-        slots: int64 [B, M], where their keys go; −1 nowhere.
-        angles: cosines and sines [B, M, …], as the head's path rotates by, and what else it needs
-            of positions.
+        slots: int64 [B, M], cache slots that the keys and values are written to; −1: none.
+        angles: `HeadRunner.angles` of the positions, each [B, M, …].
         positions: int64 [B, M], consecutive; −1 is padding, at the end.
-        asked: int64 [B, A], positions of those whose outputs are asked for.
-        counts: int64 [B]; they are A columns from counts − 1 on. None: all, A = M.
-        masks: slots without a hidden state of their own; None: there are none.
+        output_positions: int64 [B, A], positions of the columns whose outputs are returned.
+        counts: int64 [B]; these are the A columns from counts − 1 on. None: all columns, A = M.
+        masks: columns without a hidden state of their own; None: there are none.
     """
 
     slots: Tensor
     angles: Angles
     positions: Tensor
-    asked: Tensor
+    output_positions: Tensor
     counts: Tensor | None = None
     masks: MaskedColumns | None = None
 
-    def parts(self, num_layers: int) -> Iterator[tuple[Tensor | None, Tensor]]:
-        """`counts` and the queries' positions of each layer.
+    def layer_queries(self, num_layers: int) -> Iterator[tuple[Tensor | None, Tensor]]:
+        """Yield each layer's `counts` and query positions.
 
-        Only the last one's queries end at what is asked for: the others' make keys.
+        The last layer runs queries for the returned columns only. Earlier layers run all of them,
+        since their outputs give the next layer's keys.
         """
         for _ in range(num_layers - 1):
             yield None, self.positions
-        yield self.counts, self.asked
+        yield self.counts, self.output_positions
 
 
-class HeadPasses(Protocol):
-    """How a head's passes run."""
+class HeadRunner(Protocol):
+    """Implementation of a head's decode pass."""
 
     def project_features(self, features: Tensor) -> Tensor:
-        """`DraftHead.project_features`."""
+        """Return `DraftHead.project_features` of features [..., F]."""
 
     def angles(self, positions: Tensor) -> Angles:
-        """Of positions [T], what `forward` takes of them, each [T, …]; −1 is padding."""
+        """Return cosines and sines, each [T, …], of positions [T]; −1 is padding.
+
+        A head's family may add tensors of its own.
+        """
 
     def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """`DraftHead.logits`, [N, W] of outputs [N, H]; `out`: where they go."""
+        """Return `DraftHead.logits` [N, W] of outputs [N, H], written to `out` if it is given."""
 
     def forward(
-        self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor, pools: Pools
+        self, tokens: Tensor, hidden: Tensor, layout: PassLayout, block_table: Tensor, pools: Pools
     ) -> Tensor:
-        """The head's outputs [B, A, H] of what is asked for; the keys of all enter the pools.
+        """Return the outputs [B, A, H] of the layout's output columns.
+
+        The keys and values of all M columns are written to the pools.
 
         Args:
             tokens: int64 [B, M].
-            hidden: [B, M, H]; with masks those of a row's first columns are enough.
-            place: where the slots are.
+            hidden: [B, M, H]; with masks the hidden states of a row's first columns are enough.
+            layout: cache slots, positions and output columns.
             block_table: int32 [B, N].
             pools: of each layer.
         """
 
 
-class PlainHead:
-    """The passes of a head, in its own modules."""
+class EagerHead(HeadRunner):
+    """The decode pass of a head in its own modules."""
 
     def __init__(self, head: DraftHead) -> None:
         self.head = head
 
     def project_features(self, features: Tensor) -> Tensor:
-        """See `HeadPasses`."""
         return self.head.project_features(features)
 
     def angles(self, positions: Tensor) -> Angles:
-        """See `HeadPasses`."""
         return self.head.rope.angles(positions.clamp(min=0))
 
     def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """See `HeadPasses`."""
-        found = self.head.logits(output)
-        return found if out is None else out.copy_(found)
+        logits = self.head.logits(output)
+        return logits if out is None else out.copy_(logits)
 
     def forward(
-        self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor, pools: Pools
+        self, tokens: Tensor, hidden: Tensor, layout: PassLayout, block_table: Tensor, pools: Pools
     ) -> Tensor:
-        """See `HeadPasses`."""
-        if place.masks is not None:
-            hidden = place.masks.fill(hidden)
-        layers, asked = self.head.layers, place.asked.shape[1]
-        parts = place.parts(len(layers))
-        for layer, pool, (counts, positions) in zip(layers, pools, parts, strict=True):
+        if layout.masks is not None:
+            hidden = layout.masks.fill(hidden)
+        layers, num_outputs = self.head.layers, layout.output_positions.shape[1]
+        queries = layout.layer_queries(len(layers))
+        for layer, pool, (counts, positions) in zip(layers, pools, queries, strict=True):
             if layer is layers[0]:
                 x, residual = self.head.layer_inputs(self.head.embed(tokens), hidden)
             else:
                 x, residual = layer.input_layernorm(hidden), hidden
-            angles = place.angles
-            write_paged(*layer.self_attn.key_value(x, angles), *pool, place.slots)
+            angles = layout.angles
+            write_paged(*layer.self_attn.key_value(x, angles), *pool, layout.slots)
             if counts is not None:
                 x, residual, *angles = (
-                    last_rows(t, counts, asked) for t in (x, residual, *place.angles)
+                    last_rows(t, counts, num_outputs) for t in (x, residual, *layout.angles)
                 )
             query = layer.self_attn.query(x, angles)
             scale = query.shape[-1] ** -0.5

@@ -1,9 +1,9 @@
-"""A head's decode pass on few kernels (CUDA, 16-bit); `PlainHead` is the reference.
+"""A head's decode pass in few fused kernels (CUDA, 16-bit); `EagerHead` is the reference.
 
-One pass is: inputs (embedding and hidden state, normed, side by side), then for each layer qkv,
-rotation and cache write, attention, output product plus residual, gated product, down product plus
-residual; a product begins the norm of what follows it. In the last layer only what is asked for
-goes on behind the cache write.
+One pass is: inputs (embedding and hidden state, normed, side by side), then for each layer the qkv
+product, rotation and cache write, attention, output product plus residual, gated product, and down
+product plus residual. A product also computes the sums of the norm that follows it. After the cache
+write the last layer runs the output columns only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.engine.eager_head import Pass, Pools
+from draftlab.engine.eager_head import HeadRunner, PassLayout, Pools
 from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.head_inputs import head_inputs
@@ -25,7 +25,7 @@ from draftlab.kernels.rope_write import rope_angles, rope_write
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer's parameters: its own storage, but for qkv, which is a stacked copy."""
+    """Parameters of a layer; all but qkv, a stacked copy, share the head's storage."""
 
     qkv: Tensor
     q_norm: Tensor | None
@@ -52,11 +52,11 @@ def _read_layer(layer: DecoderLayer) -> _Layer:
     )
 
 
-class FusedHead:
-    """The passes of a head, with the interface of `HeadPasses`.
+class FusedHead(HeadRunner):
+    """The decode pass of a head in fused kernels.
 
     Args:
-        head: on CUDA, bfloat16 or float16.
+        head: on CUDA, in bfloat16 or float16.
     """
 
     @torch.no_grad()
@@ -68,8 +68,8 @@ class FusedHead:
         self.embeddings = head.embedding_table()
 
     @staticmethod
-    def suits(head: DraftHead) -> bool:
-        """Whether a head's passes can run so."""
+    def supports(head: DraftHead) -> bool:
+        """Return whether the fused kernels compute this head."""
         weight = head.fc.weight
         return (
             head.has_fused_passes
@@ -79,31 +79,27 @@ class FusedHead:
         )
 
     def project_features(self, features: Tensor) -> Tensor:
-        """See `HeadPasses`."""
         if self.head.fc_in_every_pass:
             return self.head.project_features(features)
         return self._fc(self.head.normed_features(features))
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """See `HeadPasses`."""
         return rope_angles(positions, self.head.rope.frequencies, 1.0, self.head.fc.weight.dtype)
 
     def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """See `HeadPasses`."""
         norm, weight = self.head.logits_norm_weight(), self.head.lm_head.weight
         return linear(output, weight, norm_weight=norm, eps=self.eps, out=out)
 
     def forward(
-        self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor, pools: Pools
+        self, tokens: Tensor, hidden: Tensor, layout: PassLayout, block_table: Tensor, pools: Pools
     ) -> Tensor:
-        """See `HeadPasses`."""
-        eps, shape, asked = self.eps, tokens.shape, place.asked.shape[1]
-        angles = tuple(half.flatten(0, 1) for half in place.angles)
-        slots = place.slots.flatten()
-        x, y = self._inputs(tokens, hidden, place)
-        parts = place.parts(len(self.layers))
+        eps, shape, num_outputs = self.eps, tokens.shape, layout.output_positions.shape[1]
+        angles = tuple(half.flatten(0, 1) for half in layout.angles)
+        slots = layout.slots.flatten()
+        x, y = self._inputs(tokens, hidden, layout)
+        queries = layout.layer_queries(len(self.layers))
         for number, (layer, pool, (counts, positions)) in enumerate(
-            zip(self.layers, pools, parts, strict=True)
+            zip(self.layers, pools, queries, strict=True)
         ):
             qkv = linear(x, layer.qkv)
             query = rope_write(
@@ -111,9 +107,9 @@ class FusedHead:
             )
             query = query.view(*shape, *query.shape[1:])
             if counts is not None:
-                query = last_rows(query, counts, asked)
-                if len(y) != len(tokens) * asked:
-                    y = last_rows(y.view(*shape, -1), counts, asked).flatten(0, 1)
+                query = last_rows(query, counts, num_outputs)
+                if len(y) != len(tokens) * num_outputs:
+                    y = last_rows(y.view(*shape, -1), counts, num_outputs).flatten(0, 1)
             attended = attend_paged(
                 query,
                 *pool,
@@ -129,14 +125,14 @@ class FusedHead:
                 y = linear(inner, layer.down, residual=y)
             else:
                 y, x = linear_then_norm(inner, layer.down, self.norms[number], eps, residual=y)
-        return self.head.output_norm(y.view(len(tokens), asked, -1))
+        return self.head.output_norm(y.view(len(tokens), num_outputs, -1))
 
     def _fc(self, x: Tensor) -> Tensor:
-        """fc, [B, M, H]."""
+        """Return fc [B, M, H] of x [B, M, …]."""
         return linear(x.flatten(0, -2), self.head.fc.weight).view(*x.shape[:-1], -1)
 
-    def _inputs(self, tokens: Tensor, hidden: Tensor, place: Pass) -> tuple[Tensor, Tensor]:
-        """What the first layer reads [B·M, 2H or H], and its residual [B·M or B·A, H]."""
+    def _inputs(self, tokens: Tensor, hidden: Tensor, layout: PassLayout) -> tuple[Tensor, Tensor]:
+        """Return the first layer's input [B·M, 2H or H] and residual [B·M or B·A, H]."""
         first = self.head.layer
         if self.head.fc_in_every_pass:
             pairs = torch.cat([F.embedding(tokens, self.embeddings), hidden], -1)
@@ -150,8 +146,8 @@ class FusedHead:
             first.hidden_norm.weight,
             self.eps,
             norm_before_residual=first.norm_before_residual,
-            counts=place.counts if len(self.layers) == 1 else None,
-            num_columns=place.asked.shape[1],
-            masks=place.masks,
+            counts=layout.counts if len(self.layers) == 1 else None,
+            num_columns=layout.output_positions.shape[1],
+            masks=layout.masks,
         )
         return x.flatten(0, 1), residual.flatten(0, 1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.drafter import HeadDrafter, Proposal, VerifiedFeatures
-from draftlab.engine.eager_head import Pass
+from draftlab.engine.eager_head import PassLayout
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.parallel_layout import parallel_layout
@@ -18,15 +18,15 @@ from draftlab.kernels.step_types import MaskedColumns
 
 
 class ParallelDrafter(HeadDrafter):
-    """A parallel head: the last true pair drafts the first token, masked slots the others.
+    """Drafter of a parallel head: the last true pair drafts the first token, masked slots the rest.
 
-    Keys of masked slots lie where true pairs will come. They are never seen later: the next pass
-    writes every position that its queries see beyond the pairs that were there before.
+    Masked slots write their keys to the positions of future tokens. No later query reads them: the
+    next pass overwrites every position that its queries see after the verified ones.
 
     Args: those of `HeadDrafter`; the head has a mask token and `mask_hidden`.
     """
 
-    kind: Literal["parallel"] = "parallel"
+    drafting: Literal["parallel"] = "parallel"
 
     def __init__(self, head: DraftHead, k: int, **options: Any) -> None:
         super().__init__(head, k, **options)
@@ -41,15 +41,15 @@ class ParallelDrafter(HeadDrafter):
         cpu_prepacked: bool = False,
     ) -> None:
         super().start(num_blocks, block_size, max_length=max_length, cpu_prepacked=cpu_prepacked)
-        with torch.inference_mode():  # the same in every pass
-            self.mask_state = self.passes.project_features(self.head.mask_hidden)[0]
+        with torch.inference_mode():
+            self.mask_state = self.runner.project_features(self.head.mask_hidden)[0]
 
     @torch.inference_mode()
     def propose(self, verified: VerifiedFeatures) -> Proposal:
-        if not verified.tokens.is_cuda:  # shapes need not be static: no columns of padding alone
+        if not verified.tokens.is_cuda:  # no static shapes: drop columns of padding
             verified = verified.first_columns(int(verified.counts.max()))
         counts, table = verified.counts, verified.block_table
-        layout = parallel_layout(
+        columns = parallel_layout(
             verified.tokens,
             counts - 1,
             verified.positions[:, 0],
@@ -59,33 +59,38 @@ class ParallelDrafter(HeadDrafter):
             mask_token_id=self.mask_token_id,
             k=self.k,
         )
-        place = Pass(
-            layout.slots,
-            self._angles(layout.positions),
-            layout.positions,
-            last_rows(layout.positions, counts, self.k),
+        layout = PassLayout(
+            columns.slots,
+            self._angles(columns.positions),
+            columns.positions,
+            last_rows(columns.positions, counts, self.k),
             counts,
-            MaskedColumns(layout.is_mask, self.mask_state),
+            MaskedColumns(columns.is_mask, self.mask_state),
         )
-        hidden = self.passes.project_features(verified.features.to(self.dtype))
-        outputs = self._forward(layout.tokens, hidden, place, table)
+        hidden = self.runner.project_features(verified.features.to(self.dtype))
+        outputs = self._forward(columns.tokens, hidden, layout, table)
         sampling = verified.sampling or self.sampling(verified.keys)
-        return self._draw(outputs, place.asked[:, 0].contiguous(), verified.keys, sampling)
+        first = layout.output_positions[:, 0].contiguous()
+        return self._draw(outputs, first, verified.keys, sampling)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [B, M, …] of positions [B, M]."""
-        cos, sin = self.passes.angles(positions.flatten())
+        """Return cosines and sines [B, M, …] of positions [B, M]."""
+        cos, sin = self.runner.angles(positions.flatten())
         return cos.unflatten(0, positions.shape), sin.unflatten(0, positions.shape)
 
     def _draw(
-        self, outputs: Tensor, last: Tensor, keys: SamplingMetadata, sampling: tuple[Tensor, Tensor]
+        self,
+        outputs: Tensor,
+        first: Tensor,
+        keys: SamplingMetadata,
+        sampling: tuple[Tensor, Tensor],
     ) -> Proposal:
-        """A draft from each of the outputs [B, K, H]; `last` [B]: positions of the first."""
+        """Draw a token from each output [B, K, H]; `first` [B] are the positions of depth 0."""
         shape = self.k, len(outputs)
         tokens = keys.seed.new_empty(shape)
-        # Depth by depth, so that each is one piece of memory: [K, B, …].
+        # Depth is the outer dimension, so that each depth's rows are contiguous: [K, B, …].
         logits = outputs.new_empty(*shape, len(self.draft_ids))
-        self.passes.logits(outputs.transpose(0, 1).flatten(0, 1), out=logits.flatten(0, 1))
+        self.runner.logits(outputs.transpose(0, 1).flatten(0, 1), out=logits.flatten(0, 1))
         if not self.draft_probs:
             argmax_draft(logits.flatten(0, 1), ids=self.draft_ids, out=tokens.flatten())
             return self._proposal(tokens, None, None, sampling)
@@ -93,11 +98,11 @@ class ParallelDrafter(HeadDrafter):
         for depth in range(self.k):
             sample_draft(
                 logits[depth],
-                last,
+                first,
                 keys,
                 *sampling,
                 ids=self.draft_ids,
-                offset=2 + depth,  # slot p predicts position p + 2
+                offset=2 + depth,  # the slot at position p predicts position p + 2
                 out=(tokens[depth], log_sum[depth]),
             )
         return self._proposal(tokens, logits, log_sum, sampling)

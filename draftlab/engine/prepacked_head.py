@@ -1,4 +1,4 @@
-"""A head's decode pass on a CPU with packed products; `PlainHead` is the reference."""
+"""A head's decode pass on a CPU with prepacked weights; `EagerHead` is the reference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftlab.engine.eager_head import Pass, Pools
+from draftlab.engine.eager_head import HeadRunner, PassLayout, Pools
 from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import RMSNorm
 from draftlab.kernels.chain_layout import last_rows
@@ -22,7 +22,7 @@ from draftlab.target_model.prepacked_decoder import rotate, rotation_factors
 
 
 class _Layer:
-    """A layer's packed products, and its norms."""
+    """The prepacked products and the norms of a layer."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -39,11 +39,11 @@ def _norm(module: nn.Module | None) -> RowNorm | None:
     return RowNorm(module.weight, module.eps) if isinstance(module, RMSNorm) else None
 
 
-class PackedHead:
-    """The passes of a head, with the interface of `HeadPasses`.
+class PrepackedHead(HeadRunner):
+    """The decode pass of a head on weights that are prepacked for oneDNN.
 
     Args:
-        head: on a CPU, float32 or bfloat16; changes of its weights are not seen.
+        head: on a CPU, in float32 or bfloat16. Later changes of its weights have no effect.
     """
 
     @torch.no_grad()
@@ -61,49 +61,45 @@ class PackedHead:
         self.layers = [_Layer(layer) for layer in head.layers]
 
     @staticmethod
-    def suits(head: DraftHead) -> bool:
-        """Whether a head's passes can run so."""
+    def supports(head: DraftHead) -> bool:
+        """Return whether this head's weights can be prepacked."""
         weight = head.fc.weight
         return head.has_fused_passes and why_no_prepacking(weight.device, weight.dtype) is None
 
     def project_features(self, features: Tensor) -> Tensor:
-        """See `HeadPasses`."""
         if self.head.fc_in_every_pass:
             return self.head.project_features(features)
         return self._fc(self.head.normed_features(features))
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """See `HeadPasses`."""
         return rope_angles(positions, self.head.rope.frequencies, 1.0, self.head.fc.weight.dtype)
 
     def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """See `HeadPasses`."""
-        found = self.lm_head(self.norm(output) if self.norms_logits else output)
-        return found if out is None else out.copy_(found)
+        logits = self.lm_head(self.norm(output) if self.norms_logits else output)
+        return logits if out is None else out.copy_(logits)
 
     def forward(
-        self, tokens: Tensor, hidden: Tensor, place: Pass, block_table: Tensor, pools: Pools
+        self, tokens: Tensor, hidden: Tensor, layout: PassLayout, block_table: Tensor, pools: Pools
     ) -> Tensor:
-        """See `HeadPasses`."""
-        shape, asked = tokens.shape, place.asked.shape[1]
-        turn = rotation_factors(tuple(half.flatten(0, 1) for half in place.angles))
-        parts = place.parts(len(self.layers))
-        for layer, pool, (counts, positions) in zip(self.layers, pools, parts, strict=True):
+        shape, num_outputs = tokens.shape, layout.output_positions.shape[1]
+        factors = rotation_factors(tuple(half.flatten(0, 1) for half in layout.angles))
+        queries = layout.layer_queries(len(self.layers))
+        for layer, pool, (counts, positions) in zip(self.layers, pools, queries, strict=True):
             if layer is self.layers[0]:
-                x, hidden = self._inputs(tokens, hidden, place)
+                x, hidden = self._inputs(tokens, hidden, layout)
             else:
                 x = layer.input_norm(hidden)
             heads = layer.qkv(x.flatten(0, 1)).view(tokens.numel(), -1, self.head_dim)
-            turned, value = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
+            query_key, value = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
             if layer.q_norm is not None and layer.k_norm is not None:
-                query, key = turned[:, : -self.num_kv_heads], turned[:, -self.num_kv_heads :]
-                turned = torch.cat([layer.q_norm(query), layer.k_norm(key)], 1)
-            turned = rotate(turned, turn)
-            query, key = turned[:, : -self.num_kv_heads], turned[:, -self.num_kv_heads :]
-            write_paged(key[None], value[None], *pool, place.slots)
+                query, key = query_key[:, : -self.num_kv_heads], query_key[:, -self.num_kv_heads :]
+                query_key = torch.cat([layer.q_norm(query), layer.k_norm(key)], 1)
+            query_key = rotate(query_key, factors)
+            query, key = query_key[:, : -self.num_kv_heads], query_key[:, -self.num_kv_heads :]
+            write_paged(key[None], value[None], *pool, layout.slots)
             query, residual = query.view(*shape, *query.shape[1:]), hidden
             if counts is not None:
-                query, residual = (last_rows(t, counts, asked) for t in (query, residual))
+                query, residual = (last_rows(t, counts, num_outputs) for t in (query, residual))
             attended = attend_paged(query, *pool, block_table, positions, scale=self.head_dim**-0.5)
             y = layer.out.add_to(residual.flatten(0, 1), attended.flatten(2).flatten(0, 1))
             y = layer.mlp.add_to(y, layer.mlp_norm(y))
@@ -111,13 +107,13 @@ class PackedHead:
         return hidden if self.norms_logits or self.norm is None else self.norm(hidden)
 
     def _fc(self, x: Tensor) -> Tensor:
-        """fc, [B, M, H]."""
+        """Return fc [B, M, H] of x [B, M, …]."""
         return self.fc(x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
-    def _inputs(self, tokens: Tensor, hidden: Tensor, place: Pass) -> tuple[Tensor, Tensor]:
-        """What the first layer reads [B, M, 2H or H], and its residual [B, M, H]."""
-        if place.masks is not None:
-            hidden = place.masks.fill(hidden)
+    def _inputs(self, tokens: Tensor, hidden: Tensor, layout: PassLayout) -> tuple[Tensor, Tensor]:
+        """Return the first layer's input [B, M, 2H or H] and residual [B, M, H]."""
+        if layout.masks is not None:
+            hidden = layout.masks.fill(hidden)
         embedding = F.embedding(tokens, self.embeddings)
         if self.hidden_norm is None:  # EAGLE
             residual = self._fc(torch.cat([embedding, hidden], -1))

@@ -39,7 +39,7 @@ def test_draft_probabilities_equal_dense_passes(fused: bool, head: Eagle3Head) -
     drafter = ChainDrafter(head, K)
     drafter.start(4, 24)  # one block a row; block 0 belongs to no row
     if fused:
-        drafter.passes = FusedHead(head)
+        drafter.runner = FusedHead(head)
     table = torch.tensor([[2], [3], [1]], dtype=torch.int32)
     for step in counts:
         proposal = drafter.propose(pairs.next(step, table))

@@ -10,7 +10,7 @@ import torch
 from draftlab.engine.drafter import ChainDrafter, new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.fused_head import FusedHead
-from draftlab.engine.prepacked_head import PackedHead
+from draftlab.engine.prepacked_head import PrepackedHead
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Sampling
 from draftlab.kernels.cpu_prepacked_linear import why_no_prepacking
@@ -56,10 +56,10 @@ def test_engines_agree(
             max_length=128,
             cpu_prepacked=True,
         )
-        assert isinstance(drafter.passes, PackedHead)
+        assert isinstance(drafter.runner, PrepackedHead)
         assert outcomes(run(packed, prompts)) == expected
     # The passes of a GPU, on their kernels' references (tests/engine/test_on_gpu.py: on a GPU).
-    monkeypatch.setattr(FusedHead, "suits", staticmethod(lambda _head: True))
+    monkeypatch.setattr(FusedHead, "supports", staticmethod(lambda _head: True))
     fused = Engine(target, drafter, batch=5, max_length=128)
-    assert isinstance(drafter.passes, FusedHead)
+    assert isinstance(drafter.runner, FusedHead)
     assert outcomes(run(fused, prompts)) == expected

@@ -60,7 +60,7 @@ def steps(
     """
     head = untrained_head(target, K, 200, boundaries=(0, 1, 2), **HEADS[kind]).eval()
     drafter = new_drafter(head, K, draft_probs=draft_probs)
-    assert drafter.kind == kind.partition(" ")[0]
+    assert drafter.drafting == kind.partition(" ")[0]
     width = -(-MAX_LENGTH // BLOCK)
     batch = InputBatch(
         2,
@@ -75,7 +75,7 @@ def steps(
     step = Step(target, cache, batch, drafter, max_length=MAX_LENGTH)
     step.decoder = FusedDecoder(target)
     drafter.start(blocks, BLOCK, max_length=MAX_LENGTH)
-    drafter.passes = FusedHead(head)
+    drafter.runner = FusedHead(head)
     requests = [
         Request(str(i), (40 + i,), 8, Sampling(temperature))
         for i, temperature in enumerate((0.0, 0.8))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftlab.engine.drafter import new_drafter
-from draftlab.engine.eager_head import PlainHead
+from draftlab.engine.eager_head import EagerHead
 from draftlab.engine.engine import Engine
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Sampling
@@ -58,7 +58,7 @@ def test_engines_agree(temperature: float, target: Target, head: DraftHead) -> N
     options = {"batch": 3, "max_length": target.max_length}
     drafter = new_drafter(head, 6)
     paged = run(Engine(target, drafter, cpu_prepacked=True, **options), prompts)
-    assert isinstance(drafter.passes, PlainHead)  # fast paths support other layers
+    assert isinstance(drafter.runner, EagerHead)  # fast paths support other layers
     reference = run(ReferenceEngine(target, new_drafter(head, 6), **options), prompts)
     assert outcomes(paged) == outcomes(reference)
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.engine.drafter import ChainDrafter, Proposal, new_drafter
-from draftlab.engine.eager_head import PlainHead
+from draftlab.engine.eager_head import EagerHead
 from draftlab.engine.fused_head import FusedHead
 from draftlab.engine.parallel_drafter import ParallelDrafter
-from draftlab.engine.prepacked_head import PackedHead
+from draftlab.engine.prepacked_head import PrepackedHead
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.peagle import PeagleHead
 from draftlab.target_model.model import Target
@@ -21,7 +21,7 @@ from tests.helpers.decoding import MASK, PARALLEL, untrained_head
 from tests.helpers.engines import RaggedPairs
 
 K, ROWS = 4, 3
-PASSES = {"plain": PlainHead, "fused": FusedHead, "packed": PackedHead}
+PASSES = {"plain": EagerHead, "fused": FusedHead, "packed": PrepackedHead}
 COUNTS = [[5, 9, 2], [1, 4, 3], [3, 1, 5]]  # pairs of each row in each step
 
 
@@ -79,8 +79,8 @@ def test_draft_probabilities_equal_a_dense_pass(
     rows = RaggedPairs([sum(n) for n in zip(*COUNTS, strict=True)])
     drafter.start(4, 24, cpu_prepacked=passes == "packed")
     if passes == "fused":
-        drafter.passes = FusedHead(head)
-    assert isinstance(drafter.passes, PASSES[passes])
+        drafter.runner = FusedHead(head)
+    assert isinstance(drafter.runner, PASSES[passes])
     for counts in COUNTS:
         q = probabilities(drafter.propose(rows.next(counts, TABLE)))
         for row, done in enumerate(rows.done):
@@ -156,7 +156,7 @@ def test_the_family_of_a_head_chooses_its_drafter(target: Target, head: Eagle3He
     parallel = new_drafter(large_head(target), K, draft_probs=False, greedy_below=0.5)
     chain = new_drafter(head, K)
     assert (type(parallel), type(chain)) == (ParallelDrafter, ChainDrafter)
-    assert (parallel.kind, chain.kind) == ("parallel", "chain")
+    assert (parallel.drafting, chain.drafting) == ("parallel", "chain")
     assert parallel.draft_vocab is None
     assert parallel.greedy_below == 0.5
 
@@ -164,7 +164,7 @@ def test_the_family_of_a_head_chooses_its_drafter(target: Target, head: Eagle3He
 def test_the_mask_token_has_its_trained_embedding(target: Target) -> None:
     """Before a head is saved and loaded, its table has an untrained row there."""
     head = large_head(target)
-    for passes in (FusedHead(head), PackedHead(head)):
+    for passes in (FusedHead(head), PrepackedHead(head)):
         assert torch.equal(passes.embeddings[MASK], head.mask_embedding)
     assert not torch.equal(head.embed_tokens.weight[MASK], head.mask_embedding)
     head.embed_tokens.weight[MASK] = head.mask_embedding

@@ -10,7 +10,7 @@ import torch
 from draftlab.engine.drafter import VerifiedFeatures
 from draftlab.engine.engine import Engine
 from draftlab.engine.parallel_drafter import ParallelDrafter
-from draftlab.engine.prepacked_head import PackedHead
+from draftlab.engine.prepacked_head import PrepackedHead
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Request, Sampling, sampling_metadata
 from draftlab.engine.scheduler import Scheduler
@@ -123,7 +123,7 @@ def test_prepacked_products_decode_the_same(
     for prepacked in (False, True):
         drafter = ParallelDrafter(parallel_head, TRAINED)
         engine = Engine(target, drafter, batch=3, max_length=128, cpu_prepacked=prepacked)
-        assert isinstance(drafter.passes, PackedHead) == prepacked
+        assert isinstance(drafter.runner, PrepackedHead) == prepacked
         results.append(outcomes(run(engine, prompts)))
     assert results[0] == results[1]
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from draftlab.engine.drafter import ChainDrafter
-from draftlab.engine.eager_head import PlainHead
+from draftlab.engine.eager_head import EagerHead
 from draftlab.engine.engine import Engine
-from draftlab.engine.prepacked_head import PackedHead
+from draftlab.engine.prepacked_head import PrepackedHead
 from draftlab.engine.sampling import Sampling
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.kernels.cpu_prepacked_linear import why_no_prepacking
@@ -44,7 +44,7 @@ def test_tokens_and_steps_equal_the_plain_engine(
         engine = Engine(target, drafter, max_length=128, cpu_prepacked=packed, **sizes)
         assert isinstance(engine.step.decoder, PrepackedDecoder if packed else Target)
         if drafter:
-            assert isinstance(drafter.passes, PackedHead) == packed
+            assert isinstance(drafter.runner, PrepackedHead) == packed
         return outcomes(run(engine, prompts))
 
     expected = decoded(False, batch=5)
@@ -98,7 +98,7 @@ def test_a_drafter_can_return_to_plain_weights(target: Target, head: Eagle3Head)
         == plain
     )
     run(Engine(target, drafter, batch=3, max_length=128), prompts)
-    assert isinstance(drafter.passes, PlainHead)
+    assert isinstance(drafter.runner, EagerHead)
 
 
 def test_an_evaluation_prepacks_by_default(target: Target, head: Eagle3Head) -> None:

@@ -18,8 +18,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from draftlab.engine.drafter import ChainDrafter, Observed, Proposal
-from draftlab.engine.eager_head import Pass
+from draftlab.engine.drafter import ChainDrafter, Proposal, VerifiedFeatures
+from draftlab.engine.eager_head import PassLayout
 from draftlab.kernels import sampling as sampling_module
 from draftlab.kernels import verify as verify_module
 from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
@@ -81,7 +81,9 @@ def tables() -> tuple[Tensor, Tensor]:
 TARGET, HEAD = tables()
 
 
-def row_keys(case: Case, count: int = ROWS, seed: int = 0, device: str = "cpu") -> SamplingMetadata:
+def sampling_metadata(
+    case: Case, count: int = ROWS, seed: int = 0, device: str = "cpu"
+) -> SamplingMetadata:
     """Return `count` rows of different prompts that share the case's sampling parameters."""
     prompts = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(5))
     return SamplingMetadata(
@@ -108,7 +110,7 @@ def make_drafter(case: Case, device: str = "cpu") -> ChainDrafter:
     table = HEAD.to(device)
     # A pass's output is its token, and the logits are the token's entry in a table.
     drafter._forward = lambda tokens, *_: tokens[..., None].float()
-    drafter.passes.logits = lambda output, out=None: (
+    drafter.runner.logits = lambda output, out=None: (
         table[output[:, 0].long()] if out is None else out.copy_(table[output[:, 0].long()])
     )
     return drafter
@@ -117,10 +119,10 @@ def make_drafter(case: Case, device: str = "cpu") -> ChainDrafter:
 def propose(drafter: Any, last: Tensor, positions: Tensor, keys: SamplingMetadata) -> Proposal:
     """Return the drafts behind tokens `last` [B], the first of them for `positions` [B]."""
     at = (positions - 2)[:, None]
-    drafter._lay_out = lambda *_, **__: [Pass(at, (at, at), at, at)] * K
-    drafter._observe = lambda observed, _: observed.tokens[..., None].float()
+    drafter._pass_layouts = lambda *_, **__: [PassLayout(at, (at, at), at, at)] * K
+    drafter._run_verified = lambda verified, _: verified.tokens[..., None].float()
     tokens, empty = last[:, None], keys.temperature.new_empty(len(last), 0)
-    return drafter.propose(Observed(tokens, empty, at, torch.ones_like(last), empty, keys))
+    return drafter.propose(VerifiedFeatures(tokens, empty, at, torch.ones_like(last), empty, keys))
 
 
 def decode(

@@ -184,7 +184,7 @@ def test_a_whole_step(
     step = Step(target, target.new_paged_cache(9, 16), slots, drafter, max_length=64)
     step.decoder = FusedDecoder(target)
     drafter.start(9, 16)
-    drafter.passes = FusedHead(head)
+    drafter.runner = FusedHead(head)
     for owner in (slots, slots.keys, drafter):
         pretend(owner)
     # Tokens are not computed, so they are none that have an embedding.
