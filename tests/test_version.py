@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
 
+from draftlab import version
 from draftlab.evaluate.metrics import environment
 from draftlab.heads.family import family_names
 from draftlab.version import NOT_INSTALLED, package_version
@@ -15,8 +17,18 @@ def test_version_of_an_installed_package() -> None:
     assert package_version("torch") == metadata.version("torch")
 
 
+def test_the_commit_is_of_draftlabs_own_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """draftlab may be installed into an environment inside another project's working tree."""
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr(version, "__file__", str(tmp_path / "site-packages/draftlab/version.py"))
+    monkeypatch.setattr(version.subprocess, "run", lambda *_, **__: pytest.fail("git was called"))
+    assert version.git_commit() is None
+
+
 def test_a_source_tree_that_is_not_installed_works(
-    monkeypatch: pytest.MonkeyPatch, tmp_path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Packages without metadata: programs on PYTHONPATH, as on GPU machines."""
 

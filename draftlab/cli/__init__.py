@@ -1,6 +1,7 @@
-"""The command line: a function a verb; it parses, calls, prints. `draftlab VERB --help` is enough.
+"""The command line: one function for each verb, which parses, calls the package and prints.
 
-Heavy imports (torch, transformers) happen inside the verbs, so that `--help` answers at once.
+The verbs import torch and transformers themselves, so that `--help` and errors in the arguments are
+shown at once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftlab.cli.console import Debug, Json, guard, monitor, output, plan_lines, show
+from draftlab.cli.console import Debug, Json, guard, monitor, output, plan_lines, show_report
 from draftlab.cli.doctor import doctor
 from draftlab.cli.eval import eval_
 from draftlab.cli.export import export, import_
@@ -22,8 +23,8 @@ from draftlab.cli.store import store_app
 if TYPE_CHECKING:
     from draftlab.pipeline.pipeline import Pipeline
 
-# Read when torch is loaded. Threads that wait by spinning cost a busy machine most of its speed;
-# whoever sets these keeps them.
+# OpenMP reads these when torch is imported. Threads that spin while they wait slow a busy machine.
+# Values that the user has set are kept.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
@@ -34,37 +35,44 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-recipe_app = typer.Typer(help="Look at recipes.", no_args_is_help=True)
+recipe_app = typer.Typer(help="Print recipes and their settings.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
 app.add_typer(store_app, name="store")
 
-RecipeArg = Annotated[Path, typer.Argument(help="Recipe, a YAML file.", metavar="RECIPE")]
+RecipeArg = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", metavar="RECIPE")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Settings to change, such as train.steps=200 target=org/name."),
+    typer.Argument(
+        help="Settings that replace the recipe's, such as train.steps=200 target=org/name."
+    ),
 ]
 Force = Annotated[
     bool,
-    typer.Option("--force", help="Make stages again whose settings changed, and what follows."),
+    typer.Option("--force", help="Run stages with changed settings again, and all later stages."),
 ]
 Gpus = Annotated[
-    int, typer.Option(help="GPUs that share the work; each holds the whole target.", min=1)
+    int,
+    typer.Option(help="Number of GPUs that share the work. Each loads the whole target.", min=1),
 ]
-Together = Annotated[
-    int, typer.Option("--gpus", help="GPUs that train together, a process each.", min=1)
+TrainGpus = Annotated[
+    int,
+    typer.Option(
+        "--gpus", help="Number of GPUs that train together, with one process each.", min=1
+    ),
 ]
 Plan = Annotated[
-    bool, typer.Option("--plan", help="Print what would run and what that needs; do nothing.")
+    bool,
+    typer.Option("--plan", help="Print which stages would run and what they need; run nothing."),
 ]
 
 
 def _pipeline(recipe: Path, overrides: list[str] | None) -> Pipeline:
     from draftlab.pipeline.recipe import load_recipe
 
-    asked = load_recipe(recipe, overrides or [])  # a slip is answered before torch is imported
+    loaded = load_recipe(recipe, overrides or [])  # mistakes are reported before torch is imported
     from draftlab.pipeline.pipeline import Pipeline
 
-    return Pipeline(asked, monitor)
+    return Pipeline(loaded, monitor)
 
 
 def _make(
@@ -76,24 +84,22 @@ def _make(
     *,
     gpus: int = 1,
 ) -> Pipeline | None:
-    """Makes stages, or prints the plan and returns None."""
+    """Run stages; with `plan` print the plan instead and return None."""
     pipeline = _pipeline(recipe, overrides)
     pipeline.gpus = gpus
     if plan:
-        typer.echo(f"run folder: {pipeline.runs / pipeline.recipe.name}")
+        typer.echo(f"run folder: {pipeline.folder}")
         for line in plan_lines(pipeline.plan(*stages), force=force):
             typer.echo(line)
         for line in pipeline.estimate(*stages):
             typer.echo(line)
-        typer.echo(
-            "`draftlab recipe show`, with the same recipe and settings, prints every setting"
-        )
+        typer.echo("`draftlab recipe show` with the same arguments prints every setting")
         return None
     pipeline.make(*stages, force=force)
     return pipeline
 
 
-def _launched(
+def _launch(
     verb: tuple[str, ...],
     recipe: Path,
     overrides: list[str] | None,
@@ -103,7 +109,7 @@ def _launched(
     *,
     as_json: bool = False,
 ) -> int:
-    """Runs a verb in as many processes as GPUs were asked for; returns the exit code."""
+    """Run a verb in one process for each GPU; return the exit code."""
     from draftlab.cli.launch import launch
     from draftlab.pipeline.recipe import load_recipe
     from draftlab.train.distributed.ranks import check_gpus
@@ -119,26 +125,27 @@ def run(
     overrides: Overrides = None,
     force: Force = False,
     plan: Plan = False,
-    gpus: Together = 1,
+    gpus: TrainGpus = 1,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """From nothing to a measured, exported head: every stage of RECIPE, then the table.
+    """Run all stages of RECIPE, up to a measured and exported head, and print the report.
 
-    With --gpus all answer, record and train, and the first one evaluates.
+    Complete stages are not run again. With --gpus all GPUs answer, record and train, and the first
+    one evaluates.
     """
     with guard(debug):
         if gpus > 1 and not plan:
             raise typer.Exit(
-                _launched(("run",), recipe, overrides, force, debug, gpus, as_json=as_json)
+                _launch(("run",), recipe, overrides, force, debug, gpus, as_json=as_json)
             )
         pipeline = _make(("head", "eval", "export"), recipe, overrides, force, plan)
-        if pipeline and pipeline.leads:
+        if pipeline and pipeline.is_main:
             from draftlab.evaluate.results import Report
 
-            path = pipeline.run.folder / "eval" / "report.json"
-            show(Report.read(path), as_json, path)
-            monitor.say(f"exports: {pipeline.run.folder / 'export'}")
+            path = pipeline.folder / "eval" / "report.json"
+            show_report(Report.read(path), as_json, path)
+            monitor.say(f"exports: {pipeline.folder / 'export'}")
 
 
 @app.command()
@@ -150,7 +157,7 @@ def prepare(
     gpus: Gpus = 1,
     debug: Debug = False,
 ) -> None:
-    """Have the target answer RECIPE's prompts (answers.jsonl)."""
+    """Let the target answer the prompts of RECIPE; write answers.jsonl."""
     with guard(debug):
         _make(("answers",), recipe, overrides, force, plan, gpus=gpus)
 
@@ -163,21 +170,21 @@ def record(
     plan: Plan = False,
     gpus: Gpus = 1,
     join: Annotated[
-        bool, typer.Option("--join", help="Share the work of a process that records this run.")
+        bool, typer.Option("--join", help="Help another process that records this run.")
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Record the target's hidden states over the answers (store/).
+    """Record the target's hidden states for the answers; write store/.
 
-    Processes of `accelerate launch` or `torchrun` share the work, and any number may --join later,
-    from every machine that sees the run folder.
+    Processes that `accelerate launch` or `torchrun` started share the work. More processes can
+    --join at any time, on every machine that sees the run folder.
     """
     with guard(debug):
-        from draftlab.pipeline.gpu_workers import launched_helper
+        from draftlab.pipeline.gpu_workers import launched_worker_overrides
 
-        launched = launched_helper()
-        if (join or launched is not None) and not plan:
-            _pipeline(recipe, [*(overrides or []), *(launched or [])]).join_recording()
+        worker = launched_worker_overrides()
+        if (join or worker is not None) and not plan:
+            _pipeline(recipe, [*(overrides or []), *(worker or [])]).join_recording()
         else:
             _make(("store",), recipe, overrides, force, plan, gpus=gpus)
 
@@ -188,21 +195,20 @@ def train(
     overrides: Overrides = None,
     force: Force = False,
     plan: Plan = False,
-    gpus: Together = 1,
+    gpus: TrainGpus = 1,
     debug: Debug = False,
 ) -> None:
-    """Train a head, making first what it needs (head/). Run again, it does what is missing.
+    """Train a head; write head/. Missing answers and states are computed first.
 
-    Processes of `torchrun` or `accelerate launch` train together, too.
+    An interrupted training continues when the command is repeated. Processes that `torchrun` or
+    `accelerate launch` started train together.
     """
     with guard(debug):
         if gpus > 1 and not plan:
-            raise typer.Exit(_launched(("train",), recipe, overrides, force, debug, gpus))
+            raise typer.Exit(_launch(("train",), recipe, overrides, force, debug, gpus))
         pipeline = _make(("head",), recipe, overrides, force, plan)
-        if pipeline and pipeline.leads:
-            monitor.say(
-                f"head: {pipeline.run.folder / 'head'} · next: draftlab eval, draftlab export"
-            )
+        if pipeline and pipeline.is_main:
+            monitor.say(f"head: {pipeline.folder / 'head'} · next: draftlab eval, draftlab export")
 
 
 app.command("eval")(eval_)
@@ -214,34 +220,37 @@ app.command()(push)
 
 @app.command()
 def inspect(
-    what: Annotated[
+    names: Annotated[
         list[str] | None,
         typer.Argument(
-            help='A run, store, head or report, or "reference"; default: the latest run. Several '
-            "reports: one table."
+            help='A run, a store, a head, a report or "reference"; by default the latest run. '
+            "Several reports are printed in one table.",
+            metavar="WHAT",
         ),
     ] = None,
     sample: Annotated[
-        int, typer.Option(help="Conversation of a run or store to print, coloured by its mask.")
+        int, typer.Option(help="Number of the conversation to print. The answer is coloured.")
     ] = 0,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Hash every byte of a store again.")
+        bool, typer.Option("--verify", help="Compare the hashes of a store's shards.")
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Look into a run, a store, a head or a report: counts, hashes, a conversation's mask."""
+    """Print what a run, a store, a head or a report contains."""
     with guard(debug):
         from draftlab.pipeline.inspect import inspect_path, inspect_reports
 
-        if what and len(what) > 1:
-            inspect_reports(what, output)
+        if names and len(names) > 1:
+            inspect_reports(names, output)
         else:
-            inspect_path(what[0] if what else None, sample, output, verify=verify)
+            inspect_path(names[0] if names else None, sample, output, verify=verify)
 
 
 @recipe_app.command("schema")
-def recipe_schema(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    """Print every setting with meaning, unit, type and default."""
+def recipe_schema(
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON schema.")] = False,
+) -> None:
+    """Print every setting with its meaning, unit, type and default."""
     from draftlab.pipeline.recipe import Recipe, schema_lines
 
     if as_json:
@@ -253,7 +262,7 @@ def recipe_schema(as_json: Annotated[bool, typer.Option("--json")] = False) -> N
 
 @recipe_app.command("show")
 def recipe_show(recipe: RecipeArg, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Print a recipe with every default filled in."""
+    """Print a recipe with all settings, including defaults."""
     with guard(debug):
         from draftlab.pipeline.recipe import load_recipe, to_yaml
 
@@ -262,12 +271,12 @@ def recipe_show(recipe: RecipeArg, overrides: Overrides = None, debug: Debug = F
 
 @app.command()
 def version() -> None:
-    """Print the version."""
+    """Print draftlab's version."""
     from draftlab.version import package_version
 
     typer.echo(package_version())
 
 
 def main() -> None:
-    """Entry point of the `draftlab` command."""
+    """Run the `draftlab` command."""
     app()

@@ -1,4 +1,4 @@
-"""`python -m draftlab.cli`: what the `draftlab` command does."""
+"""`python -m draftlab.cli`, which equals the `draftlab` command."""
 
 from draftlab.cli import main
 

@@ -1,6 +1,6 @@
-"""What the verbs share: the monitor, the error block, a report's output.
+"""Shared by the verbs: the monitor, error messages and the output of reports.
 
-Everything for people goes to stderr, but for the tables a verb was asked for.
+Stdout has only the tables or the JSON that a verb prints; everything else goes to stderr.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from draftlab.pipeline.run_folder import Status
 
 Json = Annotated[
-    bool, typer.Option("--json", help="Print report.json on stdout, and nothing else there.")
+    bool, typer.Option("--json", help="Print report.json on stdout instead of tables.")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 
-QUIET_S = 15.0  # seconds between progress lines where there is no terminal
+PROGRESS_INTERVAL_S = 15.0  # between lines of progress in a log
 
 
 class ConsoleMonitor(Monitor):
-    """Lines and progress bars on a terminal; plain lines now and then elsewhere."""
+    """Prints lines and a progress bar on a terminal, and lines of progress into a log."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -59,7 +59,7 @@ class ConsoleMonitor(Monitor):
     def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
         if not self.console.is_terminal:
             now = time.monotonic()
-            if done >= total or now - self._last > QUIET_S:
+            if done >= total or now - self._last > PROGRESS_INTERVAL_S:
                 self._last = now
                 self.say(f"{stage}: {done:,.0f}/{total:,.0f} {detail}")
             return
@@ -73,7 +73,7 @@ class ConsoleMonitor(Monitor):
             self.say(f"{stage}: {done:,.0f}/{total:,.0f} {detail}")
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Remove the progress bar."""
         if self._task is not None:
             self._bars.remove_task(self._task[1])
             self._bars.stop()
@@ -81,124 +81,125 @@ class ConsoleMonitor(Monitor):
 
 
 def plan_lines(statuses: Sequence[Status], *, force: bool) -> Iterator[str]:
-    """What would happen to each stage, and to all if a changed one is refused.
+    """Yield a line for each stage of a plan, and one if the run would be refused.
 
     Args:
-        force: whether stages whose settings changed are made again.
+        force: whether stages with changed settings run again.
     """
     changed = (s.stage for s in statuses if s.state == "changed" and not s.stage.cheap)
     refused = None if force else next(changed, None)
-    said = set[str]()
+    printed = set[str]()
     for status in statuses:
-        # What changed before a stage has changed for it, too: once is enough.
+        # The settings of a stage are inputs of all later stages; each change is printed once.
         new = [
-            f"{key} {made!r} → {asked!r}"
-            for key, (made, asked) in status.changes.items()
-            if key not in said
+            f"{key} {in_run!r} → {in_recipe!r}"
+            for key, (in_run, in_recipe) in status.changes.items()
+            if key not in printed
         ]
-        said |= status.changes.keys()
-        why = f"settings changed: {', '.join(new)}" if new else "what it is made from changed"
-        says = {
+        printed |= status.changes.keys()
+        reason = f"settings changed: {', '.join(new)}" if new else "an earlier stage changed"
+        texts = {
             "done": "there, nothing to do",
             "unneeded": "not there, and not needed",
             "missing": "would run",
-            "unfinished": "would go on where it stopped",
-            "changed": why if refused else f"would run again, {why}",
+            "unfinished": "would continue",
+            "changed": reason if refused else f"would run again, {reason}",
         }
-        lacks = f"; it needs {status.lacks}, which is not there yet" if status.lacks else ""
-        yield f"  {status.stage.name:8} {says[status.state]}{lacks}"
+        path = status.missing_input
+        note = f"; it needs {path}, which is not there yet" if path else ""
+        yield f"  {status.stage.name:8} {texts[status.state]}{note}"
     if refused:
         yield (
-            f"  as it stands this is refused: --force makes {refused.name} and what follows again; "
+            f"  the run would be refused: --force runs {refused.name} and all later stages again; "
             "name=other starts a new run beside this one"
         )
 
 
-def block(console: Console, title: str, text: Text) -> None:
-    """One readable block: a panel on a terminal, unbroken lines in a log."""
+def print_block(console: Console, title: str, text: Text) -> None:
+    """Print a panel on a terminal, and unwrapped lines into a log."""
     if console.is_terminal:
         console.print(Panel(text, title=title, title_align="left", border_style="red"))
     else:
         console.print(Text(f"{title}: ").append_text(text), soft_wrap=True)
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-NOT_OURS = (*FULL, errno.EACCES, errno.EPERM, errno.EROFS)
-RESUMES = "the same command goes on where it stopped"
-STARTS_ANEW = "nothing was written, and the same command starts anew"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+USER_ERRNOS = (*DISK_FULL, errno.EACCES, errno.EPERM, errno.EROFS)
+RESUMES = "the same command continues where it stopped"
+STARTS_OVER = "nothing was written, and the same command starts over"
 
 
 @contextmanager
 def user_errors(
     monitor: ConsoleMonitor, *, debug: bool, interrupted: str = RESUMES
 ) -> Iterator[None]:
-    """Turns a `UserError` into one block and exit code 2; others into a block and exit code 1.
+    """Print a `UserError` and exit with code 2; print other errors and exit with code 1.
 
     Args:
-        monitor: whose console is printed to; its bars are taken away first.
-        debug: also print the traceback.
-        interrupted: what an interruption leaves.
+        monitor: prints to its console, after its progress bar is removed.
+        debug: whether to print the traceback.
+        interrupted: the effect of an interruption, for the message.
     """
     console = monitor.console
     try:
         yield
     except UserError as error:
         monitor.close()
-        _traceback(console, debug)
-        _mistake(console, error)
+        _print_traceback(console, debug)
+        _print_error(console, error)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         monitor.close()
-        _traceback(console, debug)
+        _print_traceback(console, debug)
         console.print(f"interrupted; {interrupted}")
         raise typer.Exit(130) from None
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
         monitor.close()
-        _traceback(console, debug)
-        if isinstance(error, OSError) and error.errno in NOT_OURS:
+        _print_traceback(console, debug)
+        if isinstance(error, OSError) and error.errno in USER_ERRNOS:
             what = f"expected to write a file, found: {error.strerror}"
             where = error.filename or f"a file under {Path.cwd()}"
-            need = "free some disk" if error.errno in FULL else "let this user write there"
-            _mistake(console, UserError(what, where=where, do=f"{need}; {interrupted}"))
+            do = "free some disk" if error.errno in DISK_FULL else "let this user write there"
+            _print_error(console, UserError(what, where=where, do=f"{do}; {interrupted}"))
             raise typer.Exit(2) from None
-        text = Text(f"{type(error).__name__}: {error}\nThis is a fault of draftlab, not yours.")
+        text = Text(f"{type(error).__name__}: {error}\nThis is a bug in draftlab.")
         if not debug:
-            text.append(" The same command with --debug prints the traceback for a report.")
-        block(console, "internal error", text)
+            text.append(" Repeat the command with --debug for the traceback, and report it.")
+        print_block(console, "internal error", text)
         raise typer.Exit(1) from None
     finally:
         monitor.close()
 
 
-def _mistake(console: Console, error: UserError) -> None:
+def _print_error(console: Console, error: UserError) -> None:
     text = Text(error.what)
     if error.where:
         text.append(f"\nwhere: {error.where}", style="dim")
     if error.do:
         text.append(f"\ndo: {error.do}", style="bold")
-    block(console, "error", text)
+    print_block(console, "error", text)
 
 
-def _traceback(console: Console, debug: bool) -> None:
+def _print_traceback(console: Console, debug: bool) -> None:
     if debug:
         console.print(Text(traceback.format_exc()), soft_wrap=True)
 
 
 errors = Console(stderr=True)
-# In a file or a pipe rich assumes 80 columns, in which a report's tables break names apart.
+# In a file or a pipe rich assumes 80 columns, too few for the tables of reports.
 output = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 110)
 monitor = ConsoleMonitor(errors)
 
 
 def guard(debug: bool, interrupted: str = RESUMES) -> AbstractContextManager[None]:
-    """`user_errors` of the command line's own monitor."""
+    """Return `user_errors` with the command line's own monitor."""
     return user_errors(monitor, debug=debug, interrupted=interrupted)
 
 
-def show(report: Report, as_json: bool, path: Path) -> None:
-    """Prints a report's tables, or the file it lies in; then where the page is."""
+def show_report(report: Report, as_json: bool, path: Path) -> None:
+    """Print a report's tables or its JSON, and the path of its HTML page."""
     if as_json:
         typer.echo(path.read_text(encoding="utf-8"), nl=False)
     else:

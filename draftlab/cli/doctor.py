@@ -1,4 +1,4 @@
-"""The options of `draftlab doctor`."""
+"""`draftlab doctor`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftlab.cli.settings_options import SettingsOptions
 from draftlab.doctor.settings import DoctorSettings
 
 OPTIONS = SettingsOptions(DoctorSettings, "doctor")
-NOTHING_WRITTEN = "a diagnosis writes nothing, and the same command starts anew"
+NOTHING_WRITTEN = "a diagnosis writes nothing, and the same command starts over"
 
 
 @OPTIONS.add_to
@@ -22,33 +22,35 @@ def doctor(
     ],
     target: Annotated[
         str | None,
-        typer.Option(help="Target: folder, Hub id or embedded; default: the head's, if embedded."),
+        typer.Option(help='Target: a folder, a Hub id or "embedded" (the default for its heads).'),
     ] = None,
     chosen: Any = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1 …")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device of the target: cpu, cuda, cuda:1 …")
+    ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let code shipped with the target run.")
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the target.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the diagnosis as JSON, and nothing else there.")
+        bool, typer.Option("--json", help="Print the diagnosis as JSON on stdout.")
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Say what is wrong with a head: its files, and the reading of them that fits best.
+    """Check a head's files, and whether another reading of them predicts the target better.
 
-    The exit code is 0 for a healthy head and 1 where faults were found.
+    The exit code is 0 for a healthy head and 1 for a head with faults.
     """
     with guard(debug, NOTHING_WRITTEN):
         # Mistakes are reported before torch is imported.
         settings = OPTIONS.apply(DoctorSettings(), chosen)
-        from draftlab.doctor.diagnose import examine
+        from draftlab.doctor.diagnose import diagnose
         from draftlab.doctor.print_diagnosis import print_diagnosis
         from draftlab.doctor.target_session import TargetSession
         from draftlab.pipeline.resolve import find_head, find_target
 
         folder = find_head(head, any_layout=True)
-        chosen = find_target(folder, target, device, trust_remote_code=trust_remote_code)
-        diagnosis = examine(folder, TargetSession(chosen, settings, monitor))
+        target_settings = find_target(folder, target, device, trust_remote_code=trust_remote_code)
+        diagnosis = diagnose(folder, TargetSession(target_settings, settings, monitor))
         if as_json:
             typer.echo(json.dumps(diagnosis.dump(), indent=2, ensure_ascii=False))
         else:

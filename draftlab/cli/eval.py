@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from draftlab.cli.console import STARTS_ANEW, Debug, Json, guard, monitor, show
+from draftlab.cli.console import STARTS_OVER, Debug, Json, guard, monitor, show_report
 from draftlab.cli.settings_options import SettingsOptions
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.target_model.settings import TargetSettings
@@ -39,14 +39,15 @@ TARGET_OPTIONS = SettingsOptions(TargetSettings, "eval", panels={"Engine": ["dty
 @OPTIONS.add_to
 def eval_(
     run_name: Annotated[
-        str | None, typer.Option("--run", help="Run to evaluate, by name or path.", metavar="RUN")
+        str | None,
+        typer.Option("--run", help="Run whose head is evaluated, by name or path.", metavar="RUN"),
     ] = None,
     head: Annotated[
         str | None,
-        typer.Option(help='A head folder in place of a run\'s head; "reference" is built in.'),
+        typer.Option(help='Head folder instead of a run; "reference" is the built-in head.'),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="Target of --head: folder, Hub id or embedded.")
+        str | None, typer.Option(help='Target of --head: a folder, a Hub id or "embedded".')
     ] = None,
     chosen: Any = None,
     dtype: Annotated[
@@ -56,25 +57,27 @@ def eval_(
             rich_help_panel="Engine",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the report.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the report; by default eval/ of the run.")
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Decode a prompt suite speculatively and report AL, TPOT and counters.
+    """Measure a head: acceptance length, time per token and counters over a suite of prompts.
 
-    Without arguments it takes the head of the latest run and the eval settings of its recipe.
+    By default it measures the head of the latest run with the eval settings of its recipe.
     """
-    with guard(debug, STARTS_ANEW):
+    with guard(debug, STARTS_OVER):
         # Mistakes are reported before torch is imported.
         OPTIONS.apply(EvalSettings(), chosen)
         TARGET_OPTIONS.apply(TargetSettings(), {"dtype": dtype})
         from draftlab.pipeline.head_workspace import open_head
 
-        subject = open_head(run_name, head, target)
-        settings = OPTIONS.apply(subject.settings, chosen)
-        target_settings = TARGET_OPTIONS.apply(subject.target, {"dtype": dtype})
-        report, folder = subject.evaluate(target_settings, settings, out, monitor=monitor)
-        show(report, as_json, folder / "report.json")
+        workspace = open_head(run_name, head, target)
+        settings = OPTIONS.apply(workspace.settings, chosen)
+        target_settings = TARGET_OPTIONS.apply(workspace.target, {"dtype": dtype})
+        report, folder = workspace.evaluate(target_settings, settings, out, monitor=monitor)
+        show_report(report, as_json, folder / "report.json")
         certificates = report.environment.get("certificates", {})
         if not all(certificate["passed"] for certificate in certificates.values()):
             raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""The options of `draftlab export` and `draftlab import`."""
+"""`draftlab export` and `draftlab import`."""
 
 from __future__ import annotations
 
@@ -14,68 +14,79 @@ from draftlab.errors import UserError
 from draftlab.export.settings import ExportSettings
 
 OPTIONS = SettingsOptions(ExportSettings, "export", names={"formats": ["--to"]})
-NOTHING_LEFT = "the folder appears only when it is whole, and the same command starts anew"
+NOTHING_LEFT = "the folder appears only when it is complete, and the same command starts over"
 
 
 @OPTIONS.add_to
 def export(
     run_name: Annotated[
-        str | None, typer.Option("--run", help="Run whose head is exported.", metavar="RUN")
+        str | None,
+        typer.Option("--run", help="Run whose head is exported, by name or path.", metavar="RUN"),
     ] = None,
-    head: Annotated[str | None, typer.Option(help='A head folder, or "reference".')] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(help='Head folder instead of a run; "reference" is the built-in head.'),
+    ] = None,
     target: Annotated[
-        str | None, typer.Option(help="Target of --head: folder, Hub id or embedded.")
+        str | None, typer.Option(help='Target of --head: a folder, a Hub id or "embedded".')
     ] = None,
     chosen: Any = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write; by default export/ of the run.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a head for other programs. The export is read back and compared with the head."""
+    """Write a head for other programs. The export is loaded back and compared with the head."""
     with guard(debug):
         # Mistakes are reported before torch is imported; whether gguf is possible depends on --to.
         OPTIONS.apply(ExportSettings(), chosen if chosen["formats"] else chosen | {"gguf": None})
         from draftlab.pipeline.head_workspace import open_head
 
-        subject = open_head(run_name, head, target)
-        subject.export(OPTIONS.apply(subject.exports, chosen), out, monitor=monitor)
+        workspace = open_head(run_name, head, target)
+        workspace.export(OPTIONS.apply(workspace.exports, chosen), out, monitor=monitor)
 
 
 def import_(
     source: Annotated[
         str, typer.Argument(help="Folder or Hub id of another program's head.", metavar="HEAD")
     ],
-    to: Annotated[Path, typer.Option("--to", help="Head folder to make.", metavar="FOLDER")],
+    to: Annotated[Path, typer.Option("--to", help="Head folder to write.", metavar="FOLDER")],
     target: Annotated[
         str | None,
-        typer.Option(help="Its target: folder, Hub id or embedded; default: the one it names."),
+        typer.Option(
+            help='Its target: a folder, a Hub id or "embedded"; by default that of its config.'
+        ),
     ] = None,
     boundaries: Annotated[
         str | None,
-        typer.Option(help="Inputs of layers that it reads, such as 2,16,29.", metavar="B,B,…"),
+        typer.Option(
+            help="Boundaries (inputs of layers) that it reads, such as 2,16,29.", metavar="B,B,…"
+        ),
     ] = None,
     norm_before_residual: Annotated[
         bool | None,
         typer.Option(
             "--norm-before-residual/--no-norm-before-residual",
-            help="Where its config does not say.",
+            help="Position of the norm, if its config does not say it.",
         ),
     ] = None,
     k: Annotated[
-        int | None, typer.Option("--k", help="Drafts it was trained for; default 7.", min=1)
+        int | None,
+        typer.Option("--k", help="Draft tokens that it was trained for; by default 7.", min=1),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16; default: the file's.")
+        str | None, typer.Option(help="float32, float16 or bfloat16; by default that of its files.")
     ] = None,
     ignore: Annotated[
         list[str] | None,
-        typer.Option("--ignore", help="Config key known to change nothing.", metavar="KEY"),
+        typer.Option("--ignore", help="Unknown config key that may be ignored.", metavar="KEY"),
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let code shipped with the target run.")
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the target.")
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Make a head folder of a head in speculators, vLLM, SGLang, SpecForge or SafeAILab layout."""
+    """Convert a speculators, vLLM, SGLang, SpecForge or SafeAILab head to a head folder."""
     with guard(debug, NOTHING_LEFT):
         from draftlab.export.importing import import_head
         from draftlab.heads.folder import load_config
@@ -92,12 +103,14 @@ def import_(
             trust_remote_code=trust_remote_code,
             monitor=monitor,
         )
-        there, of = quote(str(to)), quote(target or load_config(to).target.name)
-        monitor.say(f"next: draftlab doctor {there}, draftlab eval --head {there} --target {of}")
+        folder, name = quote(str(to)), quote(target or load_config(to).target.name)
+        monitor.say(
+            f"next: draftlab doctor {folder}, draftlab eval --head {folder} --target {name}"
+        )
 
 
 def _boundaries(text: str | None) -> tuple[int, ...] | None:
-    """Of "2,16,29"."""
+    """Return boundaries from a text such as "2,16,29"."""
     if text is None:
         return None
     try:

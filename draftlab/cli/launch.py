@@ -1,7 +1,7 @@
-"""Starting the processes of a training on one machine: `draftlab train RECIPE --gpus N`.
+"""Start the processes of `draftlab train RECIPE --gpus N` on this machine.
 
-What torchrun and accelerate launch do as well; this one prints a line for a process that crashed
-and says where its log is. Rank 0 has the terminal, the others write to logs that stay if one fails.
+Like torchrun and accelerate launch, but it prints one line with the log of a process that failed.
+Rank 0 writes to the terminal; the others write logs, which are kept if a process fails.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ from draftlab.progress import Monitor
 
 DRAFTLAB = (sys.executable, "-m", "draftlab.cli")
 POLL_S = 0.2
-NO_CRASH = (0, 130, 128 + signal.SIGTERM)
-"""Exit codes of processes that ended well, or were asked to end."""
+NO_FAILURE = (0, 130, 128 + signal.SIGTERM)
+"""Exit codes of processes that succeeded or were interrupted."""
 GRACE_S = 5.0
-"""How long processes that were told to stop, or that lost one of them, may take to end."""
+"""How long processes may take to end after an interruption, or after one of them failed."""
 
 
 def launch(
     arguments: Sequence[str], count: int, monitor: Monitor, *, program: Sequence[str] = DRAFTLAB
 ) -> int:
-    """Runs `draftlab ARGUMENTS` in `count` processes that find each other; waits for them.
+    """Run `draftlab ARGUMENTS` in `count` processes that can connect; wait for them.
 
-    When one fails, the others are ended.
+    If a process fails, the others are terminated.
 
     Returns:
         The exit code: 0, or that of the process that failed first.
     """
     logs = Path(tempfile.mkdtemp(prefix="draftlab-ranks-"))
     processes: list[subprocess.Popen[bytes]] = []
-    code, before = 128 + signal.SIGTERM, signal.signal(signal.SIGTERM, _leave)
+    code, handler = 128 + signal.SIGTERM, signal.signal(signal.SIGTERM, _exit)
     try:
         command, port = [*program, *arguments], _free_port()
         for rank in range(count):
             processes.append(_start(command, rank, count, port, logs))
-        code = _await(processes, logs, monitor)
-    except KeyboardInterrupt:  # the terminal has told the others, too
-        _settle(processes)
+        code = _wait(processes, logs, monitor)
+    except KeyboardInterrupt:  # the terminal sent it to all processes
+        _wait_for_exit(processes)
         code = 130
     finally:
         _end(processes)
-        signal.signal(signal.SIGTERM, before)
-        _tidy(logs, keep=code not in NO_CRASH)
+        signal.signal(signal.SIGTERM, handler)
+        _remove_logs(logs, keep=code not in NO_FAILURE)
     return code
 
 
-def _tidy(logs: Path, *, keep: bool) -> None:
-    """Removes logs, or those alone that are empty."""
+def _remove_logs(logs: Path, *, keep: bool) -> None:
+    """Delete the logs; with `keep` only empty ones."""
     for log in logs.iterdir():
         if not (keep and log.stat().st_size):
             log.unlink()
@@ -65,7 +65,7 @@ def _tidy(logs: Path, *, keep: bool) -> None:
         logs.rmdir()
 
 
-def _leave(_signal: int, _frame: FrameType | None) -> None:
+def _exit(_signal: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + signal.SIGTERM)
 
 
@@ -74,7 +74,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     threads = max(1, (os.cpu_count() or 1) // count)
     environment = {
-        "OMP_NUM_THREADS": str(threads),  # whoever sets it keeps it
+        "OMP_NUM_THREADS": str(threads),  # a value that the user has set is kept
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -95,8 +95,8 @@ def _log(logs: Path, rank: int) -> Path:
     return logs / f"rank-{rank}.log"
 
 
-def _await(processes: list[subprocess.Popen[bytes]], logs: Path, monitor: Monitor) -> int:
-    """Waits for all processes, or for the first that fails, of which it tells."""
+def _wait(processes: list[subprocess.Popen[bytes]], logs: Path, monitor: Monitor) -> int:
+    """Wait for all processes; report the first that fails. Return the exit code."""
     while True:
         codes = [process.poll() for process in processes]
         failed = [rank for rank, code in enumerate(codes) if code]
@@ -105,16 +105,16 @@ def _await(processes: list[subprocess.Popen[bytes]], logs: Path, monitor: Monito
         if None not in codes:
             return 0
         time.sleep(POLL_S)
-    # The others soon fail for want of it; who was found first is the one that tells why.
-    _settle(processes)
+    # The others soon fail as well, since they cannot connect; only the first is reported.
+    _wait_for_exit(processes)
     for rank in failed:
         code = codes[rank]
-        how = exit_text(code)
-        said = _last_line(_log(logs, rank)) if rank else ""
-        if said:
-            monitor.say(f"rank {rank} failed: {how}; its log: {_log(logs, rank)}; it ends: {said}")
-        elif rank or code < 0:  # with an exit code rank 0 has said why
-            monitor.say(f"rank {rank} failed: {how}, without a word")
+        line = _last_line(_log(logs, rank)) if rank else ""
+        failure = f"rank {rank} failed: {exit_text(code)}"
+        if line:
+            monitor.say(f"{failure}; its log: {_log(logs, rank)}; the last line: {line}")
+        elif rank or code < 0:  # an exit code of rank 0 follows its own message
+            monitor.say(f"{failure}, without a message")
     return 128 - codes[failed[0]] if codes[failed[0]] < 0 else codes[failed[0]]
 
 
@@ -123,8 +123,8 @@ def _last_line(log: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def _settle(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Gives the processes time to end on their own."""
+def _wait_for_exit(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Wait until all processes have ended, for at most GRACE_S."""
     until = time.monotonic() + GRACE_S
     while time.monotonic() < until and any(p.poll() is None for p in processes):
         time.sleep(POLL_S)
@@ -134,7 +134,7 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         if process.poll() is None:
             process.terminate()
-    _settle(processes)
+    _wait_for_exit(processes)
     for process in processes:
         if process.poll() is None:
             process.kill()
@@ -142,6 +142,6 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

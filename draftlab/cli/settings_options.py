@@ -1,4 +1,4 @@
-"""Command-line options that are made of a settings model, so that each is stated once."""
+"""Command-line options from a settings model, so that each setting is described once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ S = TypeVar("S", bound=Settings)
 
 
 class SettingsOptions:
-    """The options of a verb for some fields of a settings model.
+    """The options of a verb for fields of a settings model.
 
     Args:
         model: the settings; an option's help is the field's description.
-        names: field → the option's names, where they are not `--field-name`.
-        panels: title → fields, in the order of `--help`; without panels all fields, in the
-            model's order.
-        verb: as the user types it, for errors.
+        verb: the verb's name, for error messages.
+        names: field → names of the option, if not `--field-name`.
+        panels: title → fields, in the order of `--help`; None: all fields, in the model's order.
     """
 
     def __init__(
@@ -39,14 +38,14 @@ class SettingsOptions:
     ) -> None:
         self.model, self.names = model, dict(names or {})
         self.hint = f"`draftlab {verb} --help` explains every option"
-        flat = {n for n, f in model.model_fields.items() if not _is_model(f.annotation)}
-        panels = panels or {"": [n for n in model.model_fields if n in flat]}
+        fields = [n for n, f in model.model_fields.items() if not _is_model(f.annotation)]
+        panels = panels or {"": fields}
         self.panel_of = {name: panel for panel, fields in panels.items() for name in fields}
 
     def add_to(self, function: Callable[..., None]) -> Callable[..., None]:
         """Return a command whose parameter `chosen` is replaced by the options.
 
-        `chosen` gets what the user typed, by field; None: not typed.
+        `chosen` receives the values by field; None: the user did not give the option.
         """
         hints = typing.get_type_hints(function, include_extras=True)
         parameters: list[inspect.Parameter] = []
@@ -60,7 +59,7 @@ class SettingsOptions:
         @wraps(function)
         def command(**values: Any) -> None:
             chosen = {name: values.pop(name) for name in self.panel_of}
-            # A flag that was not typed is False, which must not replace a recipe's True.
+            # An absent flag is False, which must not replace True in a recipe.
             chosen |= {name: chosen[name] or None for name in chosen if self._is_flag(name)}
             function(chosen=chosen, **values)
 
@@ -69,7 +68,7 @@ class SettingsOptions:
         return command
 
     def apply(self, settings: S, chosen: Mapping[str, Any]) -> S:
-        """Return a copy of settings with what the user typed.
+        """Return a copy of settings with the options that the user gave.
 
         Raises:
             UserError: a value does not fit; the message names the option.
@@ -112,7 +111,7 @@ def _is_model(annotation: Any) -> bool:
 
 
 def _option_type(annotation: Any) -> tuple[Any, str | None]:
-    """Return the type that typer parses, and how the value is shown; lists are one text."""
+    """Return the type that typer parses, and the metavar; lists are parsed from one text."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return _option_type(arguments[0])
@@ -127,5 +126,5 @@ def _option_type(annotation: Any) -> tuple[Any, str | None]:
 
 
 def _plain(description: str) -> str:
-    """Return a field's description on one line."""
+    """Return a field's description as the help of an option, on one line."""
     return re.sub(r"\s+", " ", description).strip().replace("None:", "by default:")

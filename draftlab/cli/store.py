@@ -1,4 +1,4 @@
-"""The verbs of `draftlab store`: new stores made of recorded ones."""
+"""`draftlab store`: write new stores from recorded ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftlab.cli.console import Debug, guard, monitor
+from draftlab.cli.console import STARTS_OVER, Debug, guard, monitor
+from draftlab.errors import UserError
+from draftlab.formatting import count_text
 
 if TYPE_CHECKING:
     from draftlab.store.store import Store
@@ -15,8 +17,7 @@ if TYPE_CHECKING:
 store_app = typer.Typer(help="Merge, split and sample stores.", no_args_is_help=True)
 
 FromStore = Annotated[Path, typer.Argument(help="A recorded store.", metavar="STORE")]
-Seed = Annotated[int, typer.Option(help="Of the choice of records.")]
-STARTS_ANEW = "nothing was written, and the same command starts anew"
+Seed = Annotated[int, typer.Option(help="Seed of the choice of records.")]
 
 
 @store_app.command()
@@ -25,26 +26,29 @@ def merge(
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     debug: Debug = False,
 ) -> None:
-    """All records of several stores; their shards are linked, which takes no space."""
-    with guard(debug, STARTS_ANEW):
+    """Write a store with all records of several stores.
+
+    Its shards are hard links where that is possible, which take no space.
+    """
+    with guard(debug, STARTS_OVER):
         from draftlab.store import merge_split_sample as rewrite
         from draftlab.store.store import Store
 
-        _told(rewrite.merge([Store.open(path) for path in stores], out, monitor))
+        _report(rewrite.merge([Store.open(path) for path in stores], out, monitor))
 
 
 @store_app.command()
 def split(
     store: FromStore,
-    out: Annotated[list[Path], typer.Option(help="Folder to write; one for each part, in order.")],
+    out: Annotated[list[Path], typer.Option(help="Folder to write, once for each part, in order.")],
     shares: Annotated[
-        str | None, typer.Option(help="Of the parts, such as 95,5; default: equal ones.")
+        str | None, typer.Option(help="Shares of the parts, such as 95,5; by default equal.")
     ] = None,
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
-    """Parts of a store, every prompt with all its answers in just one of them, dealt at random."""
-    with guard(debug, STARTS_ANEW):
+    """Split a store at random. All answers to a prompt are in the same part."""
+    with guard(debug, STARTS_OVER):
         from draftlab.store import merge_split_sample as rewrite
         from draftlab.store.prompt_split import group_by_prompt, split_groups
         from draftlab.store.store import Store
@@ -57,20 +61,19 @@ def split(
         parts = split_groups(prompts, weights, seed)
         _check_parts(out, parts, len(opened), len(prompts))
         for number, (folder, part) in enumerate(zip(out, parts, strict=True)):
-            _told(rewrite.select(opened, part, folder, {**made_by, "part": number}, monitor))
+            _report(rewrite.select(opened, part, folder, {**made_by, "part": number}, monitor))
 
 
 @store_app.command()
 def sample(
     store: FromStore,
     out: Annotated[Path, typer.Option(help="Folder to write.")],
-    records: Annotated[int, typer.Option(help="How many.", min=1)],
+    records: Annotated[int, typer.Option(help="Number of records.", min=1)],
     seed: Seed = 0,
     debug: Debug = False,
 ) -> None:
-    """Some of a store's records, chosen at random, in stored order."""
-    with guard(debug, STARTS_ANEW):
-        from draftlab.errors import UserError
+    """Write a store with some records, chosen at random, in stored order."""
+    with guard(debug, STARTS_OVER):
         from draftlab.store import merge_split_sample as rewrite
         from draftlab.store.prompt_split import split_groups
         from draftlab.store.store import Store
@@ -81,15 +84,13 @@ def sample(
                 f"expected at most the store's {len(opened):,} records, found {records:,}",
                 where="--records",
             )
-        each = [[record] for record in range(len(opened))]
-        chosen = split_groups(each, [records, len(opened) - records], seed)[0]
+        groups = [[record] for record in range(len(opened))]
+        chosen = split_groups(groups, [records, len(opened) - records], seed)[0]
         made_by = {"made_by": "sample", "records": records, "seed": seed}
-        _told(rewrite.select(opened, chosen, out, made_by, monitor))
+        _report(rewrite.select(opened, chosen, out, made_by, monitor))
 
 
 def _shares(text: str | None, parts: int) -> list[float]:
-    from draftlab.errors import UserError
-
     if parts < 2:
         raise UserError(
             f"expected a folder for each part, found {parts}", where="--out", do="give --out twice"
@@ -104,21 +105,19 @@ def _shares(text: str | None, parts: int) -> list[float]:
         raise UserError(
             f"expected {parts} positive shares, one for each --out, found {text!r}",
             where="--shares",
-            do="write them with commas: 95,5",
+            do="separate them by commas: 95,5",
         )
     return shares
 
 
 def _check_parts(out: list[Path], parts: list[list[int]], records: int, prompts: int) -> None:
-    """Refuses what would fail when some parts are written already."""
-    from draftlab.errors import UserError
-
+    """Check all parts before the first one is written."""
     if len({folder.resolve() for folder in out}) < len(out):
-        raise UserError("expected a folder for each part, found one twice", where="--out")
+        raise UserError("expected a folder for each part, found the same one twice", where="--out")
     do = "give it a larger share"
     if prompts < len(out):
-        few = "one prompt" if prompts == 1 else f"{prompts:,} prompts"
-        do = f"ask for fewer parts: all records answer {few}, and each prompt's stay together"
+        number = count_text(prompts, "prompt")
+        do = f"write fewer parts: the records answer {number}, and each prompt is in one part"
     for folder, part in zip(out, parts, strict=True):
         if not part:
             raise UserError(
@@ -128,9 +127,7 @@ def _check_parts(out: list[Path], parts: list[list[int]], records: int, prompts:
             )
 
 
-def _told(store: Store) -> None:
-    from draftlab.formatting import count_text
-
+def _report(store: Store) -> None:
     counts = store.manifest.counts
     monitor.say(
         f"{store.folder}: {count_text(counts.records, 'record')}, {counts.tokens:,} tokens, "

@@ -1,4 +1,4 @@
-"""The verbs that need no recipe: evaluating and exporting a head."""
+"""Evaluate and export a head without a recipe."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ from draftlab.text.chat_template import stop_ids, template_sha256, tokenizer_sha
 from draftlab.text.suites import load_suite
 
 
-def check_fits(
+def check_trained_for(
     head: HeadConfig, target: Target, tokenizer: Any, folder: Path, *, raw: bool = False
 ) -> None:
-    """Refuses a head that was trained for another target, tokenizer or template.
+    """Check that a head was trained for this target, tokenizer and chat template.
 
     Args:
-        raw: prompts are plain text, so that the template plays no part.
+        raw: prompts are plain text, so that the chat template is not checked.
+
+    Raises:
+        UserError: the head was trained for another one.
     """
     pairs = {
         "target": (head.target.fingerprint, target.fingerprint),
@@ -40,22 +43,22 @@ def check_fits(
     }
     if not raw:
         pairs["chat template"] = (head.target.template_sha256, template_sha256(tokenizer))
-    faults = [
-        f"{name}: the head was trained with {trained[:12]}, found {found[:12]}"
-        for name, (trained, found) in pairs.items()
-        if trained != found
+    differences = [
+        f"{name}: the head was trained with {trained[:12]}, found {actual[:12]}"
+        for name, (trained, actual) in pairs.items()
+        if trained != actual
     ]
-    if faults:
+    if differences:
         raise UserError(
-            f"the head was trained for {head.target.name}, which is not the target given:\n  "
-            + "\n  ".join(faults),
+            f"the head was trained for {head.target.name}, which is not this target:\n  "
+            + "\n  ".join(differences),
             where=folder,
-            do="give its own target with --target",
+            do="name its target with --target",
         )
 
 
 def _load_named(folder: Path, name: str, target: Target) -> NamedHead:
-    """A head for a target's device and dtype."""
+    """Load a head with a target's device and dtype."""
     head = load_head(
         folder,
         target_tensors=target.parts.shared_tensors,
@@ -65,15 +68,15 @@ def _load_named(folder: Path, name: str, target: Target) -> NamedHead:
     return NamedHead(name, head, folder)
 
 
-def _compared(
-    settings: EvalSettings, taken: set[str], target: Target, tokenizer: Any, monitor: Monitor
+def _load_compared(
+    settings: EvalSettings, names: set[str], target: Target, tokenizer: Any, monitor: Monitor
 ) -> Iterator[NamedHead]:
-    """The heads of `eval.compare`; one that was made for another target is left out, and named."""
+    """Yield the heads of `eval.compare`, with a warning for heads that have another target."""
     for source in settings.compare:
         folder = find_head(source)
         config = load_config(folder)
         try:
-            check_fits(config, target, tokenizer, folder, raw=settings.raw)
+            check_trained_for(config, target, tokenizer, folder, raw=settings.raw)
         except UserError:
             monitor.say(
                 f"warning: eval.compare: {source} is left out, it was trained for "
@@ -81,9 +84,9 @@ def _compared(
             )
             continue
         name = source if source == REFERENCE else name_in_reports(folder)
-        if name in taken:
+        if name in names:
             name = str(folder)
-        taken.add(name)
+        names.add(name)
         yield _load_named(folder, name, target)
 
 
@@ -96,12 +99,12 @@ def new_evaluator(
     target: Target | None = None,
     head_name: str | None = None,
 ) -> Evaluator:
-    """Loads what an evaluation needs; every mistake in what was asked shows here.
+    """Load what an evaluation needs, and check its settings.
 
     Args:
-        head_folder: None measures plain decoding only.
-        target: the loaded target, when there is one already.
-        head_name: as rows call it; None: the folder's name.
+        head_folder: None evaluates plain decoding only.
+        target: the loaded target; None: it is loaded.
+        head_name: the name in the report; None: the folder's name.
     """
     if settings.engine == "vllm":
         check_settings(settings)
@@ -113,16 +116,20 @@ def new_evaluator(
     heads = []
     if head_folder is not None:
         config = load_config(head_folder)
-        check_fits(config, target, tokenizer, head_folder, raw=settings.raw)
+        check_trained_for(config, target, tokenizer, head_folder, raw=settings.raw)
         name = head_name or name_in_reports(head_folder)
         heads.append(_load_named(head_folder, name, target))
-        heads += _compared(settings, {name}, target, tokenizer, monitor)
-    longest = target.max_length - max(settings.max_new_tokens, settings.timing_tokens)
+        heads += _load_compared(settings, {name}, target, tokenizer, monitor)
+    max_prompt = target.max_length - max(settings.max_new_tokens, settings.timing_tokens)
     return Evaluator(
         target,
         heads,
         load_suite(
-            settings.suite, tokenizer, monitor, raw=settings.raw, max_prompt_tokens=max(longest, 1)
+            settings.suite,
+            tokenizer,
+            monitor,
+            raw=settings.raw,
+            max_prompt_tokens=max(max_prompt, 1),
         ),
         stop_ids(tokenizer, target.folder),
         settings,
@@ -140,9 +147,9 @@ def evaluate_head(
     target: Target | None = None,
     head_name: str | None = None,
 ) -> Report:
-    """Evaluates a head and writes report.json, report.html and plots into `out`.
+    """Evaluate a head, and write report.json, report.html and plots into `out`.
 
-    The other arguments are those of `new_evaluator`.
+    `new_evaluator` documents the other arguments.
     """
     check_folder(out)
     evaluator = new_evaluator(
@@ -154,7 +161,7 @@ def evaluate_head(
 
 
 def write_report(report: Report, out: Path) -> None:
-    """Writes report.json, report.html and plots into `out`."""
+    """Write report.json, report.html and plots into `out`."""
     report.write(out / "report.json")
     write_html(report, out)
 
@@ -168,7 +175,7 @@ def export_head(
     settings: ExportSettings | None = None,
     monitor: Monitor,
 ) -> Path:
-    """Exports a head to a layout; it is loaded back and compared before this returns."""
+    """Export a head to a layout, load the export back and compare it; return its folder."""
     settings = settings or ExportSettings()
     converter = find_converter() if settings.gguf and layout == "llamacpp" else None
     target_folder = resolve_target(target_settings)
@@ -184,7 +191,9 @@ def export_head(
         monitor=monitor,
         trust_remote_code=target_settings.trust_remote_code,
     )
-    monitor.say(f"export: {path} holds the head in {layout} layout, read back and equal")
+    monitor.say(
+        f"export: {path} holds the head in {layout} layout; it was loaded back and is equal"
+    )
     if converter is not None:
         dtype = read_json(path / "config.json")["dtype"]
         convert(converter, path, target_folder, dtype, monitor)

@@ -1,7 +1,7 @@
-"""What a recipe will need: disk, memory and time, from the target's config.json alone.
+"""Estimates of the disk, memory and time that a recipe needs, from the target's config.json.
 
-Disk is an upper bound, since answers may end early. Times are what the machine could do at best,
-by its maker's figures, times 2 to times 4; of several GPUs that hold a target one works at a time.
+Disk is an upper bound, since answers may end early. Times are 2 to 4 times the least time that the
+data sheet of the GPU allows. Of several GPUs that hold a target, one works at a time.
 """
 
 from __future__ import annotations
@@ -13,42 +13,48 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftlab.formatting import rounded_text, size_text
+from draftlab.pipeline.check_recipe import check_initial, check_shapes
 from draftlab.pipeline.hardware import GPUS, Gpu
-from draftlab.pipeline.head_spec import check_shapes, target_config
+from draftlab.pipeline.head_spec import planned_head, planned_identity, target_config
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.sizes import (
     PROMPT_TOKENS,
     Conversations,
     HeadSize,
     TargetSize,
-    check_initial,
-    planned_head,
-    planned_identity,
 )
 from draftlab.store.manifest import StoreIdentity
 
-SLOWER = (2, 4)
-"""How many times slower than the best a stage may be."""
+TIME_FACTORS = (2, 4)
+"""A stage takes this many times the least time."""
 CHECKPOINTS = 2
-"""That training keeps (`train/checkpoint.py`)."""
-USABLE = 0.9
-"""Of a GPU's memory."""
+"""Checkpoints that training keeps (`train/checkpoint.py`)."""
+USABLE_MEMORY = 0.9
+"""Share of a GPU's memory."""
 
 
 @dataclass(frozen=True)
-class Need:
-    """What one stage needs, in bytes and, at best, seconds; None: nothing, or not known."""
+class Estimate:
+    """What one stage needs.
+
+    Attributes:
+        name: the stage, or "target".
+        note: the sizes behind the numbers.
+        disk, memory: bytes; None: none, or unknown.
+        seconds: least time; None: unknown, or no GPU is named.
+        known: whether the recipe says enough for an estimate.
+    """
 
     name: str
-    about: str
+    note: str
     disk: float | None = None
     memory: float | None = None
     seconds: float | None = None
     known: bool = True
 
 
-def needs(recipe: Recipe) -> list[Need]:
-    """What the target and each stage need.
+def estimate_stages(recipe: Recipe) -> list[Estimate]:
+    """Return what the target and each stage need.
 
     Raises:
         UserError: the target's config cannot be read, or the recipe does not fit it.
@@ -57,116 +63,126 @@ def needs(recipe: Recipe) -> list[Need]:
     check_shapes(recipe, config.get_text_config())
     gpu = GPUS.get(recipe.hardware.gpu or "")
     target = TargetSize.of(recipe, config)
-    talk = Conversations.of(recipe, target.max_length)
+    conversations = Conversations.of(recipe, target.max_length)
     identity = planned_identity(recipe, config)
     planned = planned_head(recipe, config, identity)
     check_initial(recipe, planned.config)
     head = HeadSize.of(planned, recipe)
-    active = f", {_count(target.active)} at work on a token" if target.experts else ""
-    quantised = "; quantised, so its files take less" if target.quantised else ""
+    active = f", {_count(target.active)} active per token" if target.expert_parameters else ""
+    quantised = "; quantised, so that its files are smaller" if target.quantised else ""
     name = (config.architectures or [type(config).__name__])[0]
-    spread = recipe.target.gpus
     return [
-        Need(
+        Estimate(
             "target",
             f"{name}: {_count(target.parameters)} parameters{active}{quantised}",
             disk=target.bytes,
-            memory=target.bytes / spread,
+            memory=target.bytes / recipe.target.gpus,
         ),
-        *_of_conversations(recipe, identity, target, talk, gpu),
+        *_answers_and_store(recipe, identity, target, conversations, gpu),
         _head(recipe, head, target, gpu),
         _evaluation(recipe, target, gpu),
     ]
 
 
-def estimate(recipe: Recipe, runs: Path, stages: Collection[str]) -> Iterator[str]:
-    """A table of what a recipe needs, and what the named machine or the disk lacks.
+def estimate_table(recipe: Recipe, runs: Path, stages: Collection[str]) -> Iterator[str]:
+    """Yield the lines of a table of estimates, and warnings about the machine.
 
     Args:
         runs: folder of all runs.
-        stages: names of those that are asked for.
+        stages: names of the stages in the table.
     """
-    found = [need for need in needs(recipe) if need.name == "target" or need.name in stages]
-    named = recipe.hardware
-    gpu, spread = GPUS.get(named.gpu or ""), recipe.target.gpus
-    machine = f"{named.gpus} × {named.gpu}" if gpu else "no GPU named: hardware.gpu adds times"
-    yield f"estimate ({machine}), from the target's config.json alone:"
+    rows = [row for row in estimate_stages(recipe) if row.name in ("target", *stages)]
+    hardware, num_gpus = recipe.hardware, recipe.target.gpus
+    gpu = GPUS.get(hardware.gpu or "")
+    machine = f"{hardware.gpus} × {hardware.gpu}" if gpu else "set hardware.gpu for times"
+    yield f"estimate ({machine}), from the target's config.json:"
     yield f"  {'':8}{'disk':>9}  {'GPU memory':14}  time"
-    for need in found:
-        memory = _bytes(need.memory)
-        if need.name in ("target", "answers") and spread > 1 and memory:
-            memory += f" × {spread}"
+    for row in rows:
+        memory = _bytes(row.memory)
+        if row.name in ("target", "answers") and num_gpus > 1 and memory:
+            memory += f" × {num_gpus}"
         yield (
-            f"  {need.name:8}{_bytes(need.disk):>9}  {memory:14}  {_time(need.seconds):17}  "
-            f"{need.about}"
+            f"  {row.name:8}{_bytes(row.disk):>9}  {memory:14}  {_time(row.seconds):17}  {row.note}"
         )
-    disk = sum(need.disk or 0 for need in found)
-    unknown = not all(need.known for need in found)
-    seconds = sum(need.seconds or 0 for need in found) if gpu else None
-    total = f"  {'in all':8}{_bytes(disk):>9}  {'':14}  {_time(seconds)}".rstrip()
-    yield f"{total}, and what is unknown" if unknown else total
-    place = next(p for p in (runs.resolve(), *runs.resolve().parents) if p.exists())
-    free = shutil.disk_usage(place).free
+    disk = sum(row.disk or 0 for row in rows)
+    seconds = sum(row.seconds or 0 for row in rows) if gpu else None
+    total = f"  {'total':8}{_bytes(disk):>9}  {'':14}  {_time(seconds)}".rstrip()
+    yield total if all(row.known for row in rows) else f"{total}, and what is unknown"
+    existing = next(p for p in (runs.resolve(), *runs.resolve().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
     if free < disk:
-        yield f"  warning: {_bytes(free)} of disk are free here, where runs/ lies"
+        yield f"  warning: {_bytes(free)} of disk are free in the folder of runs/"
     if gpu:
-        yield from _too_much(recipe, found, gpu)
+        yield from _memory_warnings(recipe, rows, gpu)
 
 
-def _too_much(recipe: Recipe, found: list[Need], gpu: Gpu) -> Iterator[str]:
-    """What the named machine cannot hold."""
-    by_name = {need.name: need.memory or 0.0 for need in found}
-    room, spread = USABLE * 1e9 * gpu.memory, recipe.target.gpus
+def _memory_warnings(recipe: Recipe, rows: list[Estimate], gpu: Gpu) -> Iterator[str]:
+    """Yield a warning for each stage that does not fit on the named machine."""
+    by_name = {row.name: row.memory or 0.0 for row in rows}
+    usable, num_gpus = USABLE_MEMORY * 1e9 * gpu.memory, recipe.target.gpus
     target = by_name["target"] + by_name.get("answers", 0.0)
-    if spread > recipe.hardware.gpus:
-        yield f"  warning: target.gpus is {spread}, and hardware.gpus {recipe.hardware.gpus}"
-    if target > room:
+    if num_gpus > recipe.hardware.gpus:
+        yield f"  warning: target.gpus is {num_gpus}, and hardware.gpus {recipe.hardware.gpus}"
+    if target > usable:
         yield (
-            f"  warning: the target and its keys take {_bytes(target)} of a GPU's {gpu.memory:g} "
-            f"GB: target.gpus={math.ceil(target * spread / room)} would do"
+            f"  warning: the target and its KV cache take {_bytes(target)} of a GPU's "
+            f"{gpu.memory:g} GB; target.gpus={math.ceil(target * num_gpus / usable)} is enough"
         )
-    if by_name.get("head", 0.0) > room:
+    if by_name.get("head", 0.0) > usable:
         yield (
             f"  warning: training takes {_bytes(by_name['head'])} of a GPU's {gpu.memory:g} GB: "
             "lower train.micro_rows or train.row_tokens"
         )
 
 
-def _of_conversations(
+def _answers_and_store(
     recipe: Recipe,
     identity: StoreIdentity,
     target: TargetSize,
-    talk: Conversations | None,
+    conversations: Conversations | None,
     gpu: Gpu | None,
-) -> list[Need]:
+) -> list[Estimate]:
     if recipe.record.online:
-        stored = Need("store", "nothing is stored: the target runs beside the training")
-        unknown = Need("answers", "unknown: as many as there are prompts", known=False)
-        return [_answers(recipe, target, talk, gpu) if talk else unknown, stored]
-    if talk is None:
-        why = f"{recipe.prompts.source} is not there, and prompts.max_prompts not given"
-        each = f"{_bytes(identity.bytes_per_token)} a token"
-        return [Need("answers", f"unknown: {why}", known=False), Need("store", each)]
-    return [_answers(recipe, target, talk, gpu), _store(recipe, identity, target, talk, gpu)]
+        stored = Estimate("store", "nothing is stored: the target runs while the head is trained")
+        unknown = Estimate("answers", "unknown: as many as there are prompts", known=False)
+        return [_answers(recipe, target, conversations, gpu) if conversations else unknown, stored]
+    if conversations is None:
+        why = f"there is no {recipe.prompts.source}, and prompts.max_prompts is not set"
+        each = f"{_bytes(identity.bytes_per_token)} per token"
+        return [Estimate("answers", f"unknown: {why}", known=False), Estimate("store", each)]
+    return [
+        _answers(recipe, target, conversations, gpu),
+        _store(recipe, identity, target, conversations, gpu),
+    ]
 
 
-def _answers(recipe: Recipe, target: TargetSize, talk: Conversations, gpu: Gpu | None) -> Need:
+def _answers(
+    recipe: Recipe, target: TargetSize, conversations: Conversations, gpu: Gpu | None
+) -> Estimate:
     batch, assumed = recipe.regenerate.batch, ""
-    if talk.assumed:
-        assumed = f" ({recipe.prompts.source} is not there: {PROMPT_TOKENS} tokens a prompt taken)"
+    if conversations.assumed:
+        assumed = (
+            f" (assuming {PROMPT_TOKENS} tokens per prompt: there is no {recipe.prompts.source})"
+        )
     if not recipe.regenerate.enabled:
-        return Need("answers", f"{talk.count:,} conversations, their answers given{assumed}")
-    if not talk.answer:
-        room = f"no room for answers in {talk.length:,.0f} positions"
-        return Need("answers", f"{talk.count:,} conversations whose prompts leave {room}{assumed}")
-    written = talk.count * talk.answer
-    steps = math.ceil(talk.count / batch) * talk.answer
-    mean = talk.prompt + talk.answer / 2
-    return Need(
+        return Estimate("answers", f"{conversations.count:,} conversations with answers{assumed}")
+    if not conversations.answer:
+        limit = f"no room for answers in {conversations.length:,.0f} positions"
+        return Estimate(
+            "answers", f"{conversations.count:,} conversations whose prompts leave {limit}{assumed}"
+        )
+    tokens = conversations.count * conversations.answer
+    steps = math.ceil(conversations.count / batch) * conversations.answer
+    mean = conversations.prompt + conversations.answer / 2
+    return Estimate(
         "answers",
-        f"{talk.count:,} conversations, at most {_count(written)} tokens to write{assumed}",
-        disk=6 * talk.count * talk.length,  # text, and ids in decimal, prompts included
-        memory=min(batch, talk.count) * talk.length * target.kv_bytes / recipe.target.gpus,
+        f"{conversations.count:,} conversations, at most {_count(tokens)} tokens to generate"
+        f"{assumed}",
+        disk=6 * conversations.count * conversations.length,  # text, and token ids in decimal
+        memory=min(batch, conversations.count)
+        * conversations.length
+        * target.kv_bytes
+        / recipe.target.gpus,
         seconds=gpu and steps * target.step_seconds(gpu, batch, mean),
     )
 
@@ -175,16 +191,17 @@ def _store(
     recipe: Recipe,
     identity: StoreIdentity,
     target: TargetSize,
-    talk: Conversations,
+    conversations: Conversations,
     gpu: Gpu | None,
-) -> Need:
-    asked, limit, states = recipe.record.max_length or target.max_length, "", "the last state alone"
+) -> Estimate:
+    max_length, limit = recipe.record.max_length or target.max_length, ""
+    states = "the last state"
     if identity.boundaries:
         states = f"boundaries {list(identity.boundaries)} and the last state"
-    if asked > target.max_length:
+    if max_length > target.max_length:
         limit = f", conversations of at most the target's {target.max_length:,} positions"
-    tokens = talk.count * min(talk.length, asked)
-    return Need(
+    tokens = conversations.count * min(conversations.length, max_length)
+    return Estimate(
         "store",
         f"up to about {_count(tokens)} tokens of {_bytes(identity.bytes_per_token)}, "
         f"{states}{limit}",
@@ -193,41 +210,43 @@ def _store(
     )
 
 
-def _head(recipe: Recipe, head: HeadSize, target: TargetSize, gpu: Gpu | None) -> Need:
+def _head(recipe: Recipe, head: HeadSize, target: TargetSize, gpu: Gpu | None) -> Estimate:
     settings, online = recipe.train, recipe.record.online
-    seen = settings.steps * settings.batch_rows * settings.row_tokens
-    return Need(
+    positions = settings.steps * settings.batch_rows * settings.row_tokens
+    return Estimate(
         "head",
-        f"{_count(head.trained)} parameters to train, {_count(seen)} positions to see",
-        disk=(CHECKPOINTS * 12 + 2) * head.trained,  # weights and two moments; then 16 bits
-        # Online both are on one GPU, where target.device does not say otherwise.
+        f"{_count(head.trained)} parameters to train on {_count(positions)} positions",
+        disk=(CHECKPOINTS * 12 + 2) * head.trained,  # weights, two moments; 16 bits at the end
+        # With record.online both are on one GPU, unless target.device names another.
         memory=head.memory + online * target.bytes / recipe.target.gpus,
-        seconds=gpu and seen * (head.flops + online * 2 * target.active) / gpu.products / 1e12,
+        seconds=gpu and positions * (head.flops + online * 2 * target.active) / gpu.products / 1e12,
     )
 
 
-def _evaluation(recipe: Recipe, target: TargetSize, gpu: Gpu | None) -> Need:
-    """Counted passes in batches and timed ones, as if every step yielded one token."""
+def _evaluation(recipe: Recipe, target: TargetSize, gpu: Gpu | None) -> Estimate:
+    """Estimate batched and timed decoding, as if each step generated one token."""
     settings = recipe.eval
-    arms = 2 if settings.draft_probs == "both" else 1
+    variants = 2 if settings.draft_probs == "both" else 1
     drafting = (1 + len(settings.compare)) * len(settings.k or "k")
-    cells = [1 + drafting * (arms if t else 1) for t in settings.temperatures]
-    rows, prompts = sum(cells), settings.max_prompts
+    configs = [1 + drafting * (variants if t else 1) for t in settings.temperatures]
+    rows, prompts = sum(configs), settings.max_prompts
     seconds = None
     if gpu and prompts is not None:
-        counted = math.ceil(prompts / settings.batch) * settings.max_new_tokens
-        seconds = rows * counted * target.step_seconds(gpu, settings.batch, PROMPT_TOKENS)
-        timed = settings.timing_prompts * settings.timing_tokens * len(settings.timing_batches)
-        seconds += rows * timed * target.step_seconds(gpu, 1, PROMPT_TOKENS)
-    asked = f"{prompts:,}" if prompts is not None else "all"
-    return Need("eval", f"{rows} rows of {asked} prompts", seconds=seconds)
+        steps = math.ceil(prompts / settings.batch) * settings.max_new_tokens
+        seconds = rows * steps * target.step_seconds(gpu, settings.batch, PROMPT_TOKENS)
+        timed_steps = (
+            settings.timing_prompts * settings.timing_tokens * len(settings.timing_batches)
+        )
+        seconds += rows * timed_steps * target.step_seconds(gpu, 1, PROMPT_TOKENS)
+    number = f"{prompts:,}" if prompts is not None else "all"
+    return Estimate("eval", f"{rows} rows of {number} prompts", seconds=seconds)
 
 
-def _time(best: float | None) -> str:
-    """A range of times around the best."""
-    if best is None:
+def _time(least: float | None) -> str:
+    """Return the range of times for a least time in seconds."""
+    if least is None:
         return ""
-    low, high = (best * factor for factor in SLOWER)
+    low, high = (least * factor for factor in TIME_FACTORS)
     if high < 60:
         return "< 1 minute"
     if high < 90:

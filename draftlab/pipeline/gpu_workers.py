@@ -1,4 +1,4 @@
-"""Processes that help a recording on this machine's other GPUs."""
+"""Worker processes that record on this machine's other GPUs."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from draftlab.progress import Monitor
 from draftlab.target_model.locate import resolve_device
 
 
-def helper_devices(processes: int, device: str) -> list[str]:
-    """Where the helpers of a process on `device` compute: the GPUs after its own.
+def worker_devices(processes: int, device: str) -> list[str]:
+    """Return the devices of a process's workers: the GPUs after its own `device`.
 
     Raises:
-        UserError: there are fewer GPUs.
+        UserError: the machine has fewer GPUs.
     """
-    own = resolve_device(device)
-    if own.type == "cpu":
+    main = resolve_device(device)
+    if main.type == "cpu":
         return ["cpu"] * (processes - 1)
-    first, there = own.index or 0, torch.cuda.device_count()
-    if first + processes > there:
+    first, available = main.index or 0, torch.cuda.device_count()
+    if first + processes > available:
         raise UserError(
-            f"expected {processes} GPUs from cuda:{first} on, found {there} in all",
+            f"expected {processes} GPUs from cuda:{first} on, found {available} in all",
             where="--gpus",
-            do="ask for fewer",
+            do="use fewer GPUs",
         )
     return [f"cuda:{first + i}" for i in range(1, processes)]
 
 
-def launched_helper() -> list[str] | None:
-    """The recipe's overrides for a process that `torchrun` or `accelerate launch` started.
+def launched_worker_overrides() -> list[str] | None:
+    """Return recipe overrides for a worker that `torchrun` or `accelerate launch` started.
 
     Returns:
-        None: for the first process, which leads, and for those that no launcher started.
+        None: this is the first process, or no launcher started it.
     """
     if int(os.environ.get("RANK", "0")) == 0:
         return None
@@ -49,13 +49,14 @@ def launched_helper() -> list[str] | None:
 
 
 @contextmanager
-def helpers(run: Path, devices: list[str], monitor: Monitor) -> Iterator[None]:
-    """Runs `draftlab record --join` on each device while the block records; logs lie in the run.
+def recording_workers(run: Path, devices: list[str], monitor: Monitor) -> Iterator[None]:
+    """Run `draftlab record --join` on each device while the block records.
 
-    A helper that fails is told of and not missed: the others take its shards.
+    Each worker writes a log into the run folder. If a worker fails, its failure is reported, and
+    the other processes record its shards.
     """
     with ExitStack() as stack:
-        started = []
+        workers = []
         for number, device in enumerate(devices, 1):
             log = run / f"record-{number}.log"
             file = stack.enter_context(open(log, "w", encoding="utf-8"))
@@ -65,18 +66,18 @@ def helpers(run: Path, devices: list[str], monitor: Monitor) -> Iterator[None]:
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
-            started.append((log, process))
+            workers.append((log, process))
         try:
             yield
         except BaseException:
-            for _, process in started:
+            for _, process in workers:
                 process.terminate()
             raise
-        for log, process in started:
+        for log, process in workers:
             if process.wait():
                 monitor.say(
-                    f"a helper ended ({exit_text(process.returncode)}); its shards were recorded "
-                    f"by the others; its log: {log}"
+                    f"a recording worker failed ({exit_text(process.returncode)}); the others "
+                    f"recorded its shards; its log: {log}"
                 )
             else:
                 log.unlink()

@@ -1,4 +1,4 @@
-"""Machines that recipes are written for: what their makers promise, for estimates alone."""
+"""Data sheets of GPUs, for estimates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftlab.settings import Settings
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: memory in GB, bandwidth in TB/s, dense 16-bit matrix products in TFLOP/s."""
+    """A GPU: memory in GB, bandwidth in TB/s, dense 16-bit matrix products in TFLOP/s."""
 
     memory: float
     bandwidth: float
@@ -30,10 +30,9 @@ GPUS = {
 
 
 class HardwareSettings(Settings):
-    """The machine a recipe is meant for. `--plan` estimates memory and time on it; nothing else
-    reads this."""
+    """The machine that a recipe is for. Only the estimates of `--plan` use it."""
 
     gpu: Literal["A100", "B200", "H100", "H200", "L40S", "RTX4090"] | None = None
-    """Which GPU; None: none is named, and `--plan` tells sizes alone."""
+    """Its kind of GPU; None: `--plan` estimates sizes without times."""
     gpus: int = Field(default=1, ge=1)
-    """How many."""
+    """Its number of GPUs."""

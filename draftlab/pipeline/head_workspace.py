@@ -17,7 +17,7 @@ from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.pipeline.api import export_head, new_evaluator, write_report
 from draftlab.pipeline.recipe import Recipe, flatten, read_run_recipe
 from draftlab.pipeline.resolve import find_head, find_target, name_in_reports
-from draftlab.pipeline.run_folder import RUNS, find_run, lock, making_otherwise
+from draftlab.pipeline.run_folder import RUNS, find_run, lock, recorded_with
 from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
 from draftlab.target_model.settings import TargetSettings
@@ -36,14 +36,14 @@ def input_files(settings: EvalSettings) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class HeadWorkspace:
-    """A head as `eval`, `export` and `push` work on it.
+    """What `eval`, `export` and `push` need of a head.
 
     Attributes:
         head: the head folder.
-        name: as reports call the head.
+        name: the head's name in reports.
         target: its target.
-        settings, exports: settings to start from; of a run they are its recipe's.
-        folder: holds eval/ and export/.
+        settings, exports: default settings; for a run, those of its recipe.
+        folder: contains eval/ and export/.
         is_run: whether `folder` is a run folder.
     """
 
@@ -66,13 +66,13 @@ class HeadWorkspace:
         evaluator = new_evaluator(target, self.head, settings, monitor=monitor, head_name=self.name)
         with self._lock(out):
             report = evaluator.run()
-            # Recorded only now: an interruption before this keeps the former report.
-            with self._recording("eval", inputs, out):
+            # Recorded only now, so that an interruption keeps the former report.
+            with self._recorded("eval", inputs, out):
                 write_report(report, folder)
         return report, folder
 
     def export(self, settings: ExportSettings, out: Path | None, *, monitor: Monitor) -> list[Path]:
-        """Export to every layout; a single one goes into `out` itself (None: export/<layout>)."""
+        """Export to every layout; return the folders: `out`, or <out or export/>/<layout>."""
         if not settings.formats:
             raise UserError(
                 "expected at least one layout, found none (export.formats is empty)",
@@ -80,7 +80,7 @@ class HeadWorkspace:
                 do="name one, such as --to vllm",
             )
         folder = out or self.folder / "export"
-        with self._lock(out), self._recording("export", flatten(settings, "export."), out):
+        with self._lock(out), self._recorded("export", flatten(settings, "export."), out):
             return [
                 export_head(
                     self.head,
@@ -96,11 +96,11 @@ class HeadWorkspace:
     def _lock(self, out: Path | None) -> AbstractContextManager[None]:
         return lock(self.folder) if self.is_run and out is None else nullcontext()
 
-    def _recording(
+    def _recorded(
         self, stage: str, settings: dict[str, Any], out: Path | None
     ) -> AbstractContextManager[None]:
         if self.is_run and out is None:
-            return making_otherwise(self.folder, STAGES[stage], settings)
+            return recorded_with(self.folder, STAGES[stage], settings)
         return nullcontext()
 
 
@@ -143,5 +143,5 @@ def open_head(run_name: str | None, head: str | None, target: str | None) -> Hea
 
 
 def recipe_of(run_folder: Path) -> Recipe:
-    """Return the resolved recipe that a run was made with."""
+    """Return the resolved recipe of a run."""
     return read_run_recipe(run_folder / "recipe.yaml")

@@ -1,4 +1,4 @@
-"""Looking into what a run left: counts, hashes, one conversation coloured by its mask."""
+"""Print a run, a store, a head or reports: `draftlab inspect`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from draftlab.pipeline.head_workspace import recipe_of
 from draftlab.pipeline.resolve import REFERENCE, reference_head
 from draftlab.pipeline.run_folder import find_run
 from draftlab.pipeline.stages import STAGES
-from draftlab.pipeline.store_statistics import survey
+from draftlab.pipeline.store_statistics import store_statistics
 from draftlab.report import print_report, print_suites
 from draftlab.store.manifest import MANIFEST
 from draftlab.store.store import Store
@@ -31,20 +31,20 @@ from draftlab.target_model.loading import load_tokenizer
 from draftlab.text.samples import highlight_answers
 
 REPORT = "report.json"
-OF_A_FOLDER = (CONFIG, WEIGHTS, NATIVE, MANIFEST, "report.html", "recipe.yaml")
-"""Files that stand for the folder they lie in."""
+NAMES_ITS_FOLDER = (CONFIG, WEIGHTS, NATIVE, MANIFEST, "report.html", "recipe.yaml")
+"""Files whose path is read as that of their folder."""
 
 
-def inspect_path(what: str | None, sample: int, console: Console, *, verify: bool = False) -> None:
-    """Prints what a run, a store, a head folder or a report (its folder or a file of it) holds.
+def inspect_path(name: str | None, sample: int, console: Console, *, verify: bool = False) -> None:
+    """Print a run, a store, a head folder or a report.
 
     Args:
-        what: path or run name; None: the latest run.
-        sample: conversation to print of a run or store.
-        verify: hash a store's shards again.
+        name: path (the folder or a file in it) or run name; None: the latest run.
+        sample: index of the conversation to print.
+        verify: whether to hash a store's shards.
     """
-    path = Path(what) if what is not None else find_run(None)
-    if what == REFERENCE and not path.exists():
+    path = Path(name) if name is not None else find_run(None)
+    if name == REFERENCE and not path.exists():
         path = reference_head()
     path = _folder_of(path)
     if file := _report_file(path):
@@ -55,51 +55,53 @@ def inspect_path(what: str | None, sample: int, console: Console, *, verify: boo
         if (run / "recipe.yaml").is_file():
             _conversation(store, load_tokenizer(recipe_of(run).target), sample, console)
         else:
-            console.print("a store outside of a run: its conversations need a tokenizer to be read")
+            console.print("no conversation: without a run's recipe the tokenizer is unknown")
     elif (path / CONFIG).is_file():
         _head(path, console)
     else:
-        _refuse_others(path)
-        _run(find_run(None if what is None else str(path)), sample, console, verify)
+        _refuse_other_files(path)
+        _run(find_run(None if name is None else str(path)), sample, console, verify)
 
 
-def _refuse_others(path: Path) -> None:
-    """Of what is there and is nothing of ours, what it looks like and which verb reads it."""
+def _refuse_other_files(path: Path) -> None:
+    """Raise a `UserError` for files that other verbs read."""
     expected = "expected a run, a store, a head folder or a report"
     if path.is_file():
-        raise UserError(f"{expected}, found another file", where=path, do="name its run's folder")
+        raise UserError(
+            f"{expected}, found another file", where=path, do="name the folder of its run"
+        )
     inside = [] if (path / "recipe.yaml").is_file() else sorted(path.glob("*"))
     folders = [path, *inside]
     if models := [folder for folder in folders if (folder / NATIVE).is_file()]:
-        there = quote(str(models[0]))
+        model = quote(str(models[0]))
         raise UserError(
             f"{expected}, found a model in another program's layout",
             where=models[0],
-            do=f"if it is a head, `draftlab doctor {there}` looks into it, and "
-            f"`draftlab import {there} --to FOLDER` makes a head folder of it",
+            do=f"if it is a head, `draftlab doctor {model}` checks it, and "
+            f"`draftlab import {model} --to FOLDER` converts it to a head folder",
         )
 
 
-def inspect_reports(whats: Sequence[str], console: Console) -> None:
-    """Prints several reports (folders or files) in one table, a suite beside a suite."""
-    files = {what: _report_file(_folder_of(Path(what))) for what in whats}
-    for what, file in files.items():
+def inspect_reports(names: Sequence[str], console: Console) -> None:
+    """Print several reports (folders or files) in one table, with a column for each suite."""
+    files = {name: _report_file(_folder_of(Path(name))) for name in names}
+    for name, file in files.items():
         if file is None:
             raise UserError(
                 "expected a report: a folder that `draftlab eval` wrote, or its report.json",
-                where=what,
+                where=name,
                 do="name one run, store or head at a time; only reports are printed together",
             )
     print_suites([Report.read(file) for file in files.values() if file], console)
 
 
 def _folder_of(path: Path) -> Path:
-    """The folder that a path stands for, if it is a file that stands for one."""
-    return path.parent if path.is_file() and path.name in OF_A_FOLDER else path
+    """Return the folder of a file that names its folder; otherwise the path itself."""
+    return path.parent if path.is_file() and path.name in NAMES_ITS_FOLDER else path
 
 
 def _report_file(path: Path) -> Path | None:
-    """The report that a path is, or holds."""
+    """Return the report.json that a path is or contains."""
     files = (path, path / REPORT) if path.suffix == ".json" else (path / REPORT,)
     return next((file for file in files if file.is_file()), None)
 
@@ -116,14 +118,14 @@ def _run(folder: Path, sample: int, console: Console, verify: bool) -> None:
     records = [folder / "stages" / f"{name}.json" for name in STAGES]
     for file in filter(Path.is_file, records):
         record = read_json(file, kind="stage record")
-        stages[file.stem] = "whole" if record["complete"] else "unfinished"
+        stages[file.stem] = "complete" if record["complete"] else "unfinished"
     if (folder / STAGES["eval"].artefact / REPORT).is_file() and "eval" in stages:
-        place = quote(str(folder / STAGES["eval"].artefact))
-        stages["eval"] += f"; `draftlab inspect {place}` prints it"
+        report = quote(str(folder / STAGES["eval"].artefact))
+        stages["eval"] += f"; `draftlab inspect {report}` prints it"
     _table(f"run {folder.name}", {"folder": folder, **stages}, console)
     if (folder / "head" / CONFIG).is_file():
         _head(folder / "head", console)
-    if stages.get("store") == "whole":
+    if stages.get("store") == "complete":
         store = Store.open(folder / "store")
         _store(store, console, verify)
         _conversation(store, load_tokenizer(recipe_of(folder).target), sample, console)
@@ -132,18 +134,19 @@ def _run(folder: Path, sample: int, console: Console, verify: bool) -> None:
 def _head(folder: Path, console: Console) -> None:
     config, shapes = load_config(folder), stored_shapes(folder)
     weights = sum(math.prod(shape) for shape in shapes.values())
-    last, options = config.target_num_layers, config.options()
+    num_layers, options = config.target_num_layers, config.options()
     imported = config.provenance.get("imported")
-    usual, default = default_boundaries(last), ""
-    if not get_family(config.family).reads_last_state and config.boundaries != usual:
-        default = f" (by default {list(usual)})"
+    default, note = default_boundaries(num_layers), ""
+    if not get_family(config.family).reads_last_state and config.boundaries != default:
+        note = f" (by default {list(default)})"
     _table(
         f"head {folder}",
         {
             "family": config.family,
-            "boundaries": f"{list(config.boundaries)} of {last} layers{default}; each "
-            "is the input of that layer (the output of the one before)"
-            + (f", {last} the state before the final norm" if last in config.boundaries else ""),
+            "boundaries": f"{list(config.boundaries)} of {num_layers} layers{note}; each "
+            "is the input of that layer (the output of the layer before)"
+            + f", {num_layers} the state before the final norm"
+            * (num_layers in config.boundaries),
             "target": f"{config.target.name} ({config.target.architecture}, "
             f"{config.target.fingerprint[:12]})",
             "layers": config.num_layers,
@@ -179,15 +182,15 @@ def _store(store: Store, console: Console, verify: bool) -> None:
     if verify:
         store.verify()
     manifest, counts = store.manifest, store.manifest.counts
-    size = sum(shard.bytes or 0 for shard in manifest.shards)
-    found = survey(store)
+    num_bytes = sum(shard.bytes or 0 for shard in manifest.shards)
+    statistics = store_statistics(store)
     coverage = "covers " + ", ".join(
-        f"{share:.1%} with {kinds:,}" for kinds, share in found.coverage.items()
+        f"{share:.1%} with {size:,}" for size, share in statistics.coverage.items()
     )
-    most = max(count for _, count in found.lengths)
+    most = max(count for _, count in statistics.lengths)
     lengths = "\n".join(
         f"≤ {longest:<7,} {count:>9,} {'▇' * math.ceil(30 * count / most)}"
-        for longest, count in found.lengths
+        for longest, count in statistics.lengths
     )
     _table(
         f"store {store.folder}",
@@ -196,14 +199,14 @@ def _store(store: Store, console: Console, verify: bool) -> None:
             "boundaries": f"{list(store.identity.boundaries)}, inputs of layers",
             "records": f"{counts.records:,} in {count_text(len(manifest.shards), 'shard')}",
             "tokens": f"{counts.tokens:,}, {counts.loss_tokens / counts.tokens:.1%} in answers, "
-            f"{found.predicted / counts.tokens:.1%} predicted",
+            f"{statistics.predicted / counts.tokens:.1%} predicted",
             "draft vocabulary": coverage,
             "lengths": lengths,
-            "size": f"{size_text(size)}, {size / counts.tokens:,.0f} bytes a token, "
+            "size": f"{size_text(num_bytes)}, {num_bytes / counts.tokens:,.0f} bytes per token, "
             f"{store.identity.dtype}",
-            "checksums": f"the SHA-256 of all {len(manifest.shards)} shards agree"
+            "checksums": f"the SHA-256 hashes of all {len(manifest.shards)} shards agree"
             if verify
-            else "sizes agree; --verify hashes every byte",
+            else "file sizes agree; --verify compares hashes",
             "dropped": _fields(manifest.dropped.model_dump()),
             "truncated": manifest.truncated,
             "not finite": sum(len(shard.not_finite) for shard in manifest.shards),
@@ -218,5 +221,5 @@ def _conversation(store: Store, tokenizer: Any, index: int, console: Console) ->
             f"expected a sample in 0..{len(store) - 1}, found {index}", where="--sample"
         )
     tokens, spans = store.tokens_and_spans(index)
-    console.print(f"\nconversation {store.ids[index]}: coloured tokens are the target's answer")
+    console.print(f"\nconversation {store.ids[index]}: the target's answer is coloured")
     console.print(highlight_answers(tokens.tolist(), spans.tolist(), tokenizer))

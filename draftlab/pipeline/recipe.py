@@ -1,4 +1,4 @@
-"""The recipe: every room's settings in one strict tree, read from YAML."""
+"""The recipe: all settings of a run in one strict tree, read from YAML."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from draftlab.text.settings import DraftVocabSettings, PromptSettings, Regenerat
 from draftlab.train.settings import HeadSettings, TrainSettings
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""What a run may be called."""
+"""Names that a run can have."""
 _BOOL = "tag:yaml.org,2002:bool"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose mappings name each key once; the plain loader keeps the last in silence.
+    """A YAML loader that refuses duplicate keys, of which PyYAML keeps the last without a warning.
 
-    As in YAML 1.2 only true and false are booleans: `draft_probs: off` is a word.
+    As in YAML 1.2, only true and false are booleans: `draft_probs: off` is a text.
     """
 
     yaml_implicit_resolvers: typing.ClassVar = {
@@ -41,13 +41,13 @@ class _Loader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
+        keys = set()
         for key, _ in node.value:
-            if key.value in seen:
+            if key.value in keys:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key.value!r} is there twice", key.start_mark
                 )
-            seen.add(key.value)
+            keys.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -55,36 +55,36 @@ _Loader.add_implicit_resolver(_BOOL, re.compile("(?:[Tt]rue|TRUE|[Ff]alse|FALSE)
 
 
 class Recipe(Settings):
-    """From a target and prompts to a measured, exported head."""
+    """All settings of a run, from target and prompts to a measured, exported head."""
 
     name: str = Field(pattern=NAME)
-    """Name of the run: everything it makes lies in runs/<name>/."""
+    """Name of the run, whose files are in runs/<name>/."""
     seed: int = 0
-    """Of sampling answers, initial values, data order; not of evaluation."""
+    """Seed of sampled answers, initial weights and data order; eval.seed is that of evaluation."""
     target: TargetSettings = TargetSettings()
-    """The frozen model. A plain string is its path."""
+    """The frozen model that the head drafts for. A text alone is its path."""
     prompts: PromptSettings = PromptSettings()
-    """Conversations that the target answers, or that are used as they are."""
+    """The conversations that the target answers, or that are used as they are."""
     regenerate: RegenerateSettings = RegenerateSettings()
     """How the target answers the prompts."""
     record: RecordSettings = RecordSettings()
-    """What is recorded of the target's states."""
+    """Which of the target's hidden states are recorded, and how."""
     draft_vocab: DraftVocabSettings = DraftVocabSettings()
-    """Tokens a head can draft."""
+    """The tokens that the head can draft."""
     head: HeadSettings = HeadSettings()
-    """Shape of the head."""
+    """Family and shape of the head."""
     train: TrainSettings = TrainSettings()
     """How the head is trained."""
     eval: EvalSettings = EvalSettings()
-    """What is measured."""
+    """What is measured, and with which prompts."""
     export: ExportSettings = ExportSettings()
-    """What is written for other programs."""
+    """The exports that are written for other programs."""
     hardware: HardwareSettings = HardwareSettings()
-    """The machine it is meant for, for `--plan`'s estimates."""
+    """The machine for the estimates of `--plan`."""
 
     @field_validator("name", mode="before")
     @classmethod
-    def _names_a_folder(cls, value: Any) -> Any:
+    def _check_name(cls, value: Any) -> Any:
         if isinstance(value, str) and not re.match(NAME, value):
             raise ValueError(
                 "expected a name of letters, digits, '.', '_' and '-' that begins with a letter or "
@@ -94,7 +94,7 @@ class Recipe(Settings):
 
     @field_validator("target", mode="before")
     @classmethod
-    def _path_alone(cls, value: Any) -> Any:
+    def _accept_path(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
 
 
@@ -102,14 +102,15 @@ RENAMED_SETTINGS = {
     "train.reach": "train.acceptance_weighting",
     "train.packers": "train.data_workers",
 }
-"""Former names of settings. A recipe that uses one is refused; recipes in run folders are read."""
+"""Former name → name. Recipes with a former name are refused; recipes of run folders are read."""
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads a recipe and applies `key=value` overrides (dotted keys, YAML values).
+    """Read a recipe and apply `key=value` overrides (dotted keys, YAML values).
 
     Raises:
-        UserError: missing file, bad YAML, unknown keys (with the nearest known name), bad values.
+        UserError: the file is missing or not YAML, a key is unknown (the message has the nearest
+            name), or a value does not fit.
     """
     tree = _read_yaml(path)
     tree.setdefault("name", path.stem)
@@ -136,11 +137,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_recipe(tree: dict[str, Any], *, where: Path | str = "recipe") -> Recipe:
-    """Validates a tree of settings."""
+    """Validate a tree of settings."""
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(fault) for fault in merged_errors(error)]
+        lines = [_explain(one) for one in merged_errors(error)]
         raise UserError(
             "the recipe does not fit:\n  " + "\n  ".join(lines),
             where=where,
@@ -164,7 +165,7 @@ def read_run_recipe(path: Path) -> Recipe:
 
 
 def _override(tree: dict[str, Any], text: str) -> None:
-    """Sets one `a.b=value` in a tree."""
+    """Set one `a.b=value` in a tree."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UserError(
@@ -184,7 +185,7 @@ def _override(tree: dict[str, Any], text: str) -> None:
         raise UserError(
             f"the value of {key} is not YAML: {value!r}", where="command line"
         ) from None
-    if key == "name":  # a run may be called 7, or 2025-01-01
+    if key == "name":  # names such as 7 and 2025-01-01 stay texts
         parsed = value
     # target=PATH replaces the path and keeps the other settings of the target.
     if key == "target" and isinstance(node.get(leaf), dict) and isinstance(parsed, str):
@@ -193,12 +194,12 @@ def _override(tree: dict[str, Any], text: str) -> None:
         node[leaf] = parsed
 
 
-def _explain(fault: Any) -> str:
-    """One readable line."""
-    loc = fault["loc"]
+def _explain(error: Any) -> str:
+    """Return a line for one of `merged_errors`; for an unknown key, with the nearest name."""
+    loc = error["loc"]
     key = ".".join(str(part) for part in loc)
-    if fault["type"] != "extra_forbidden":
-        return f"{key}: {describe_error(fault)}"
+    if error["type"] != "extra_forbidden":
+        return f"{key}: {describe_error(error)}"
     model: type[BaseModel] = Recipe
     for part in loc[:-1]:
         model = typing.cast(type[BaseModel], model.model_fields[str(part)].annotation)
@@ -211,7 +212,7 @@ def _explain(fault: Any) -> str:
 
 
 def flatten(model: BaseModel, prefix: str = "") -> dict[str, Any]:
-    """Every setting by its dotted name, as JSON values."""
+    """Return every setting by its dotted name, as JSON values."""
     result: dict[str, Any] = {}
     for name in type(model).model_fields:
         value = getattr(model, name)
@@ -223,12 +224,12 @@ def flatten(model: BaseModel, prefix: str = "") -> dict[str, Any]:
 
 
 def to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe, every setting written out."""
+    """Return a recipe as YAML, with all defaults written out."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def schema_lines(model: type[BaseModel] = Recipe, indent: int = 0) -> Iterator[str]:
-    """The schema as commented YAML: meaning, type and default of every setting."""
+    """Yield commented YAML with meaning, type and default of every setting."""
     pad = "  " * indent
     for name, field in model.model_fields.items():
         for line in " ".join((field.description or "").split()).splitlines():
@@ -241,14 +242,14 @@ def schema_lines(model: type[BaseModel] = Recipe, indent: int = 0) -> Iterator[s
             yield f"{pad}{name}: # {_type_name(kind)}; default: the recipe's file name"
         else:
             default = field.default
-            shown = yaml.safe_dump(
+            text = yaml.safe_dump(
                 list(default) if isinstance(default, tuple) else default, default_flow_style=True
             ).removesuffix("...\n")
-            yield f"{pad}{name}: {shown.strip()} # {_type_name(kind)}"
+            yield f"{pad}{name}: {text.strip()} # {_type_name(kind)}"
 
 
 def _type_name(kind: Any) -> str:
-    """A type as a user would say it."""
+    """Return the name of a type for users."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return " | ".join(str(a) for a in args)

@@ -1,4 +1,4 @@
-"""A recipe's answers and states: the conversations, the target, and what is recorded of it."""
+"""Compute a recipe's answers and store: the target answers prompts, and its states are recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.files import write_json
-from draftlab.pipeline.gpu_workers import helper_devices, helpers
+from draftlab.pipeline.gpu_workers import recording_workers, worker_devices
 from draftlab.pipeline.head_spec import choose_boundaries
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.stages import STAGES
@@ -23,7 +23,7 @@ from draftlab.store.store import Sample, Store, StoreIdentity
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
-from draftlab.text.answer_workers import start_answer_workers
+from draftlab.text.answer_workers import Decode, start_answer_workers
 from draftlab.text.answers import regenerate
 from draftlab.text.chat_template import template_sha256, tokenizer_sha256
 from draftlab.text.conversations import Conversation, read_conversations
@@ -36,12 +36,12 @@ from draftlab.vllm.hidden_states import VllmStateSource
 
 @dataclass
 class Recording:
-    """What a recipe's target says and computes, in a run folder.
+    """The stages of a run that need the target: answers and store.
 
     Args:
-        recipe: what to make.
-        run: the folder.
-        monitor: for lines and progress.
+        recipe: the recipe.
+        run: the run folder.
+        monitor: receives lines and progress.
     """
 
     recipe: Recipe
@@ -50,17 +50,17 @@ class Recording:
 
     @cached_property
     def prompts(self) -> list[Conversation]:
-        """The conversations to be answered."""
+        """Return the conversations that the target answers."""
         return load_prompts(self.recipe.prompts, self.monitor)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The target's tokenizer."""
+        """Return the target's tokenizer."""
         return load_tokenizer(self.recipe.target)
 
     @cached_property
     def target(self) -> Target:
-        """The target, loaded when the first stage needs it."""
+        """Return the target, which is loaded when the first stage needs it."""
         self.monitor.say(f"loading target {self.recipe.target.path}")
         target = load_target(self.recipe.target)
         for note in target.notes:
@@ -69,24 +69,26 @@ class Recording:
 
     @cached_property
     def target_metadata(self) -> TargetMetadata:
-        """What is known of the target without loading it, where vLLM does."""
+        """Return what is known of the target without loading it, for stages that vLLM computes."""
         return TargetMetadata(self.recipe.target)
 
     @property
-    def _recorded(self) -> Target | TargetMetadata:
+    def _recorded_target(self) -> Target | TargetMetadata:
         return self.target_metadata if self.recipe.record.backend == "vllm" else self.target
 
     def answer(self, path: Path, gpus: int) -> None:
-        """Has the prompts answered (`data.regenerate`), on several GPUs by a process on each."""
-        settings, target, decode, others = self.recipe.regenerate, None, None, []
+        """Write the target's answers to the prompts, on several GPUs with a process on each."""
+        settings, target, decode = self.recipe.regenerate, None, None
+        workers: list[Decode] = []
         with ExitStack() as stack:
             if settings.enabled and settings.backend == "vllm":
                 target = self.target_metadata
                 decode = stack.enter_context(VllmAnswers(target, settings, self.monitor))
             elif settings.enabled:
-                devices = helper_devices(gpus, self.recipe.target.device)
-                started = start_answer_workers(self.recipe.target, devices, settings.batch)
-                others = stack.enter_context(started)
+                devices = worker_devices(gpus, self.recipe.target.device)
+                workers = stack.enter_context(
+                    start_answer_workers(self.recipe.target, devices, settings.batch)
+                )
                 target = self.target
             regenerate(
                 target,
@@ -97,27 +99,36 @@ class Recording:
                 seed=self.recipe.seed,
                 monitor=self.monitor,
                 decode=decode,
-                extra_decoders=others,
+                extra_decoders=workers,
             )
 
-    def lead(self, folder: Path, gpus: int) -> None:
-        """Records the answers' states (`data.record`), with helpers on all but the first GPU."""
-        devices = helper_devices(gpus, self.recipe.target.device)
-        with helpers(self.run, devices, self.monitor):
+    def record(self, folder: Path, gpus: int) -> None:
+        """Write the store, with worker processes on all GPUs but the first.
+
+        With record.online only the store's manifest is written.
+        """
+        if self.recipe.record.online:
+            plan, _ = self._plan(self.monitor)
+            manifest = plan.model_copy(update={"complete": True, "online": True})
+            write_json(folder / MANIFEST, manifest.dump())
+            self.monitor.say("store: states are computed during training (record.online)")
+            return
+        devices = worker_devices(gpus, self.recipe.target.device)
+        with recording_workers(self.run, devices, self.monitor):
             self._record(folder, "lead")
 
-    def help(self, folder: Path) -> None:
-        """Takes shards of a recording that another process leads."""
+    def join(self, folder: Path) -> None:
+        """Record shards of a plan that another process writes."""
         self._record(folder, "help")
 
     def _record(self, folder: Path, role: Role) -> None:
         settings, monitor, open_source = self.recipe.record, self.monitor, None
-        identity, recorded = self._asked(monitor)
+        identity, samples = self._samples(monitor)
         if settings.backend == "vllm":
             open_source = partial(VllmStateSource, self.target_metadata, settings, monitor)
         record(
-            self._recorded,
-            recorded,
+            self._recorded_target,
+            samples,
             folder,
             settings,
             identity,
@@ -126,9 +137,9 @@ class Recording:
             open_source=open_source,
         )
 
-    def _asked(self, monitor: Monitor) -> tuple[StoreIdentity, list[Sample]]:
-        """What is to be recorded."""
-        target = self._recorded
+    def _samples(self, monitor: Monitor) -> tuple[StoreIdentity, list[Sample]]:
+        """Return the identity and the samples of the store."""
+        target = self._recorded_target
         boundaries = choose_boundaries(self.recipe, target.num_layers, monitor)
         identity = StoreIdentity.of(
             target,
@@ -140,25 +151,19 @@ class Recording:
         answers = read_conversations(self.run / STAGES["answers"].artefact)
         return identity, build_samples(answers, self.tokenizer, monitor)
 
-    def _planned(self, monitor: Monitor) -> tuple[Manifest, list[Sample]]:
-        """The plan of the recording, and the samples in it."""
-        identity, recorded = self._asked(monitor)
+    def _plan(self, monitor: Monitor) -> tuple[Manifest, list[Sample]]:
+        """Return the plan of the store, and its samples."""
+        identity, samples = self._samples(monitor)
         return plan_recording(
-            self._recorded, recorded, self.recipe.record, identity, monitor=monitor
+            self._recorded_target, samples, self.recipe.record, identity, monitor=monitor
         )
 
-    def write_plan(self, folder: Path) -> None:
-        """The manifest of a store whose states are made while training (record.online)."""
-        plan, _ = self._planned(self.monitor)
-        whole = plan.model_copy(update={"complete": True, "online": True})
-        write_json(folder / MANIFEST, whole.dump())
-        self.monitor.say("nothing is stored: states are made while training (record.online)")
-
-    def opened(self, ranks: Ranks | None) -> Store:
-        """The recorded states, or the target that makes them.
+    def open_store(self, ranks: Ranks | None) -> Store:
+        """Return the recorded store; with record.online, one that computes states when read.
 
         Raises:
-            UserError: several ranks would have one target.
+            UserError: record.online with several ranks and a target on a named device or on
+                several GPUs.
         """
         if not self.recipe.record.online:
             return Store.open(self.run / STAGES["store"].artefact)
@@ -170,5 +175,5 @@ class Recording:
                 where="target",
                 do="leave both at their defaults, train with one process, or record first",
             )
-        plan, kept = self._planned(Monitor())  # it was told when the plan was made
-        return OnlineStore(self.target, kept, plan)
+        plan, samples = self._plan(Monitor())  # its lines were printed with the manifest
+        return OnlineStore(self.target, samples, plan)

@@ -1,4 +1,4 @@
-"""Which head, target or run a user names, on the command line, in a recipe or in Python."""
+"""Find the head and the target that a user names on the command line, in a recipe or in Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def reference_head() -> Path:
     return Path(str(resources.files("draftlab") / "embedded" / "heads" / REFERENCE))
 
 
-def find_head(named: str | Path, *, any_layout: bool = False) -> Path:
+def find_head(name: str | Path, *, any_layout: bool = False) -> Path:
     """Return the folder of a head: "reference", the head of a run (by path or name), or a folder.
 
     Args:
@@ -31,17 +31,17 @@ def find_head(named: str | Path, *, any_layout: bool = False) -> Path:
     Raises:
         UserError: there is no head, the run has no head yet, or draftlab.json is not a head's.
     """
-    path = Path(named).expanduser()
-    if str(named) == REFERENCE and not path.exists():
+    path = Path(name).expanduser()
+    if str(name) == REFERENCE and not path.exists():
         return reference_head()
-    if not path.exists() and (RUNS / named).is_dir():
-        path = RUNS / named
+    if not path.exists() and (RUNS / name).is_dir():
+        path = RUNS / name
     if (path / "head" / CONFIG).is_file():
         path = path / "head"
     elif not path.is_dir():
         raise UserError(
             f"expected a head folder, found {'a file' if path.exists() else 'none'}",
-            where=named,
+            where=name,
             do=HOW_TO_NAME_A_HEAD,
         )
     elif (recipe := path / "recipe.yaml").is_file() and not (path / NATIVE).is_file():
@@ -54,51 +54,53 @@ def find_head(named: str | Path, *, any_layout: bool = False) -> Path:
     if not any_layout:
         load_config(path)
     elif not any(path.glob("*.safetensors")) and not any(
-        (path / name).is_file() for name in (CONFIG, NATIVE)
+        (path / file).is_file() for file in (CONFIG, NATIVE)
     ):
         raise UserError(
             "expected a head folder, found one with neither a config nor safetensors",
-            where=named,
+            where=name,
             do=HOW_TO_NAME_A_HEAD,
         )
     return path
 
 
 def name_in_reports(folder: Path) -> str:
-    """Return what reports call a head: the name of its folder, or of its run."""
+    """Return a head's name in reports: that of its run or of its folder."""
     folder = folder.resolve()
     return folder.parent.name if folder.name == "head" else folder.name
 
 
 def find_target(
-    head: Path, named: str | None, device: str | None = None, *, trust_remote_code: bool = False
+    head: Path, name: str | None, device: str | None = None, *, trust_remote_code: bool = False
 ) -> TargetSettings:
-    """Return the settings of the named target, or of the embedded one if the head is for it.
+    """Return the settings of the named target; by default the embedded one, if the head is for it.
 
     Raises:
-        UserError: no target was named, and the head was trained for another than the embedded one.
+        UserError: no target is named, and the head was trained for another than the embedded one.
     """
-    if named is None:
+    if name is None:
         trained_for = _target_name(head)
         embedded = resolve_target(TargetSettings(path=EMBEDDED))
         if trained_for != EMBEDDED and Path(trained_for or "").resolve() != embedded.resolve():
             raise UserError(
-                "expected --target beside the head"
+                "expected --target with the head"
                 + (f" (it was trained for {trained_for})" if trained_for else ""),
                 where=head,
                 do='give a folder, a Hub id such as "org/name", or "embedded"',
             )
-        named = EMBEDDED
-    fields = {"path": named, "trust_remote_code": trust_remote_code}
+        name = EMBEDDED
+    fields = {"path": name, "trust_remote_code": trust_remote_code}
     return TargetSettings(**fields | ({"device": device} if device else {}))
 
 
 def _target_name(head: Path) -> str | None:
-    """Return the target that a head's config names; the config may be damaged otherwise."""
-    own = (head / CONFIG).is_file()
-    path = ("target", "name") if own else ("speculators_config", "verifier", "name_or_path")
+    """Return the target that a head's config names, even if the config has other faults."""
+    is_head_folder = (head / CONFIG).is_file()
+    path = (
+        ("target", "name") if is_head_folder else ("speculators_config", "verifier", "name_or_path")
+    )
     try:
-        value = read_json(head / (CONFIG if own else NATIVE))
+        value = read_json(head / (CONFIG if is_head_folder else NATIVE))
     except UserError:
         return None
     for key in path:

@@ -1,11 +1,10 @@
-"""The run folder: what was made from what, which stages fit a recipe, and `runs/latest`."""
+"""The run folder: which stages are complete, which inputs they had, and `runs/latest`."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from draftlab.errors import UserError
 from draftlab.files import canonical_json, read_json, sha256_text, write_json, write_text
 from draftlab.heads.family import get_family
 from draftlab.pipeline.recipe import RENAMED_SETTINGS
-from draftlab.pipeline.stages import ADDED, FREE, STAGES, Stage
+from draftlab.pipeline.stages import FORMER_DEFAULTS, SETTINGS_WITHOUT_EFFECT, STAGES, Stage
 from draftlab.store.store import check_store
 
 RUNS = Path("runs")
@@ -26,23 +25,24 @@ State = Literal["done", "unfinished", "missing", "changed", "unneeded"]
 
 @dataclass(frozen=True)
 class Status:
-    """How a stage of a run stands to a recipe.
+    """The state of a stage of a run under a recipe.
 
     Attributes:
-        state: "done", "unfinished" (begun with these inputs, or damaged), "missing", "changed",
-            or "unneeded" (not whole, and whatever was to be made of it is).
-        changes: setting → (value in the run, value asked for), for "changed".
-        lacks: a file that it would read and that is not there; empty: none is known of.
+        state: "done"; "unfinished": started with the same inputs, or its files are damaged;
+            "missing"; "changed": it has other inputs; "unneeded": not complete, but all that
+            reads it is.
+        changes: setting → (value in the run, value in the recipe), if the state is "changed".
+        missing_input: a file that the stage reads and that does not exist, or "".
     """
 
     stage: Stage
     state: State
     changes: dict[str, tuple[Any, Any]]
-    lacks: str = ""
+    missing_input: str = ""
 
 
 class Run:
-    """A run folder and the inputs its stages would have under a recipe.
+    """A run folder, and the inputs of its stages under a recipe.
 
     Args:
         folder: runs/<name>.
@@ -56,51 +56,48 @@ class Run:
         self.folder, self.settings, self.files = folder, settings, files
 
     def inputs(self, stage: Stage) -> dict[str, Any]:
-        """All that decides what a stage makes, its predecessors' inputs included."""
-        own = {
+        """Return all that decides a stage's result, including the inputs of earlier stages."""
+        earlier = self.inputs(STAGES[stage.after]) if stage.after else {}
+        settings = {
             key: value
             for key, value in self.settings.items()
-            if key not in FREE and any(key == p or key.startswith(p + ".") for p in stage.settings)
+            if any(key == p or key.startswith(p + ".") for p in stage.settings)
         }
-        before = self.inputs(STAGES[stage.after]) if stage.after else {}
-        return before | own | self.files.get(stage.name, {})
+        return earlier | _with_effect(settings) | self.files.get(stage.name, {})
 
     def key(self, stage: Stage) -> str:
-        """Hex SHA-256 of a stage's inputs."""
+        """Return the hex SHA-256 of a stage's inputs."""
         return sha256_text(canonical_json(self.inputs(stage)))
 
     def status(self, stage: Stage) -> Status:
-        """Whether a stage's artefact is there, whole, and fits."""
-        record = book(self.folder, stage)
-        artefact = self.folder / stage.artefact
-        if not record.exists():
+        """Return whether a stage's artefact exists, is complete and has the recipe's inputs."""
+        path, artefact = record_path(self.folder, stage), self.folder / stage.artefact
+        if not path.exists():
             return Status(stage, "missing", {})
-        found = read_book(record)
-        inputs = self.inputs(stage)
-        made = {key: ADDED[key] for key in ADDED.keys() & inputs.keys()}
-        made |= _with_current_names(found["inputs"])
-        # Round-trip through JSON, so that 1.0 and 1 compare as they were written.
+        record, inputs = read_record(path), self.inputs(stage)
+        former = {key: FORMER_DEFAULTS[key] for key in FORMER_DEFAULTS.keys() & inputs.keys()}
+        former |= _with_current_names(record["inputs"])
         changes = {
-            key: (made.get(key), inputs.get(key))
-            for key in sorted(made.keys() | inputs.keys())
-            if made.get(key) != inputs.get(key)
+            key: (former.get(key), inputs.get(key))
+            for key in sorted(former.keys() | inputs.keys())
+            if former.get(key) != inputs.get(key)
         }
         if changes:
             return Status(stage, "changed", changes)
-        if found["complete"] and not artefact.exists():
+        if record["complete"] and not artefact.exists():
             return Status(stage, "missing", {})
-        whole = found["complete"] and all((artefact / name).is_file() for name in stage.files)
-        if whole and stage.name == "store":
+        complete = record["complete"] and all((artefact / name).is_file() for name in stage.files)
+        if complete and stage.name == "store":
             try:
                 check_store(artefact)
-            except UserError:  # a shard was lost or cut; recording makes it again
-                whole = False
-        return Status(stage, "done" if whole else "unfinished", {})
+            except UserError:  # a shard is missing or truncated; the stage records it again
+                complete = False
+        return Status(stage, "done" if complete else "unfinished", {})
 
     def plan(self, *last: str) -> list[Status]:
-        """How the stages up to `last` stand, in order."""
-        wanted = {stage.name for name in last for stage in self.chain(name)}
-        statuses = {n: self.status(stage) for n, stage in STAGES.items() if n in wanted}
+        """Return the states of the stages up to those named `last`, in order."""
+        names = {stage.name for name in last for stage in self.stages_up_to(name)}
+        statuses = {n: self.status(stage) for n, stage in STAGES.items() if n in names}
         needed = set(last)
         for name, status in reversed(statuses.items()):
             if name in needed and status.state != "done" and status.stage.after:
@@ -112,35 +109,31 @@ class Run:
             for name, status in statuses.items()
         ]
 
-    def chain(self, last: str) -> list[Stage]:
-        """The stages up to and including `last`, in order."""
-        stage: Stage | None = STAGES[last]
-        chain = []
-        while stage is not None:
-            chain.append(stage)
-            stage = STAGES[stage.after] if stage.after else None
-        return chain[::-1]
+    def stages_up_to(self, last: str) -> list[Stage]:
+        """Return the stages up to and including `last`, in order."""
+        stage = STAGES[last]
+        return [*(self.stages_up_to(stage.after) if stage.after else ()), stage]
 
     def refuse_changes(self, statuses: list[Status]) -> None:
-        """Raises a `UserError` that names the settings in which the run and the recipe differ."""
+        """Raise a `UserError` that names the changed settings, unless only cheap stages changed."""
         for status in statuses:
             stage = status.stage
             if status.state == "changed" and not stage.cheap:
                 lines = [
-                    f"{key}: {made!r} in the run, {asked!r} now"
-                    for key, (made, asked) in status.changes.items()
+                    f"{key}: {in_run!r} in the run, {in_recipe!r} now"
+                    for key, (in_run, in_recipe) in status.changes.items()
                 ]
                 raise UserError(
-                    f"the run's stage {stage.name!r} was made with other settings:\n  "
+                    f"the stage {stage.name!r} of the run has other settings:\n  "
                     + "\n  ".join(lines),
                     where=self.folder,
-                    do=f"--force makes {stage.name} and what follows again; name=other starts a "
+                    do=f"--force runs {stage.name} and all later stages again; name=other starts a "
                     "new run beside this one",
                 )
 
     def remove(self, stage: Stage) -> None:
-        """Deletes a stage's record and artefact, and first those of every stage after it."""
-        # In this order a crash leaves no stage whose record is older than what it was made from.
+        """Delete a stage's record and artefact, after those of all later stages."""
+        # In this order a crash leaves no stage without the stages that it was computed from.
         for other in STAGES.values():
             if other.after == stage.name:
                 self.remove(other)
@@ -149,10 +142,10 @@ class Run:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        book(self.folder, stage).unlink(missing_ok=True)
+        record_path(self.folder, stage).unlink(missing_ok=True)
 
     def _paths(self, stage: Stage) -> set[Path]:
-        """Where a stage's artefact is, and what leads to it."""
+        """Return the paths of a stage's artefact and of its unfinished work."""
         paths = {self.folder / stage.artefact}
         if stage.name == "head":
             paths.add(self.folder / "train")
@@ -161,21 +154,20 @@ class Run:
         return paths
 
     @contextmanager
-    def making(self, stage: Stage) -> Iterator[Path]:
-        """Records that a stage is being made, then that it is whole; yields its artefact's path."""
-        record = book(self.folder, stage)
+    def recorded_stage(self, stage: Stage) -> Iterator[Path]:
+        """Record a stage as started, yield its artefact's path, record it as complete."""
+        record = record_path(self.folder, stage)
         try:
-            with _booked(record, self.inputs(stage)):
+            with _recorded(record, self.inputs(stage)):
                 yield self.folder / stage.artefact
         except UserError:
-            # What a wrong setting stopped before there was anything is begun anew with the right
-            # one.
+            # A stage that wrote nothing yet may start again with other settings.
             if not any(path.is_file() or any(path.glob("*")) for path in self._paths(stage)):
                 record.unlink(missing_ok=True)
             raise
 
-    def adopt(self, recipe: str) -> None:
-        """Writes recipe.yaml and points runs/latest at this run, where they are not so already."""
+    def write_recipe(self, recipe: str) -> None:
+        """Write recipe.yaml and point runs/latest at this run, where they differ."""
         path, link = self.folder / "recipe.yaml", self.folder.parent / LATEST
         if not path.exists() or path.read_text(encoding="utf-8") != recipe:
             write_text(path, recipe)
@@ -186,48 +178,55 @@ class Run:
             os.replace(temporary, link)
 
 
-def book(folder: Path, stage: Stage) -> Path:
-    """The record of what a stage was made from."""
+def _with_effect(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that a stage's result depends on."""
+    return {key: settings[key] for key in settings if key not in SETTINGS_WITHOUT_EFFECT}
+
+
+def record_path(folder: Path, stage: Stage) -> Path:
+    """Return the path of a stage's record."""
     return folder / "stages" / f"{stage.name}.json"
 
 
-def read_book(path: Path) -> dict[str, Any]:
-    """Reads a stage's record: `inputs` and whether it is `complete`."""
-    found = read_json(path, kind="stage record")
-    if not isinstance(found, dict) or not isinstance(found.get("inputs"), dict):
+def read_record(path: Path) -> dict[str, Any]:
+    """Return a stage's record: its `inputs` and whether it is `complete`."""
+    record = read_json(path, kind="stage record")
+    if not isinstance(record, dict) or not isinstance(record.get("inputs"), dict):
         raise UserError(
             "expected a stage record, found other JSON",
             where=path,
-            do="delete it, and the stage is made again",
+            do="delete the file; the stage then runs again",
         )
-    return {"complete": False} | found
+    return {"complete": False} | record
 
 
 @contextmanager
-def _booked(record: Path, inputs: dict[str, Any]) -> Iterator[None]:
+def _recorded(record: Path, inputs: dict[str, Any]) -> Iterator[None]:
     write_json(record, {"complete": False, "inputs": inputs})
     yield
     write_json(record, {"complete": True, "inputs": inputs})
 
 
 @contextmanager
-def making_otherwise(folder: Path, stage: Stage, settings: dict[str, Any]) -> Iterator[None]:
-    """Books a stage that is made with other settings than its recipe's; the run must be locked.
+def recorded_with(folder: Path, stage: Stage, settings: dict[str, Any]) -> Iterator[None]:
+    """Record a stage that runs with other settings than the run's recipe; the run must be locked.
 
-    The next `make` then knows that what lies there is not what the recipe asks for.
+    `Run.status` then reports the stage as changed.
     """
-    before = STAGES[stage.after] if stage.after else None
     inputs: dict[str, Any] = {}
-    if before and book(folder, before).exists():
-        inputs = read_book(book(folder, before))["inputs"]
-    own = {key: value for key, value in settings.items() if key not in FREE}
-    with _booked(book(folder, stage), inputs | own):
+    if stage.after and (path := record_path(folder, STAGES[stage.after])).exists():
+        inputs = read_record(path)["inputs"]
+    with _recorded(record_path(folder, stage), inputs | _with_effect(settings)):
         yield
 
 
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Keeps a second process out of a run folder."""
+    """Lock a run folder against other processes.
+
+    Raises:
+        UserError: another process holds the lock.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
         try:
@@ -236,7 +235,7 @@ def lock(folder: Path) -> Iterator[None]:
             raise UserError(
                 "another draftlab process is working in this run",
                 where=folder,
-                do="wait for it to finish, or start a run of another name",
+                do="wait until it has finished, or start a run with another name",
             ) from None
         yield
 
@@ -250,39 +249,20 @@ def _with_current_names(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_run(name: str | None) -> Path:
-    """The folder of a run by name or path; None: the latest.
+    """Return the folder of a run by name or path; None: of the latest run.
 
     Raises:
-        UserError: when there is none.
+        UserError: there is no such run.
     """
     candidates = [RUNS / LATEST] if name is None else [Path(name), RUNS / name]
     for folder in candidates:
         if (folder / "recipe.yaml").is_file():
             return folder.resolve()
-    known = sorted(path.parent.name for path in RUNS.glob("*/recipe.yaml"))
-    known = [run for run in known if run != LATEST]
+    names = sorted({path.parent.name for path in RUNS.glob("*/recipe.yaml")} - {LATEST})
     raise UserError(
         f"expected a run, found none named {name!r}" if name else "there is no run yet",
         where=name or RUNS,
-        do=f"runs here: {', '.join(known)}"
-        if known
+        do=f"the runs here are: {', '.join(names)}"
+        if names
         else "`draftlab train recipes/quickstart.yaml` makes one",
     )
-
-
-def git_commit() -> str | None:
-    """Commit of the working tree draftlab is run from, when it is one."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():  # a parent's repository would be somebody else's
-        return None
-    try:
-        found = subprocess.run(
-            ["git", "-C", str(root), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None if found.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""The stages of a run: what each reads and makes, and which settings decide that."""
+"""The stages of a run: what each reads and writes, and which settings decide its result."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from draftlab.train.settings import FREE_SETTINGS
 
 @dataclass(frozen=True)
 class Stage:
-    """A step of the pipeline.
+    """A stage of the pipeline.
 
     Attributes:
         name: also the name of its record in `stages/`.
         after: the stage whose artefact it reads.
-        settings: prefixes of the recipe's settings that decide what it makes.
+        settings: prefixes of the recipe's settings that decide its result.
         artefact: file or folder in the run folder.
-        files: in that folder; without one of them it is not whole.
-        cheap: made again without asking when a setting changed.
+        files: files that a complete artefact folder has.
+        cheap: runs again without --force when a setting changed.
     """
 
     name: str
@@ -41,16 +41,18 @@ STAGES = {
         Stage("export", "head", ("export",), "export", cheap=True),
     )
 }
-FREE = {"target.device", "target.gpus", "target.compile"}
-FREE |= {f"train.{setting}" for setting in FREE_SETTINGS}
-FREE |= {
-    f"{s}.vllm.{setting}" for s in ("regenerate", "record") for setting in VllmSettings.model_fields
+SETTINGS_WITHOUT_EFFECT = {
+    "target.device",
+    "target.gpus",
+    "target.compile",
+    *(f"train.{name}" for name in FREE_SETTINGS),
+    *(f"{s}.vllm.{name}" for s in ("regenerate", "record") for name in VllmSettings.model_fields),
 }
-"""Settings that change how a stage runs, never what it makes."""
-ADDED = {
+"""Settings that change how a stage runs and not its result."""
+FORMER_DEFAULTS = {
     "prompts.deduplicate": False,
     "prompts.per_source": None,
     "regenerate.backend": "paged",
     "record.backend": "transformers",
 }
-"""Settings that came later, with what they were before; books from then have no such key."""
+"""Settings that were added later, with their former behaviour; older stage records lack them."""

@@ -1,4 +1,4 @@
-"""A recipe's head: its vocabulary and shapes decided, trained on a store, with its provenance."""
+"""Train a recipe's head on a store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from draftlab.kernels.cuda_device import free_memory, use_device
 from draftlab.pipeline.head_spec import draft_vocabulary, head_config, mask_token
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.resolve import find_head
-from draftlab.pipeline.run_folder import git_commit
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
 from draftlab.target_model.locate import resolve_target
@@ -22,6 +21,7 @@ from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.loop import Trainer
 from draftlab.train.validation import Validation
+from draftlab.version import git_commit
 
 
 def train_head(
@@ -33,12 +33,12 @@ def train_head(
     monitor: Monitor,
     ranks: Ranks | None,
 ) -> DraftHead:
-    """The trained head of a recipe.
+    """Train the head of a recipe, and return it with its provenance.
 
     Args:
-        store: recorded of the recipe's target, or one that is made while training.
+        store: states of the recipe's target, recorded or computed when read.
         folder: for checkpoints and metrics.
-        ranks: the processes that train together; None: this one alone.
+        ranks: the processes that train together; None: only this one.
     """
     mask = mask_token(recipe, store, tokenizer, monitor)
     vocabulary = draft_vocabulary(recipe, store, tokenizer, monitor, mask=mask)
@@ -67,7 +67,7 @@ def train_head(
         update={"provenance": _provenance(trainer, validation, vocabulary)}
     )
     del trainer
-    free_memory()  # what comes next, maybe in another process, has a target to load
+    free_memory()  # the next stage, perhaps in another process, loads a target
     return head
 
 

@@ -92,7 +92,7 @@ def train(arm: str, options: argparse.Namespace) -> None:
     recording = Recording(recipe, folder, PrintMonitor())
     if massive:
         recording.__dict__["target"] = MassiveTarget(recording.target)
-    recording.lead(folder / "store", gpus=1)
+    recording.record(folder / "store", gpus=1)
     store = (UnscaledStore if massive else Store).open(folder / "store")
     head = train_head(
         recipe, store, recording.tokenizer, folder / "train", monitor=PrintMonitor(), ranks=None

@@ -30,7 +30,7 @@ THERE = [f"{s}: there" for s in ("answers", "store", "head", "eval", "export")]
 
 
 def refused(folder: Path, *arguments: str) -> str:
-    """The one block on stderr of a user's mistake."""
+    """Run a command that must fail with one user error; return stderr."""
     result = draftlab(folder, *arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -40,7 +40,7 @@ def refused(folder: Path, *arguments: str) -> str:
     return result.stderr
 
 
-def test_a_whole_run_leaves_every_artefact() -> None:
+def test_a_run_writes_all_artefacts() -> None:
     run = finished() / "runs" / "small"
     expected = (
         "answers.jsonl recipe.yaml provenance.json store/manifest.json train/metrics.jsonl "
@@ -60,12 +60,12 @@ def test_a_whole_run_leaves_every_artefact() -> None:
     assert {row.prompts for row in rows} == {3}
 
 
-def test_run_again_does_nothing_and_says_so() -> None:
+def test_a_complete_run_is_not_run_again() -> None:
     before = snapshot(finished() / "runs")
     result = draftlab(finished(), "run", "small.yaml")
     assert result.exit_code == 0
-    said = [line for line in result.stderr.splitlines() if ": there" in line]
-    assert [line.partition(" (")[0] for line in said] == THERE
+    output = [line for line in result.stderr.splitlines() if ": there" in line]
+    assert [line.partition(" (")[0] for line in output] == THERE
     assert "acceptance" in result.stdout  # the table is shown again
     assert snapshot(finished() / "runs") == before
     for verb in ("train", "record", "prepare"):
@@ -73,14 +73,14 @@ def test_run_again_does_nothing_and_says_so() -> None:
     assert snapshot(finished() / "runs") == before
 
 
-def test_json_is_the_report_and_nothing_else() -> None:
+def test_json_prints_only_the_report() -> None:
     result = draftlab(finished(), "run", "small.yaml", "--json")
     report = finished() / "runs" / "small" / "eval" / "report.json"
     assert result.stdout == report.read_text()
     assert json.loads(result.stdout)["schema"] == SCHEMA_VERSION
 
 
-def test_plan_prints_stages_and_does_nothing() -> None:
+def test_plan_prints_stages_and_writes_nothing() -> None:
     before = snapshot(finished())
     done = draftlab(finished(), "run", "small.yaml", "--plan")
     assert done.stdout.startswith("run folder: ")
@@ -92,10 +92,10 @@ def test_plan_prints_stages_and_does_nothing() -> None:
     assert changed.exit_code == 0
     assert "head     settings changed: train.steps 6 → 7\n" in changed.stdout
     assert "eval     settings changed: eval.seed 0 → 1\n" in changed.stdout
-    assert "refused: --force makes head and what follows again" in changed.stdout
+    assert "refused: --force runs head and all later stages again" in changed.stdout
     forced = draftlab(finished(), *change, "--force").stdout
     assert "head     would run again, settings changed: train.steps 6 → 7\n" in forced
-    assert "export   would run again, what it is made from changed\n" in forced
+    assert "export   would run again, an earlier stage changed\n" in forced
     assert "refused" not in forced
     other = draftlab(finished(), "train", "small.yaml", "name=other", "--plan")
     assert other.stdout.count("would run") == 3
@@ -109,37 +109,36 @@ def test_plan_prints_stages_and_does_nothing() -> None:
 
 def test_a_changed_setting_is_refused_by_name() -> None:
     before = snapshot(finished() / "runs")
-    said = refused(finished(), "run", "small.yaml", "train.steps=7", "record.dtype=float32")
-    assert "stage 'store'" in said
-    assert "record.dtype: 'bfloat16' in the run, 'float32' now" in said
-    said = refused(finished(), "train", "small.yaml", "train.steps=7")
-    assert "train.steps: 6 in the run, 7 now" in said
-    assert "--force" in said
-    assert "name=other" in said
+    output = refused(finished(), "run", "small.yaml", "train.steps=7", "record.dtype=float32")
+    assert "stage 'store'" in output
+    assert "record.dtype: 'bfloat16' in the run, 'float32' now" in output
+    output = refused(finished(), "train", "small.yaml", "train.steps=7")
+    assert "train.steps: 6 in the run, 7 now" in output
+    assert "--force" in output
+    assert "name=other" in output
     assert snapshot(finished() / "runs") == before
 
 
-def test_force_makes_only_what_is_old_again(tmp_path: Path) -> None:
+def test_force_runs_only_changed_and_later_stages_again(tmp_path: Path) -> None:
     folder = copy_of_finished(tmp_path)
     run = folder / "runs" / "small"
     before = snapshot(run)
     result = draftlab(folder, "run", "small.yaml", "train.steps=7", "--force")
     assert result.exit_code == 0, result.output
     after = snapshot(run)
-    kept = [n for n in before if n.startswith(("answers", "store/", "stages/answers"))]
-    assert kept
-    assert {n: after[n] for n in kept} == {n: before[n] for n in kept}
+    unchanged = [n for n in before if n.startswith(("answers", "store/", "stages/answers"))]
+    assert unchanged
+    assert {n: after[n] for n in unchanged} == {n: before[n] for n in unchanged}
     for name in ("head/model.safetensors", "eval/report.json", "export/speculators/config.json"):
         assert after[name] != before[name]
     steps = [json.loads(x) for x in (run / "train" / "metrics.jsonl").read_text().splitlines()]
     assert [s["step"] for s in steps if "loss" in s] == list(range(1, 8))
     assert yaml.safe_load((run / "recipe.yaml").read_text())["train"]["steps"] == 7
-    # And now that recipe is what is there.
     assert draftlab(folder, "train", "small.yaml", "train.steps=7").exit_code == 0
     refused(folder, "train", "small.yaml")
 
 
-def test_a_changed_prompt_file_is_noticed(tmp_path: Path) -> None:
+def test_a_changed_prompt_file_is_refused(tmp_path: Path) -> None:
     folder = copy_of_finished(tmp_path)
     prompts = folder / "prompts.jsonl"
     text = prompts.read_text()
@@ -149,7 +148,7 @@ def test_a_changed_prompt_file_is_noticed(tmp_path: Path) -> None:
     assert draftlab(folder, "train", "small.yaml").exit_code == 0
 
 
-def test_evaluation_settings_change_without_asking(tmp_path: Path) -> None:
+def test_changed_eval_settings_need_no_force(tmp_path: Path) -> None:
     folder = copy_of_finished(tmp_path)
     head = snapshot(folder / "runs" / "small" / "head")
     changed = ("eval.k=1", "eval.temperatures=[0]", "--json")
@@ -159,7 +158,7 @@ def test_evaluation_settings_change_without_asking(tmp_path: Path) -> None:
     assert snapshot(folder / "runs" / "small" / "head") == head
 
 
-def test_eval_alone_takes_the_latest_run(tmp_path: Path) -> None:
+def test_eval_uses_the_latest_run(tmp_path: Path) -> None:
     folder = copy_of_finished(tmp_path)
     result = draftlab(folder, "eval", "--temps", "0,0.7,1.5", "--draft-probs", "on", "--json")
     assert result.exit_code == 0, result.output
@@ -168,7 +167,7 @@ def test_eval_alone_takes_the_latest_run(tmp_path: Path) -> None:
     assert {row["head"] for row in rows} == {"small", None}
     report = folder / "runs" / "small" / "eval" / "report.json"
     assert result.stdout == report.read_text()
-    # What lies there now is not what the recipe asks for, and the run knows.
+    # The run has recorded that its report has other settings than its recipe.
     plan = draftlab(folder, "run", "small.yaml", "--plan").stdout
     assert "eval     would run again, settings changed" in plan
     assert "refused" not in plan
@@ -177,14 +176,14 @@ def test_eval_alone_takes_the_latest_run(tmp_path: Path) -> None:
     assert {row["temperature"] for row in json.loads(again.stdout)["rows"]} == {0.0, 0.8}
 
 
-def test_eval_measures_a_grid_with_further_heads(tmp_path: Path) -> None:
+def test_eval_of_several_heads_k_and_temperatures(tmp_path: Path) -> None:
     other = copy_of_finished(tmp_path) / "other"
     shutil.copytree(tmp_path / "runs" / "small" / "head", other)
     grid = ("--temps", "0,1", "--k", "1,2", "--draft-probs", "both", "--compare", "other,reference")
     times = ("--timing-prompts", "1", "--timing-batches", "1,2", "--max-new-tokens", "8")
     result = draftlab(tmp_path, "eval", *grid, *times, "--json")
     assert result.exit_code == 0, result.output
-    # "reference" was made for the embedded target, and is left out by name
+    # "reference" has another target
     assert "eval.compare: reference is left out, it was trained for embedded" in result.stderr
     rows = json.loads(result.stdout)["rows"]
     assert {(row["head"], row["k"]) for row in rows} == {
@@ -203,30 +202,30 @@ def test_a_failed_certificate_is_exit_code_one(
 ) -> None:
     from draftlab.evaluate.certificate import certify
 
-    def made(passed: bool) -> certify.Certificate:
+    def certificate(passed: bool) -> certify.Certificate:
         return certify.Certificate(
             level="L1" if passed else "L3", test="G-test", statistic=1.0, p_value=0.5, n=9,
-            n_for_99_power=8, prompts_equal=1.0, passed=passed, faults=[], arms=[], lines=["seen"],
+            n_for_99_power=8, prompts_equal=1.0, passed=passed, faults=[], arms=[], lines=["line"],
         )  # fmt: skip
 
     options = ("eval", "--temps", "0", "--certify", "--out", str(tmp_path))
     for passed in (True, False):
-        monkeypatch.setattr(certify, "certify", lambda *_, passed=passed, **__: made(passed))
+        monkeypatch.setattr(certify, "certify", lambda *_, passed=passed, **__: certificate(passed))
         result = draftlab(finished(), *options)
         assert result.exit_code == (0 if passed else 1)
         assert "certificate, small:" in result.stdout
         assert ("FAILED" in result.stdout) is not passed
 
 
-def test_raw_prompts_know_no_template(tmp_path: Path) -> None:
+def test_raw_prompts_use_no_chat_template(tmp_path: Path) -> None:
     options = ("--temps", "0", "--raw", "--out", str(tmp_path), "--json")
     result = draftlab(finished(), "eval", *options)
     assert result.exit_code == 0, result.output
     assert {row["template"] for row in json.loads(result.stdout)["rows"]} == {"none (raw text)"}
 
 
-def test_raw_prompts_need_no_template(tmp_path: Path) -> None:
-    """Neither the target must have one, nor the one that the head was trained with."""
+def test_raw_prompts_need_no_chat_template(tmp_path: Path) -> None:
+    """The target may have none, or another one than the head was trained with."""
     folder = copy_of_finished(tmp_path)
     config = folder / "toy" / "tokenizer_config.json"
     fields = json.loads(config.read_text())
@@ -240,7 +239,7 @@ def test_raw_prompts_need_no_template(tmp_path: Path) -> None:
     assert len({row["head"] for row in json.loads(result.stdout)["rows"]}) == 3
 
 
-def test_eval_elsewhere_leaves_the_run_alone(tmp_path: Path) -> None:
+def test_eval_with_out_leaves_the_run_unchanged(tmp_path: Path) -> None:
     before = snapshot(finished() / "runs")
     options = ("--run", "small", "--temps", "0", "--out", str(tmp_path / "out"))
     assert draftlab(finished(), "eval", *options).exit_code == 0
@@ -251,18 +250,18 @@ def test_eval_elsewhere_leaves_the_run_alone(tmp_path: Path) -> None:
 
 def test_a_head_folder_is_evaluated_with_its_target(tmp_path: Path) -> None:
     head = str(finished() / "runs" / "small" / "head")
-    assert "--target beside --head" in refused(finished(), "eval", "--head", head)
+    assert "expected --target with the head" in refused(finished(), "eval", "--head", head)
     assert "found both" in refused(finished(), "eval", "--head", head, "--run", "small")
     options = ("--head", head, "--target", "toy", "--prompts", "prompts.jsonl", "--temps", "0")
     short = ("--max-prompts", "1", "--max-new-tokens", "4", "--out", str(tmp_path))
     result = draftlab(finished(), "eval", *options, *short, "--json")
     assert result.exit_code == 0, result.output
-    # It is called after its run.
+    # The head has the name of its run.
     assert {row["head"] for row in json.loads(result.stdout)["rows"]} == {None, "small"}
     assert result.stderr.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
 
 
-def test_export_alone_follows_the_run_and_its_options(tmp_path: Path) -> None:
+def test_export_uses_the_run_and_its_options(tmp_path: Path) -> None:
     folder = copy_of_finished(tmp_path)
     config = folder / "runs" / "small" / "export" / "speculators" / "config.json"
 
@@ -276,7 +275,7 @@ def test_export_alone_follows_the_run_and_its_options(tmp_path: Path) -> None:
     assert "export.k 1 → None" in draftlab(folder, "run", "small.yaml", "--plan").stdout
     assert draftlab(folder, "run", "small.yaml", "export.k=1").exit_code == 0
     assert draftlab(folder, "export").exit_code == 0
-    assert k() == 1  # the run's own recipe
+    assert k() == 1  # as in the run's recipe
     elsewhere = folder / "elsewhere"
     assert draftlab(folder, "export", "--k", "2", "--out", str(elsewhere)).exit_code == 0
     assert k() == 1
@@ -286,7 +285,7 @@ def test_export_alone_follows_the_run_and_its_options(tmp_path: Path) -> None:
 
 def test_inspect_shows_run_store_head_and_report() -> None:
     run = finished() / "runs" / "small"
-    for arguments, said in (
+    for arguments, output in (
         ((), ("boundaries", "draft vocabulary", "12 in 3 shards", "conversation p0", "user")),
         (("small", "--sample", "1"), ("conversation p1",)),
         ((str(run / "store"),), ("12 in 3 shards", "conversation p0")),
@@ -300,7 +299,7 @@ def test_inspect_shows_run_store_head_and_report() -> None:
     ):
         result = draftlab(finished(), "inspect", *arguments)
         assert result.exit_code == 0, result.output
-        assert [text for text in said if text not in result.stdout] == []
+        assert [text for text in output if text not in result.stdout] == []
     assert "expected a sample in 0..11" in draftlab(finished(), "inspect", "--sample", "12").stderr
     assert "expected a run, found none" in refused(finished(), "inspect", "nothing")
     assert "expected a report" in refused(finished(), "inspect", str(run / "eval"), "nothing")
@@ -309,12 +308,12 @@ def test_inspect_shows_run_store_head_and_report() -> None:
     assert "found another file" in refused(finished(), "inspect", str(run / "answers.jsonl"))
     layout = run / "export" / "speculators"
     for export in (layout, layout.parent, layout / "config.json"):
-        said = refused(finished(), "inspect", str(export))
-        assert f"`draftlab doctor {layout}`" in said
-        assert f"`draftlab import {layout} --to" in said
+        output = refused(finished(), "inspect", str(export))
+        assert f"`draftlab doctor {layout}`" in output
+        assert f"`draftlab import {layout} --to" in output
 
 
-def test_inspect_does_not_believe_a_cut_head(tmp_path: Path) -> None:
+def test_inspect_refuses_a_truncated_head(tmp_path: Path) -> None:
     shutil.copytree(finished() / "runs" / "small" / "head", tmp_path / "head")
     weights = tmp_path / "head" / "model.safetensors"
     os.truncate(weights, weights.stat().st_size - 4)
@@ -324,7 +323,7 @@ def test_inspect_does_not_believe_a_cut_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "messages"),
     [
         (("train", "none.yaml"), ("expected a recipe", "where: none.yaml")),
         (("train", "small.yaml", "train.stepz=3"), ("did you mean train.steps?", "recipe schema")),
@@ -355,29 +354,29 @@ def test_inspect_does_not_believe_a_cut_head(tmp_path: Path) -> None:
         (("recipe", "show", "none.yaml"), ("expected a recipe",)),
     ],
 )
-def test_mistakes_are_one_block(arguments: tuple[str, ...], says: tuple[str, ...]) -> None:
-    said = refused(finished(), *arguments)
-    assert [text for text in says if text not in said] == []
+def test_mistakes_are_one_message(arguments: tuple[str, ...], messages: tuple[str, ...]) -> None:
+    output = refused(finished(), *arguments)
+    assert [text for text in messages if text not in output] == []
 
 
-def test_without_a_run_the_verbs_say_how_to_make_one(tmp_path: Path) -> None:
+def test_verbs_without_a_run_say_how_to_start_one(tmp_path: Path) -> None:
     for verb in ("eval", "export", "inspect"):
         assert "`draftlab train recipes/quickstart.yaml` makes one" in refused(tmp_path, verb)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_debug_shows_the_traceback_of_a_mistake() -> None:
+def test_debug_prints_the_traceback_of_a_mistake() -> None:
     result = draftlab(finished(), "train", "none.yaml", "--debug")
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
     assert "error: expected a recipe" in result.stderr
 
 
-def test_faults_of_ours_exit_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors_exit_with_code_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("oh")
 
-    folder = finished()  # made, if this test is the first to ask, before anything is broken
+    folder = finished()  # must exist before `make` is broken
     monkeypatch.setattr(pipeline.Pipeline, "make", broken)
     result = draftlab(folder, "train", "small.yaml")
     assert result.exit_code == 1
@@ -388,7 +387,7 @@ def test_faults_of_ours_exit_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Traceback" in result.stderr
 
 
-def test_interrupting_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_says_that_the_command_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -396,10 +395,10 @@ def test_interrupting_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(pipeline.Pipeline, "make", interrupted)
     result = draftlab(folder, "train", "small.yaml")
     assert result.exit_code == 130
-    assert "goes on where it stopped" in result.stderr
+    assert "continues where it stopped" in result.stderr
 
 
-def test_an_interrupted_evaluation_starts_anew(
+def test_an_interrupted_evaluation_writes_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from draftlab.evaluate.evaluator import Evaluator
@@ -415,16 +414,16 @@ def test_an_interrupted_evaluation_starts_anew(
         assert result.exit_code == 130
         assert "nothing was written" in result.stderr
     assert not (tmp_path / "out").exists()
-    assert snapshot(folder / "runs") == before  # the report that was, and its books
+    assert snapshot(folder / "runs") == before  # the former report and its record
 
 
-def test_a_broken_suite_leaves_the_runs_books_alone(tmp_path: Path) -> None:
+def test_a_broken_suite_leaves_the_run_unchanged(tmp_path: Path) -> None:
     folder = copy_of_finished(tmp_path)
     (folder / "bad.jsonl").write_text('{"text": "no messages"}\n')
     before = snapshot(folder / "runs")
-    said = refused(folder, "eval", "--suite", "bad.jsonl")
-    assert "expected messages, found text" in said
-    assert "bad.jsonl:1" in said
+    output = refused(folder, "eval", "--suite", "bad.jsonl")
+    assert "expected messages, found text" in output
+    assert "bad.jsonl:1" in output
     assert snapshot(folder / "runs") == before
 
 
@@ -437,8 +436,8 @@ def test_broken_prompts_leave_no_run_folder(tmp_path: Path) -> None:
     assert not (folder / "runs" / "other").exists()
 
 
-def test_an_error_takes_the_progress_bar_away() -> None:
-    # A live bar hides the terminal's cursor; who dies without stopping it leaves it hidden.
+def test_an_error_removes_the_progress_bar() -> None:
+    # A progress bar hides the cursor, and only its end shows it again.
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     monitor = ConsoleMonitor(console)
     monitor.progress("record", 1, 9, "7 tokens/s")
@@ -457,7 +456,7 @@ def test_an_error_takes_the_progress_bar_away() -> None:
         (errno.EACCES, "runs/a/x", "runs/a/x", "let this user write there"),
     ],
 )
-def test_a_disk_that_is_full_or_locked_is_no_fault_of_ours(
+def test_a_full_or_read_only_disk_is_a_user_error(
     number: int, path: str | None, where: str, do: str
 ) -> None:
     console = Console(file=io.StringIO(), width=100)
@@ -467,10 +466,10 @@ def test_a_disk_that_is_full_or_locked_is_no_fault_of_ours(
     first, second, third = console.file.getvalue().splitlines()
     assert first == f"error: expected to write a file, found: {os.strerror(number)}"
     assert second.startswith(f"where: {where}")
-    assert third == f"do: {do}; the same command goes on where it stopped"
+    assert third == f"do: {do}; the same command continues where it stopped"
 
 
-def test_long_lines_stay_whole_in_a_log() -> None:
+def test_long_lines_are_not_wrapped_in_a_log() -> None:
     console = Console(file=io.StringIO(), width=40)
     monitor = ConsoleMonitor(console)
     path = "/a/folder/[with]/brackets/" + "long/" * 20
@@ -488,7 +487,7 @@ def test_help_of_every_verb(verb: str, tmp_path: Path) -> None:
     assert "Usage: draftlab" in result.stdout
 
 
-def test_no_verb_is_forgotten_here(tmp_path: Path) -> None:
+def test_the_list_of_verbs_is_complete(tmp_path: Path) -> None:
     from draftlab.cli import app
 
     names = {c.name or c.callback.__name__ for c in app.registered_commands}
@@ -498,10 +497,10 @@ def test_no_verb_is_forgotten_here(tmp_path: Path) -> None:
     assert "properties" in json.loads(draftlab(tmp_path, "recipe", "schema", "--json").stdout)
 
 
-def test_slips_are_answered_before_torch_is_imported(tmp_path: Path) -> None:
-    """`--help` and what is mistyped: seconds of imports would come before every answer."""
+def test_mistakes_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
+    """`--help` and errors in arguments must not wait seconds for imports."""
     (tmp_path / "small.yaml").write_text("train: {steps: 1}")
-    typed = [
+    commands = [
         "--help", "eval --help", "evla", "eval --foo", "eval --temps 0,hot", "eval --k 0",
         "eval --engine fast", "eval --dtype float8", "export --to ggfu", "export --k 0",
         "train none.yaml", "train small.yaml train.stepz=1", "run small.yaml eval.k=[0]",
@@ -517,18 +516,18 @@ def test_slips_are_answered_before_torch_is_imported(tmp_path: Path) -> None:
         "print('heavy', sorted(heavy & sys.modules.keys()))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], input="\n".join(typed), capture_output=True, text=True,
+        [sys.executable, "-c", code], input="\n".join(commands), capture_output=True, text=True,
         check=True, cwd=tmp_path,
     )  # fmt: skip
     ends = [line for line in done.stdout.splitlines() if line.startswith(("exit ", "heavy "))]
-    right = {"--help", "eval --help", "recipe show small.yaml", "recipe schema", "version"}
-    assert ends == [f"exit {0 if line in right else 2}" for line in typed] + ["heavy []"]
+    valid = {"--help", "eval --help", "recipe show small.yaml", "recipe schema", "version"}
+    assert ends == [f"exit {0 if line in valid else 2}" for line in commands] + ["heavy []"]
     assert "Usage: draftlab" in done.stdout
-    for said in ("--to: expected a layout", "--k: expected a number", "--dtype: expected 'auto'"):
-        assert said in done.stderr
+    for output in ("--to: expected a layout", "--k: expected a number", "--dtype: expected 'auto'"):
+        assert output in done.stderr
 
 
-def test_a_process_of_its_own_keeps_stdout_clean() -> None:
+def test_stdout_of_a_process_has_only_json() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "draftlab.cli", "run", "small.yaml", "--json"],
         cwd=finished(),

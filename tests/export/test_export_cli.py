@@ -40,7 +40,7 @@ def test_a_head_goes_out_and_comes_back(folder: Path, tmp_path: Path) -> None:
         "export", *head, "--to", "sglang", "--max-shard", "20KB", "--k", 3, "--out", tmp_path / "x"
     )
     assert out.exit_code == 0, out.output
-    assert "holds the head in sglang layout, read back and equal" in out.stderr
+    assert "holds the head in sglang layout; it was loaded back and is equal" in out.stderr
     assert len(list((tmp_path / "x").glob("model-*.safetensors"))) > 1
     assert "--speculative-num-steps 3" in (tmp_path / "x" / "launch.md").read_text()
 

@@ -1,4 +1,4 @@
-"""A whole run in two seconds: a toy target, a dozen prompts, and the command line in-process."""
+"""A whole run in two seconds: a toy target, twelve prompts and the command line in-process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 from typer.testing import CliRunner
 
 from draftlab.cli import app
-from draftlab.progress import Monitor
+from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.toys import toy_target_folder
 
 if TYPE_CHECKING:
     from click.testing import Result
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = """\
 target: toy
 prompts: {source: prompts.jsonl}
@@ -43,26 +44,20 @@ eval:
 """
 
 
-class Heard(Monitor):
-    """Keeps what was said; interrupts (as ^C does) when a stage's progress gets somewhere."""
+class InterruptingMonitor(RecordingMonitor):
+    """Interrupts a stage, as Ctrl-C does, when its progress reaches a number."""
 
-    def __init__(self, interrupt: tuple[str, int] | None = None) -> None:
-        self.lines: list[str] = []
-        self.interrupt = interrupt
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.lines)
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
+    def __init__(self, stage: str, done: float) -> None:
+        super().__init__()
+        self.stage, self.done = stage, done
 
     def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
-        if self.interrupt and stage == self.interrupt[0] and done >= self.interrupt[1]:
+        if stage == self.stage and done >= self.done:
             raise KeyboardInterrupt
 
 
 def write_prompts(path: Path, texts: list[str]) -> None:
+    """Write a conversation of one user turn for each text."""
     lines = (
         {"id": f"p{i}", "messages": [{"role": "user", "content": text}]}
         for i, text in enumerate(texts)
@@ -71,7 +66,7 @@ def write_prompts(path: Path, texts: list[str]) -> None:
 
 
 def new_workshop(folder: Path) -> Path:
-    """A working directory with the toy target, prompts.jsonl and small.yaml."""
+    """Write the toy target, prompts.jsonl and small.yaml into a working directory; return it."""
     folder.mkdir(parents=True, exist_ok=True)
     toy_target_folder(folder / "toy", layers=4, hidden=32)
     write_prompts(folder / "prompts.jsonl", [f"def f{i}(use): the user {i}" for i in range(12)])
@@ -81,7 +76,7 @@ def new_workshop(folder: Path) -> Path:
 
 @cache
 def finished() -> Path:
-    """A workshop with the finished run `small`, made once a process; only to be read."""
+    """Return a working directory with the finished run `small`, for reading only."""
     folder = Path(tempfile.mkdtemp(prefix="draftlab-test-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     new_workshop(folder)
@@ -91,28 +86,28 @@ def finished() -> Path:
 
 
 def copy_of_finished(folder: Path) -> Path:
-    """The finished workshop, to be changed."""
+    """Return a copy of `finished()` that a test can change."""
     shutil.copytree(finished(), folder, symlinks=True, dirs_exist_ok=True)
     return folder
 
 
 def draftlab(folder: Path, *arguments: str) -> Result:
-    """The command line, in a working directory."""
+    """Run the command line in a working directory."""
     with contextlib.chdir(folder):
         return CliRunner().invoke(app, list(arguments), prog_name="draftlab")
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of change of every file under a folder."""
+    """Return size and modification time of every file under a folder."""
     files = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lock"]
     return {str(p.relative_to(folder)): (p.stat().st_size, p.stat().st_mtime_ns) for p in files}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file's bytes under a folder."""
+    """Return the bytes of every file under a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def half_written(folder: Path) -> list[Path]:
-    """What a crash or an error should not leave behind."""
+    """Return the files that a crash or an error should not leave."""
     return [p for p in folder.rglob("*") if p.name.endswith((".tmp", ".old"))]

@@ -1,4 +1,4 @@
-"""What a recipe and a target say about the head to be made, where Llama 4 is particular."""
+"""New heads: boundaries, settings of Llama 4 heads, and recipes that do not fit their target."""
 
 from __future__ import annotations
 
@@ -9,25 +9,16 @@ from transformers import Llama4TextConfig, LlamaConfig
 
 from draftlab.errors import UserError
 from draftlab.heads.family import get_family
-from draftlab.pipeline.estimate import needs
-from draftlab.pipeline.head_spec import check_early, choose_boundaries
+from draftlab.pipeline.check_recipe import check_before_run
+from draftlab.pipeline.estimate import estimate_stages
+from draftlab.pipeline.head_spec import choose_boundaries
 from draftlab.pipeline.recipe import parse_recipe
-from draftlab.progress import Monitor
 from draftlab.train.settings import HeadSettings
-
-
-class Lines(Monitor):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
+from tests.helpers.monitors import RecordingMonitor
 
 
 @pytest.mark.parametrize(
-    ("asked", "chosen", "said"),
+    ("requested", "boundaries", "line"),
     [
         (None, (2, 24, 45), "boundaries [2, 24, 45] of 48 layers, by default"),
         ([2, 24, 45], (2, 24, 45), None),
@@ -39,13 +30,13 @@ class Lines(Monitor):
         ),
     ],
 )
-def test_a_choice_of_boundaries_is_said(
-    asked: list[int] | None, chosen: tuple[int, ...], said: str | None
+def test_boundaries_are_reported_unless_they_are_the_default_by_name(
+    requested: list[int] | None, boundaries: tuple[int, ...], line: str | None
 ) -> None:
-    lines = Lines()
-    recipe = parse_recipe({"name": "r", "record": {"boundaries": asked}})
-    assert choose_boundaries(recipe, 48, lines) == chosen
-    assert lines.lines == ([said] if said else [])
+    monitor = RecordingMonitor()
+    recipe = parse_recipe({"name": "r", "record": {"boundaries": requested}})
+    assert choose_boundaries(recipe, 48, monitor) == boundaries
+    assert monitor.lines == ([line] if line else [])
 
 
 LLAMA4 = Llama4TextConfig(
@@ -71,11 +62,11 @@ def test_a_llama4_head_follows_its_target() -> None:
     assert attention(LLAMA4, num_layers=4)["no_rope_layers"] == (1, 1, 1, 0)
 
 
-def test_or_the_recipe_or_llama4_itself() -> None:
-    asked = {"attention_chunk_size": 0, "use_qk_norm": True, "no_rope_layers": [0]}
-    found = attention(LLAMA4, **asked)
-    assert found["attention_chunk_size"] is None
-    assert (found["use_qk_norm"], found["no_rope_layers"]) == (True, (0,))
+def test_a_llama4_head_follows_the_recipe_before_target_and_llama4() -> None:
+    settings = {"attention_chunk_size": 0, "use_qk_norm": True, "no_rope_layers": [0]}
+    llama4 = attention(LLAMA4, **settings)
+    assert llama4["attention_chunk_size"] is None
+    assert (llama4["use_qk_norm"], llama4["no_rope_layers"]) == (True, (0,))
     other = attention(LlamaConfig())
     assert (other["attention_chunk_size"], other["floor_scale"]) == (8192, 8192)
 
@@ -87,13 +78,13 @@ def test_other_families_have_no_such_settings() -> None:
         parse_recipe(
             {"name": "r", "head": {"family": "eagle_llama4", "llama4": {"no_rope_layers": [1, 0]}}}
         )
-    # A run's own recipe.yaml writes every setting, those that say nothing included.
-    silent = {"llama4": dict.fromkeys(("no_rope_layers", "use_qk_norm"))}
-    assert parse_recipe({"name": "r", "head": silent}).head.llama4.use_qk_norm is None
+    # recipe.yaml of a run contains all settings, also those that are None.
+    unset = {"llama4": dict.fromkeys(("no_rope_layers", "use_qk_norm"))}
+    assert parse_recipe({"name": "r", "head": unset}).head.llama4.use_qk_norm is None
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             {"record": {"boundaries": [1, 23, 44]}},
@@ -123,23 +114,23 @@ def test_other_families_have_no_such_settings() -> None:
         ),
         (
             {"record": {"online": True}, "train": {"data_workers": 2}},
-            "no other can pack them, found 2\nat: train.data_workers",
+            "no other process can pack them, found 2\nat: train.data_workers",
         ),
     ],
 )
 def test_a_recipe_that_does_not_fit_is_refused_by_the_plan_and_by_the_run(
-    settings: dict[str, Any], said: str
+    settings: dict[str, Any], message: str
 ) -> None:
     recipe = parse_recipe({"name": "r", **settings})
-    for check in (check_early, needs):
+    for check in (check_before_run, estimate_stages):
         with pytest.raises(UserError) as caught:
             check(recipe)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
 
 
-def test_more_positions_than_the_target_has_are_no_fault() -> None:
-    """They are an upper bound: recipes serve other targets of their architecture as they are."""
+def test_max_length_may_exceed_the_targets_positions() -> None:
+    """It is an upper bound, so that a recipe fits other targets of the same architecture."""
     recipe = parse_recipe({"name": "r", "record": {"max_length": 4096}})
-    check_early(recipe)
-    (store,) = (need for need in needs(recipe) if need.name == "store")
-    assert store.about.endswith("conversations of at most the target's 2,048 positions")
+    check_before_run(recipe)
+    (store,) = (row for row in estimate_stages(recipe) if row.name == "store")
+    assert store.note.endswith("conversations of at most the target's 2,048 positions")

@@ -17,8 +17,9 @@ from draftlab.pipeline import training
 from draftlab.pipeline.run_folder import lock
 from draftlab.store.store import Store
 from draftlab.train.distributed.backends import TrainBackend
+from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import (
-    Heard,
+    InterruptingMonitor,
     contents,
     copy_of_finished,
     finished,
@@ -31,26 +32,26 @@ from tests.helpers.toys import toy_target_folder
 
 
 @pytest.fixture
-def workshop(tmp_path: Path) -> Iterator[Path]:
-    """A copy of the finished workshop as working directory; nothing half-written stays in it."""
-    folder = copy_of_finished(tmp_path / "workshop")
-    with contextlib.chdir(folder):
-        yield folder
-    assert half_written(folder) == []
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Change into a copy of the finished run; check that no half-written files are left."""
+    copy = copy_of_finished(tmp_path / "copy")
+    with contextlib.chdir(copy):
+        yield copy
+    assert half_written(copy) == []
 
 
 def pipeline(*overrides: str, monitor: Monitor | None = None) -> Pipeline:
-    return Pipeline(load_recipe(Path("small.yaml"), overrides), monitor or Heard())
+    return Pipeline(load_recipe(Path("small.yaml"), overrides), monitor or Monitor())
 
 
-def fault(last: str, *overrides: str) -> UserError:
+def error_of(last: str, *overrides: str) -> UserError:
     with pytest.raises(UserError) as caught:
         pipeline(*overrides).make(last)
     return caught.value
 
 
-def given(path: Path, *conversations: list[str]) -> str:
-    """Conversations of alternating user and assistant turns, used as they are."""
+def write_conversations(path: Path, *conversations: list[str]) -> str:
+    """Write conversations of alternating user and assistant turns; return the override for them."""
     lines = [
         {
             "id": f"c{i}",
@@ -65,21 +66,29 @@ def given(path: Path, *conversations: list[str]) -> str:
     return f"prompts.source={path.name}"
 
 
-AS_GIVEN = "regenerate.enabled=false"
+NO_REGENERATION = "regenerate.enabled=false"
 
 
-def test_the_verbs_are_functions_with_typed_results(workshop: Path, tmp_path: Path) -> None:
-    done = pipeline()
-    assert {s.state for s in done.plan("head", "eval", "export")} == {"done"}
-    assert done.make("head") == Path("runs/small/head")
-    settings = done.recipe.eval.model_copy(update={"temperatures": (0.0,), "max_prompts": 1})
+def test_the_python_api(folder: Path, tmp_path: Path) -> None:
+    finished_run = pipeline()
+    assert {s.state for s in finished_run.plan("head", "eval", "export")} == {"done"}
+    assert finished_run.make("head") == Path("runs/small/head")
+    settings = finished_run.recipe.eval.model_copy(
+        update={"temperatures": (0.0,), "max_prompts": 1}
+    )
     head = find_run(None) / "head"
-    report = evaluate_head(done.recipe.target, head, settings, tmp_path / "out", monitor=Monitor())
+    report = evaluate_head(
+        finished_run.recipe.target, head, settings, tmp_path / "out", monitor=Monitor()
+    )
     assert isinstance(report, Report)
     assert report == Report.read(tmp_path / "out" / "report.json")
-    plain = evaluate_head(done.recipe.target, None, settings, tmp_path / "plain", monitor=Monitor())
+    plain = evaluate_head(
+        finished_run.recipe.target, None, settings, tmp_path / "plain", monitor=Monitor()
+    )
     assert {row.drafter for row in plain.rows} == {"none"}
-    out = export_head(head, done.recipe.target, tmp_path / "x", "speculators", monitor=Monitor())
+    out = export_head(
+        head, finished_run.recipe.target, tmp_path / "x", "speculators", monitor=Monitor()
+    )
     assert (out / "config.json").is_file()
 
 
@@ -87,63 +96,64 @@ def test_the_verbs_are_functions_with_typed_results(workshop: Path, tmp_path: Pa
     ("where", "unfinished"),
     [(("answers", 6), "answers"), (("train", 3), "head"), (("train", 6), "head")],
 )
-def test_interrupted_and_gone_on_with_ends_the_same(
-    workshop: Path, where: tuple[str, int], unfinished: str
+def test_an_interrupted_run_continues_to_the_same_result(
+    folder: Path, where: tuple[str, int], unfinished: str
 ) -> None:
-    interrupted = pipeline("name=other", monitor=Heard(interrupt=where))
+    interrupted = pipeline("name=other", monitor=InterruptingMonitor(*where))
     with pytest.raises(KeyboardInterrupt):
         interrupted.make("head")
     states = {s.stage.name: s.state for s in pipeline("name=other").plan("head")}
     assert states[unfinished] == "unfinished"
-    heard = Heard()
-    pipeline("name=other", monitor=heard).make("head")
-    assert "resuming" in heard.text
+    monitor = RecordingMonitor()
+    pipeline("name=other", monitor=monitor).make("head")
+    assert "resuming" in monitor.text
     for artefact in ("head", "store", "answers.jsonl"):
-        ours, theirs = Path("runs/other", artefact), Path("runs/small", artefact)
-        if ours.is_dir():
-            assert contents(ours) == contents(theirs)
+        continued, expected = Path("runs/other", artefact), Path("runs/small", artefact)
+        if continued.is_dir():
+            assert contents(continued) == contents(expected)
         else:
-            assert ours.read_bytes() == theirs.read_bytes()
+            assert continued.read_bytes() == expected.read_bytes()
     rows = [json.loads(x) for x in Path("runs/other/train/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 7))
 
 
-def test_training_gives_its_memory_back(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes behind it, in this process or another one, has a target to load."""
-    closed, left, give_back = [], [], training.free_memory
+def test_training_frees_its_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next stage, in this process or another one, loads a target."""
+    closed, alive, free_memory = [], [], training.free_memory
     monkeypatch.setattr(TrainBackend, "close", lambda self: closed.append(self.optimizer))
 
-    def asked() -> None:
+    def free_and_record() -> None:
         closed[:] = map(weakref.ref, closed)
-        give_back()
-        left.extend(optimizer() for optimizer in closed)
+        free_memory()
+        alive.extend(optimizer() for optimizer in closed)
 
-    monkeypatch.setattr(training, "free_memory", asked)
+    monkeypatch.setattr(training, "free_memory", free_and_record)
     pipeline("name=again").make("head")
-    assert left == [None]
+    assert alive == [None]
 
 
-def test_an_interrupted_run_does_not_take_other_settings(workshop: Path) -> None:
+def test_an_interrupted_run_refuses_other_settings(folder: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        pipeline("name=other", monitor=Heard(interrupt=("train", 3))).make("head")
+        pipeline("name=other", monitor=InterruptingMonitor("train", 3)).make("head")
     assert (
-        "train.clip: 0.5 in the run, 0.1 now" in fault("head", "name=other", "train.clip=0.1").what
+        "train.clip: 0.5 in the run, 0.1 now"
+        in error_of("head", "name=other", "train.clip=0.1").what
     )
-    # What changes nothing in the result may change: how often is logged and saved.
+    # Settings without effect on the result may change.
     pipeline("name=other", "train.checkpoint_every=1", "train.log_every=2").make("head")
     assert contents(Path("runs/other/head")) == contents(Path("runs/small/head"))
 
 
-def test_a_store_that_was_deleted_is_not_recorded_for_nothing(workshop: Path) -> None:
+def test_a_deleted_store_that_nothing_needs_is_not_recorded_again(folder: Path) -> None:
     shutil.rmtree("runs/small/store")
-    heard = Heard()
-    pipeline(monitor=heard).make("head", "eval", "export")
-    assert "store: not there, and not needed" in heard.text
+    monitor = RecordingMonitor()
+    pipeline(monitor=monitor).make("head", "eval", "export")
+    assert "store: not there, and not needed" in monitor.text
     assert not Path("runs/small/store").exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "lost"])
-def test_a_damaged_shard_is_recorded_again(workshop: Path, damage: str) -> None:
+def test_a_damaged_shard_is_recorded_again(folder: Path, damage: str) -> None:
     store, before = Path("runs/small/store"), contents(Path("runs/small/store"))
     shard = store / "shard-00001.safetensors"
     if damage == "cut":
@@ -152,63 +162,65 @@ def test_a_damaged_shard_is_recorded_again(workshop: Path, damage: str) -> None:
         shard.unlink()
     with pytest.raises(UserError, match="shard"):
         Store.open(store)
-    heard = Heard()
-    pipeline(monitor=heard).make("store")
-    assert "shard-00001.safetensors" in heard.text
-    assert "it is recorded again" in heard.text
+    monitor = RecordingMonitor()
+    pipeline(monitor=monitor).make("store")
+    assert "shard-00001.safetensors" in monitor.text
+    assert "it is recorded again" in monitor.text
     assert contents(store) == before
 
 
-def test_a_shard_of_the_right_size_and_wrong_bytes_is_named(workshop: Path) -> None:
+def test_a_shard_of_the_right_size_and_wrong_bytes_is_named(folder: Path) -> None:
     shutil.rmtree("runs/small/head")
     shutil.rmtree("runs/small/train")
     shard = Path("runs/small/store/shard-00001.safetensors")
     shard.write_bytes(b"\xff" * shard.stat().st_size)
-    found = fault("head")
-    assert "truncated or corrupt" in found.what
-    assert shard.name in found.where
-    shard.unlink()  # as it says
+    error = error_of("head")
+    assert "truncated or corrupt" in error.what
+    assert shard.name in error.where
+    shard.unlink()  # as the message says
     pipeline().make("head")
 
 
-def test_an_empty_data_set(workshop: Path) -> None:
+def test_an_empty_data_set(folder: Path) -> None:
     Path("empty.jsonl").write_text("")
-    found = fault("head", "prompts.source=empty.jsonl", "name=other")
-    assert "empty data set" in found.what
-    assert "empty.jsonl" in found.where
-    assert "empty data set" in fault("eval", "eval.suite=empty.jsonl").what
+    error = error_of("head", "prompts.source=empty.jsonl", "name=other")
+    assert "empty data set" in error.what
+    assert "empty.jsonl" in error.where
+    assert "empty data set" in error_of("eval", "eval.suite=empty.jsonl").what
 
 
-def test_a_broken_line_is_named(workshop: Path) -> None:
+def test_a_broken_line_is_named(folder: Path) -> None:
     write_prompts(Path("bad.jsonl"), ["a", "b"])
     with open("bad.jsonl", "a") as file:
         file.write('{"id": "x", "messages": [\n')
-    assert fault("head", "prompts.source=bad.jsonl", "name=other").where == "bad.jsonl:3"
+    assert error_of("head", "prompts.source=bad.jsonl", "name=other").where == "bad.jsonl:3"
 
 
-def test_conversations_without_an_answer_are_counted(workshop: Path) -> None:
-    some = given(Path("some.jsonl"), ["hi", "the user use"], ["hi"], ["a", "the on"], ["in"])
-    heard = Heard()
-    pipeline(some, AS_GIVEN, "name=other", monitor=heard).make("store")
-    assert "dropped 2 conversations without an assistant turn" in heard.text
+def test_conversations_without_an_answer_are_counted(folder: Path) -> None:
+    some = write_conversations(
+        Path("some.jsonl"), ["hi", "the user use"], ["hi"], ["a", "the on"], ["in"]
+    )
+    monitor = RecordingMonitor()
+    pipeline(some, NO_REGENERATION, "name=other", monitor=monitor).make("store")
+    assert "dropped 2 conversations without an assistant turn" in monitor.text
     assert len(Store.open(Path("runs/other/store"))) == 2
-    none = given(Path("none.jsonl"), ["hi"], ["a"])
-    found = fault("store", none, AS_GIVEN, "name=third")
-    assert "expected conversations with an assistant turn" in found.what
-    assert "regenerate.enabled" in found.do
+    none = write_conversations(Path("none.jsonl"), ["hi"], ["a"])
+    error = error_of("store", none, NO_REGENERATION, "name=third")
+    assert "expected conversations with an assistant turn" in error.what
+    assert "regenerate.enabled" in error.do
     assert not Path("runs/third/answers.jsonl").exists()
 
 
 @pytest.mark.parametrize("what", ["truncate", "skip"])
-def test_overlong_samples_are_cut_or_left_out_and_counted(workshop: Path, what: str) -> None:
+def test_overlong_samples_are_cut_or_left_out_and_counted(folder: Path, what: str) -> None:
     chats = [[f"hi {number}", "the user " * 12] for number in range(3)]
-    long = given(Path("long.jsonl"), *chats, ["hi", "the on"])
-    heard = Heard()
+    long = write_conversations(Path("long.jsonl"), *chats, ["hi", "the on"])
+    monitor = RecordingMonitor()
     limit = ("record.max_length=30", f"record.overlong={what}")
-    pipeline(long, AS_GIVEN, "name=other", *limit, monitor=heard).make("store")
+    pipeline(long, NO_REGENERATION, "name=other", *limit, monitor=monitor).make("store")
     manifest = Store.open(Path("runs/other/store")).manifest
     said = {"truncate": "3 of 4 samples truncated", "skip": "3 of 4 samples skipped"}[what]
-    assert any(said in line for line in heard.lines), heard.lines
+    assert any(said in line for line in monitor.lines), monitor.lines
     if what == "truncate":
         assert (manifest.truncated, manifest.dropped.overlong, manifest.counts.records) == (3, 0, 4)
         assert sorted(Store.open(Path("runs/other/store")).lengths)[1:] == [30] * 3
@@ -216,25 +228,25 @@ def test_overlong_samples_are_cut_or_left_out_and_counted(workshop: Path, what: 
         assert (manifest.truncated, manifest.dropped.overlong, manifest.counts.records) == (0, 3, 1)
 
 
-def test_a_boundary_out_of_range_is_refused_before_any_work(workshop: Path) -> None:
+def test_a_boundary_out_of_range_is_refused_before_any_work(folder: Path) -> None:
     for boundaries in ("[1,2,5]", "[-1,2]", "[2,2]", "[3,1]", "[]"):
-        found = fault("head", f"record.boundaries={boundaries}", "name=other")
-        assert "boundaries" in found.what
-        assert found.where == "record.boundaries"
-    assert "0..4" in fault("head", "record.boundaries=[1,2,5]", "name=other").what
+        error = error_of("head", f"record.boundaries={boundaries}", "name=other")
+        assert "boundaries" in error.what
+        assert error.where == "record.boundaries"
+    assert "0..4" in error_of("head", "record.boundaries=[1,2,5]", "name=other").what
     assert not Path("runs/other").exists()
     pipeline("record.boundaries=[0,4]", "name=other").make("head")
     config = json.loads(Path("runs/other/head/draftlab.json").read_text())
     assert config["boundaries"] == [0, 4]
 
 
-def test_a_head_to_start_from_is_looked_at_before_any_work(workshop: Path) -> None:
+def test_head_init_is_checked_before_any_work(folder: Path) -> None:
     wrong = ("name=other", "head.init=reference")
-    found = fault("head", *wrong)
-    assert "hidden_size: the new head has 32, this one" in found.what
-    assert "\n  target: the new head is for" in found.what
+    error = error_of("head", *wrong)
+    assert "hidden_size: the new head has 32, this one" in error.what
+    assert "\n  target: the new head is for" in error.what
     assert not Path("runs/other").exists()
-    with pytest.raises(UserError) as caught:  # a plan may have nothing of the target but its config
+    with pytest.raises(UserError) as caught:  # a plan may have only the target's config
         list(pipeline(*wrong).estimate("head"))
     assert "hidden_size: the new head has 32, this one" in caught.value.what
     assert "target: the new head" not in caught.value.what
@@ -243,39 +255,39 @@ def test_a_head_to_start_from_is_looked_at_before_any_work(workshop: Path) -> No
     right.make("head")
 
 
-def test_rows_too_short_for_a_record(workshop: Path) -> None:
-    found = fault("head", "train.row_tokens=16", "name=other")
-    assert "16" in str(found)
-    assert "row_tokens" in str(found)
+def test_rows_too_short_for_a_record(folder: Path) -> None:
+    error = error_of("head", "train.row_tokens=16", "name=other")
+    assert "16" in str(error)
+    assert "row_tokens" in str(error)
 
 
-def test_a_target_without_a_chat_template(workshop: Path) -> None:
+def test_a_target_without_a_chat_template(folder: Path) -> None:
     toy_target_folder(Path("bare"), layers=4, hidden=32, chat_template=None)
-    found = fault("head", "target=bare", "name=other")
-    assert "chat template" in str(found)
+    error = error_of("head", "target=bare", "name=other")
+    assert "chat template" in str(error)
     assert not Path("runs/other/answers.jsonl").exists()
 
 
-def test_targets_that_are_missing_or_broken(workshop: Path) -> None:
-    assert "config.json" in fault("head", "target=./nowhere", "name=other").what
+def test_targets_that_are_missing_or_broken(folder: Path) -> None:
+    assert "config.json" in error_of("head", "target=./nowhere", "name=other").what
     shutil.copytree("toy", "cut")
     weights = Path("cut/model.safetensors")
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    assert "cut" in str(fault("head", "target=./cut", "name=other"))
+    assert "cut" in str(error_of("head", "target=./cut", "name=other"))
     weights.unlink()
-    assert "cut" in str(fault("head", "target=./cut", "name=other"))
+    assert "cut" in str(error_of("head", "target=./cut", "name=other"))
     Path("cut/config.json").write_text("{")
-    assert "config.json" in str(fault("head", "target=./cut", "name=other"))
+    assert "config.json" in str(error_of("head", "target=./cut", "name=other"))
 
 
-def test_another_target_under_a_run_is_refused(workshop: Path) -> None:
+def test_another_target_under_a_run_is_refused(folder: Path) -> None:
     shutil.rmtree("toy")
     toy_target_folder(Path("toy"), layers=4, hidden=32, seed=1)
-    found = fault("head")
-    assert "target.fingerprint" in found.what
+    error = error_of("head")
+    assert "target.fingerprint" in error.what
     recipe = load_recipe(Path("small.yaml"))
     before = snapshot(Path("runs"))
-    for verb in (
+    for function in (
         lambda: evaluate_head(
             recipe.target, find_run(None) / "head", recipe.eval, Path("out"), monitor=Monitor()
         ),
@@ -284,14 +296,14 @@ def test_another_target_under_a_run_is_refused(workshop: Path) -> None:
         ),
     ):
         with pytest.raises(UserError) as caught:
-            verb()
+            function()
         assert "target" in caught.value.what
         assert "trained for" in str(caught.value)
     assert snapshot(Path("runs")) == before
     assert not Path("out").exists()
 
 
-def damaged(kind: str) -> None:
+def damage_weights(kind: str) -> None:
     path = Path("runs/small/head/model.safetensors")
     if kind == "cut":
         path.write_bytes(path.read_bytes()[:-10])
@@ -303,36 +315,35 @@ def damaged(kind: str) -> None:
     elif kind == "missing":
         del tensors[name]
     else:
-        tensors["stranger"] = torch.zeros(1, dtype=torch.bfloat16)
+        tensors["unknown"] = torch.zeros(1, dtype=torch.bfloat16)
     save_file(tensors, path)
 
 
 @pytest.mark.parametrize("kind", ["cut", "not finite", "missing", "unknown"])
-def test_corrupt_head_weights(workshop: Path, kind: str) -> None:
+def test_corrupt_head_weights(folder: Path, kind: str) -> None:
     before = contents(Path("runs/small/head"))
-    damaged(kind)
+    damage_weights(kind)
     for last, folder in (("eval", "eval"), ("export", "export")):
         shutil.rmtree(Path("runs/small", folder))
-        found = fault(last)
-        assert {"cut": "read"}.get(kind, kind) in found.what
-        assert found.where.endswith("model.safetensors")
+        error = error_of(last)
+        assert {"cut": "read"}.get(kind, kind) in error.what
+        assert error.where.endswith("model.safetensors")
     Path("runs/small/head/model.safetensors").unlink()
     pipeline().make("head")  # from the last checkpoint, to the same bytes
     assert contents(Path("runs/small/head")) == before
 
 
-def test_two_processes_in_one_run(workshop: Path) -> None:
+def test_two_processes_in_one_run(folder: Path) -> None:
     with lock(Path("runs/small")):
-        found = fault("head")
-        assert "another draftlab process" in found.what
-        assert found.where.endswith("small")
+        error = error_of("head")
+        assert "another draftlab process" in error.what
+        assert error.where.endswith("small")
     pipeline().make("head")
 
 
-def test_a_new_workshop_is_as_the_first(tmp_path: Path) -> None:
-    """The run is a function of recipe, target and prompts: not of its folder."""
+def test_a_run_is_independent_of_its_folder(tmp_path: Path) -> None:
     with contextlib.chdir(new_workshop(tmp_path / "again")):
         pipeline().make("head")
-    ours, theirs = (folder / "runs/small" for folder in (tmp_path / "again", finished()))
-    assert contents(ours / "head") == contents(theirs / "head")
-    assert contents(ours / "store") == contents(theirs / "store")
+    again, first = (folder / "runs/small" for folder in (tmp_path / "again", finished()))
+    assert contents(again / "head") == contents(first / "head")
+    assert contents(again / "store") == contents(first / "store")

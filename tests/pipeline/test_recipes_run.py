@@ -1,21 +1,22 @@
-"""Recipes for large targets run end to end on a tiny target of the same architecture."""
+"""Recipes for large targets run from prompts to exports, on tiny targets of their architecture."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from draftlab.evaluate.results import Report
+from draftlab.evaluate.results import Report, Row
 from draftlab.export import verify_export
+from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config
-from draftlab.pipeline.recipe import load_recipe
-from tests.helpers.small_run import draftlab, write_prompts
+from draftlab.pipeline.recipe import Recipe, load_recipe
+from tests.helpers.small_run import RECIPES, draftlab, write_prompts
 from tests.helpers.toys import toy_tokenizer
 from tests.helpers.zoo import zoo_folder
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 # The target and sizes, nothing else.
 SMALL = (
     "target=toy",
@@ -38,51 +39,54 @@ SMALL = (
 )
 
 
-def tiny_target(folder: Path, kind: str, layers: int = 4) -> None:
-    """A random model with a tokenizer, and rows of embeddings that no token has."""
+def run_recipe(
+    folder: Path, name: str, kind: str, *settings: str, unused_rows: int = 64, **sizes: Any
+) -> tuple[Recipe, HeadConfig, list[Row], str]:
+    """Run a recipe on a random target; return the recipe, the head, rows with drafts, the output.
+
+    Args:
+        unused_rows: rows of the target's embeddings that no token has.
+        sizes: fields of the target's config.
+    """
     tokenizer = toy_tokenizer()
     ids = {f"{n}_token_id": getattr(tokenizer, f"{n}_token_id") for n in ("bos", "eos", "pad")}
-    size = len(tokenizer) + 64
-    sizes = {"vocab_size": size, "num_hidden_layers": layers, "max_position_embeddings": 512}
-    zoo_folder(folder, kind, **sizes, **ids)
-    tokenizer.save_pretrained(folder)
+    vocab_size = len(tokenizer) + unused_rows
+    zoo_folder(
+        folder / "toy", kind, vocab_size=vocab_size, max_position_embeddings=512, **sizes, **ids
+    )
+    tokenizer.save_pretrained(folder / "toy")
+    write_prompts(folder / "prompts.jsonl", [f"def f{i}(use): the user {i}" for i in range(12)])
+    path = RECIPES / f"{name}.yaml"
+    result = draftlab(folder, "run", str(path), *SMALL, *settings)
+    assert result.exit_code == 0, result.output
+    assert "predicted AL" in result.output
+    recipe, run = load_recipe(path, (*SMALL, *settings)), folder / "runs" / name
+    rows = [row for row in Report.read(run / "eval/report.json").rows if row.drafter != "none"]
+    assert all(row.drafts > 0 for row in rows)
+    assert {p.name for p in (run / "export").iterdir()} == set(recipe.export.formats)
+    for program in recipe.export.formats:
+        verify_export(run / "export" / program, run / "head", folder / "toy", program)
+    return recipe, load_config(run / "head"), rows, " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "layers"), [("llama3_peagle", "llama", 2), ("gpt_oss_peagle", "gpt_oss", 4)]
 )
-def test_a_recipe_runs_from_prompts_to_export(
-    tmp_path: Path, name: str, kind: str, layers: int
-) -> None:
-    tiny_target(tmp_path / "toy", kind)
-    write_prompts(tmp_path / "prompts.jsonl", [f"def f{i}(use): the user {i}" for i in range(12)])
-    asked = load_recipe(RECIPES / f"{name}.yaml", SMALL)
-    result = draftlab(tmp_path, "run", str(RECIPES / f"{name}.yaml"), *SMALL)
-    assert result.exit_code == 0, result.output
-    assert "predicted AL" in result.output
-
-    run = tmp_path / "runs" / name
-    config = load_config(run / "head")
+def test_recipes_of_parallel_heads(tmp_path: Path, name: str, kind: str, layers: int) -> None:
+    recipe, config, rows, _ = run_recipe(tmp_path, name, kind, num_hidden_layers=4)
     assert (config.family, config.num_layers, config.k_trained) == ("peagle", layers, 8)
-    assert (config.qk_norm, config.intermediate_size) == (
-        asked.head.qk_norm,
-        asked.head.intermediate_size or 48,
-    )
-    lines = (run / "train" / "metrics.jsonl").read_text().splitlines()
+    assert config.qk_norm == recipe.head.qk_norm
+    assert config.intermediate_size == (recipe.head.intermediate_size or 48)
+    lines = (tmp_path / "runs" / name / "train/metrics.jsonl").read_text().splitlines()
     assert len(json.loads(lines[-1])["validation"]["alpha"]) == 8
+    assert {row.drafter for row in rows} == {"parallel"}
+    assert {row.k for row in rows} == {3, 5, 8}
 
-    report = Report.read(run / "eval" / "report.json")
-    drafted = [row for row in report.rows if row.drafter != "none"]
-    assert {row.drafter for row in drafted} == {"parallel"}
-    assert {row.k for row in drafted} == {3, 5, 8}
-    assert all(row.drafts > 0 for row in drafted)
-
-    out = run / "export" / "speculators"
-    verify_export(out, run / "head", tmp_path / "toy", "speculators")
-    written = json.loads((out / "config.json").read_text())
-    assert written["speculators_model_type"] == "peagle"
-    assert written["mask_token_id"] == config.mask_token_id
-    layer = written["transformer_layer_config"]
+    export = tmp_path / "runs" / name / "export/speculators/config.json"
+    fields = json.loads(export.read_text())
+    assert fields["speculators_model_type"] == "peagle"
+    assert fields["mask_token_id"] == config.mask_token_id
+    layer = fields["transformer_layer_config"]
     assert layer["model_type"] == ("qwen3" if config.qk_norm else "llama")
     assert layer["max_position_embeddings"] == 512
 
@@ -96,28 +100,60 @@ def test_a_recipe_runs_from_prompts_to_export(
         ("quickstart_eagle", "llama", "eagle"),
     ],
 )
-def test_a_chains_recipe_runs_from_prompts_to_exports(
-    tmp_path: Path, name: str, kind: str, family: str
-) -> None:
-    tiny_target(tmp_path / "toy", kind, layers=8)
-    write_prompts(tmp_path / "prompts.jsonl", [f"def f{i}(use): the user {i}" for i in range(12)])
+def test_recipes_of_chains(tmp_path: Path, name: str, kind: str, family: str) -> None:
     # The quickstart's own prompts and heads are for the embedded target.
     embedded = ("prompts.source=prompts.jsonl", "eval.compare=[]", "eval.suite=prompts.jsonl")
-    small = (*SMALL, "eval.timing_prompts=0", *(embedded if name.startswith("quick") else ()))
-    asked = load_recipe(RECIPES / f"{name}.yaml", small)
-    result = draftlab(tmp_path, "run", str(RECIPES / f"{name}.yaml"), *small)
-    assert result.exit_code == 0, result.output
-    assert "predicted AL" in result.output
-
-    run = tmp_path / "runs" / name
-    config = load_config(run / "head")
-    assert (config.family, config.k_trained) == (family, asked.train.ttt_steps)
+    settings = ("eval.timing_prompts=0", *(embedded if name.startswith("quick") else ()))
+    recipe, config, rows, _ = run_recipe(tmp_path, name, kind, *settings, num_hidden_layers=8)
+    assert (config.family, config.k_trained) == (family, recipe.train.ttt_steps)
     assert config.boundaries == ((8,) if family == "eagle" else (2, 4, 5))
-    assert config.norm_before_fc == asked.head.norm_before_fc == (kind == "gpt_oss")
-    report = Report.read(run / "eval" / "report.json")
-    drafted = [row for row in report.rows if row.drafter != "none"]
-    assert {row.drafter for row in drafted} == {"chain"}
-    assert all(row.drafts > 0 for row in drafted)
-    assert {p.name for p in (run / "export").iterdir()} == set(asked.export.formats)
-    for program in asked.export.formats:
-        verify_export(run / "export" / program, run / "head", tmp_path / "toy", program)
+    assert config.norm_before_fc == recipe.head.norm_before_fc == (kind == "gpt_oss")
+    assert {row.drafter for row in rows} == {"chain"}
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "boundaries", "formats"),
+    [
+        ("llama4_eagle3", "eagle3", (1, 23, 44), {"speculators", "vllm"}),
+        ("llama4_eagle", "eagle_llama4", (4,), {"vllm"}),
+    ],
+)
+def test_recipes_for_llama4(
+    tmp_path: Path, name: str, family: str, boundaries: tuple[int, ...], formats: set[str]
+) -> None:
+    """The target is multimodal; every second layer has experts, every fourth has no RoPE."""
+    layers = 48 if family == "eagle3" else 4
+    recipe, config, rows, output = run_recipe(
+        tmp_path, name, "llama4",
+        "regenerate.max_new_tokens=12", "eval.max_new_tokens=6", "eval.max_prompts=2",
+        "eval.timing_prompts=0",
+        unused_rows=0, num_hidden_layers=layers, no_rope_layers=None, attention_chunk_size=16,
+        initializer_range=0.1,
+    )  # fmt: skip
+    assert "Llama4ForCausalLM, the text model, only" in output
+    assert set(recipe.export.formats) == formats
+    assert (config.family, config.boundaries) == (family, boundaries)
+    assert config.target.architecture == "Llama4ForConditionalGeneration"
+    assert {(row.drafter, row.k) for row in rows} == {("chain", 3), ("chain", 5)}
+    run = tmp_path / "runs" / name
+    inspected = " ".join(draftlab(tmp_path, "inspect", str(run / "head")).output.split())
+    default = " (by default [2, 24, 45])" if family == "eagle3" else ""
+    assert f"{list(boundaries)} of {layers} layers{default}; each is the input of that" in inspected
+    fields = json.loads((run / "export/vllm/config.json").read_text())
+    assert fields["max_position_embeddings"] == 512
+    if family == "eagle3":
+        assert "[1, 23, 44] of 48 layers, as the recipe says (by default [2, 24, 45])" in output
+        assert fields["eagle_aux_hidden_state_layer_ids"] == [1, 23, 44]
+    else:
+        assert config.llama4 is not None
+        attention = config.llama4.model_dump(mode="json")
+        assert attention == {
+            "no_rope_layers": [1],
+            "attention_chunk_size": 16,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "floor_scale": 16,
+            "attn_scale": 0.5,
+        }
+        assert {key: fields[key] for key in attention} == attention
+        assert fields["intermediate_size"] == 40  # that of dense layers, not of an expert

@@ -13,7 +13,7 @@ import pytest
 
 from draftlab.errors import UserError
 from draftlab.pipeline import recording
-from draftlab.pipeline.gpu_workers import helper_devices, launched_helper
+from draftlab.pipeline.gpu_workers import launched_worker_overrides, worker_devices
 from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings
@@ -25,13 +25,13 @@ from tests.helpers.vllm_stand_in import StandIn
 
 @pytest.fixture
 def workshop(tmp_path: Path) -> Path:
-    """A run with answers and without its store."""
+    """Return a working directory whose run has answers and no store."""
     copy_of_finished(tmp_path)
     shutil.rmtree(tmp_path / "runs/small/store")
     return tmp_path
 
 
-def test_a_helper_process_records_with_the_leading_one(workshop: Path) -> None:
+def test_a_worker_process_shares_the_recording(workshop: Path) -> None:
     expected = contents(copy_of_finished(workshop / "other") / "runs/small/store")
     result = draftlab(workshop, "record", "small.yaml", "--gpus", "2")
     assert result.exit_code == 0, result.output
@@ -40,42 +40,40 @@ def test_a_helper_process_records_with_the_leading_one(workshop: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["prepare", "record"])
-def test_answers_are_made_on_as_many_devices(
+def test_answers_are_computed_on_all_devices(
     verb: str, workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = workshop / "runs/small/answers.jsonl"
-    expected, asked = made.read_bytes(), []
+    answers = workshop / "runs/small/answers.jsonl"
+    expected, calls = answers.read_bytes(), []
 
     @contextmanager
     def start_answer_workers(
         settings: TargetSettings, devices: list[str], batch: int
     ) -> Iterator[list[Decode]]:
-        asked.append((devices, batch))
+        calls.append((devices, batch))
         yield [engine_decode(load_target(settings), batch) for _ in devices]
 
     monkeypatch.setattr(recording, "start_answer_workers", start_answer_workers)
-    monkeypatch.setattr(recording.Recording, "lead", lambda *_: None)
+    monkeypatch.setattr(recording.Recording, "record", lambda *_: None)
     shutil.rmtree(workshop / "runs")
     result = draftlab(workshop, verb, "small.yaml", "--gpus", "3")
-    assert asked == [(["cpu", "cpu"], 8)], result.output
-    assert made.read_bytes() == expected
+    assert calls == [(["cpu", "cpu"], 8)], result.output
+    assert answers.read_bytes() == expected
 
 
-def test_a_launchers_second_process_helps(
-    workshop: Path,
-) -> None:
-    """It waits for the plan, takes what is free, and leaves the manifest to the first."""
-    helper = os.fork()
-    if helper == 0:
+def test_the_second_process_of_a_launcher_is_a_worker(workshop: Path) -> None:
+    """It waits for the plan, records free shards, and the first process completes the manifest."""
+    worker = os.fork()
+    if worker == 0:
         os.environ["RANK"] = "1"
         os._exit(draftlab(workshop, "record", "small.yaml").exit_code)
     result = draftlab(workshop, "record", "small.yaml")
-    status = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
+    status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
     assert (result.exit_code, status) == (0, 0), result.output
     Store.open(workshop / "runs/small/store").verify()
 
 
-def test_the_recipe_names_what_computes_the_states(
+def test_record_backend_vllm_computes_the_states(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = load_target(TargetSettings(path=str(workshop / "toy"), device="cpu"))
@@ -94,23 +92,23 @@ def test_the_recipe_names_what_computes_the_states(
     assert "by transformers alone" in draftlab(workshop, "record", "small.yaml", *both).output
 
 
-def test_a_helper_of_another_recipe_is_refused(workshop: Path) -> None:
+def test_a_worker_with_another_recipe_is_refused(workshop: Path) -> None:
     result = draftlab(workshop, "record", "small.yaml", "seed=7", "--join")
     assert result.exit_code == 2
     assert "seed: 0 in the run, 7 now" in result.output
 
 
-def test_who_helps_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_devices_and_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert launched_helper() is None
+    assert launched_worker_overrides() is None
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert launched_helper() == []
+    assert launched_worker_overrides() == []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    assert launched_helper() == ["target.device=cuda:1"]
-    assert helper_devices(1, "auto") == []
-    assert helper_devices(3, "cuda:1") == ["cuda:2", "cuda:3"]
-    assert helper_devices(3, "cpu") == ["cpu", "cpu"]
+    assert launched_worker_overrides() == ["target.device=cuda:1"]
+    assert worker_devices(1, "auto") == []
+    assert worker_devices(3, "cuda:1") == ["cuda:2", "cuda:3"]
+    assert worker_devices(3, "cpu") == ["cpu", "cpu"]
     with pytest.raises(UserError, match="expected 4 GPUs from cuda:1 on, found 4"):
-        helper_devices(4, "cuda:1")
+        worker_devices(4, "cuda:1")

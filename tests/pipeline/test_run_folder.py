@@ -6,9 +6,9 @@ import pytest
 
 from draftlab.errors import UserError
 from draftlab.files import read_json
-from draftlab.pipeline import run_folder as run_module
+from draftlab.pipeline import run_folder
 from draftlab.pipeline.recipe import Recipe, flatten, parse_recipe
-from draftlab.pipeline.run_folder import Run, book, find_run, git_commit, lock, making_otherwise
+from draftlab.pipeline.run_folder import Run, find_run, lock, record_path, recorded_with
 from draftlab.pipeline.stages import STAGES
 
 ANSWERS, HEAD, EVAL, EXPORT = (STAGES[n] for n in ("answers", "head", "eval", "export"))
@@ -16,8 +16,8 @@ FILES = {"answers": {"prompts.sha256": "1"}, "eval": {"eval.suite.sha256": "2"}}
 
 
 @pytest.fixture(autouse=True)
-def _stores_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "check_store", lambda folder: None)
+def _stores_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "check_store", lambda folder: None)
 
 
 def make_run(folder: Path, files: dict | None = None, **tree: object) -> Run:
@@ -25,10 +25,10 @@ def make_run(folder: Path, files: dict | None = None, **tree: object) -> Run:
     return Run(folder, flatten(recipe), files or FILES)
 
 
-def made(run: Run, *names: str) -> Run:
-    """A run whose stages (all by default) were made."""
+def finish_stages(run: Run, *names: str) -> Run:
+    """Finish stages of a run, all by default."""
     for name in names or STAGES:
-        with run.making(STAGES[name]) as artefact:
+        with run.recorded_stage(STAGES[name]) as artefact:
             if STAGES[name].files or name == "export":
                 artefact.mkdir(exist_ok=True)
                 for file in STAGES[name].files:
@@ -46,60 +46,60 @@ def test_stages_are_missing_then_done(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     assert set(states(run).values()) == {"missing"}
     assert list(states(run, "store")) == ["answers", "store"]
-    assert set(states(made(run)).values()) == {"done"}
+    assert set(states(finish_stages(run)).values()) == {"done"}
 
 
-def test_what_is_being_made_when_a_process_dies_is_unfinished(tmp_path: Path) -> None:
-    run = made(make_run(tmp_path), "answers")
+def test_a_stage_that_was_interrupted_is_unfinished(tmp_path: Path) -> None:
+    run = finish_stages(make_run(tmp_path), "answers")
     store = tmp_path / "store"
     store.mkdir()
     (store / "manifest.json").write_text("{}")
-    with pytest.raises(KeyboardInterrupt), run.making(STAGES["store"]):
+    with pytest.raises(KeyboardInterrupt), run.recorded_stage(STAGES["store"]):
         raise KeyboardInterrupt
     assert states(run, "head") == {"answers": "done", "store": "unfinished", "head": "missing"}
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_stage_refused_before_it_made_anything_is_as_if_not_begun(
+def test_a_stage_that_failed_before_it_wrote_anything_has_no_record(
     tmp_path: Path, name: str
 ) -> None:
-    """A wrong setting that stopped it must not stand in the way of the right one."""
+    """The corrected setting must not be refused as a change."""
     run, stage = make_run(tmp_path), STAGES[name]
-    with pytest.raises(UserError, match="wrong"), run.making(stage):
+    with pytest.raises(UserError, match="wrong"), run.recorded_stage(stage):
         raise UserError("wrong")
-    assert not book(tmp_path, stage).exists()
-    begun = {"answers": "answers.parts/0", "head": "train/metrics.jsonl"}.get(name)
-    begun = tmp_path / (begun or f"{stage.artefact}/begun")
-    begun.parent.mkdir(parents=True)
-    begun.write_text("")
-    with pytest.raises(UserError, match="wrong"), run.making(stage):
+    assert not record_path(tmp_path, stage).exists()
+    file = {"answers": "answers.parts/0", "head": "train/metrics.jsonl"}.get(name)
+    path = tmp_path / (file or f"{stage.artefact}/file")
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    with pytest.raises(UserError, match="wrong"), run.recorded_stage(stage):
         raise UserError("wrong")
-    assert read_json(book(tmp_path, stage), kind="record")["complete"] is False
+    assert read_json(record_path(tmp_path, stage), kind="record")["complete"] is False
 
 
 @pytest.mark.parametrize("stage", ["store", "head", "eval"])
-def test_a_stage_that_lost_a_file_is_not_whole(tmp_path: Path, stage: str) -> None:
-    run = made(make_run(tmp_path))
+def test_a_stage_without_one_of_its_files_is_unfinished(tmp_path: Path, stage: str) -> None:
+    run = finish_stages(make_run(tmp_path))
     (tmp_path / STAGES[stage].artefact / STAGES[stage].files[-1]).unlink()
     assert states(run, stage)[stage] == "unfinished"
 
 
-def test_a_cut_store_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = made(make_run(tmp_path))
+def test_a_damaged_store_is_unfinished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = finish_stages(make_run(tmp_path))
 
     def broken(folder: Path) -> None:
         raise UserError("a shard of the store is missing", where=folder)
 
-    monkeypatch.setattr(run_module, "check_store", broken)
+    monkeypatch.setattr(run_folder, "check_store", broken)
     assert states(run, "store")["store"] == "unfinished"
 
 
-# What each setting makes old, itself and all that is made of it.
+# The stages that each setting changes.
 ALL = ["answers", "store", "head", "eval", "export"]
 
 
 @pytest.mark.parametrize(
-    ("tree", "old"),
+    ("tree", "changed"),
     [
         ({"seed": 1}, ALL),
         ({"target": {"dtype": "bfloat16"}}, ALL),
@@ -117,28 +117,28 @@ ALL = ["answers", "store", "head", "eval", "export"]
     ],
 )
 def test_a_setting_changes_its_stage_and_what_follows(
-    tmp_path: Path, tree: dict, old: list
+    tmp_path: Path, tree: dict, changed: list
 ) -> None:
-    made(make_run(tmp_path))
-    found = states(make_run(tmp_path, **tree))
-    assert [name for name, state in found.items() if state == "changed"] == old
-    assert {state for name, state in found.items() if name not in old} <= {"done"}
+    finish_stages(make_run(tmp_path))
+    current = states(make_run(tmp_path, **tree))
+    assert [name for name, state in current.items() if state == "changed"] == changed
+    assert {state for name, state in current.items() if name not in changed} <= {"done"}
 
 
 def test_every_setting_belongs_to_a_stage() -> None:
     prefixes = {prefix for stage in STAGES.values() for prefix in stage.settings}
-    assert set(Recipe.model_fields) - prefixes == {"name", "hardware"}  # hardware: of --plan alone
+    assert set(Recipe.model_fields) - prefixes == {"name", "hardware"}  # hardware is for --plan
 
 
 def test_changed_file_contents_count(tmp_path: Path) -> None:
-    made(make_run(tmp_path))
+    finish_stages(make_run(tmp_path))
     other = make_run(tmp_path, files=FILES | {"answers": {"prompts.sha256": "other"}})
     status = other.status(ANSWERS)
     assert status.changes == {"prompts.sha256": ("1", "other")}
 
 
 def test_a_refusal_names_setting_and_both_values(tmp_path: Path) -> None:
-    made(make_run(tmp_path))
+    finish_stages(make_run(tmp_path))
     run = make_run(tmp_path, train={"steps": 5}, head={"head_dim": 8})
     with pytest.raises(UserError) as caught:
         run.refuse_changes(run.plan("export"))
@@ -149,13 +149,13 @@ def test_a_refusal_names_setting_and_both_values(tmp_path: Path) -> None:
 
 
 def test_cheap_stages_are_not_refused(tmp_path: Path) -> None:
-    made(make_run(tmp_path))
+    finish_stages(make_run(tmp_path))
     run = make_run(tmp_path, eval={"k": 1})
     run.refuse_changes(run.plan("head", "eval", "export"))
 
 
-def test_what_nobody_needs_is_not_made_again(tmp_path: Path) -> None:
-    run = made(make_run(tmp_path))
+def test_stages_that_nothing_needs_do_not_run_again(tmp_path: Path) -> None:
+    run = finish_stages(make_run(tmp_path))
     (tmp_path / "store" / "manifest.json").unlink()
     (tmp_path / "answers.jsonl").unlink()
     assert states(run, "head") == {"answers": "unneeded", "store": "unneeded", "head": "done"}
@@ -175,19 +175,19 @@ def test_what_nobody_needs_is_not_made_again(tmp_path: Path) -> None:
     }
 
 
-def test_remove_takes_what_follows_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = made(make_run(tmp_path))
+def test_remove_deletes_later_stages_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = finish_stages(make_run(tmp_path))
     (tmp_path / "train").mkdir()
     (tmp_path / "answers.partial.jsonl").write_text("")
     removed: list[str] = []
     unlink = Path.unlink
 
-    def watched(path: Path, missing_ok: bool = False) -> None:
+    def unlink_and_record(path: Path, missing_ok: bool = False) -> None:
         if path.parent.name == "stages":
             removed.append(path.stem)
         unlink(path, missing_ok=missing_ok)
 
-    monkeypatch.setattr(Path, "unlink", watched)
+    monkeypatch.setattr(Path, "unlink", unlink_and_record)
     run.remove(STAGES["store"])
     assert removed == ["eval", "export", "head", "store"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -199,14 +199,14 @@ def test_remove_takes_what_follows_first(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(p.name for p in tmp_path.iterdir()) == ["stages"]
 
 
-def test_removing_a_link_leaves_what_it_points_at(tmp_path: Path) -> None:
+def test_removing_a_link_keeps_its_target(tmp_path: Path) -> None:
     elsewhere = tmp_path / "disk"
     elsewhere.mkdir()
-    (elsewhere / "kept").write_text("")
-    run = made(make_run(tmp_path / "run"), "answers")
+    (elsewhere / "file").write_text("")
+    run = finish_stages(make_run(tmp_path / "run"), "answers")
     (tmp_path / "run" / "store").symlink_to(elsewhere)
     run.remove(STAGES["store"])
-    assert (elsewhere / "kept").exists()
+    assert (elsewhere / "file").exists()
     assert not (tmp_path / "run" / "store").exists()
 
 
@@ -219,25 +219,25 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_making_with_other_settings_is_booked(tmp_path: Path) -> None:
-    run = made(make_run(tmp_path))
-    own = flatten(parse_recipe({"name": "x"}).eval, "eval.") | FILES["eval"]
-    with making_otherwise(tmp_path, EVAL, own | {"target.device": "cpu"}):
+def test_a_stage_with_other_settings_is_recorded(tmp_path: Path) -> None:
+    run = finish_stages(make_run(tmp_path))
+    settings = flatten(parse_recipe({"name": "x"}).eval, "eval.") | FILES["eval"]
+    with recorded_with(tmp_path, EVAL, settings | {"target.device": "cpu"}):
         pass
-    assert run.status(EVAL).state == "done"  # the recipe's own settings, and a free one
-    with making_otherwise(tmp_path, EVAL, own | {"eval.k": 3}):
+    assert run.status(EVAL).state == "done"  # target.device has no effect on results
+    with recorded_with(tmp_path, EVAL, settings | {"eval.k": 3}):
         pass
     assert run.status(EVAL).changes == {"eval.k": (3, None)}
     assert run.status(EXPORT).state == "done"
 
 
 def test_a_broken_record_is_named(tmp_path: Path) -> None:
-    run = made(make_run(tmp_path))
+    run = finish_stages(make_run(tmp_path))
     for text in ("[]", '{"complete": true}', "{"):
-        book(tmp_path, HEAD).write_text(text)
+        record_path(tmp_path, HEAD).write_text(text)
         with pytest.raises(UserError) as caught:
             run.plan("head")
-        assert str(book(tmp_path, HEAD)) in str(caught.value)
+        assert str(record_path(tmp_path, HEAD)) in str(caught.value)
 
 
 def test_latest_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,27 +248,15 @@ def test_latest_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         find_run("a")
     for name in ("a", "b"):
         run = make_run(Path("runs") / name)
-        run.adopt("seed: 1")
+        run.write_recipe("seed: 1")
         assert find_run(None).name == name
     before = {p: p.lstat().st_mtime_ns for p in Path("runs").rglob("*")}
-    run.adopt("seed: 1")
+    run.write_recipe("seed: 1")
     assert {p: p.lstat().st_mtime_ns for p in Path("runs").rglob("*")} == before
-    run.adopt("seed: 2")
+    run.write_recipe("seed: 2")
     assert Path("runs/b/recipe.yaml").read_text() == "seed: 2"
     assert find_run("a") == find_run("runs/a") == tmp_path / "runs" / "a"
     assert not [p for p in Path("runs").iterdir() if p.name.startswith(".")]
-
-
-def test_the_commit_is_of_our_own_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Installed into an environment inside another project's working tree.
-    inside = tmp_path / "site-packages" / "draftlab"
-    inside.mkdir(parents=True)
-    (tmp_path / ".git").mkdir()
-    monkeypatch.setattr(run_module, "__file__", str(inside / "pipeline" / "run_folder.py"))
-    asked = []
-    monkeypatch.setattr(run_module.subprocess, "run", lambda *a, **k: asked.append(a))
-    assert git_commit() is None
-    assert asked == []
 
 
 def test_keys_are_hashes_of_all_inputs(tmp_path: Path) -> None:
@@ -276,13 +264,13 @@ def test_keys_are_hashes_of_all_inputs(tmp_path: Path) -> None:
     assert first.key(HEAD) == second.key(HEAD)
     assert first.key(EVAL) != second.key(EVAL)
     assert len(first.key(EVAL)) == 64
-    made(first, "answers")
-    assert read_json(book(tmp_path, ANSWERS))["inputs"] == first.inputs(ANSWERS)
+    finish_stages(first, "answers")
+    assert read_json(record_path(tmp_path, ANSWERS))["inputs"] == first.inputs(ANSWERS)
 
 
-def test_books_from_before_a_setting_was_added_have_what_it_was_then(tmp_path: Path) -> None:
+def test_records_from_before_a_setting_existed_have_its_former_default(tmp_path: Path) -> None:
     store = STAGES["store"]
-    with Run(tmp_path, {"record.dtype": "fp8"}, {}).making(store) as folder:
+    with Run(tmp_path, {"record.dtype": "fp8"}, {}).recorded_stage(store) as folder:
         folder.mkdir()
     now = {"record.dtype": "fp8", "record.backend": "transformers"}
     assert Run(tmp_path, now, {}).status(store).changes == {}
