@@ -1,4 +1,4 @@
-"""Choose the training forward: reference or fast, compiled or eager, with or without
+"""Choice of the training forward: reference or fast, compiled or eager, with or without
 recomputation."""
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from torch._dynamo import maybe_mark_dynamic
 from draftlab.heads.head import DraftHead
 from draftlab.store.store import Record
 from draftlab.train.batch.packing import Batch, pack
-from draftlab.train.fast.layers import PIECES, Pieces
+from draftlab.train.fast.layers import FUSED_OPS, FusedOps
 from draftlab.train.flops import kept_bytes
 from draftlab.train.objectives.objective import Forward, Objective
 from draftlab.train.settings import TrainSettings
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Relative difference allowed between compiled and eager steps. bfloat16 rounds at other places,
-which adds up over steps; a mistake is as large as 1."""
+"""Relative difference allowed between compiled and eager steps. In bfloat16 they round at different
+places, and the differences add up over steps. A mistake gives a difference of about 1."""
 _USABLE_MEMORY = 0.8
-"""Share of the memory left beside weights, gradients and moments that activations may take."""
+"""Share of the memory beside weights, gradients and moments that activations may take."""
 
 
 class _CompiledOp:
     """An operation of `fast/layers.py`, compiled for any number of rows.
 
     Args:
-        op: one of `PIECES`.
+        op: one of `FUSED_OPS`.
         backend: of torch.compile.
     """
 
@@ -42,9 +42,9 @@ class _CompiledOp:
         return self.compiled(rows, *rest)
 
 
-def compiled_ops(backend: str = "inductor") -> Pieces:
-    """Return the operations between products, compiled: norms and rotations in few kernels."""
-    return Pieces(*(_CompiledOp(op, backend) for op in PIECES))
+def compiled_ops(backend: str = "inductor") -> FusedOps:
+    """Return compiled `FusedOps`, which run norms and rotations in few kernels."""
+    return FusedOps(*(_CompiledOp(op, backend) for op in FUSED_OPS))
 
 
 def choose_forward(
@@ -73,7 +73,7 @@ def choose_forward(
     eager = fast(dtype, **options)
     if not (settings.compile is True or (settings.compile == "auto" and on_gpu)):
         return eager, ", ".join(description)
-    compiled = fast(dtype, **options, pieces=compiled_ops())
+    compiled = fast(dtype, **options, ops=compiled_ops())
     try:
         check_compiled(head, compiled, eager)
     except Exception as error:  # compilers raise many types
@@ -91,14 +91,14 @@ def _unused(settings: list[str]) -> list[str]:
 
 
 def _fits_in_memory(head: DraftHead, settings: TrainSettings, dtype: torch.dtype) -> bool:
-    """Return whether the GPU holds what all steps of the largest batch keep for the backward."""
+    """Return whether the activations that all steps of the largest batch save fit on the GPU."""
     micro_rows = settings.micro_rows or settings.batch_rows
     rows = settings.row_tokens * micro_rows / settings.anchor_parts
-    kept = rows * settings.ttt_steps * kept_bytes(head.config, dtype)
+    saved = rows * settings.ttt_steps * kept_bytes(head.config, dtype)
     # Gradients and two moments, each as large as the weights, are allocated later.
     later = 3 * sum(p.numel() * p.element_size() for p in head.parameters() if p.requires_grad)
     free, _ = torch.cuda.mem_get_info(head.fc.weight.device)
-    return kept < _USABLE_MEMORY * (free - later)
+    return saved < _USABLE_MEMORY * (free - later)
 
 
 def check_compiled(head: DraftHead, compiled: Any, eager: Any) -> None:
@@ -126,7 +126,7 @@ def check_compiled(head: DraftHead, compiled: Any, eager: Any) -> None:
 
 
 def tiny_batch(head: DraftHead) -> Batch:
-    """Return a conversation of random tokens and features, half of it an answer."""
+    """Return a batch of one random conversation, whose second half is an answer."""
     config, length = head.config, 32
     generator = torch.Generator().manual_seed(0)
     spans = (torch.arange(length) >= length // 2).long()

@@ -1,9 +1,9 @@
-"""Gradients of what many operations of a graph share, added up in place.
+"""Gradients of tensors that many operations of a graph use, accumulated in place.
 
-Autograd makes a gradient of the whole tensor for each of its uses and adds them pair by pair: for
-the weights of an unrolled layer that is a read and a write of all of them for each step, beside the
-products; for picked rows three passes over all the rows there are. The uses of a `Shared` tensor
-add to one sum: a product adds to what is there while it is made, rows are added where they belong.
+For each use of a tensor autograd computes a gradient of the whole tensor, and adds these pair by
+pair. For the weights of an unrolled layer this costs a read and a write of all weights for each
+step, beside the products; for selected rows it costs three passes over all rows. The uses of a
+`Shared` tensor accumulate into one sum instead: products by addmm, rows by an indexed add.
 """
 
 from __future__ import annotations
@@ -21,35 +21,38 @@ _ALL = slice(None)
 
 
 class _Sum:
-    """Of gradients, while a backward pass runs.
+    """The sum of a tensor's gradients during a backward pass.
 
-    The graph holds this and not what holds the tensor: with a cycle through the graph each step's
-    weights would stay until Python collects garbage.
+    The graph refers to this object and not to `Shared`, which holds the tensor: a reference cycle
+    through the graph would keep each step's weights until Python collects garbage.
     """
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
         self._pass = -1
 
-    def so_far(self) -> Tensor | None:
-        """Of this backward pass: one that stopped, or asked for other gradients, left its own."""
-        current = torch._C._current_graph_task_id()  # as torch.utils.checkpoint tells passes apart
+    def current(self) -> Tensor | None:
+        """Return the sum of this backward pass.
+
+        It drops the sum of an earlier pass that failed, or that needed other gradients only.
+        """
+        current = torch._C._current_graph_task_id()  # torch.utils.checkpoint does the same
         if current != self._pass:
             self.value, self._pass = None, current
         return self.value
 
-    def add(self, given: Tensor, x: Tensor) -> None:
-        """Adds the gradient of W in x Wᵀ, of given [n, out] that came for it and x [n, in]."""
-        if self.so_far() is None:
-            self.value = given.T @ x
+    def add_product(self, gradient: Tensor, x: Tensor) -> None:
+        """Add the gradient of W in x Wᵀ, from the product's gradient [n, out] and x [n, in]."""
+        if self.current() is None:
+            self.value = gradient.T @ x
         else:
-            self.value.addmm_(given.T, x)
+            self.value.addmm_(gradient.T, x)
 
 
 class Shared:
-    """A matrix that operations of one graph read through its products and `rows`.
+    """A matrix that operations of one graph use through `product`, `gated_product` and `rows`.
 
-    Its gradient exists when the last of them that the backward pass reaches has added its part.
+    Its gradient is complete when the last of these in the backward pass has added its share.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -57,20 +60,20 @@ class Shared:
         self.tensor = _Collected.apply(tensor, self.sum)
 
     def product(self, x: Tensor) -> Tensor:
-        """x Wᵀ [n, out] of x [n, in] by this W [out, in], in their common dtype."""
+        """Return x Wᵀ [n, out] for x [n, in] and this W [out, in], in their common dtype."""
         return _Product.apply(x, self.tensor, self.sum)
 
     def gated_product(self, gate_up: Tensor) -> Tensor:
-        """`product` of silu(gate) · up, which is not kept, of gate_up [n, 2 in] side by side."""
+        """Return `product` of silu(gate) · up, which is not saved, for gate_up [n, 2 in]."""
         return _GatedProduct.apply(gate_up, self.tensor, self.sum)
 
     def rows(self, index: Tensor, columns: slice = _ALL) -> Tensor:
-        """Rows [n, …], each at most once, of int64 index [n], and of them some columns."""
+        """Return some columns of the rows [n, …] at int64 index [n], which has no row twice."""
         return _Rows.apply(self.tensor, self.sum, index, columns)
 
 
 class _Collected(torch.autograd.Function):
-    """The tensor itself; its gradient is the sum that its uses made, which give autograd none."""
+    """The identity; its gradient is the sum of the uses, which pass no gradient to autograd."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, total: _Sum) -> Tensor:
@@ -80,11 +83,11 @@ class _Collected(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, given: Tensor | None) -> tuple[Tensor | None, None]:
-        found, ctx.total.value = ctx.total.so_far(), None
-        if given is not None:  # somebody used the tensor in another way
-            found = given if found is None else found + given
-        return found, None
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        total, ctx.total.value = ctx.total.current(), None
+        if gradient is not None:  # the tensor was also used directly
+            total = gradient if total is None else total + gradient
+        return total, None
 
 
 class _Product(torch.autograd.Function):
@@ -99,7 +102,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            ctx.total.add(gradient, x)
+            ctx.total.add_product(gradient, x)
         return gradient @ weight if ctx.needs_input_grad[0] else None, None, None
 
 
@@ -115,10 +118,10 @@ class _GatedProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         gate_up, weight = ctx.saved_tensors
         inner = gradient @ weight
-        given = swiglu_backward_(gate_up, inner)  # and inner is what was multiplied
+        gate_up_gradient = swiglu_backward_(gate_up, inner)  # inner becomes silu(gate) · up
         if ctx.needs_input_grad[1]:
-            ctx.total.add(gradient, inner)
-        return given, None, None
+            ctx.total.add_product(gradient, inner)
+        return gate_up_gradient, None, None
 
 
 class _Rows(torch.autograd.Function):
@@ -132,20 +135,17 @@ class _Rows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
         (index,), total, (shape, dtype) = ctx.saved_tensors, ctx.total, ctx.like
-        if total.so_far() is None:
+        if total.current() is None:
             total.value = gradient.new_zeros(shape, dtype=dtype)
         add_rows_(total.value[:, ctx.columns], index, gradient)
         return None, None, None, None
 
 
 def branch(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """x, and rows of it, each at most once: gradients of both are added in one pass.
+    """Return x [N, C] and x[index] [n, C]; the gradients of both are added in one pass.
 
     Args:
-        x: [N, C]. index: int64 [n].
-
-    Returns:
-        x and x[index] [n, C].
+        index: int64 [n], no row twice.
     """
     return _Branch.apply(x, index)
 
@@ -163,10 +163,9 @@ class _Branch(torch.autograd.Function):
     def backward(ctx: Any, whole: Tensor | None, rows: Tensor | None) -> tuple[Tensor | None, None]:
         if rows is None:
             return whole, None
-        # A copy, since others may hold the gradient that came.
         if whole is None:
-            given = rows.new_zeros(ctx.like)
-        else:
-            given = whole.clone(memory_format=torch.contiguous_format)
-        add_rows_(given, *ctx.saved_tensors, rows)
-        return given, None
+            gradient = rows.new_zeros(ctx.like)
+        else:  # a copy: other nodes of the graph may hold this gradient
+            gradient = whole.clone(memory_format=torch.contiguous_format)
+        add_rows_(gradient, *ctx.saved_tensors, rows)
+        return gradient, None

@@ -1,12 +1,11 @@
-"""`unroll` of an EAGLE3 head with less work; the same outputs and gradients (methods §2).
+"""`unroll` of an EAGLE3 head with less work and the same outputs and gradients (methods §2).
 
-- What q, k and v read of a token's embedding depends on the token alone: their products are made
-  once a token and shared by all steps. The norm's weights go into the projection, so that the
-  frozen embeddings need no gradient: W (n ⊙ w) = (W ⊙ w) n.
-- Only rows that carry loss are run, also where other rows of the batch have more: they are padded
-  for attention alone.
-- Products, and what is between them, are those of `train/fast/layers.py`.
-- A step may be computed again in the backward pass, so that long rows need little memory.
+- The products of q, k and v with a token's normed embedding are computed once a token and shared by
+  all steps. The norm's weights are folded into the projection, so that the frozen embeddings need
+  no gradient: W (n ⊙ w) = (W ⊙ w) n.
+- Only rows that carry loss are run. They are padded to a common length for attention alone.
+- Weights and the operations between products are those of `train/fast/layers.py`.
+- Steps can be recomputed in the backward pass, so that long rows need little memory.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ from draftlab.kernels.ttt_attention import document_starts, ttt_attention
 from draftlab.kernels.ttt_attention_types import StepKeyValues
 from draftlab.train.batch.packing import Batch
 from draftlab.train.fast.layers import (
-    PIECES,
+    FUSED_OPS,
+    FusedOps,
     LayerWeights,
-    Pieces,
+    norm_weights,
     normed,
-    of_norm,
-    padded,
-    projections,
-    real,
-    stacked,
+    pad_rows,
+    qkv_weights,
+    stack_weights,
+    unpad_rows,
 )
 from draftlab.train.fast.shared_gradients import Shared, branch
 from draftlab.train.objectives.loss import StepOutput, row_starts
 
 
 class FastUnroll:
-    """Callable as `unroll`.
+    """Fast forward pass with the signature of `unroll`.
 
     Args:
-        dtype: of products, of norms and of what is kept for the backward pass.
-        recompute: whether steps are computed again in the backward pass in place of being kept.
-        pieces: `PIECES`, or the same compiled.
+        dtype: of products, norms and saved activations.
+        recompute: whether the backward pass recomputes steps instead of saving their activations.
+        ops: `FUSED_OPS`, or the same compiled.
     """
 
     description = "the embeddings' part of q, k and v is computed once a token"
@@ -60,100 +59,94 @@ class FastUnroll:
         )
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        *,
-        recompute: bool = False,
-        pieces: Pieces = PIECES,
+        self, dtype: torch.dtype, *, recompute: bool = False, ops: FusedOps = FUSED_OPS
     ) -> None:
-        self.dtype, self.recompute, self.pieces = dtype, recompute, pieces
+        self.dtype, self.recompute, self.ops = dtype, recompute, ops
 
     def __call__(self, head: Eagle3Head, batch: Batch) -> list[StepOutput]:
-        """Each step's output; gradients flow through all earlier steps."""
+        """Return each step's output; gradients flow through all earlier steps."""
         outputs: list[Tensor] = []
-        # All is of one dtype already. Autocast would widen norms, and cast again what reads them.
+        # All tensors have one dtype already. Autocast would widen norms and cast their readers.
         with torch.autocast(batch.tokens.device.type, enabled=False):
-            unrolled = _Unrolled(head, batch, self.dtype, self.pieces)
-            output, own = unrolled.fused, None
+            unrolled = _Unroll(head, batch, self.dtype, self.ops)
+            output, step_keys = unrolled.projected, None
             for k, rows in enumerate(batch.steps):
                 if rows.index.shape[1] == 0:
                     break
                 if self.recompute:
-                    made = checkpoint(unrolled.step, k, output, own, use_reentrant=False)
+                    results = checkpoint(unrolled.step, k, output, step_keys, use_reentrant=False)
                 else:
-                    made = unrolled.step(k, output, own)
-                before, output, own = made
-                outputs.append(before)
-        taught = zip([*outputs[1:], output], batch.steps, strict=False)
-        return [StepOutput(each, rows.teacher_index) for each, rows in taught] if outputs else []
+                    results = unrolled.step(k, output, step_keys)
+                previous, output, step_keys = results
+                outputs.append(previous)
+        if not outputs:
+            return []
+        steps = zip([*outputs[1:], output], batch.steps, strict=False)
+        return [StepOutput(output, rows.teacher_index) for output, rows in steps]
 
 
-class _Unrolled:
-    """What the steps of a batch share; n rows are those that carry loss, S slots of B rows flat."""
+class _Unroll:
+    """The unroll of one batch: weights, products and keys that all steps share.
 
-    def __init__(
-        self,
-        head: Eagle3Head,
-        batch: Batch,
-        dtype: torch.dtype,
-        pieces: Pieces,
-    ) -> None:
+    A step has n rows that carry loss. Positions of the batch are flat, B · S.
+    """
+
+    def __init__(self, head: Eagle3Head, batch: Batch, dtype: torch.dtype, ops: FusedOps) -> None:
         self.head, self.batch, self.eps = head, batch, head.config.rms_norm_eps
-        self.pieces, layer = pieces, head.layer
-        # cat[embedding, hidden]: the second half is multiplied in every step.
-        halves = (weight.chunk(2, 1) for weight in projections(layer))
-        of_embeddings, of_hidden = zip(*halves, strict=True)
-        self.weights = weights = LayerWeights(layer, dtype, of_hidden)
-        self.hidden_norm = of_norm(layer.hidden_norm, dtype)
+        self.ops, layer = ops, head.layer
+        # q, k and v read cat[embedding, hidden]; only the hidden half changes from step to step.
+        halves = (weight.chunk(2, 1) for weight in qkv_weights(layer))
+        embedding_weights, hidden_weights = zip(*halves, strict=True)
+        self.weights = weights = LayerWeights(layer, dtype, hidden_weights)
+        self.hidden_norm = norm_weights(layer.hidden_norm, dtype)
         self.starts = document_starts(batch.documents)
         self.positions = batch.positions.flatten()
-        num_queries = len(of_hidden[0])
-        self.of_queries, self.of_keys = slice(num_queries), slice(num_queries, None)
-        scale = layer.input_layernorm.weight  # in the projection, not in the norm
-        projection = stacked([weight * scale for weight in of_embeddings], dtype)
+        query_width = len(hidden_weights[0])
+        self.query_columns, self.key_columns = slice(query_width), slice(query_width, None)
+        scale = layer.input_layernorm.weight  # folded into the projection
+        projection = stack_weights([weight * scale for weight in embedding_weights], dtype)
         embeddings = head.embed_tokens(batch.tokens).flatten(0, 1).to(dtype)
         self.embedded = Shared(F.linear(normed((embeddings,), (None,), self.eps), projection))
         features = head.normed_features(batch.features.flatten(0, 1).to(dtype))
-        self.fused = F.linear(features, head.fc.weight.to(dtype))
-        hidden = pieces.normed((self.fused,), self.hidden_norm, self.eps)
-        # The slot behind each one. The last reads the first in its place; nothing sees its key.
-        following = torch.arange(len(hidden), device=hidden.device).roll(-1)
-        read = self.embedded.rows(following, self.of_keys)
-        given = (weights.key_value.product(hidden), read, *head.rope.angles(self.positions))
-        made = pieces.keys_values(given, weights.key_norm, self.eps)
-        self.key, self.value = (x.unflatten(0, batch.tokens.shape) for x in made)
+        self.projected = F.linear(features, head.fc.weight.to(dtype))
+        hidden = ops.normed((self.projected,), self.hidden_norm, self.eps)
+        # Each position reads the token of the next one. The last position reads the first's; no
+        # query sees its key.
+        next_index = torch.arange(len(hidden), device=hidden.device).roll(-1)
+        embedded = self.embedded.rows(next_index, self.key_columns)
+        inputs = (weights.key_value.product(hidden), embedded, *head.rope.angles(self.positions))
+        key_value = ops.keys_values(inputs, weights.key_norm, self.eps)
+        self.key, self.value = (x.unflatten(0, batch.tokens.shape) for x in key_value)
 
     def step(
-        self, k: int, output: Tensor, own: StepKeyValues | None
+        self, k: int, previous: Tensor, step_keys: StepKeyValues | None
     ) -> tuple[Tensor, Tensor, StepKeyValues | None]:
-        """Output [n, H] of step k, and the own keys up to it; before them the output it was given.
+        """Run step k.
 
         Args:
-            output: of the step before; at step 0 `fused`.
-            own: up to the step before.
+            previous: output of the previous step; at step 0 the projected features.
+            step_keys: keys and values of steps 1..k−1.
+
+        Returns:
+            `previous` (a branch point of the graph), the output [n, H], and `step_keys` up to k.
         """
-        rows, weights, head, pieces = self.batch.steps[k], self.weights, self.head, self.pieces
-        output, hidden = branch(output, rows.origin)
-        read = pieces.normed((hidden,), self.hidden_norm, self.eps)
+        rows, weights, head, ops = self.batch.steps[k], self.weights, self.head, self.ops
+        previous, hidden = branch(previous, rows.origin)
+        normed_hidden = ops.normed((hidden,), self.hidden_norm, self.eps)
         # Row t reads the token of slot t + 1 + k at position t + k.
         angles = head.rope.angles(self.positions[rows.teacher_index] - 1)
-        embedded = self.embedded.rows(rows.teacher_index, self.of_queries)
-        asked = (weights.query.product(read), embedded, *angles)
-        query = pieces.queries(asked, weights.query_norm, self.eps)
+        embedded = self.embedded.rows(rows.teacher_index, self.query_columns)
+        inputs = (weights.query.product(normed_hidden), embedded, *angles)
+        query = pad_rows(ops.queries(inputs, weights.query_norm, self.eps), rows)
         if k > 0:
-            embedded = self.embedded.rows(rows.teacher_index, self.of_keys)
-            given = (weights.key_value.product(read), embedded, *angles)
-            made = pieces.keys_values(given, weights.key_norm, self.eps)
-            own = StepKeyValues.extend(own, *(padded(x, rows) for x in made), rows.select)
-        attended = ttt_attention(
-            padded(query, rows),
-            self.key,
-            self.value,
-            rows.index,
-            row_starts(self.starts, rows),
-            own,
-        )
-        residual = read if head.layer.norm_before_residual else hidden
-        attended = real(attended.flatten(2), rows)
-        made = weights.run_output(pieces, attended, residual, self.eps)
-        return output, head.output_norm(made), own
+            embedded = self.embedded.rows(rows.teacher_index, self.key_columns)
+            inputs = (weights.key_value.product(normed_hidden), embedded, *angles)
+            key_value = ops.keys_values(inputs, weights.key_norm, self.eps)
+            key_value = (pad_rows(x, rows) for x in key_value)
+            step_keys = StepKeyValues.extend(step_keys, *key_value, rows.select)
+        starts = row_starts(self.starts, rows)
+        attended = ttt_attention(query, self.key, self.value, rows.index, starts, step_keys)
+        attended = unpad_rows(attended.flatten(2), rows)
+        residual = normed_hidden if head.layer.norm_before_residual else hidden
+        output = weights.run_output(ops, attended, residual, self.eps)
+        return previous, head.output_norm(output), step_keys

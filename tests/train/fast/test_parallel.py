@@ -10,7 +10,7 @@ from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.fast import choose_forward
 from draftlab.train.fast.choose_forward import compiled_ops
-from draftlab.train.fast.layers import PIECES
+from draftlab.train.fast.layers import FUSED_OPS
 from draftlab.train.fast.parallel import FastParallel
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.objectives.parallel import parallel_outputs
@@ -71,7 +71,7 @@ def test_few_masked_slots_or_none(turns: list[tuple[int, int]], one_row: bool) -
 @pytest.mark.usefixtures("float64")
 def test_compiled_ops_are_equal_whatever_the_number_of_rows() -> None:
     model = loud_head(qk_norm=True, num_layers=2)
-    fast = FastParallel(torch.float64, pieces=compiled_ops("aot_eager"))
+    fast = FastParallel(torch.float64, ops=compiled_ops("aot_eager"))
     for num_steps in (4, 1):
         batch = batch_of(num_steps)
         expected = learnt(model, FastParallel(torch.float64)(model, batch), batch)
@@ -102,13 +102,15 @@ def test_training_runs_it_and_checks_compiled_code(monkeypatch: pytest.MonkeyPat
     )
     lesson(batch, [1.0] * 4)
 
-    wrong = PIECES._replace(joined=lambda *given: tuple(2 * x for x in PIECES.joined(*given)))
+    wrong = FUSED_OPS._replace(
+        add_norm=lambda *given: tuple(2 * x for x in FUSED_OPS.add_norm(*given))
+    )
     monkeypatch.setattr(choose_forward, "compiled_ops", lambda: wrong)
     lesson = DistillationModule(
         model, teacher, TrainSettings(ttt_steps=4, compile=True), torch.float32
     )
     assert "compiled and eager steps differ" in lesson.description
-    assert lesson.head_forward.pieces == PIECES
+    assert lesson.head_forward.ops == FUSED_OPS
     monkeypatch.setattr(choose_forward, "compiled_ops", lambda: compiled_ops("aot_eager"))
     lesson = DistillationModule(
         model, teacher, TrainSettings(ttt_steps=4, compile=True), torch.float32

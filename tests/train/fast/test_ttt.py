@@ -12,7 +12,7 @@ from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.fast import choose_forward
 from draftlab.train.fast import ttt as fast_unroll
 from draftlab.train.fast.choose_forward import compiled_ops
-from draftlab.train.fast.layers import PIECES, Pieces
+from draftlab.train.fast.layers import FUSED_OPS, FusedOps
 from draftlab.train.fast.ttt import FastUnroll
 from draftlab.train.flops import kept_bytes
 from draftlab.train.objectives.loss import DraftTeacher, StepOutput, weighted_loss
@@ -106,7 +106,7 @@ def test_recomputed_steps_keep_little() -> None:
 def test_compiled_ops_are_equal_whatever_the_number_of_rows() -> None:
     model = loud(qk_norm=True)
     plain = FastUnroll(torch.float64)
-    fast = FastUnroll(torch.float64, pieces=compiled_ops("aot_eager"))
+    fast = FastUnroll(torch.float64, ops=compiled_ops("aot_eager"))
     for num_steps in (4, 2, 1):
         batch = batch_of(num_steps)
         expected = learnt(model, plain(model, batch), batch)
@@ -117,15 +117,15 @@ def test_in_16_bit_nothing_is_widened() -> None:
     model, batch = loud(), batch_of()
     widths: list[torch.dtype] = []
 
-    def seen(piece):
+    def seen(op):
         def call(rows, weights, eps):
-            made = piece(rows, weights, eps)
+            made = op(rows, weights, eps)
             widths.extend(t.dtype for t in (made if isinstance(made, tuple) else (made,)))
             return made
 
         return call
 
-    fast = FastUnroll(torch.bfloat16, pieces=Pieces(*(seen(piece) for piece in PIECES)))
+    fast = FastUnroll(torch.bfloat16, ops=FusedOps(*(seen(op) for op in FUSED_OPS)))
     with torch.autocast("cpu", torch.bfloat16):
         found = learnt(model, fast(model, batch), batch)
     assert set(widths) == {torch.bfloat16}
@@ -165,16 +165,16 @@ def test_a_compiler_that_fails_or_errs_is_not_used(monkeypatch: pytest.MonkeyPat
     settings = TrainSettings(ttt_steps=4, compile=True)
 
     def wrong(rows, weights, eps):
-        return 2 * PIECES.queries(rows, weights, eps)
+        return 2 * FUSED_OPS.queries(rows, weights, eps)
 
-    for pieces, reason in (
-        (PIECES._replace(queries=wrong), "compiled and eager steps differ"),
-        (PIECES._replace(queries=None), "TypeError"),
+    for ops, reason in (
+        (FUSED_OPS._replace(queries=wrong), "compiled and eager steps differ"),
+        (FUSED_OPS._replace(queries=None), "TypeError"),
     ):
-        monkeypatch.setattr(choose_forward, "compiled_ops", lambda pieces=pieces: pieces)
+        monkeypatch.setattr(choose_forward, "compiled_ops", lambda ops=ops: ops)
         objective = model.family.objective()
         chosen, how = choose_forward.choose_forward(model, objective, settings, torch.float32)
-        assert chosen.pieces == PIECES
+        assert chosen.ops == FUSED_OPS
         assert "not compiled" in how
         assert reason in how
 
