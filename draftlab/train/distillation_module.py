@@ -1,4 +1,4 @@
-"""The head and its teacher as one module, whose forward is the loss."""
+"""A module of the head and its teacher whose forward pass computes the loss."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from draftlab.train.settings import TrainSettings
 
 
 class DistillationModule(nn.Module):
-    """The module that training calls, and that DDP, FSDP2 or ZeRO wrap.
+    """The module that the training loop calls, and that DDP, FSDP2 or ZeRO wrap.
 
     Args:
         head: on its device.
-        target: its teacher.
-        settings: decide what the loss is made of.
-        dtype: of products; weights, sums and gradients stay float32.
+        target: the head's teacher.
+        settings: choose the terms of the loss and the forward pass.
+        dtype: dtype of products; weights, sums and gradients stay float32.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class DistillationModule(nn.Module):
         """Return `weighted_loss` of a batch, with a gradient for every trained parameter.
 
         Args:
-            weights: of each step's sum of losses.
+            weights: weight of each step's sum of losses.
         """
         with torch.autocast(
             batch.tokens.device.type, self.dtype, enabled=self.dtype != torch.float32

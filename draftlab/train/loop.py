@@ -42,19 +42,19 @@ from draftlab.train.validation import Validation, validate
 
 
 class Trainer:
-    """Fits a head to a store.
+    """Trains a head on the hidden states of a store.
 
     Args:
         store: recorded hidden states.
         parts: the target's embeddings, final norm and lm_head.
-        config: the head to train.
-        vocabulary: its draft vocabulary.
-        settings: how.
-        seed: of initial values, split and order of the data.
-        folder: gets metrics.jsonl and checkpoints/.
-        monitor: for lines and progress.
+        config: config of the head to train.
+        vocabulary: the draft vocabulary.
+        settings: the recipe's `train:`.
+        seed: of initial values, validation split and order of the data.
+        folder: folder of metrics.jsonl and checkpoints/.
+        monitor: for messages and progress.
         initial: a trained head to start from.
-        ranks: who trains with this process; None: those it was started with.
+        ranks: processes that train together; None: those of the launcher's environment.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class Trainer:
             monitor.say(start_from(head, initial, "head.init"))
         self.head = head.to(self.device)
         if not head.embed_tokens.weight.requires_grad:
-            head.embed_tokens.to(self.dtype)  # what reads them has no more digits
+            head.embed_tokens.to(self.dtype)  # they are read in this dtype anyway
         self.target = DraftTeacher.of(parts, head, torch.float32)
-        lesson = DistillationModule(head, self.target, settings, self.dtype)
-        self.backend = wrap(lesson, settings, self.ranks)
+        module = DistillationModule(head, self.target, settings, self.dtype)
+        self.backend = wrap(module, settings, self.ranks)
         self.key = sha256_text(
             canonical_json(
                 [
@@ -115,12 +115,12 @@ class Trainer:
         )
         self.step = self.tokens_seen = 0
         self.log = MetricsLog(folder, settings, muted=not self.ranks.is_main)
-        self.clock = PhaseTimer(self.device)
-        self._measure(lesson)
+        self.timer = PhaseTimer(self.device)
+        self._report_setup(module)
         self._resume()
 
-    def _measure(self, lesson: DistillationModule) -> None:
-        """How fast training could be: what is printed of its speed is a share of that."""
+    def _report_setup(self, module: DistillationModule) -> None:
+        """Measure the device's matrix rate, which MFU refers to, and print how training runs."""
         lengths = [self.store.lengths[i] for i in self.training]
         context, num_steps = mean_context(lengths), self.settings.ttt_steps
         self.dense_flops = dense_flops(self.head.config, num_steps, context)
@@ -133,20 +133,21 @@ class Trainer:
             "even)"
         )
         self.monitor.say(
-            f"how steps are run: {lesson.description}; batches are packed by {self.loader.describe()}"
+            f"how steps are run: {module.description}; batches are packed by "
+            f"{self.loader.describe()}"
         )
 
     def _resume(self) -> None:
-        found = self.ranks.broadcast(checkpoints(self.folder / "checkpoints")[-1:])
-        for path in found:
-            kept = read_checkpoint(path, key=self.key)
-            self.backend.load(kept.weights, kept.moments)
-            self.step, self.tokens_seen = kept.step, kept.tokens_seen
+        """Continue after the last checkpoint, if there is one."""
+        for path in self.ranks.broadcast(checkpoints(self.folder / "checkpoints")[-1:]):
+            checkpoint = read_checkpoint(path, key=self.key)
+            self.backend.load(checkpoint.weights, checkpoint.moments)
+            self.step, self.tokens_seen = checkpoint.step, checkpoint.tokens_seen
             self.monitor.say(f"resuming training after step {self.step}")
         self.log.truncate(self.step)
 
     def run(self) -> Validation | None:
-        """Trains to the last step; returns the closing validation (None: nothing held out)."""
+        """Train to the last step; return the final validation (None: no records are held out)."""
         with self.ranks.report_lost_rank():
             self._train()
             validation = None
@@ -159,15 +160,15 @@ class Trainer:
         return validation
 
     def _train(self) -> None:
-        """The steps that are left."""
+        """Run the remaining steps."""
         settings = self.settings
         self.window = Window.empty(settings.ttt_steps, self.device)
-        self.clock.start()
+        self.timer.start()
         with closing(self.loader.micro_batches(self._optimizer_steps())) as micro_batches:
             for micro in micro_batches:
-                self.clock.mark("data")
+                self.timer.mark("data")
                 if micro.first:
-                    self._agree(micro)
+                    self._start_step(micro)
                 self._accumulate(micro)
                 if not micro.last:
                     continue
@@ -186,106 +187,107 @@ class Trainer:
                     self.save()
 
     def _optimizer_steps(self) -> Iterator[OptimizerStep]:
-        """This process's part of the optimizer steps that are left."""
+        """Yield this process's share of the remaining optimizer steps."""
         for step, rows in islice(enumerate(self._order()), self.step, self.settings.steps):
             yield OptimizerStep(
                 step, assign_micro_batches(rows, self.settings.micro_rows, self.ranks)
             )
 
     def _order(self) -> Iterator[list[list[int]]]:
-        """Rows of record indices for each optimizer step."""
+        """Yield each optimizer step's rows of record indices."""
         lengths = [self.store.lengths[i] for i in self.training]
         for rows in batches(
             lengths, self.settings.row_tokens, self.settings.batch_rows, seed=self.seed
         ):
             yield [[self.training[i] for i in row] for row in rows]
 
-    def _agree(self, micro: MicroBatch) -> None:
-        """Counts an optimizer step over all ranks; hosts wait for each other here."""
+    def _start_step(self, micro: MicroBatch) -> None:
+        """Sum an optimizer step's counts over all ranks; processes wait for each other here."""
         *counts, tokens = self.ranks.all_reduce(
             torch.tensor([*micro.counts, micro.tokens])
         ).tolist()
-        self.anchors, self.weights = (
-            counts[0],
-            self.objective.step_weights(self.settings.gamma, counts),
-        )
+        self.anchors = counts[0]
+        self.weights = self.objective.step_weights(self.settings.gamma, counts)
         self.window.seen(counts, tokens)
         self.tokens_seen += tokens
         if self.ranks.size > 1:
-            self.clock.mark("ranks")
+            self.timer.mark("ranks")
 
     def _accumulate(self, micro: MicroBatch) -> None:
-        """Adds a micro-batch's gradients; the loss is normalised by its whole step's counts."""
-        idle, parts = micro.batch.idle, list(micro.batch.split())
+        """Add a micro-batch's gradients; the loss is normalised by the counts of the whole step."""
+        idle, batches_of_passes = micro.batch.idle, list(micro.batch.split())
         weights = [0.0] * len(self.weights) if idle else self.weights
-        for number, part in enumerate(parts, 1):
-            last = micro.last and number == len(parts)
-            loss, sums = self.backend.forward(part, weights, reduce=last)
-            self.clock.mark("forward")
+        for number, batch in enumerate(batches_of_passes, 1):
+            last = micro.last and number == len(batches_of_passes)
+            loss, sums = self.backend.forward(batch, weights, reduce=last)
+            self.timer.mark("forward")
             self.backend.backward(loss, self.anchors)
-            self.clock.mark("backward")
+            self.timer.mark("backward")
             if not idle:
                 self.window.sums.add(sums)
 
     def _update(self) -> None:
-        """Moves the weights along the gradients."""
+        """Run the optimizer step."""
         self.window.stepped(self.backend.step(learning_rate(self.step, self.settings)))
-        self.clock.mark("optimizer")
+        self.timer.mark("optimizer")
 
     def _log(self) -> None:
-        mine = torch.stack(self.window.sums.tensors()).cpu()
-        self.window.sums = Sums(*self.ranks.all_reduce(mine))
-        found = self.window.row(self.clock, dense_flops=self.dense_flops, ceiling=self.ceiling)
+        """Write a line of metrics.jsonl about the steps since the last one, and report progress."""
+        sums = torch.stack(self.window.sums.tensors()).cpu()
+        self.window.sums = Sums(*self.ranks.all_reduce(sums))
+        metrics = self.window.row(self.timer, dense_flops=self.dense_flops, ceiling=self.ceiling)
         largest = float(self.window.largest_norm)
         self.window = Window.empty(self.settings.ttt_steps, self.device)
-        if not all(map(math.isfinite, (largest, *found["loss"]))):
-            self._not_finite(f"losses {found['loss']} and a gradient of norm {largest}")
-        seen = {"step": self.step, "tokens_seen": self.tokens_seen}
+        if not all(map(math.isfinite, (largest, *metrics["loss"]))):
+            self._raise_not_finite(f"losses {metrics['loss']} and a gradient of norm {largest}")
+        progress = {"step": self.step, "tokens_seen": self.tokens_seen}
         rate = learning_rate(self.step - 1, self.settings)
-        self.log.write({**seen, **found, "lr": rate})
-        self.monitor.progress("train", self.step, self.settings.steps, speed_line(found))
+        self.log.write({**progress, **metrics, "lr": rate})
+        self.monitor.progress("train", self.step, self.settings.steps, speed_line(metrics))
 
     def validate(self) -> Validation:
-        """Validates on the held-out records, writes and says what it found."""
-        num_steps = self.settings.ttt_steps
-        head, ranks = self.backend.unwrap(), self.ranks
-        found = validate(
-            head, self.target, self.store, self.held_out, num_steps=num_steps, ranks=ranks
+        """Validate on the held-out records; write the metrics to metrics.jsonl and the console."""
+        validation = validate(
+            self.backend.unwrap(),
+            self.target,
+            self.store,
+            self.held_out,
+            num_steps=self.settings.ttt_steps,
+            ranks=self.ranks,
         )
-        self.log.write(
-            {"step": self.step, "tokens_seen": self.tokens_seen, "validation": found.metrics()}
-        )
-        self.monitor.say(f"validation at step {self.step}: {found.line()}")
-        if line := found.position_line():
+        metrics = validation.metrics()
+        self.log.write({"step": self.step, "tokens_seen": self.tokens_seen, "validation": metrics})
+        self.monitor.say(f"validation at step {self.step}: {validation.line()}")
+        if line := validation.position_line():
             self.monitor.say(line)
-        self.clock.mark(NOT_TRAINING)
-        return found
+        self.timer.mark(NOT_TRAINING)
+        return validation
 
-    def _not_finite(self, found: str) -> NoReturn:
+    def _raise_not_finite(self, values: str) -> NoReturn:
         raise UserError(
-            f"expected finite numbers up to step {self.step}, found {found}",
+            f"expected finite numbers up to step {self.step}, found {values}",
             where=self.folder / "metrics.jsonl",
             do="lower train.learning_rate, or look for broken records with `draftlab inspect`",
         )
 
     def save(self) -> None:
-        """Writes a checkpoint of the current step, whole, whatever lies in shards.
+        """Write a checkpoint of the current step with whole weights and moments, not shards.
 
         Raises:
-            UserError: weights are not finite: a run would never get over such a checkpoint.
+            UserError: weights are not finite. A run that resumes from them could not recover.
         """
         weights, moments = self.backend.weights(), self.backend.moments()
         broken = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
         if broken := self.ranks.broadcast(broken):
-            self._not_finite(f"others in {', '.join(broken)}")
+            self._raise_not_finite(f"weights that are not finite: {', '.join(broken)}")
         if self.ranks.is_main:
-            kept = Checkpoint(self.step, self.tokens_seen, self.key, weights, moments)
-            save_checkpoint(self.folder / "checkpoints", kept)
-        self.clock.mark(NOT_TRAINING)
+            checkpoint = Checkpoint(self.step, self.tokens_seen, self.key, weights, moments)
+            save_checkpoint(self.folder / "checkpoints", checkpoint)
+        self.timer.mark(NOT_TRAINING)
 
 
 def product_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """What `train.precision` means on a device."""
+    """Return the dtype of products that `train.precision` means on a device."""
     if precision == "auto":
         precision = "float32" if device.type == "cpu" else "bfloat16"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]

@@ -1,4 +1,4 @@
-"""What can be set about a head and its training."""
+"""Settings of the recipe's sections head: and train:."""
 
 from __future__ import annotations
 
@@ -23,64 +23,65 @@ FREE_SETTINGS = frozenset(
         "wandb",
     }
 )
-"""Settings of `TrainSettings` that change how training runs, never what it makes."""
-
+"""Settings of `TrainSettings` that change how training runs, but not the trained weights."""
 
 FIRST_NAMES = {"acceptance_weighting": "reach"}
-"""Settings of `TrainSettings` that were renamed, with their first names."""
+"""Settings of `TrainSettings` that were renamed, with their original names."""
 
 
 class Llama4Settings(Settings):
-    """Attention of an eagle_llama4 head; what is None follows the target, else Llama 4."""
+    """Attention of an eagle_llama4 head; None: the target's value if it has one, else Llama 4's."""
 
     no_rope_layers: tuple[Literal[0, 1], ...] | None = None
-    """For each layer, 1: with RoPE, 0: without; None: every fourth without, as in Llama 4."""
+    """For each layer 1 (RoPE) or 0 (no RoPE); None: every fourth has no RoPE, as in Llama 4."""
     attention_chunk_size: int | None = Field(default=None, ge=0)
-    """Positions that layers with RoPE see at a time; 0: all."""
+    """Size of the attention chunks of layers with RoPE, in positions; 0: no chunks."""
     use_qk_norm: bool | None = None
-    """Whether layers with RoPE norm queries and keys, without weights."""
+    """Whether layers with RoPE apply an RMS norm without weights to queries and keys."""
     attn_temperature_tuning: bool | None = None
-    """Whether queries of layers without RoPE grow with their position."""
+    """Whether layers without RoPE scale queries by a factor that grows with their position."""
     floor_scale: int | None = Field(default=None, ge=1)
-    """Positions between two steps of that."""
+    """Positions between two increases of that factor."""
     attn_scale: float | None = None
-    """How much a step is."""
+    """Size of the increases: factor = 1 + attn_scale · log(1 + ⌊(p + 1) / floor_scale⌋)."""
 
 
 class HeadSettings(Settings):
-    """Shape of the head; what is None follows the target."""
+    """Shape of the head; None: the target's value."""
 
     family: str = "eagle3"
-    """eagle3: drafts one token a pass, each from the head's previous output. peagle (formerly ptd):
-    all K tokens in one pass. eagle: the first generation, which imitates the target's last state.
-    eagle_llama4: the same with dense Llama 4 layers. Families of other packages can be registered."""
+    """Family of the head. eagle3: drafts one token a pass, each from the head's previous output.
+    peagle (formerly ptd): drafts all K tokens in one pass. eagle: the first generation, which
+    imitates the target's last state. eagle_llama4: eagle with dense Llama 4 layers. Installed
+    packages can register more families."""
     num_layers: int = Field(default=1, ge=1)
-    """Decoder layers: 1 for eagle3, up to 4 for the others."""
+    """Number of decoder layers: 1 for eagle3, up to 4 for other families."""
     intermediate_size: int | None = None
-    """Width of the feed-forward; None: the target's."""
+    """Width of the feed-forward layer; None: the target's."""
     num_attention_heads: int | None = None
-    """Query heads; None: the target's."""
+    """Number of query heads; None: the target's."""
     num_key_value_heads: int | None = None
-    """Key-value heads; None: the target's."""
+    """Number of key-value heads; None: the target's."""
     head_dim: int | None = None
-    """Width of a head; None: the target's."""
+    """Width of an attention head; None: the target's."""
     norm_before_residual: bool = False
     """Whether the residual is the normed hidden state. SGLang cannot serve True."""
     norm_before_fc: bool = False
-    """eagle3, peagle: whether one norm over all features comes before fc."""
+    """eagle3, peagle: whether one RMS norm over all features precedes fc."""
     fc_norm: bool = False
-    """eagle3, peagle: whether the features of each boundary are normed before fc."""
+    """eagle3, peagle: whether each boundary's features have an RMS norm of their own before fc."""
     norm_output: bool = False
-    """eagle3: whether the normed output is fed back, in place of the output before its norm."""
+    """eagle3: whether the output is fed back after its norm instead of before it."""
     qk_norm: bool = False
     """Whether queries and keys are normed, as in Qwen3."""
     llama4: Llama4Settings = Llama4Settings()
-    """eagle_llama4: its attention; what is null follows the target, or else Llama 4."""
+    """eagle_llama4: attention settings; null: the target's value if it has one, else Llama 4's."""
     mask_token: int | str = "auto"
-    """peagle: token of the masked slots, by name or id; "auto": a mask or reserved token, or an
-    embedding that no token has."""
+    """peagle: token of the masked slots, by name or id; "auto": a mask or reserved token, or a row
+    of the embeddings that no token uses."""
     init: str | None = None
-    """Head to start from, such as "reference" or runs/NAME/head; None: from the target's parts."""
+    """Trained head to start from, such as "reference" or runs/NAME/head; None: start from the
+    target's embeddings, final norm and lm_head."""
 
     @field_validator("family")
     @classmethod
@@ -97,7 +98,7 @@ class HeadSettings(Settings):
         return self
 
     def chosen_options(self) -> set[str]:
-        """Return the names of the settings, beside the shape, that the recipe sets."""
+        """Return the names of the settings beside the shape that the recipe sets."""
         flags = {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm"}
         chosen = {name for name in flags if getattr(self, name)}
         if self.mask_token != "auto":
@@ -108,30 +109,31 @@ class HeadSettings(Settings):
 
 
 class TrainSettings(Settings):
-    """Training-time test of an EAGLE3 head, (anchor, depth) pairs of a parallel one (methods §2,
+    """Training: training-time test of chains, (anchor, depth) pairs of parallel heads (methods §2,
     §4)."""
 
     steps: int = Field(default=1000, ge=1)
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     row_tokens: int = Field(default=2048, ge=8)
-    """Positions of a packed row; must hold the longest record."""
+    """Positions of a packed row; the longest record must fit."""
     batch_rows: int = Field(default=8, ge=1)
-    """Packed rows of an optimizer step, over all processes."""
+    """Packed rows of an optimizer step, summed over all processes."""
     micro_rows: int | None = Field(default=None, ge=1)
-    """Rows of one forward pass; None: all of them. Fewer accumulate, with the same result."""
+    """Rows of one forward pass; None: all. With fewer, gradients accumulate to the same result."""
     ttt_steps: int = Field(default=7, ge=1)
     """Draft length that the head is trained for: unrolled steps, or depths of a parallel head."""
     loss: Literal["soft_ce", "lk"] = "soft_ce"
-    """soft_ce: cross-entropy to the target's distribution. lk: acceptance too, more of it the
-    better a step gets in a forward pass, so that micro_rows and anchor_parts change it a little."""
+    """soft_ce: cross-entropy to the target's distribution. lk: a mix with the acceptance rate,
+    whose share grows with a step's mean acceptance in the forward pass, so that micro_rows and
+    anchor_parts change it a little."""
     regression: float = Field(default=1.0, ge=0)
-    """eagle: weight of the imitation of the target's states (smooth L1)."""
+    """eagle: weight of the regression on the target's states (smooth L1)."""
     distillation: float = Field(default=0.1, ge=0)
-    """eagle: weight of the loss on distributions."""
+    """eagle: weight of the loss on token distributions."""
     noise: float = Field(default=0.1, ge=0)
-    """eagle: largest noise on features, times 512 / length of the conversation; 0: none."""
+    """eagle: largest noise on features, multiplied by 512 / conversation length; 0: none."""
     gamma: float = Field(default=0.8, gt=0, le=1)
-    """Weight of step (depth) k is gamma^k."""
+    """Base of the step weights: step or depth k has weight gamma^k."""
     acceptance_weighting: float = Field(default=0.0, ge=0, le=1)
     """Share of a row's weight that is multiplied by the probability that its draft is reached: the
     product of its anchor's α at the steps before."""
@@ -140,57 +142,58 @@ class TrainSettings(Settings):
     cod_min: float = Field(default=0.2, ge=0, le=1)
     """peagle: smallest share of the anchors that a depth keeps."""
     anchor_parts: int = Field(default=1, ge=1)
-    """Parts that the anchors of a forward pass are dealt to, to run one after the other: less
-    memory for long rows, with the same result."""
+    """Number of parts that the anchors of a forward pass are split into. The parts run one after
+    the other, which needs less memory for long rows and gives the same result."""
     learning_rate: float = Field(default=1e-3, gt=0)
-    """Peak of the schedule."""
+    """Peak learning rate of the schedule."""
     warmup: float = Field(default=0.04, ge=0, lt=1)
-    """Share of the steps with rising learning rate."""
+    """Share of the steps in which the learning rate rises."""
     schedule: Literal["cosine", "wsd"] = "cosine"
-    """How it falls behind them. wsd: it stays at its peak up to the last steps."""
+    """Shape of the learning rate after warmup. cosine: it falls steadily. wsd: it stays at the peak
+    until the last steps (`decay`)."""
     decay: float = Field(default=0.2, gt=0, le=1)
-    """wsd: share of the steps over which it falls."""
+    """wsd: share of the steps, at the end, in which the learning rate falls."""
     final_learning_rate: float = Field(default=0.02, ge=0, le=1)
-    """Its end, as a share of the peak."""
+    """Learning rate at the end, as a share of the peak."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's, on matrices only."""
+    """Weight decay of AdamW, on matrices only."""
     beta2: float = Field(default=0.95, gt=0, lt=1)
-    """AdamW's second-moment decay."""
+    """Decay of AdamW's second moment."""
     clip: float = Field(default=0.5, gt=0)
-    """Largest gradient norm."""
+    """Gradient norm above which gradients are clipped."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Autocast dtype over float32 weights; "auto": bfloat16 on a GPU, float32 on a CPU."""
     compile: Literal["auto"] | bool = "auto"
-    """Whether norms, rotations and gates of a step are compiled (torch.compile); "auto": on a
-    GPU. eagle3 and peagle; other families have no use for it."""
+    """eagle3, peagle: whether norms and rotations are compiled (torch.compile); "auto": on a GPU.
+    It has no effect on other families."""
     recompute: Literal["auto"] | bool = "auto"
-    """Whether steps are computed again in the backward pass in place of being kept: less memory for
-    long rows, a third more time; "auto": on a GPU that could not keep them. eagle3 only."""
+    """eagle3: whether the backward pass recomputes activations instead of saving them, which needs
+    less memory for long rows and a third more time; "auto": on a GPU where they do not fit."""
     validation_share: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the records kept out of training, all that answer one prompt or none of them; above
-    0 at least one prompt's, where there are several."""
+    """Share of the records held out for validation. Records of one prompt stay together. Above 0,
+    at least one prompt is held out if there are several."""
     validate_every: int | None = Field(default=None, ge=1)
-    """Steps between validations; None: at the end only."""
+    """Steps between validations; None: only at the end."""
     checkpoint_every: int = Field(default=500, ge=1)
     """Steps between checkpoints."""
     log_every: int = Field(default=10, ge=1)
     """Steps between lines of metrics.jsonl."""
     device: str = "auto"
-    """Where to train: "cpu", "cuda", "cuda:1" …; "auto": a GPU when there is one."""
+    """Device to train on: "cpu", "cuda", "cuda:1" …; "auto": a GPU if there is one."""
     parallel: Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"] = "ddp"
-    """What several processes keep: the whole head each (ddp), shards of weights, gradients and
-    moments (fsdp2, zero3), of gradients and moments (zero2), or of moments (zero1). zero: by
-    DeepSpeed, on two GPUs 1% to 3% slower than the others."""
+    """What several processes shard: nothing (ddp); weights, gradients and moments (fsdp2, zero3);
+    gradients and moments (zero2); or moments (zero1). zero1 to zero3 run DeepSpeed, which is 1% to
+    3% slower on two GPUs than the others."""
     data_workers: int | None = Field(default=None, ge=0)
-    """Processes that pack batches, of half a gigabyte each; 0: the process that trains packs them.
-    None: up to 4 for a GPU, as far as CPU cores and /dev/shm allow; 0 on a CPU."""
+    """Processes that pack batches, of half a gigabyte each; 0: threads of the process that trains.
+    None: up to 4 for a GPU, whose kernels start later if threads run beside them; 0 on a CPU."""
     wandb: str | None = None
-    """Project on Weights & Biases; None: off."""
+    """Weights & Biases project to log to; None: no logging there."""
 
     def identity(self) -> dict[str, Any]:
-        """Return what a training checkpoint is tied to: all settings that change its weights.
+        """Return all settings that change the weights; a training checkpoint is tied to them.
 
-        Renamed settings keep their first name, so that older checkpoints can be continued.
+        Renamed settings keep their original name, so that older checkpoints can be resumed.
         """
         fields = self.model_dump(exclude=set(FREE_SETTINGS))
         return {FIRST_NAMES.get(name, name): value for name, value in fields.items()}

@@ -1,4 +1,4 @@
-"""What a head drafts at every position and step, and how the target would judge it."""
+"""Scores of a head's drafts at every position and step: hits, α, loss and acceptance ratios."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from draftlab.train.batch.packing import Batch
 from draftlab.train.objectives.loss import DraftTeacher, step_of_row
 
 BUFFER = 64 << 20
-"""Bytes of the logits that are judged together."""
+"""Bytes of the logits of one chunk of rows."""
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Of every position t and step k of a batch, [B, S, L] each; 0 where nothing carries loss.
+class TokenScores:
+    """Scores at every position t and step k of a batch, [B, S, L] each; 0 at rows without loss.
 
     Attributes:
-        asked: bool, whether it carries loss.
-        hits: bool, whether x_{t+2+k} was drafted.
-        best: bool, whether the target's most probable token was.
+        valid: bool, whether the row carries loss.
+        hits: bool, whether the draft is x_{t+2+k}.
+        best: bool, whether the draft is the target's most probable token.
         alpha, loss: float32, Σ min(p, q) and the soft cross-entropy.
-        ratios: float32, min(1, q(x) / p(x)) of x = x_{t+2+k}; 0 if it is not in the vocabulary.
+        ratios: float32, min(1, q(x) / p(x)) of x = x_{t+2+k}; 0 if the draft vocabulary lacks x.
     """
 
-    asked: Tensor
+    valid: Tensor
     hits: Tensor
     best: Tensor
     alpha: Tensor
@@ -37,55 +37,57 @@ class Scores:
 
 
 @torch.no_grad()
-def score(head: DraftHead, target: DraftTeacher, batch: Batch) -> Scores:
-    """One unroll; logits exist a chunk of rows at a time, a teacher's once for all its steps."""
+def score(head: DraftHead, target: DraftTeacher, batch: Batch) -> TokenScores:
+    """Return the scores of one forward pass.
+
+    Logits are computed for a chunk of rows at a time, and a teacher's logits once for all steps.
+    """
     num_rows, width = batch.tokens.shape
     shape = (num_rows * width, len(batch.steps))
     device = batch.tokens.device
-    kinds = (torch.bool,) * 3 + (torch.float32,) * 3
-    found = [torch.zeros(shape, dtype=kind, device=device) for kind in kinds]
+    dtypes = (torch.bool,) * 3 + (torch.float32,) * 3
+    scores = [torch.zeros(shape, dtype=dtype, device=device) for dtype in dtypes]
     outputs = list(head.family.objective().forward(head, batch))
     if outputs:
         step = step_of_row([len(o.teacher_index) for o in outputs], device)
         row = torch.cat([o.teacher_index for o in outputs])
-        values = _judged(head, target, batch, torch.cat([o.output for o in outputs]), row)
-        for whole, value in zip(
-            found, (torch.ones_like(row, dtype=torch.bool), *values), strict=True
-        ):
-            whole[row - 1 - step, step] = value
-    return Scores(*(x.view(num_rows, width, -1) for x in found))
+        valid = torch.ones_like(row, dtype=torch.bool)
+        values = _score_rows(head, target, batch, torch.cat([o.output for o in outputs]), row)
+        for tensor, value in zip(scores, (valid, *values), strict=True):
+            tensor[row - 1 - step, step] = value
+    return TokenScores(*(x.view(num_rows, width, -1) for x in scores))
 
 
-def _judged(
+def _score_rows(
     head: DraftHead, target: DraftTeacher, batch: Batch, output: Tensor, row: Tensor
 ) -> list[Tensor]:
-    """hits, best, α, loss and ratio of each row, of outputs [R, H] and their teachers' places."""
+    """Return hits, best, α, loss and ratio of each row.
+
+    Args:
+        output: [R, H], the head's outputs.
+        row: int64 [R], flat positions of their teachers.
+    """
     plan, teacher = batch.plan, target.at(batch)
     token, argmax = batch.tokens.flatten()[row + 1], batch.argmax.flatten()[row]
-    draft = torch.full((head.config.vocab_size,), -1, device=row.device)
-    draft[target.target_ids] = torch.arange(len(target.target_ids), device=row.device)
-    draft = draft[token]
-    found = [torch.empty_like(row, dtype=kind) for kind in (torch.bool,) * 2 + (torch.float32,) * 3]
+    draft_index = torch.full((head.config.vocab_size,), -1, device=row.device)
+    draft_index[target.target_ids] = torch.arange(len(target.target_ids), device=row.device)
+    draft_id = draft_index[token]
+    dtypes = (torch.bool,) * 2 + (torch.float32,) * 3
+    scores = [torch.empty_like(row, dtype=dtype) for dtype in dtypes]
     for chunk in plan.chunks(max(2, BUFFER // (4 * len(target.weight)))):
-        rows, place = plan.order[chunk.rows], plan.teacher_index[chunk.rows]
-        at = plan.positions[chunk.teachers]
-        last = target.norm(teacher.last[at].to(target.weight.dtype))
-        z = teacher.to_logits(last @ target.weight.t())[place - chunk.teachers.start]
-        logsumexp = teacher.logsumexp[plan.positions[place]]
+        rows, index = plan.order[chunk.rows], plan.teacher_index[chunk.rows]
+        states = teacher.last[plan.positions[chunk.teachers]]
+        last = target.norm(states.to(target.weight.dtype))
+        z = teacher.to_logits(last @ target.weight.t())[index - chunk.teachers.start]
+        logsumexp = teacher.logsumexp[plan.positions[index]]
         logits = head.logits(output[rows]).float()
-        judged = distill(logits, z, logsumexp)
-        pick = draft[rows].clamp(min=0)[:, None]
-        log_q = logits.log_softmax(-1).gather(1, pick)[:, 0]
-        log_p = z.gather(1, pick)[:, 0] - logsumexp
-        drafted = target.target_ids[judged.best]
-        ratio = (log_q - log_p).exp().clamp(max=1) * (draft[rows] >= 0)
-        values = (
-            drafted == token[rows],
-            drafted == argmax[rows],
-            judged.alpha,
-            judged.loss,
-            ratio,
-        )
-        for whole, value in zip(found, values, strict=True):
-            whole[rows] = value
-    return found
+        out = distill(logits, z, logsumexp)
+        column = draft_id[rows].clamp(min=0)[:, None]
+        log_q = logits.log_softmax(-1).gather(1, column)[:, 0]
+        log_p = z.gather(1, column)[:, 0] - logsumexp
+        ratio = (log_q - log_p).exp().clamp(max=1) * (draft_id[rows] >= 0)
+        drafted = target.target_ids[out.best]
+        hits, best = drafted == token[rows], drafted == argmax[rows]
+        for tensor, value in zip(scores, (hits, best, out.alpha, out.loss, ratio), strict=True):
+            tensor[rows] = value
+    return scores

@@ -1,12 +1,13 @@
-"""Validation: α and accuracy by step, and the acceptance length a server would count.
+"""Validation: α and accuracy by step, and the predicted acceptance length.
 
 The teacher-forced walk (methods §6) goes through an answer as a server does: from t = a − 1 it
-accepts the run of drafts that hit the recorded tokens, then continues behind them. On the target's
-greedy answers its counters are those of real decoding; on sampled answers the expectation of the
-acceptance rule takes the place of hits.
+accepts the drafts that equal the recorded tokens up to the first that differs, then continues after
+them. On the target's greedy answers its counters are those of real decoding. On sampled answers the
+expectation under the acceptance rule replaces the hits.
 
-For a parallel head "step" reads "depth": its drafts depend on no other draft, those of a chain on
-the recorded tokens in place of accepted drafts, so both are scored for all positions at once.
+For a parallel head a step is a depth. Its drafts depend on no other draft, and a chain's drafts
+depend on the recorded tokens in place of accepted drafts, so both are scored at all positions at
+once.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import pack
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.objectives.loss import DraftTeacher
-from draftlab.train.token_scores import Scores, score
+from draftlab.train.token_scores import TokenScores, score
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """α at the positions start ≤ t < stop of a conversation, per step; None without any row."""
+class PositionBin:
+    """Mean α of each step at positions start ≤ t < stop of a conversation; None without rows."""
 
     start: int
     stop: int
@@ -40,14 +41,15 @@ class Stretch:
 
 @dataclass
 class Validation:
-    """What validation found.
+    """Metrics of a head on held-out records.
 
     Attributes:
-        alpha, accuracy: per step (of a parallel head: depth).
-        loss: per step, mean over rows.
-        walk: counters over greedy answers, only steps whose K drafts lie inside the answer.
+        alpha, accuracy: for each step (of a parallel head: depth).
+        loss: for each step, mean over rows.
+        walk: counters over greedy answers, of steps whose K drafts lie inside the answer.
         sampled_al: predicted AL at temperature 1 over sampled answers; None without any.
-        by_position: α by position in the conversation: heads fail past what they were trained on.
+        by_position: α by position in the conversation; heads get worse at positions beyond those
+            they were trained on.
         steps: (t, accepted) of the walk, by record.
     """
 
@@ -56,11 +58,11 @@ class Validation:
     loss: list[float]
     walk: Counters
     sampled_al: float | None
-    by_position: list[Stretch]
+    by_position: list[PositionBin]
     steps: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     def line(self) -> str:
-        """One line for the console."""
+        """Return a line for the console."""
         walk = self.walk.acceptance_length
         parts = [f"α {' '.join(f'{a:.3f}' for a in self.alpha)}"]
         parts.append(f"accuracy {' '.join(f'{a:.3f}' for a in self.accuracy)}")
@@ -73,14 +75,14 @@ class Validation:
         return " · ".join(parts)
 
     def position_line(self) -> str | None:
-        """One line on α by position, at the first step; None if all lies in one stretch."""
-        found = [(s.stop, s.alpha[0]) for s in self.by_position if s.alpha[0] is not None]
-        if len(found) < 2:
+        """Return a line about the first step's α by position; None if all rows are in one bin."""
+        bins = [(b.stop, b.alpha[0]) for b in self.by_position if b.alpha[0] is not None]
+        if len(bins) < 2:
             return None
-        return "α by position: " + " · ".join(f"below {stop:,} {a:.3f}" for stop, a in found)
+        return "α by position: " + " · ".join(f"below {stop:,} {a:.3f}" for stop, a in bins)
 
     def metrics(self) -> dict[str, Any]:
-        """For metrics.jsonl."""
+        """Return the fields of metrics.jsonl."""
         return {
             "alpha": self.alpha,
             "accuracy": self.accuracy,
@@ -89,21 +91,21 @@ class Validation:
             "walk_drafts": self.walk.drafts,
             "walk_accepted_at": self.walk.accepted_at,
             "sampled_al": self.sampled_al,
-            "by_position": [asdict(stretch) for stretch in self.by_position],
+            "by_position": [asdict(b) for b in self.by_position],
         }
 
 
 def walk(hits: Tensor, spans: Tensor, k: int) -> tuple[Counters, list[tuple[int, int]]]:
-    """Counters of one conversation from hits.
+    """Count the accepted drafts of one conversation.
 
     Args:
-        hits: bool [T, K]; step k at t drafted x_{t+2+k}.
+        hits: bool [T, K], whether step k at t drafted x_{t+2+k}.
         spans: int64 [T].
-        k: drafts a step.
+        k: draft tokens a step.
 
     Returns:
-        Counters and the list of (t, accepted); steps with fewer than K drafts inside the answer
-        (its tail) are left out.
+        Counters and the list of (t, accepted), without the steps at an answer's end whose K drafts
+        are not all inside the answer.
     """
     reach = loss_reach(spans)
     counters, steps = Counters(k), []
@@ -123,43 +125,43 @@ def walk(hits: Tensor, spans: Tensor, k: int) -> tuple[Counters, list[tuple[int,
     return counters, steps
 
 
-MOST_TOKENS = 16384
-"""Positions of a pass, padding included, unless a single record has more."""
-FIRST_STRETCH = 256
-"""Positions of the first stretch; each later one goes twice as far as those before it."""
+MAX_TOKENS_PER_PASS = 16384
+"""Most positions of a pass, padding included, unless a single record has more."""
+FIRST_BIN = 256
+"""Positions of the first bin; each later bin ends at twice the previous end."""
 
 
 class _ByPosition:
-    """Sums of α by stretch and step."""
+    """Sums of α and rows by position bin and step."""
 
     def __init__(self, longest: int, num_steps: int, device: torch.device) -> None:
-        self.stops = [FIRST_STRETCH]
+        self.stops = [FIRST_BIN]
         while self.stops[-1] < longest:
             self.stops.append(2 * self.stops[-1])
         self.edges = torch.tensor(self.stops, device=device)
-        # [α or row, stretch, step]; float64, as counts are among them
+        # [α or rows, bin, step]; float64, since rows are counted
         self.sums = torch.zeros(2, len(self.stops), num_steps, dtype=torch.float64, device=device)
 
-    def add(self, positions: Tensor, scores: Scores) -> None:
-        stretch = torch.bucketize(positions.flatten(), self.edges, right=True)
-        for sums, values in zip(self.sums, (scores.alpha, scores.asked), strict=True):
-            sums.index_add_(0, stretch, values.flatten(0, 1).to(sums.dtype))
+    def add(self, positions: Tensor, scores: TokenScores) -> None:
+        index = torch.bucketize(positions.flatten(), self.edges, right=True)
+        for sums, values in zip(self.sums, (scores.alpha, scores.valid), strict=True):
+            sums.index_add_(0, index, values.flatten(0, 1).to(sums.dtype))
 
-    def stretches(self) -> list[Stretch]:
-        found = []
+    def bins(self) -> list[PositionBin]:
+        bins = []
         for start, stop, alpha, rows in zip(
             [0, *self.stops], self.stops, *self.sums.tolist(), strict=False
         ):
             mean = [a / n if n else None for a, n in zip(alpha, rows, strict=True)]
-            found.append(Stretch(start, stop, mean, [int(n) for n in rows]))
-        return found
+            bins.append(PositionBin(start, stop, mean, [int(n) for n in rows]))
+        return bins
 
 
 def _groups(order: Sequence[int], lengths: Sequence[int], rows: int) -> Iterator[list[int]]:
-    """Records for one pass each, of ascending lengths: so many, or fewer if they are long."""
+    """Yield the records of each pass by ascending length: `rows`, or fewer if they are long."""
     group: list[int] = []
     for i in order:
-        full = (len(group) + 1) * lengths[i] > MOST_TOKENS
+        full = (len(group) + 1) * lengths[i] > MAX_TOKENS_PER_PASS
         if group and (full or len(group) == rows):
             yield group
             group = []
@@ -178,10 +180,10 @@ def validate(
     batch_rows: int = 8,
     ranks: Ranks | None = None,
 ) -> Validation:
-    """Validates on records `indices` of the store, one a row.
+    """Validate a head on records `indices` of the store, one record a row.
 
     Args:
-        ranks: who share the work; None: it is done alone.
+        ranks: processes that share the work; None: this process alone.
     """
     device = head.fc.weight.device
     ranks = ranks or Ranks(0, 1, device)
@@ -201,35 +203,34 @@ def validate(
         batch = pack([[r] for r in records], longest, num_steps).to(device)
         scores = score(head, target, batch)
         by_position.add(batch.positions, scores)
-        kinds = scores.loss, scores.alpha, scores.best, scores.asked
-        sums += torch.stack([kind.double().sum((0, 1)) for kind in kinds])
+        metrics = scores.loss, scores.alpha, scores.best, scores.valid
+        sums += torch.stack([metric.double().sum((0, 1)) for metric in metrics])
         hits, ratios = scores.hits.cpu(), scores.ratios.cpu()
         for b, record in enumerate(records):
             if not record.temperature:
-                found, steps[record.id] = walk(
+                walked, steps[record.id] = walk(
                     hits[b, : len(record.tokens)], record.spans, num_steps
                 )
-                counters += found
+                counters += walked
             else:
-                whole = loss_reach(record.spans) >= num_steps
-                runs = ratios[b, : len(record.tokens)][whole].cumprod(-1).sum(-1)
+                complete = loss_reach(record.spans) >= num_steps
+                runs = ratios[b, : len(record.tokens)][complete].cumprod(-1).sum(-1)
                 expected, anchors = expected + float(runs.sum()), anchors + len(runs)
     head.train(training)
-    by_position.sums, sums = (ranks.all_reduce(of.cpu()) for of in (by_position.sums, sums))
-    each = ranks.all_gather((counters, steps, expected, anchors))
-    counters = sum((c for c, _, _, _ in each), Counters(num_steps))
-    steps = {name: found for _, of, _, _ in each for name, found in of.items()}
-    expected, anchors = (sum(one[i] for one in each) for i in (2, 3))
-    *of_rows, rows = sums.tolist()
+    by_position.sums, sums = (ranks.all_reduce(x.cpu()) for x in (by_position.sums, sums))
+    gathered = zip(*ranks.all_gather((counters, steps, expected, anchors)), strict=True)
+    rank_counters, rank_steps, expected, anchors = gathered
+    expected, anchors = sum(expected), sum(anchors)
+    *totals, rows = sums.tolist()
     loss, alpha, accuracy = (
-        [value / max(1, n) for value, n in zip(values, rows, strict=True)] for values in of_rows
+        [value / max(1, n) for value, n in zip(values, rows, strict=True)] for values in totals
     )
     return Validation(
         alpha,
         accuracy,
         loss,
-        counters,
+        sum(rank_counters, Counters(num_steps)),
         1 + expected / anchors if anchors else None,
-        by_position.stretches(),
-        steps,
+        by_position.bins(),
+        {name: accepted for part in rank_steps for name, accepted in part.items()},
     )

@@ -17,16 +17,18 @@ from tests.helpers.toy_training import orthogonal_parts, toy_answer, trained
 
 
 def train(folder: Path, **settings: Any) -> None:
-    """Trains on 12 answers."""
+    """Train on 12 answers."""
     target = orthogonal_parts()
     trained(folder, ListStore([toy_answer(target, i) for i in range(12)]), target, **settings)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_weights_that_are_not_finite_reach_no_checkpoint(steps: int, tmp_path: Path) -> None:
-    """A run that is resumed from them would not get over it, whatever the next line would say."""
+    """A run that is resumed from such a checkpoint could not recover."""
     wild = {"learning_rate": 1e20, "weight_decay": 1e19, "warmup": 0.0}  # of finite gradients
-    with pytest.raises(UserError, match=r"up to step 1, found others in .*fc\.weight"):
+    with pytest.raises(
+        UserError, match=r"up to step 1, found weights that are not finite: .*fc\.weight"
+    ):
         train(tmp_path, steps=steps, checkpoint_every=1, log_every=8, **wild)
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 

@@ -1,8 +1,7 @@
-"""What the objectives share: outputs at rows, their teachers, the loss and the sums to report.
+"""The loss that all objectives share: outputs at loss rows, their teachers, and the reported sums.
 
-An objective is a function that yields, for each step, a head's logits at the rows that carry loss
-(`StepOutput`), and a weight for each step. `train/objectives/ttt.py` and
-`train/objectives/parallel.py` have one each.
+The forward pass of an objective yields, for each step, a head's outputs at the rows that carry loss
+(`StepOutput`). `train/objectives/ttt.py` and `train/objectives/parallel.py` have one each.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from draftlab.train.batch.packing import Batch
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Step k of the unroll, or depth k, at the n rows that carry loss there.
+    """Output of step k of the unroll, or of depth k, at the n rows that carry loss.
 
     Attributes:
-        output: [n, H], the head's (`DraftHead.finish`).
+        output: [n, H], the head's output (`DraftHead.output_norm`).
         teacher_index: int64 [n], flat positions b·S + t + 1 + k of their teachers.
     """
 
@@ -42,11 +41,12 @@ class StepOutput:
 class LossTerms:
     """The loss of a row: distillation · ℓ + regression · smooth L1 (methods §2, §3).
 
-    Smooth L1 is a mean over H, of the head's output and the normed state of its teacher: what the
-    next draft is fed, and what it would be fed if the target had written this one.
+    Smooth L1 is a mean over H. It compares the head's output, which is the feature of the next
+    draft, with the normed state of its teacher, which would be the feature if the target had
+    written this token.
 
     Attributes:
-        loss: ℓ of `kernels/distill.py`; "lk" takes its share from the α of the batch at hand.
+        loss: ℓ of `kernels/distill.py`; "lk" weighs its terms by the α of the current batch.
         acceptance_weighting: share of a row's weight that is multiplied by the probability that its
             draft is reached.
     """
@@ -61,20 +61,20 @@ SOFT_CE = LossTerms()
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x [B, S, …] at positions index [B, R]: [B, R, …]."""
+    """Return x [B, S, …] at positions index [B, R]: [B, R, …]."""
     index = index.view(*index.shape, *[1] * (x.ndim - 2))
     return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
 
 
 def row_starts(starts: Tensor, rows: StepRows) -> Tensor:
-    """Where the document of each row begins, int64 [B, R]; S for padding rows, which see nothing.
+    """Return the document start of each row, int64 [B, R]; S for padding rows, which see no key.
 
     Args:
-        starts: int64 [B, S], of each slot (`document_starts`).
+        starts: int64 [B, S], of each position (`document_starts`).
     """
-    found = torch.full_like(rows.index, starts.shape[1]).flatten()
-    found[rows.valid_rows] = starts.gather(1, rows.index).flatten()[rows.valid_rows]
-    return found.view_as(rows.index)
+    result = torch.full_like(rows.index, starts.shape[1]).flatten()
+    result[rows.valid_rows] = starts.gather(1, rows.index).flatten()[rows.valid_rows]
+    return result.view_as(rows.index)
 
 
 @dataclass
@@ -88,25 +88,26 @@ class Sums:
 
     @classmethod
     def zeros(cls, num_steps: int, device: torch.device) -> Sums:
-        """Nothing summed yet."""
+        """Return sums of no rows."""
         return cls(*(torch.zeros(num_steps, device=device) for _ in range(4)))
 
     def add(self, other: Sums) -> None:
-        """Adds another batch's."""
-        for mine, theirs in zip(self.tensors(), other.tensors(), strict=True):
-            mine += theirs
+        """Add the sums of another batch in place."""
+        for total, values in zip(self.tensors(), other.tensors(), strict=True):
+            total += values
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The four of them."""
+        """Return the four tensors, in the order of the fields."""
         return self.loss, self.alpha, self.hits, self.count
 
 
 @dataclass(frozen=True)
 class DraftTeacher:
-    """The target, as far as it teaches a head: its final norm, and lm_head's draft vocabulary.
+    """The target's final norm, and the rows of its lm_head for the draft vocabulary.
 
     Attributes:
-        weight: [D, Ht]. target_ids: int64 [D]. norm, scale, softcap: as of `TargetParts`.
+        weight: [D, Ht], rows of lm_head. target_ids: int64 [D].
+        norm, scale, softcap: as in `TargetParts`.
     """
 
     norm: Callable[[Tensor], Tensor]
@@ -119,17 +120,17 @@ class DraftTeacher:
     def of(
         cls, parts: TargetParts, head: DraftHead, dtype: torch.dtype | None = None
     ) -> DraftTeacher:
-        """The teacher of a head, on its device, in `dtype` (None: the parts')."""
+        """Return the teacher of a head, on its device, in `dtype` (None: that of `parts`)."""
         device, dtype = head.d2t.device, dtype or parts.lm_head.dtype
         ids = head.target_ids(torch.arange(len(head.d2t), device=device))
-        # Rows are picked before anything is moved: lm_head may be large, and elsewhere.
+        # Select rows before moving them: lm_head may be large, and on another device.
         rows = parts.lm_head[ids.to(parts.lm_head.device)].to(device, dtype)
-        # A copy: a module moves in place, and this one may be the final norm of a model in use.
+        # A copy, since `Module.to` works in place and a model in use may own this norm.
         norm = copy.deepcopy(parts.norm).to(device, dtype)
         return cls(norm, rows, ids, parts.scale, parts.softcap)
 
     def at(self, batch: Batch) -> Teacher:
-        """What it says at the positions of a batch."""
+        """Return the teacher at the positions of a batch."""
         last, logsumexp = batch.last.flatten(0, 1), batch.logsumexp.flatten()
         return Teacher(last, self.norm, self.weight, logsumexp, self.scale, self.softcap)
 
@@ -142,9 +143,10 @@ def weighted_loss(
     weights: Sequence[float],
     terms: LossTerms = SOFT_CE,
 ) -> tuple[Tensor, Sums]:
-    """Σ_k weight_k Σ ℓ over the rows that carry loss, not yet divided by N_0; the sums to report.
+    """Return Σ_k weight_k Σ ℓ over the rows that carry loss, and the sums to report.
 
-    A token outside the draft vocabulary stays in every denominator as a miss.
+    The loss is not yet divided by N_0. A token outside the draft vocabulary stays in every
+    denominator as a miss.
     """
     sums = Sums.zeros(len(batch.steps), batch.tokens.device)
     steps = list(outputs)
@@ -156,7 +158,7 @@ def weighted_loss(
     )
     teacher = target.at(batch)
     output, plan = torch.cat([s.output for s in steps]), batch.plan
-    with torch.autocast(output.device.type, enabled=False):  # which would widen the norm on a GPU
+    with torch.autocast(output.device.type, enabled=False):  # autocast widens the norm on a GPU
         hidden, kl_weight = head.normed(output), None
     if terms.loss == "lk" or terms.acceptance_weighting:
         step = step_of_row(sizes, row.device)
@@ -164,11 +166,9 @@ def weighted_loss(
             alpha = distill_linear(hidden, head.lm_head.weight, teacher, plan, weight).alpha
         if terms.loss == "lk":
             kl_weight = lk_weight(alpha, step, len(sizes))
-        if share_by_reach := terms.acceptance_weighting:
-            anchor, slots = row - 1 - step, batch.tokens.numel()
-            reach = reach_probability(alpha, step, anchor, len(sizes), slots)
-            weighted_by_reach = weight * (1 - share_by_reach + share_by_reach * reach)
-            weight = torch.where(weight != 0, weighted_by_reach, 0)  # avoids 0 · NaN
+        if share := terms.acceptance_weighting:
+            reach = reach_probability(alpha, step, row - 1 - step, len(sizes), batch.tokens.numel())
+            weight = torch.where(weight != 0, weight * (1 - share + share * reach), 0)  # no 0 · NaN
     out = distill_linear(
         hidden,
         head.lm_head.weight,
@@ -180,30 +180,30 @@ def weighted_loss(
     )
     total, value = out.total, terms.distillation * out.loss
     if terms.regression:
-        wanted = target.norm(teacher.last[row].to(target.weight.dtype))
-        missed = F.smooth_l1_loss(output.to(wanted.dtype), wanted, reduction="none").mean(-1)
-        total = total + terms.regression * weighted(weight, missed)
-        value = value + terms.regression * missed.detach()
+        state = target.norm(teacher.last[row].to(target.weight.dtype))
+        distance = F.smooth_l1_loss(output.to(state.dtype), state, reduction="none").mean(-1)
+        total = total + terms.regression * weighted(weight, distance)
+        value = value + terms.regression * distance.detach()
     hit = target.target_ids[out.best] == batch.argmax.flatten()[row]
     by_step = zip(*(x.split(sizes) for x in (value, out.alpha, hit)), sizes, strict=True)
     for k, (loss, alpha, hits, count) in enumerate(by_step):
         sums.loss[k], sums.alpha[k], sums.hits[k] = loss.sum(), alpha.sum(), hits.sum()
-        sums.count[k].fill_(count)  # an assignment would copy the number, and wait for the device
+        sums.count[k].fill_(count)  # an assignment would wait for the device
     return total, sums
 
 
 def reach_probability(
     alpha: Tensor, step: Tensor, anchor: Tensor, num_steps: int, slots: int
 ) -> Tensor:
-    """Return the probability that all drafts before a row's own, from its anchor, are accepted.
+    """Return the probability that all drafts of a row's anchor before the row's draft are accepted.
 
-    The gradient of the expected number of accepted drafts, Σ_k Π_{j≤k} α_j, by α_k has it as a
-    factor (the other is what may follow). It is an estimate: the recorded tokens stand in for those
-    that would be accepted.
+    The expected number of accepted drafts is Σ_k Π_{j≤k} α_j. Its derivative by α_k has this
+    probability as a factor; the other factor is about later drafts. The value is an estimate, since
+    the recorded tokens stand in for the accepted ones.
 
     Args:
         alpha: [R], of the rows. step: int64 [R], below num_steps. anchor: int64 [R], flat, below
-            `slots`; a step has an anchor once.
+            `slots`; an anchor occurs at most once in a step.
 
     Returns:
         [R], Π_{j<k} α_j, 1 at step 0.
@@ -214,5 +214,5 @@ def reach_probability(
 
 
 def step_of_row(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [R], the step of each of the rows that lie step behind step."""
+    """Return the step of each row, int64 [R], of rows sorted by step."""
     return torch.cat([torch.full((n,), k, device=device) for k, n in enumerate(sizes)])

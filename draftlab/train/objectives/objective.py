@@ -14,7 +14,7 @@ from draftlab.train.objectives.loss import LossTerms, StepOutput
 from draftlab.train.settings import TrainSettings
 
 Forward = Callable[[Any, Batch], Iterable[StepOutput]]
-"""(head, batch of one pass) → the output of each step or depth that has rows, in order."""
+"""(head, batch of one pass) → the outputs of the steps or depths that have rows, in order."""
 
 
 class FastForward(Protocol):
@@ -30,7 +30,7 @@ class FastForward(Protocol):
 
     @staticmethod
     def supports(head: DraftHead) -> bool:
-        """Return whether it computes this head."""
+        """Return whether this forward pass computes the head."""
 
     def __call__(self, head: Any, batch: Batch) -> Iterable[StepOutput]: ...
 
@@ -42,8 +42,8 @@ class Objective:
     Attributes:
         forward: the reference forward pass of training and validation.
         step_weights: (γ, N_k of a whole optimizer step) → weight of each step's sum of losses,
-            before all is divided by N_0.
-        fast_forward: a faster forward pass, for heads that it supports.
+            before the total is divided by N_0.
+        fast_forward: a faster forward pass; it is used for heads that it supports.
         drops_anchors: whether training keeps only some anchors at later depths (`train.cod_ratio`).
         imitates_states: whether outputs imitate the target's states (`train.regression`), from
             features with noise on them (`train.noise`).
@@ -56,7 +56,7 @@ class Objective:
     imitates_states: bool = False
 
     def loss_terms(self, settings: TrainSettings) -> LossTerms:
-        """Return what a row's loss is made of."""
+        """Return the terms of a row's loss."""
         weighting = settings.acceptance_weighting
         if self.imitates_states:
             return LossTerms(settings.loss, settings.distillation, settings.regression, weighting)
