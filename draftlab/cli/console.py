@@ -32,6 +32,16 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print report.json on stdout instead of tables.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
+HeadOption = Annotated[
+    str | None,
+    typer.Option(help='Head folder instead of a run; "reference" is the built-in head.'),
+]
+TargetOption = Annotated[
+    str | None, typer.Option(help='Target of --head: a folder, a Hub id or "embedded".')
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the target.")
+]
 
 PROGRESS_INTERVAL_S = 15.0  # between lines of progress in a log
 

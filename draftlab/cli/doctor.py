@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from draftlab.cli.console import Debug, guard, monitor, output
+from draftlab.cli.console import Debug, TrustRemoteCode, guard, monitor, output
 from draftlab.cli.settings_options import SettingsOptions
 from draftlab.doctor.settings import DoctorSettings
 
@@ -28,9 +28,7 @@ def doctor(
     device: Annotated[
         str | None, typer.Option(help="Device of the target: cpu, cuda, cuda:1 …")
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the target.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the diagnosis as JSON on stdout.")
     ] = False,

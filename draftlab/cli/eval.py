@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from draftlab.cli.console import STARTS_OVER, Debug, Json, guard, monitor, show_report
+from draftlab.cli.console import (
+    STARTS_OVER,
+    Debug,
+    HeadOption,
+    Json,
+    TargetOption,
+    guard,
+    monitor,
+    show_report,
+)
 from draftlab.cli.settings_options import SettingsOptions
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.target_model.settings import TargetSettings
@@ -42,13 +51,8 @@ def eval_(
         str | None,
         typer.Option("--run", help="Run whose head is evaluated, by name or path.", metavar="RUN"),
     ] = None,
-    head: Annotated[
-        str | None,
-        typer.Option(help='Head folder instead of a run; "reference" is the built-in head.'),
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option(help='Target of --head: a folder, a Hub id or "embedded".')
-    ] = None,
+    head: HeadOption = None,
+    target: TargetOption = None,
     chosen: Any = None,
     dtype: Annotated[
         str | None,

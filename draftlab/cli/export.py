@@ -8,7 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from draftlab.cli.console import Debug, guard, monitor
+from draftlab.cli.console import (
+    Debug,
+    HeadOption,
+    TargetOption,
+    TrustRemoteCode,
+    guard,
+    monitor,
+)
 from draftlab.cli.settings_options import SettingsOptions
 from draftlab.errors import UserError
 from draftlab.export.settings import ExportSettings
@@ -23,13 +30,8 @@ def export(
         str | None,
         typer.Option("--run", help="Run whose head is exported, by name or path.", metavar="RUN"),
     ] = None,
-    head: Annotated[
-        str | None,
-        typer.Option(help='Head folder instead of a run; "reference" is the built-in head.'),
-    ] = None,
-    target: Annotated[
-        str | None, typer.Option(help='Target of --head: a folder, a Hub id or "embedded".')
-    ] = None,
+    head: HeadOption = None,
+    target: TargetOption = None,
     chosen: Any = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder to write; by default export/ of the run.")
@@ -81,9 +83,7 @@ def import_(
         list[str] | None,
         typer.Option("--ignore", help="Unknown config key that may be ignored.", metavar="KEY"),
     ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the target.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
     """Convert a speculators, vLLM, SGLang, SpecForge or SafeAILab head to a head folder."""

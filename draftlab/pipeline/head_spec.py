@@ -32,15 +32,15 @@ def target_config(target: TargetSettings) -> Any:
         UserError: the config cannot be read.
     """
     folder = local_target(target)
-    place = str(folder or target.path)
+    source = str(folder or target.path)
     try:
         return AutoConfig.from_pretrained(
-            place, revision=target.revision, trust_remote_code=target.trust_remote_code
+            source, revision=target.revision, trust_remote_code=target.trust_remote_code
         )
     except Exception as error:  # OSError, ValueError, and what remote code raises
         do = "check the id, your network and your login, or name a folder that has config.json"
         raise UserError(
-            f"the target's config does not load: {error}", where=place, do="" if folder else do
+            f"the target's config does not load: {error}", where=source, do="" if folder else do
         ) from None
 
 
@@ -55,13 +55,13 @@ def choose_boundaries(recipe: Recipe, num_layers: int, monitor: Monitor) -> tupl
         return ()
     if chosen is None:
         chosen = default_boundaries(num_layers)
-        usual = [2, num_layers // 2, num_layers - 3]
-        note = "" if list(chosen) == usual else f" ({usual} coincide or lie outside)"
+        formula = [2, num_layers // 2, num_layers - 3]
+        note = "" if list(chosen) == formula else f" ({formula} coincide or are outside)"
         monitor.say(f"boundaries {list(chosen)} of {num_layers} layers, by default{note}")
-    elif chosen != (usual := default_boundaries(num_layers)):
+    elif chosen != (default := default_boundaries(num_layers)):
         monitor.say(
             f"boundaries {list(chosen)} of {num_layers} layers, as the recipe says (by default "
-            f"{list(usual)}); each is the input of the layer of that number"
+            f"{list(default)}); each is the input of the layer of that number"
         )
     check_boundaries(chosen, num_layers)
     return chosen

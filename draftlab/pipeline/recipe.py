@@ -30,7 +30,7 @@ _BOOL = "tag:yaml.org,2002:bool"
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys, of which PyYAML keeps the last without a warning.
+    """A YAML loader that refuses duplicate keys, where PyYAML would use the last one.
 
     As in YAML 1.2, only true and false are booleans: `draft_probs: off` is a text.
     """
@@ -62,7 +62,7 @@ class Recipe(Settings):
     seed: int = 0
     """Seed of sampled answers, initial weights and data order; eval.seed is that of evaluation."""
     target: TargetSettings = TargetSettings()
-    """The frozen model that the head drafts for. A text alone is its path."""
+    """The frozen model that the head drafts for. A plain text is its path."""
     prompts: PromptSettings = PromptSettings()
     """The conversations that the target answers, or that are used as they are."""
     regenerate: RegenerateSettings = RegenerateSettings()
@@ -207,8 +207,8 @@ def _explain(error: Any) -> str:
     path = ".".join([*map(str, loc[:-1]), near[0]]) if near else ""
     if key in RENAMED_SETTINGS:
         return f"{key}: this setting is called {RENAMED_SETTINGS[key]} now"
-    known = f"did you mean {path}?" if near else f"known: {', '.join(model.model_fields)}"
-    return f"{key}: unknown setting; {known}"
+    hint = f"did you mean {path}?" if near else f"known: {', '.join(model.model_fields)}"
+    return f"{key}: unknown setting; {hint}"
 
 
 def flatten(model: BaseModel, prefix: str = "") -> dict[str, Any]:

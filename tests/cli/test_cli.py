@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,11 @@ import typer
 import yaml
 from rich.console import Console
 
+from draftlab.cli import app
 from draftlab.cli.console import ConsoleMonitor, user_errors
 from draftlab.errors import UserError
+from draftlab.evaluate.certificate import certify
+from draftlab.evaluate.evaluator import Evaluator
 from draftlab.evaluate.results import SCHEMA_VERSION, Report
 from draftlab.pipeline import pipeline
 from tests.helpers.small_run import copy_of_finished, draftlab, finished, half_written, snapshot
@@ -27,6 +31,12 @@ VERBS = (
 )
 # fmt: on
 THERE = [f"{s}: there" for s in ("answers", "store", "head", "eval", "export")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a copy of the finished run that a test can change."""
+    return copy_of_finished(tmp_path)
 
 
 def refused(folder: Path, *arguments: str) -> str:
@@ -119,8 +129,7 @@ def test_a_changed_setting_is_refused_by_name() -> None:
     assert snapshot(finished() / "runs") == before
 
 
-def test_force_runs_only_changed_and_later_stages_again(tmp_path: Path) -> None:
-    folder = copy_of_finished(tmp_path)
+def test_force_runs_only_changed_and_later_stages_again(folder: Path) -> None:
     run = folder / "runs" / "small"
     before = snapshot(run)
     result = draftlab(folder, "run", "small.yaml", "train.steps=7", "--force")
@@ -138,8 +147,7 @@ def test_force_runs_only_changed_and_later_stages_again(tmp_path: Path) -> None:
     refused(folder, "train", "small.yaml")
 
 
-def test_a_changed_prompt_file_is_refused(tmp_path: Path) -> None:
-    folder = copy_of_finished(tmp_path)
+def test_a_changed_prompt_file_is_refused(folder: Path) -> None:
     prompts = folder / "prompts.jsonl"
     text = prompts.read_text()
     prompts.write_text(text.replace("def f3", "def g3"))
@@ -148,8 +156,7 @@ def test_a_changed_prompt_file_is_refused(tmp_path: Path) -> None:
     assert draftlab(folder, "train", "small.yaml").exit_code == 0
 
 
-def test_changed_eval_settings_need_no_force(tmp_path: Path) -> None:
-    folder = copy_of_finished(tmp_path)
+def test_changed_eval_settings_need_no_force(folder: Path) -> None:
     head = snapshot(folder / "runs" / "small" / "head")
     changed = ("eval.k=1", "eval.temperatures=[0]", "--json")
     result = draftlab(folder, "run", "small.yaml", *changed)
@@ -158,8 +165,7 @@ def test_changed_eval_settings_need_no_force(tmp_path: Path) -> None:
     assert snapshot(folder / "runs" / "small" / "head") == head
 
 
-def test_eval_uses_the_latest_run(tmp_path: Path) -> None:
-    folder = copy_of_finished(tmp_path)
+def test_eval_uses_the_latest_run(folder: Path) -> None:
     result = draftlab(folder, "eval", "--temps", "0,0.7,1.5", "--draft-probs", "on", "--json")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
@@ -200,8 +206,6 @@ def test_eval_of_several_heads_k_and_temperatures(tmp_path: Path) -> None:
 def test_a_failed_certificate_is_exit_code_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from draftlab.evaluate.certificate import certify
-
     def certificate(passed: bool) -> certify.Certificate:
         return certify.Certificate(
             level="L1" if passed else "L3", test="G-test", statistic=1.0, p_value=0.5, n=9,
@@ -217,16 +221,8 @@ def test_a_failed_certificate_is_exit_code_one(
         assert ("FAILED" in result.stdout) is not passed
 
 
-def test_raw_prompts_use_no_chat_template(tmp_path: Path) -> None:
-    options = ("--temps", "0", "--raw", "--out", str(tmp_path), "--json")
-    result = draftlab(finished(), "eval", *options)
-    assert result.exit_code == 0, result.output
-    assert {row["template"] for row in json.loads(result.stdout)["rows"]} == {"none (raw text)"}
-
-
-def test_raw_prompts_need_no_chat_template(tmp_path: Path) -> None:
+def test_raw_prompts_need_no_chat_template(folder: Path) -> None:
     """The target may have none, or another one than the head was trained with."""
-    folder = copy_of_finished(tmp_path)
     config = folder / "toy" / "tokenizer_config.json"
     fields = json.loads(config.read_text())
     fields.pop("chat_template", None)
@@ -236,7 +232,9 @@ def test_raw_prompts_need_no_chat_template(tmp_path: Path) -> None:
     assert "template" in refused(folder, *options)
     result = draftlab(folder, *options, "--raw", "--compare", "runs/small/head", "--json")
     assert result.exit_code == 0, result.output
-    assert len({row["head"] for row in json.loads(result.stdout)["rows"]}) == 3
+    rows = json.loads(result.stdout)["rows"]
+    assert {row["template"] for row in rows} == {"none (raw text)"}
+    assert len({row["head"] for row in rows}) == 3
 
 
 def test_eval_with_out_leaves_the_run_unchanged(tmp_path: Path) -> None:
@@ -261,8 +259,7 @@ def test_a_head_folder_is_evaluated_with_its_target(tmp_path: Path) -> None:
     assert result.stderr.splitlines()[-1] == f"report: {tmp_path / 'report.html'}"
 
 
-def test_export_uses_the_run_and_its_options(tmp_path: Path) -> None:
-    folder = copy_of_finished(tmp_path)
+def test_export_uses_the_run_and_its_options(folder: Path) -> None:
     config = folder / "runs" / "small" / "export" / "speculators" / "config.json"
 
     def k() -> int:
@@ -372,43 +369,42 @@ def test_debug_prints_the_traceback_of_a_mistake() -> None:
     assert "error: expected a recipe" in result.stderr
 
 
-def test_internal_errors_exit_with_code_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("oh")
+def raises(error: BaseException) -> Callable[..., None]:
+    """Return a function that raises an error."""
 
+    def function(*_: object, **__: object) -> None:
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "message"),
+    [
+        (ZeroDivisionError("oh"), 1, "internal error: ZeroDivisionError: oh"),
+        (KeyboardInterrupt(), 130, "continues where it stopped"),
+    ],
+)
+def test_internal_errors_and_interruptions(
+    error: BaseException, exit_code: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = finished()  # must exist before `make` is broken
-    monkeypatch.setattr(pipeline.Pipeline, "make", broken)
+    monkeypatch.setattr(pipeline.Pipeline, "make", raises(error))
     result = draftlab(folder, "train", "small.yaml")
-    assert result.exit_code == 1
-    assert "internal error: ZeroDivisionError: oh" in result.stderr
+    assert result.exit_code == exit_code
+    assert message in result.stderr
     assert "Traceback" not in result.stderr
     result = draftlab(folder, "train", "small.yaml", "--debug")
-    assert result.exit_code == 1
+    assert result.exit_code == exit_code
     assert "Traceback" in result.stderr
-
-
-def test_an_interruption_says_that_the_command_continues(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    folder = finished()
-    monkeypatch.setattr(pipeline.Pipeline, "make", interrupted)
-    result = draftlab(folder, "train", "small.yaml")
-    assert result.exit_code == 130
-    assert "continues where it stopped" in result.stderr
 
 
 def test_an_interrupted_evaluation_writes_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from draftlab.evaluate.evaluator import Evaluator
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
     folder = finished()
     before = snapshot(folder / "runs")
-    monkeypatch.setattr(Evaluator, "run", interrupted)
+    monkeypatch.setattr(Evaluator, "run", raises(KeyboardInterrupt()))
     for where in ("--out", str(tmp_path / "out")), ():
         result = draftlab(folder, "eval", "--temps", "1", *where)
         assert result.exit_code == 130
@@ -417,8 +413,7 @@ def test_an_interrupted_evaluation_writes_nothing(
     assert snapshot(folder / "runs") == before  # the former report and its record
 
 
-def test_a_broken_suite_leaves_the_run_unchanged(tmp_path: Path) -> None:
-    folder = copy_of_finished(tmp_path)
+def test_a_broken_suite_leaves_the_run_unchanged(folder: Path) -> None:
     (folder / "bad.jsonl").write_text('{"text": "no messages"}\n')
     before = snapshot(folder / "runs")
     output = refused(folder, "eval", "--suite", "bad.jsonl")
@@ -427,8 +422,7 @@ def test_a_broken_suite_leaves_the_run_unchanged(tmp_path: Path) -> None:
     assert snapshot(folder / "runs") == before
 
 
-def test_broken_prompts_leave_no_run_folder(tmp_path: Path) -> None:
-    folder = copy_of_finished(tmp_path)
+def test_broken_prompts_leave_no_run_folder(folder: Path) -> None:
     (folder / "bad.jsonl").write_text("not json\n")
     before = snapshot(folder / "runs")
     refused(folder, "run", "small.yaml", "name=other", "prompts.source=bad.jsonl")
@@ -488,8 +482,6 @@ def test_help_of_every_verb(verb: str, tmp_path: Path) -> None:
 
 
 def test_the_list_of_verbs_is_complete(tmp_path: Path) -> None:
-    from draftlab.cli import app
-
     names = {c.name or c.callback.__name__ for c in app.registered_commands}
     assert names | {g.name for g in app.registered_groups} == set(VERBS)
     assert draftlab(tmp_path, "evla").exit_code == 2
