@@ -1,1 +1,1 @@
-"""What is wrong with a head: its files, and the reading of them that fits its target best."""
+"""Diagnosis of draft heads: faults of their files, and the variant that fits the target best."""

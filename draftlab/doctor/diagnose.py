@@ -1,125 +1,132 @@
-"""The examination: files, then the target, then every reading; one verdict."""
+"""The diagnosis of a head: check its files, compare it with the target, score its variants."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from draftlab.doctor.findings import Diagnosis, Finding
-from draftlab.doctor.foreign_head import read_other
-from draftlab.doctor.head_files import HeadFiles, read_own, whole_tensors
-from draftlab.doctor.head_variant import Reading
+from draftlab.doctor.findings import Diagnosis, fault
+from draftlab.doctor.foreign_head import read_foreign_head
+from draftlab.doctor.head_files import HeadFiles, complete_tensors, read_draftlab_head
+from draftlab.doctor.head_variant import HeadVariant
 from draftlab.doctor.hypotheses import hypotheses
-from draftlab.doctor.hypothesis import About
+from draftlab.doctor.hypothesis import HypothesisContext
 from draftlab.doctor.identity import (
     config_findings,
     identity_findings,
-    kinship_findings,
+    resemblance_findings,
     shape_findings,
 )
 from draftlab.doctor.score import Scorer
-from draftlab.doctor.scoring_set import entered_norm
-from draftlab.doctor.search import Trials, try_readings
+from draftlab.doctor.scoring_set import input_norm
+from draftlab.doctor.search import VariantSearch, search_variants
 from draftlab.doctor.target_session import TargetSession
-from draftlab.doctor.verdict import Case
+from draftlab.doctor.verdict import make_diagnosis
 from draftlab.errors import UserError
 from draftlab.evaluate.decoding_config import DEFAULT_K
 from draftlab.heads.folder import CONFIG
 from draftlab.heads.head import EMBEDDINGS
 
-FEW = 11  # prompts that all favour one reading by chance less often than `score.LEVEL` allows
-ENOUGH = 100  # positions of the answers; fewer tell no two readings apart
+MIN_PROMPTS = 11
+"""So many prompts favour one variant by chance less often than `score.LEVEL` allows."""
+MIN_POSITIONS = 100
+"""Positions of the answers; with fewer no two variants can be distinguished."""
 
 
-def examine(folder: Path, witness: TargetSession) -> Diagnosis:
-    """Examines a head with a target; what is wrong is in the diagnosis, not raised.
+def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
+    """Diagnose a head with its target. Faults of the head are findings, not exceptions.
 
     Raises:
         UserError: no such folder, a target that does not load, prompts that cannot be used.
     """
     if not folder.is_dir():
         raise UserError("expected a head's folder, found none", where=folder)
-    text = witness.text  # a target that does not load is no fault of the head
-    case = Case(str(folder), witness.target_settings.path)
-    own = (folder / CONFIG).is_file()
+    text_config = session.text_config  # raises here: it is no fault of the head
+    conclude = partial(make_diagnosis, str(folder), session.target_settings.path)
     try:
-        files, case.findings = read_own(folder) if own else read_other(folder, witness)
+        if (folder / CONFIG).is_file():
+            files, findings = read_draftlab_head(folder)
+        else:
+            files, findings = read_foreign_head(folder, session)
     except UserError as error:
-        case.findings.append(Finding(kind="unreadable", what=error.what, do=error.do))
-        return case.closed()
+        return conclude([fault("unreadable", error.what, error.do)])
     if files is None:
-        return case.closed()
-    case.layout = files.layout
-    if other_shapes := shape_findings(files.config, text):
-        case.findings += other_shapes
-        return case.closed()
-    case.findings += config_findings(files.config, text)
-    case.findings += identity_findings(files.config, witness.target.fingerprint, witness.tokenizer)
-    tensors, found = whole_tensors(files, witness.shared_tensors)
-    case.findings += found
+        return conclude(findings)
+    config, target_tensors = files.config, session.shared_tensors
+    conclude = partial(conclude, layout=files.layout)
+    if shape_faults := shape_findings(config, text_config):
+        return conclude(findings + shape_faults)
+    findings += config_findings(config, text_config)
+    findings += identity_findings(config, session.target.fingerprint, session.tokenizer)
+    tensors, tensor_findings = complete_tensors(files, target_tensors)
+    findings += tensor_findings
     if tensors is None:
-        return case.closed()
-    case.findings += kinship_findings(files.config, tensors, witness.shared_tensors)
-    k = witness.settings.k or min(files.config.k_trained, DEFAULT_K)
-    stored = Reading(files.config, tensors, template=witness.has_template)
-    case.conditions = witness.conditions(stored.template, k)
-    case.trials = score_readings(stored, files, witness, k)
-    return case.closed(files.config.provenance)
+        return conclude(findings)
+    findings += resemblance_findings(config, tensors, target_tensors)
+    k = session.settings.k or min(config.k_trained, DEFAULT_K)
+    stored = HeadVariant(config, tensors, template=session.has_template)
+    conditions = session.conditions(stored.template, k)
+    search = score_variants(stored, files, session, k)
+    return conclude(findings, conditions=conditions, search=search, provenance=config.provenance)
 
 
-def score_readings(stored: Reading, files: HeadFiles, witness: TargetSession, k: int) -> Trials:
-    """Scores the head as stored and as every hypothesis has it."""
-    target = witness.target
-    about = About(
+def score_variants(
+    stored: HeadVariant, files: HeadFiles, session: TargetSession, k: int
+) -> VariantSearch:
+    """Score the head as stored, and the variant of every hypothesis."""
+    target = session.target
+    context = HypothesisContext(
         num_layers=target.num_layers,
-        rope=getattr(witness.text, "rope_parameters", None),
-        target_tensors=witness.shared_tensors,
-        entered=frozenset(
-            b for b in range(target.num_layers + 1) if entered_norm(target, b) is not None
+        rope=getattr(session.text_config, "rope_parameters", None),
+        target_tensors=session.shared_tensors,
+        boundaries_with_norm=frozenset(
+            b for b in range(target.num_layers + 1) if input_norm(target, b) is not None
         ),
-        templates=answered(stored.template, witness, k),
+        templates=usable_templates(stored.template, session, k),
         boundaries=files.boundaries,
         own_embeddings=files.tensors.get(EMBEDDINGS),
     )
-    if (count := len(witness.evidence(stored.template, k).spans)) < FEW:
-        witness.monitor.say(
-            f"doctor: of only {count} prompts, chance alone may make a reading look better; "
-            f"{FEW} or more tell (--max-prompts)"
+    if (count := len(session.scoring_set(stored.template, k).spans)) < MIN_PROMPTS:
+        session.monitor.say(
+            f"doctor: with only {count} prompts a variant may look better by chance; "
+            f"give {MIN_PROMPTS} or more (--max-prompts)"
         )
-    proposed = [h.reading for h in hypotheses(stored, about)]
-    boundaries = {b for reading in (stored, *proposed) for b in reading.config.boundaries}
-    for template in about.templates:
-        witness.evidence(template, k).take(boundaries)  # all in one pass
-    scorer = Scorer(target, lambda template: witness.evidence(template, k), k)
-    return try_readings(stored, about, scorer, witness.monitor)
+    variants = [stored, *(h.variant for h in hypotheses(stored, context))]
+    boundaries = {b for variant in variants for b in variant.config.boundaries}
+    for template in context.templates:
+        session.scoring_set(template, k).compute_states(boundaries)  # all in one pass
+    scorer = Scorer(target, lambda template: session.scoring_set(template, k), k)
+    return search_variants(stored, context, scorer, session.monitor)
 
 
-def answered(usual: bool, witness: TargetSession, k: int) -> frozenset[bool]:
-    """With (True) and without the chat template: where the target answers at length.
+def usable_templates(default: bool, session: TargetSession, k: int) -> frozenset[bool]:
+    """Return whether to score with (True) and without (False) the chat template.
+
+    Args:
+        default: how the target is prompted usually; without the template only if it has none.
 
     Raises:
-        UserError: it does not where it should.
+        UserError: the answers to the default prompts are too short.
     """
-    evidence = witness.evidence(usual, k)
-    places = evidence.positions(k)
-    if places < ENOUGH:
+    scoring_set = session.scoring_set(default, k)
+    positions = scoring_set.num_positions(k)
+    if positions < MIN_POSITIONS:
         raise UserError(
-            f"expected answers with at least {ENOUGH} places to draft {k} tokens, found "
-            f"{places} in {len(evidence.spans)} answers",
-            where=witness.settings.prompts,
+            f"expected answers with at least {MIN_POSITIONS} places to draft {k} tokens, found "
+            f"{positions} in {len(scoring_set.spans)} answers",
+            where=session.settings.prompts,
             do="give more prompts (--max-prompts), more tokens of each answer (--max-new-tokens), "
             "or prompts that this target answers at length",
         )
-    if not usual:
+    if not default:
         return frozenset({False})
     try:
-        plain = witness.evidence(False, k)
-    except UserError as error:  # prompts with roles mean nothing there
-        witness.monitor.say(f"doctor: without the chat template nothing is tried: {error.what}")
-        return frozenset({True})
-    if plain.positions(k) < ENOUGH:
-        witness.monitor.say(
-            "doctor: without the chat template the target hardly answers "
-            f"({plain.answer_tokens} tokens): not tried"
-        )
-        return frozenset({True})
-    return frozenset({True, False})
+        plain = session.scoring_set(False, k)
+    except UserError as error:  # prompts with roles cannot be plain text
+        reason = error.what
+    else:
+        if plain.num_positions(k) >= MIN_POSITIONS:
+            return frozenset({True, False})
+        reason = f"the target's answers have only {plain.answer_tokens} tokens"
+    session.monitor.say(f"doctor: the head is not scored without the chat template: {reason}")
+    return frozenset({True})

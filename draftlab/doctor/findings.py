@@ -1,4 +1,4 @@
-"""What an examination says: findings, scored readings, and the diagnosis made of them."""
+"""The results of a diagnosis: findings, scored variants of the head, and the diagnosis itself."""
 
 from __future__ import annotations
 
@@ -24,12 +24,22 @@ class Finding(BaseModel):
     severity: Literal["fault", "note"] = "fault"
 
 
-class ScoredReading(BaseModel):
-    """The head under one reading: the counters of a teacher-forced walk, and how it compares.
+def fault(kind: str, what: str, do: str = "") -> Finding:
+    """Return a finding that is a fault."""
+    return Finding(kind=kind, what=what, do=do)
 
-    Over every position of the answers, `gain` is accepted drafts a step more than as stored, and
-    `likelier` by how many nats the target's tokens are likelier, with its interval over prompts;
-    None for the stored reading itself.
+
+def note(kind: str, what: str, do: str = "") -> Finding:
+    """Return a finding that is a note."""
+    return Finding(kind=kind, what=what, do=do, severity="note")
+
+
+class ScoredVariant(BaseModel):
+    """The scores of one variant of the head: counters of a teacher-forced walk, and a comparison.
+
+    Over every position of the answers, `gain` is the number of accepted drafts per step above the
+    stored head's. `likelier` is by how many nats the target's tokens are likelier, with its
+    interval over prompts. All three are None for the stored head itself.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -48,7 +58,10 @@ class ScoredReading(BaseModel):
 
 
 class Diagnosis(BaseModel):
-    """All of it; `--json` prints it. `readings` has the stored one first, then best ones first."""
+    """A complete diagnosis, which `--json` prints.
+
+    `readings` holds the variants: the stored head first, then the others, best first.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -60,9 +73,9 @@ class Diagnosis(BaseModel):
     target: str
     conditions: dict[str, Any]
     findings: list[Finding]
-    readings: list[ScoredReading]
+    readings: list[ScoredVariant]
 
     def dump(self) -> dict[str, Any]:
-        """For JSON, the key `schema` first."""
+        """Return the JSON object, with the key `schema` first."""
         fields = self.model_dump(mode="json")
         return {"schema": fields.pop("schema_version"), **fields}

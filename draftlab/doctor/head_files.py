@@ -1,8 +1,8 @@
-"""A head's files: read without trust, checked, and made whole where the target can fill a gap."""
+"""Reading and checking a head's files; the target's tensors replace missing ones for scoring."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftlab.doctor.findings import Finding
-from draftlab.doctor.weight_hypotheses import can_lift, lifted_mask
+from draftlab.doctor.findings import Finding, fault, note
+from draftlab.doctor.weight_hypotheses import can_unproject_mask, unproject_mask
 from draftlab.export.weight_files import read_weights
 from draftlab.files import read_json
 from draftlab.heads.config import HeadConfig
@@ -21,18 +21,17 @@ from draftlab.heads.native_config import native_config
 from draftlab.heads.validate import draft_vocabulary_fault, tensor_faults
 
 MASK_HIDDEN, NORM = "mask_hidden", "norm.weight"
-UNREAD = "this head has no use for it; programs refuse it, or leave it out in silence"
 RESTORE = "copy the head again, or export it again from its training run"
 
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A head as its folder says.
+    """The contents of a head's folder.
 
     Attributes:
-        layout: whose layout it is.
-        config: what its config says, in our terms.
-        tensors: by the names of our files; as stored.
+        layout: name of the layout.
+        config: its config as a draftlab.json.
+        tensors: as stored, by their names in head folders.
         boundaries: further lists of boundaries that its files name.
     """
 
@@ -42,8 +41,8 @@ class HeadFiles:
     boundaries: tuple[tuple[int, ...], ...] = ()
 
 
-def read_own(folder: Path) -> tuple[HeadFiles, list[Finding]]:
-    """A head in our layout, and what config.json, which other programs read, says otherwise.
+def read_draftlab_head(folder: Path) -> tuple[HeadFiles, list[Finding]]:
+    """Read a head folder, and compare its config.json, which other programs read.
 
     Raises:
         UserError: draftlab.json or the weights cannot be read.
@@ -56,112 +55,107 @@ def read_own(folder: Path) -> tuple[HeadFiles, list[Finding]]:
 def native_findings(
     folder: Path, config: HeadConfig, tensors: Mapping[str, Tensor]
 ) -> list[Finding]:
-    """Keys in which config.json, generated from draftlab.json, has since been changed."""
+    """Return the keys of config.json that differ from what draftlab.json generates."""
     fc = tensors.get("fc.weight")
-    wanted = native_config(config, str(fc.dtype).removeprefix("torch.") if fc is not None else "")
-    if not wanted:  # no server loads such heads
+    expected = native_config(config, str(fc.dtype).removeprefix("torch.") if fc is not None else "")
+    if not expected:  # no server loads such heads
         return []
     if not (folder / NATIVE).is_file():
         return [
-            Finding(
-                kind="config.json",
-                what="config.json is missing: vLLM cannot load the folder as it stands",
-                do="export the head (draftlab export --to vllm)",
+            fault(
+                "config.json",
+                "config.json is missing: vLLM cannot load the folder as it stands",
+                "export the head (draftlab export --to vllm)",
             )
         ]
-    found = read_json(folder / NATIVE, kind="head's config.json")
-    if not isinstance(found, dict):
-        return [Finding(kind="config.json", what="config.json holds no object")]
-    odd = [
-        f"{key}: {_shown(found, key)} (by draftlab.json {_shown(wanted, key)})"
-        for key in sorted(wanted.keys() | found.keys())
-        if (key in wanted, wanted.get(key)) != (key in found, found.get(key))
+    actual = read_json(folder / NATIVE, kind="head's config.json")
+    if not isinstance(actual, dict):
+        return [fault("config.json", "config.json holds no object")]
+    differences = [
+        f"{key}: {_value_text(actual, key)} (by draftlab.json {_value_text(expected, key)})"
+        for key in sorted(expected.keys() | actual.keys())
+        if (key in expected, expected.get(key)) != (key in actual, actual.get(key))
         and (key != "dtype" or fc is not None)
     ]
-    if not odd:
+    if not differences:
         return []
     return [
-        Finding(
-            kind="config.json",
-            what=f"config.json, which vLLM reads, differs from draftlab.json: {'; '.join(odd)}",
-            do="export the head anew, which writes it again; or mend draftlab.json, if that is the "
-            "one that is wrong",
+        fault(
+            "config.json",
+            "config.json, which vLLM reads, differs from draftlab.json: " + "; ".join(differences),
+            "export the head again, which rewrites it; or correct draftlab.json, if that is "
+            "the wrong one",
         )
     ]
 
 
-def _shown(config: dict[str, Any], key: str) -> str:
+def _value_text(config: dict[str, Any], key: str) -> str:
     return str(config[key]) if key in config else "nothing"
 
 
-def whole_tensors(
+def complete_tensors(
     files: HeadFiles, target_tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor] | None, list[Finding]]:
-    """The head's tensors, complete, with what was wrong with them.
+    """Return the tensors that a head is scored with, and the faults of its files.
 
-    What is missing and the target has is filled in, so that a head can be scored beside its faults;
-    tensors that nothing reads are left out. None where that leaves gaps.
+    Missing tensors are replaced by the target's where possible, so that a head with faults can be
+    scored; unknown tensors are left out. The tensors are None if some cannot be replaced.
 
     Args:
         target_tensors: the target's embeddings, lm_head and final norm, by their names in heads.
     """
-    config, stored = files.config, {n: _readable(t) for n, t in files.tensors.items()}
-    head = new_head(config)
-    wanted = {name: tensor.shape for name, tensor in head.tensors().items()}
+    config, head = files.config, new_head(files.config)
+    # torch cannot compute with floats of 8 bits.
+    stored = {
+        name: tensor.float()
+        if tensor.is_floating_point() and tensor.element_size() == 1
+        else tensor
+        for name, tensor in files.tensors.items()
+    }
+    expected = {name: tensor.shape for name, tensor in head.tensors().items()}
     shared, faults = head.shared_tensors(), tensor_faults(head, stored)
-    findings = [
-        Finding(
-            kind="unknown tensor",
-            what=fault.message,
-            do="remove it, or name the family and options that have it in the config",
-        )
-        for fault in faults
-        if fault.kind == "unknown tensor"
-    ]
-    findings += _values(stored) + _dtypes(files.tensors) + vocabulary_findings(stored, config)
-    misshapen, tensors = _shaped(
+    advice = "remove it, or name the family and options that have it in the config"
+    findings = [fault(f.kind, f.message, advice) for f in faults if f.kind == "unknown tensor"]
+    findings += [*_value_findings(stored), *_dtype_findings(files.tensors)]
+    findings += vocabulary_findings(stored, config)
+    shape_findings, tensors = _fitting_tensors(
         {n: t for n, t in stored.items() if n not in shared},
-        wanted,
+        expected,
         config,
-        {fault.tensor: fault.message for fault in faults if fault.kind == "shape"},
+        {f.tensor: f.message for f in faults if f.kind == "shape"},
     )
     tensors |= {name: target_tensors[name] for name in shared if name in target_tensors}
-    if config.draft_vocab_size == config.vocab_size:  # readers have no place for identity maps
+    if config.draft_vocab_size == config.vocab_size:  # other programs' files have no identity maps
         tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
-    for name in sorted(wanted.keys() - tensors.keys()):
-        filled = _filling(name, tensors, config, target_tensors)
-        if filled is not None:
-            tensors[name] = filled
+    for name in sorted(expected.keys() - tensors.keys()):
+        substitute = _substitute(name, tensors, config, target_tensors)
+        if substitute is not None:
+            tensors[name] = substitute
         if name not in stored and not (name == "t2d" and "d2t" in tensors):
-            used = "" if filled is None else "; scored with a stand-in"
+            scored = "" if substitute is None else "; scored with a substitute"
             findings.append(
-                Finding(
-                    kind="missing tensor",
-                    what=f"missing tensor {name}: servers leave it uninitialised in silence{used}",
-                    do=RESTORE,
+                fault(
+                    "missing tensor",
+                    f"missing tensor {name}: servers leave it uninitialised without a warning"
+                    + scored,
+                    RESTORE,
                 )
             )
-    return (tensors if wanted.keys() <= tensors.keys() else None), findings + misshapen
+    return (tensors if expected.keys() <= tensors.keys() else None), findings + shape_findings
 
 
-def _readable(tensor: Tensor) -> Tensor:
-    """A tensor in a dtype that torch computes with: floats of 8 bits become 32."""
-    narrow = tensor.is_floating_point() and tensor.element_size() == 1
-    return tensor.float() if narrow else tensor
-
-
-def _filling(
+def _substitute(
     name: str,
     tensors: Mapping[str, Tensor],
     config: HeadConfig,
     target_tensors: Mapping[str, Tensor],
 ) -> Tensor | None:
-    """A stand-in for a missing tensor; None: there is none."""
+    """Return a substitute for a missing tensor; None: there is none."""
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if name == "d2t" and t2d is not None and int(t2d.sum()) == config.draft_vocab_size:
         return t2d.nonzero()[:, 0] - torch.arange(config.draft_vocab_size)
     if name == "t2d" and d2t is not None:
-        return membership(d2t, config.vocab_size)
+        return vocabulary_mask(d2t, config.vocab_size)
     if name == EMBEDDINGS:
         return target_tensors.get(EMBEDDINGS)
     if name == NORM:
@@ -172,111 +166,96 @@ def _filling(
     return None
 
 
-def membership(d2t: Tensor, size: int) -> Tensor:
-    """t2d of offsets; ids outside of the vocabulary are left out."""
+def vocabulary_mask(d2t: Tensor, size: int) -> Tensor:
+    """Return t2d [V] for offsets; ids outside the vocabulary are left out."""
     ids = torch.arange(len(d2t)) + d2t.long()
     members = torch.zeros(size, dtype=torch.bool)
     members[ids[(ids >= 0) & (ids < size)]] = True
     return members
 
 
-def _shaped(
+def _fitting_tensors(
     tensors: Mapping[str, Tensor],
-    wanted: Mapping[str, torch.Size],
+    expected: Mapping[str, torch.Size],
     config: HeadConfig,
     messages: Mapping[str, str],
 ) -> tuple[list[Finding], dict[str, Tensor]]:
-    """Findings on misshapen tensors, and the others, finite and in the shapes wanted."""
+    """Return findings on tensors of a wrong shape, and the other tensors, made finite."""
     findings, fitting = [], {}
     for name, tensor in tensors.items():
-        if name not in wanted:
+        if name not in expected:
             continue
         if tensor.is_floating_point():
             tensor = tensor.nan_to_num(0, 0, 0)
-        if name == MASK_HIDDEN and tensor.numel() == wanted[name].numel():
-            tensor = tensor.reshape(wanted[name])  # layouts differ in leading ones
+        if name == MASK_HIDDEN and tensor.numel() == expected[name].numel():
+            tensor = tensor.reshape(expected[name])  # layouts have different leading dimensions
         projected = name == MASK_HIDDEN and tensor.numel() == config.hidden_size
-        if tensor.shape == wanted[name]:
+        if tensor.shape == expected[name]:
             fitting[name] = tensor
-        elif projected and can_lift(config, tensors):
-            fitting[name] = lifted_mask(tensor, tensors["fc.weight"])
+        elif projected and can_unproject_mask(config, tensors):
+            fitting[name] = unproject_mask(tensor, tensors["fc.weight"])
             findings.append(
-                Finding(
-                    kind="mask_hidden",
-                    what=f"mask_hidden has {tensor.numel()} values, as many as a hidden state: it "
+                fault(
+                    "mask_hidden",
+                    f"mask_hidden has {tensor.numel()} values, as many as a hidden state: it "
                     f"was projected by fc before it was stored, where the {config.feature_size} "
                     "values before fc are expected; scored with a vector that fc maps to it",
-                    do="store the vector before fc: servers project it once, when they load it",
+                    "store the vector before fc: servers project it once, when they load it",
                 )
             )
         else:
-            findings.append(Finding(kind="shape", what=messages[name], do=RESTORE))
+            findings.append(fault("shape", messages[name], RESTORE))
     return findings, fitting
 
 
-def _values(tensors: Mapping[str, Tensor]) -> list[Finding]:
-    """Tensors that hold NaN or infinities, or nothing but zeros."""
-    findings = []
+def _value_findings(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Yield findings on tensors that hold NaN or infinities, or only zeros."""
     for name, tensor in sorted(tensors.items()):
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         if bad := int((~tensor.isfinite()).sum()):
-            findings.append(
-                Finding(
-                    kind="not finite",
-                    what=f"{name}: {bad:,} of {tensor.numel():,} values NaN or infinite; scored "
-                    "with zeros in their place",
-                    do="take an earlier checkpoint: training diverged, or the file is damaged",
-                )
+            yield fault(
+                "not finite",
+                f"{name}: {bad:,} of {tensor.numel():,} values are NaN or infinite; "
+                "scored with zeros instead",
+                "take an earlier checkpoint: training diverged, or the file is damaged",
             )
         elif not bool((tensor != 0).any()):
-            findings.append(
-                Finding(kind="zeros", what=f"{name} holds nothing but zeros", do=RESTORE)
-            )
-    return findings
+            yield fault("zeros", f"{name} holds only zeros", RESTORE)
 
 
-def _dtypes(tensors: Mapping[str, Tensor]) -> list[Finding]:
-    """d2t and t2d of other types, weights of several."""
-    findings = []
+def _dtype_findings(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Yield findings on d2t and t2d of other dtypes, and on weights of several dtypes."""
     for name, dtype in (("d2t", torch.int64), ("t2d", torch.bool)):
         if name in tensors and tensors[name].dtype != dtype:
-            findings.append(
-                Finding(
-                    kind="dtype",
-                    what=f"{name}: expected {dtype}, found {tensors[name].dtype}: readers cast it "
-                    "or misread it without a word",
-                    do=f"store it as {dtype}",
-                )
+            yield fault(
+                "dtype",
+                f"{name}: expected {dtype}, found {tensors[name].dtype}: programs "
+                "cast it or misread it without a warning",
+                f"store it as {dtype}",
             )
     others = {n: t.dtype for n, t in sorted(tensors.items()) if n not in ("d2t", "t2d")}
-    odd = {n: k for n, k in others.items() if not k.is_floating_point}
-    if odd:
-        name, kind = next(iter(odd.items()))
-        findings.append(
-            Finding(
-                kind="dtype",
-                what=f"{name}: expected a floating dtype, found {kind} ({len(odd)} such tensors)",
-                do="store weights as bfloat16 or float32: quantised heads are not read here",
-            )
+    integers = {name: dtype for name, dtype in others.items() if not dtype.is_floating_point}
+    if integers:
+        name, dtype = next(iter(integers.items()))
+        yield fault(
+            "dtype",
+            f"{name}: expected a floating dtype, found {dtype} ({len(integers)} such tensors)",
+            "store weights as bfloat16 or float32: quantised heads cannot be read",
         )
-    kinds = sorted({str(k).removeprefix("torch.") for k in others.values() if k.is_floating_point})
-    if len(kinds) > 1:
-        findings.append(
-            Finding(
-                kind="dtype",
-                what=f"weights of several dtypes: {', '.join(kinds)}",
-                do="servers cast them to the target's dtype; store them in one",
-                severity="note",
-            )
+    floats = {str(k).removeprefix("torch.") for k in others.values() if k.is_floating_point}
+    if len(floats) > 1:
+        yield note(
+            "dtype",
+            f"weights of several dtypes: {', '.join(sorted(floats))}",
+            "servers cast them to the target's dtype; store them in one",
         )
-    return findings
 
 
 def vocabulary_findings(tensors: Mapping[str, Tensor], config: HeadConfig) -> list[Finding]:
-    """Return what d2t contradicts: t2d, or the vocabulary (servers §9.2)."""
-    fault = draft_vocabulary_fault(tensors.get("d2t"), tensors.get("t2d"), config)
-    if fault is None:
+    """Return a finding if d2t contradicts t2d or the vocabulary (servers §9.2)."""
+    message = draft_vocabulary_fault(tensors.get("d2t"), tensors.get("t2d"), config)
+    if message is None:
         return []
-    do = "store d2t − arange(len(d2t))" if "absolute ids" in fault else RESTORE
-    return [Finding(kind="d2t", what=fault, do=do)]
+    do = "store d2t − arange(len(d2t))" if "absolute ids" in message else RESTORE
+    return [fault("d2t", message, do)]

@@ -1,21 +1,21 @@
-"""Other ways to read a head, each a pure change of what it is or of what it is fed.
+"""All hypotheses about a head.
 
-A hypothesis is a mistake that somebody makes between training and serving; it carries the reading
-that undoes it. The list is a function of a reading, so a second mistake is found by asking again
-from the best reading of the first.
+Each is a mistake that is made between training and serving, with the variant of the head that
+corrects it. They are a function of a variant, so a second mistake is found by proposing hypotheses
+about the best variant of the first search.
 """
 
 from __future__ import annotations
 
-from draftlab.doctor import input_hypotheses as feeding
+from draftlab.doctor import input_hypotheses as inputs
 from draftlab.doctor import weight_hypotheses as weights
-from draftlab.doctor.head_variant import Reading
-from draftlab.doctor.hypothesis import About, Hypothesis, Propose
+from draftlab.doctor.head_variant import HeadVariant
+from draftlab.doctor.hypothesis import Hypothesis, HypothesisContext, Propose
 
 PROPOSALS: tuple[Propose, ...] = (
-    feeding.boundaries,
-    feeding.features,
-    feeding.prompts,
+    inputs.boundaries,
+    inputs.features,
+    inputs.prompts,
     weights.norms,
     weights.rope,
     weights.layouts,
@@ -24,6 +24,6 @@ PROPOSALS: tuple[Propose, ...] = (
 )
 
 
-def hypotheses(reading: Reading, about: About) -> list[Hypothesis]:
-    """Every other way to read the head that its shapes allow."""
-    return [found for propose in PROPOSALS for found in propose(reading, about)]
+def hypotheses(variant: HeadVariant, context: HypothesisContext) -> list[Hypothesis]:
+    """Return every hypothesis that the head's shapes allow."""
+    return [hypothesis for propose in PROPOSALS for hypothesis in propose(variant, context)]

@@ -1,4 +1,4 @@
-"""What a hypothesis about a head is, and what is known of its target to make some."""
+"""A hypothesis about a head, and the facts about target and files that hypotheses need."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
-from draftlab.doctor.head_variant import Reading
+from draftlab.doctor.head_variant import HeadVariant
 
 
 @dataclass(frozen=True)
-class About:
-    """What hypotheses need to know of the target and the files.
+class HypothesisContext:
+    """The facts about the target and the files that hypotheses need.
 
     Attributes:
         num_layers: of the target. rope: its rope_parameters; None: it has none.
-        target_tensors: the target's embeddings and lm_head, as a head may borrow them.
-        entered: boundaries whose states go through a norm that is known.
+        target_tensors: the target's embeddings and lm_head, which a head may share.
+        boundaries_with_norm: boundaries whose input norm is known.
         templates: which prompts there are: chats (True), plain text (False).
         boundaries: further lists of ids that the files hold.
         own_embeddings: embeddings in a file whose config says that the target's are used.
@@ -27,34 +27,35 @@ class About:
     num_layers: int
     rope: Mapping[str, Any] | None
     target_tensors: Mapping[str, Tensor]
-    entered: frozenset[int]
+    boundaries_with_norm: frozenset[int]
     templates: frozenset[bool]
     boundaries: tuple[tuple[int, ...], ...] = ()
     own_embeddings: Tensor | None = None
 
 
-MARGIN = 0.05  # accepted drafts a step that are worth a word
+MARGIN = 0.05  # the least gain in accepted drafts per step that is reported
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A mistake, and the reading that undoes it.
+    """A mistake that may have been made, and the variant of the head that corrects it.
 
     Attributes:
-        kind: two of one kind exclude each other; also the kind of the finding.
-        name: of the row in the table.
-        says: the mistake, if this reading fits. so: how it is read then ("AL 2.8 {so}").
-        do: what to do about it.
-        margin: accepted drafts a step that it must gain.
+        kind: kind of the finding; two hypotheses of one kind exclude each other.
+        name: row of the table.
+        mistake: a sentence for the verdict.
+        correction: how the variant corrects it ("AL 2.8 {correction}").
+        do: what the user can do.
+        margin: accepted drafts per step that the variant must gain.
     """
 
     kind: str
     name: str
-    says: str
-    so: str
+    mistake: str
+    correction: str
     do: str
-    reading: Reading
+    variant: HeadVariant
     margin: float = MARGIN
 
 
-Propose = Callable[[Reading, About], Iterator[Hypothesis]]
+Propose = Callable[[HeadVariant, HypothesisContext], Iterator[Hypothesis]]

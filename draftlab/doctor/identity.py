@@ -1,96 +1,90 @@
-"""A head against the target it is given: shapes, content, RoPE, positions, tokenizer, template."""
+"""The comparison of a head with its target: sizes, hashes, RoPE, positions, similar weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.doctor.findings import Finding
-from draftlab.doctor.head_files import membership
+from draftlab.doctor.findings import Finding, fault, note
+from draftlab.doctor.head_files import vocabulary_mask
 from draftlab.errors import UserError
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD
 from draftlab.text.chat_template import template_sha256, tokenizer_sha256
 
-ALIKE = 0.1  # cosine of weights that have something to do with each other; strangers have 0
+MIN_COSINE = 0.1  # of weights of related models; those of unrelated ones have 0
 
 
 def shape_findings(head: HeadConfig, text: Any) -> list[Finding]:
-    """What no target of other shapes can be served with.
+    """Return a finding for each size of the target that is not the one in the head's config.
 
     Args:
         text: the target's text config, as transformers reads it.
     """
-    pairs = {
+    sizes = {
         "{:,} layers": (head.target_num_layers, text.num_hidden_layers),
         "hidden size {:,}": (head.target_hidden_size, text.hidden_size),
         "{:,} tokens": (head.vocab_size, text.vocab_size),
     }
+    return size_findings(sizes, f" ({head.target.name})")
+
+
+def size_findings(sizes: Mapping[str, tuple[int, int]], target_name: str = "") -> list[Finding]:
+    """Return a finding for each size (expected, actual) of the target that differs."""
     return [
-        Finding(
-            kind="target",
-            what=f"the head was trained for a target of {size.format(mine)} ({head.target.name}); "
-            f"this one has {theirs:,}",
-            do="give the target it was trained for with --target",
+        fault(
+            "target",
+            f"the head was trained for a target of {size.format(expected)}{target_name}; "
+            f"this one has {actual:,}",
+            "give the target it was trained for with --target",
         )
-        for size, (mine, theirs) in pairs.items()
-        if mine != theirs
+        for size, (expected, actual) in sizes.items()
+        if expected != actual
     ]
 
 
-def config_findings(head: HeadConfig, text: Any) -> list[Finding]:
-    """RoPE and positions against the target's config."""
-    findings = []
+def config_findings(head: HeadConfig, text: Any) -> Iterator[Finding]:
+    """Yield findings on RoPE and positions that differ from the target's."""
     rope = dict(getattr(text, "rope_parameters", None) or {})
-    mine = {"rope_type": "default", **head.rope_parameters}
+    head_rope = {"rope_type": "default", **head.rope_parameters}
     if "rope_theta" in rope:
-        theirs = {"rope_type": "default", **rope}
-        if float(mine["rope_theta"]) != float(theirs["rope_theta"]):
-            findings.append(
-                Finding(
-                    kind="rope",
-                    what=f"RoPE base {mine['rope_theta']:,.0f}, where the target has "
-                    f"{theirs['rope_theta']:,.0f}",
-                    do="heads usually take their target's; a base of 10,000 is what readers fill "
-                    "in where none is written. The scores below say which one fits",
-                    severity="note",
-                )
+        target_rope = {"rope_type": "default", **rope}
+        base, target_base = float(head_rope["rope_theta"]), float(rope["rope_theta"])
+        if base != target_base:
+            yield note(
+                "rope",
+                f"RoPE base {base:,.0f}, where the target has {target_base:,.0f}",
+                "heads usually have their target's; programs take 10,000 if a config has "
+                "none. The scores below show which one fits",
             )
-        elif mine != theirs:
-            findings.append(
-                Finding(
-                    kind="rope",
-                    what=f"RoPE parameters {mine}, where the target has {theirs}",
-                    do="of a scaled RoPE a head may take the base alone; the scores say which fits",
-                    severity="note",
-                )
+        elif head_rope != target_rope:
+            yield note(
+                "rope",
+                f"RoPE parameters {head_rope}, where the target has {target_rope}",
+                "a head may use a scaled RoPE's base alone; the scores show which fits",
             )
     positions = getattr(text, "max_position_embeddings", None)
     if positions is not None and positions != head.max_position_embeddings:
-        less = head.max_position_embeddings < positions
-        findings.append(
-            Finding(
-                kind="max_position_embeddings",
-                what=f"max_position_embeddings {head.max_position_embeddings:,}, where the target "
-                f"has {positions:,}: "
-                + (
-                    "servers stop drafting there, or shorten the target to it"
-                    if less
-                    else "the target has no such positions"
-                ),
-                do=f"write {positions}, the target's",
-            )
+        effect = (
+            "servers stop drafting there, or shorten the target to it"
+            if head.max_position_embeddings < positions
+            else "the target has no such positions"
         )
-    return findings
+        yield fault(
+            "max_position_embeddings",
+            f"max_position_embeddings {head.max_position_embeddings:,}, where the target "
+            f"has {positions:,}: {effect}",
+            f"write {positions}, the target's",
+        )
 
 
 def identity_findings(head: HeadConfig, fingerprint: str, tokenizer: Any) -> list[Finding]:
-    """Content of target, tokenizer and template against what the head says it was trained with."""
+    """Return a finding for each of target, tokenizer and template whose hash differs."""
     try:
         template = template_sha256(tokenizer)
     except UserError:
@@ -105,65 +99,52 @@ def identity_findings(head: HeadConfig, fingerprint: str, tokenizer: Any) -> lis
         "template": (
             head.target.template_sha256,
             template,
-            "chats are rendered otherwise than in training",
+            "chats are rendered differently than in training",
         ),
     }
     return [
-        Finding(
-            kind=kind,
-            what=f"the {kind} is not the one the head was trained with ({head.target.name}): "
-            f"{trained[:12]} there, {found[:12]} here; {meaning}",
-            do="give the very checkpoint it was trained for, or train a head for this one",
+        fault(
+            kind,
+            f"the {kind} is not the one the head was trained with ({head.target.name}): "
+            f"{trained[:12]} there, {actual[:12]} here; {effect}",
+            "give the checkpoint it was trained for, or train a head for this one",
         )
-        for kind, (trained, found, meaning) in pairs.items()
-        if trained and trained != found  # heads of other programs do not say
+        for kind, (trained, actual, effect) in pairs.items()
+        if trained and trained != actual  # empty in heads of other programs
     ]
 
 
-def kinship_findings(
+def resemblance_findings(
     head: HeadConfig, tensors: Mapping[str, Tensor], target_tensors: Mapping[str, Tensor]
-) -> list[Finding]:
-    """Whether weights that began as copies of the target's still resemble them.
+) -> Iterator[Finding]:
+    """Yield findings on weights that do not resemble the target's.
 
-    A head's embeddings are the target's, frozen, and its lm_head begins as rows of the target's;
-    neither looks like those of another target.
+    A head's embeddings are the target's, frozen, and its lm_head is initialised with rows of the
+    target's; weights of another target do not resemble either.
     """
-    findings = []
-    table, theirs = tensors[EMBEDDINGS], target_tensors[EMBEDDINGS]
-    if head.embeddings == "own" and table.shape == theirs.shape:
-        likeness = cosine(table, theirs)
-        if likeness < ALIKE:
-            findings.append(
-                Finding(
-                    kind="embeddings",
-                    what=f"the head's embeddings have nothing of this target's (mean cosine "
-                    f"{likeness:.2f})",
-                    do="another target's head, or embeddings that were never loaded",
-                )
-            )
-    if (
-        not get_family(head.family).uses_target_lm_head
-        and head.hidden_size == head.target_hidden_size
-    ):
-        known = membership(tensors["d2t"], head.vocab_size)
-        ids = (torch.arange(len(tensors["d2t"])) + tensors["d2t"].long()).clamp(
-            0, head.vocab_size - 1
+    table, target_table = tensors[EMBEDDINGS], target_tensors[EMBEDDINGS]
+    comparable = head.embeddings == "own" and table.shape == target_table.shape
+    if comparable and (similarity := mean_cosine(table, target_table)) < MIN_COSINE:
+        yield fault(
+            "embeddings",
+            f"the head's embeddings do not resemble this target's (mean cosine {similarity:.2f})",
+            "another target's head, or embeddings that were never loaded",
         )
-        likeness = cosine(tensors[LM_HEAD], target_tensors[LM_HEAD][ids])
-        if bool(known.any()) and likeness < ALIKE:
-            findings.append(
-                Finding(
-                    kind="lm_head",
-                    what="lm_head's rows do not resemble the target's rows of the tokens that d2t "
-                    f"gives them (mean cosine {likeness:.2f})",
-                    do="another target's head, a wrong d2t, or an lm_head trained from nothing",
-                    severity="note",
-                )
+    own_lm_head = not get_family(head.family).uses_target_lm_head
+    if own_lm_head and head.hidden_size == head.target_hidden_size:
+        d2t, last = tensors["d2t"].long(), head.vocab_size - 1
+        rows = target_tensors[LM_HEAD][(torch.arange(len(d2t)) + d2t).clamp(0, last)]
+        similarity = mean_cosine(tensors[LM_HEAD], rows)
+        if bool(vocabulary_mask(d2t, head.vocab_size).any()) and similarity < MIN_COSINE:
+            yield note(
+                "lm_head",
+                "lm_head's rows do not resemble the target's rows of the tokens that d2t "
+                f"gives them (mean cosine {similarity:.2f})",
+                "another target's head, a wrong d2t, or an lm_head that was initialised at random",
             )
-    return findings
 
 
-def cosine(mine: Tensor, theirs: Tensor) -> float:
-    """Mean cosine of rows, of every n-th row of a large table."""
-    step = max(1, len(mine) // 4096)
-    return float(F.cosine_similarity(mine[::step].float(), theirs[::step].float()).mean())
+def mean_cosine(a: Tensor, b: Tensor) -> float:
+    """Return the mean cosine of rows, in large tables of every n-th row."""
+    step = max(1, len(a) // 4096)
+    return float(F.cosine_similarity(a[::step].float(), b[::step].float()).mean())

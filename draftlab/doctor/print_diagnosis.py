@@ -1,4 +1,4 @@
-"""A diagnosis for people: the verdict, what was found, the table of readings."""
+"""The console output of a diagnosis: the verdict, the findings, the table of variants."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftlab.doctor.findings import Diagnosis, ScoredReading
+from draftlab.doctor.findings import Diagnosis, ScoredVariant
 from draftlab.doctor.score import LEVEL
 
-PAIRS = 3  # shown of two changes at once
+MAX_PAIRS = 3  # variants with two changes that the table shows
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Prints it; the verdict is the first line."""
+    """Print a diagnosis; the verdict is the first line."""
     mark, style = ("healthy", "bold green") if diagnosis.healthy else ("sick", "bold red")
     console.print(Text(f"{mark}: {diagnosis.verdict}", style=style), soft_wrap=True)
-    said = f"head {diagnosis.head} ({diagnosis.layout} layout), target {diagnosis.target}"
-    console.print(Text(said, style="dim"), soft_wrap=True)
+    subject = f"head {diagnosis.head} ({diagnosis.layout} layout), target {diagnosis.target}"
+    console.print(Text(subject, style="dim"), soft_wrap=True)
     if diagnosis.findings:
         console.print()
     for finding in diagnosis.findings:
@@ -30,45 +30,41 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
             console.print(do, soft_wrap=not console.is_terminal)
     if not diagnosis.readings:
         return
-    shown = _shown(diagnosis.readings)
+    pairs = [variant for variant in diagnosis.readings if len(variant.changes) > 1][:MAX_PAIRS]
+    shown = [v for v in diagnosis.readings if len(v.changes) < 2 or v in pairs]
     console.print()
     console.print(_table(shown))
     if hidden := len(diagnosis.readings) - len(shown):
         console.print(Text(f"{hidden} more pairs of changes fit worse (--json)", style="dim"))
-    given = diagnosis.conditions
+    conditions = diagnosis.conditions
     legend = (
-        f"K = {given['k']}, {given['prompts']} prompts of {given['suite']}, "
-        f"{given['answer_tokens']:,} tokens of the target's own greedy answers (repeated 4-grams "
-        f"{given['repetition_rate']:.2f}), {given['dtype']} on {given['device']}; teacher-forced "
-        "walk. AL with its 95 % interval over prompts. At every position of the answers, gain: "
-        "accepted drafts a step more than as stored; nats: how much likelier the head finds the "
-        f"target's tokens, with its {LEVEL:.1%} interval. * fits better, beyond chance."
+        f"K = {conditions['k']}, {conditions['prompts']} prompts of {conditions['suite']}, "
+        f"{conditions['answer_tokens']:,} tokens of the target's own greedy answers (repeated "
+        f"4-grams {conditions['repetition_rate']:.2f}), {conditions['dtype']} on "
+        f"{conditions['device']}; teacher-forced walk. AL has a 95 % interval over prompts. Gain "
+        "and nats are over every position of the answers: accepted drafts per step above the "
+        "stored head's, and how much likelier the head finds the target's tokens, with a "
+        f"{LEVEL:.1%} interval. * marks a significantly better fit."
     )
     console.print(Text(legend, style="dim"), soft_wrap=not console.is_terminal)
 
 
-def _shown(readings: list[ScoredReading]) -> list[ScoredReading]:
-    """As stored, every single change, and the best pairs of them."""
-    pairs = [reading for reading in readings if len(reading.changes) > 1][:PAIRS]
-    return [reading for reading in readings if len(reading.changes) < 2 or reading in pairs]
-
-
-def _table(readings: list[ScoredReading]) -> Table:
+def _table(variants: list[ScoredVariant]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
-    table.add_column("read", overflow="fold")
+    table.add_column("variant", overflow="fold")
     for name in ("AL [95 %]", "accepted at 1 …", "gain", "nats", ""):
         numbers = name in ("gain", "nats")
         table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
-    for reading in readings:
-        rates = " ".join(f"{n / reading.drafts:.2f}" for n in reading.accepted_at)
+    for variant in variants:
+        rates = " ".join(f"{n / variant.drafts:.2f}" for n in variant.accepted_at)
         table.add_row(
-            Text(reading.name),
-            _with_interval(reading.acceptance_length, reading.acceptance_length_ci),
-            rates if reading.drafts else "–",
-            _with_interval(reading.gain, None, sign=True),
-            _with_interval(reading.likelier, reading.likelier_ci, sign=True),
-            "*" if reading.better else "",
-            style="bold" if reading.better or reading.gain is None else "dim",
+            Text(variant.name),
+            _with_interval(variant.acceptance_length, variant.acceptance_length_ci),
+            rates if variant.drafts else "–",
+            _with_interval(variant.gain, None, sign=True),
+            _with_interval(variant.likelier, variant.likelier_ci, sign=True),
+            "*" if variant.better else "",
+            style="bold" if variant.better or variant.gain is None else "dim",
         )
     return table
 
@@ -79,5 +75,5 @@ def _with_interval(
     if value is None:
         return "" if sign else "–"
     form = "+.2f" if sign else ".2f"
-    between = f" [{interval[0]:{form}}, {interval[1]:{form}}]" if interval else ""
-    return f"{value:{form}}{between}"
+    shown = f" [{interval[0]:{form}}, {interval[1]:{form}}]" if interval else ""
+    return f"{value:{form}}{shown}"

@@ -1,4 +1,4 @@
-"""How well a reading fits: the teacher-forced walk over the target's own answers (methods §6)."""
+"""The score of a variant: a teacher-forced walk over the target's answers (methods §6)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.doctor.head_variant import Reading
+from draftlab.doctor.head_variant import HeadVariant
 from draftlab.doctor.scoring_set import ScoringSet
 from draftlab.engine.counters import Counters
 from draftlab.evaluate.statistics import acceptance_interval, percentile_interval, resample_sums
@@ -22,28 +22,28 @@ from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import Batch
 from draftlab.train.validation import walk
 
-LEVEL = 0.999  # of an interval that tells readings apart: some thirty are tried
+LEVEL = 0.999  # of an interval that compares variants: some thirty are tried
 RESAMPLES = 4000
-FLOOR = -12.0  # log-probability of what a head gives none at all, such as a token it does not know
+MIN_LOG_PROBABILITY = -12.0  # also of tokens outside the draft vocabulary
 
 
 @dataclass(frozen=True)
 class Score:
-    """A reading's drafts against the target's greedy tokens, prompt by prompt [P].
+    """A variant's drafts compared with the target's greedy tokens, per prompt [P].
 
-    Every position whose K drafts lie in the answer counts, not only those of the walk: readings of
-    the same answers share them, and are told apart with far fewer prompts.
+    Every position whose K drafts lie in the answer counts, not only those of the walk: all variants
+    share them, so that far fewer prompts suffice to compare variants.
 
     Attributes:
-        walked: counters at the steps a server would take.
-        runs: accepted drafts summed over positions. positions: how many those are.
-        likelihood: log-probabilities of the target's tokens summed over positions and drafts; it
-            sees a small change long before an argmax does.
-        k: drafts a step.
+        counters: at the steps that a server would take.
+        accepted: accepted drafts summed over positions. positions: their number.
+        likelihood: log-probabilities of the target's tokens summed over positions and drafts,
+            which show a small change long before an argmax does.
+        k: drafts per step.
     """
 
-    walked: tuple[Counters, ...]
-    runs: np.ndarray
+    counters: tuple[Counters, ...]
+    accepted: np.ndarray
     likelihood: np.ndarray
     positions: np.ndarray
     k: int
@@ -51,23 +51,25 @@ class Score:
     @property
     def total(self) -> Counters:
         """Counters of all prompts."""
-        return reduce(add, self.walked)
+        return reduce(add, self.counters)
 
     @property
     def acceptance_interval(self) -> tuple[float, float] | None:
-        """95 % of AL, over prompts; None when nothing was drafted."""
-        return acceptance_interval(self.walked, samples=RESAMPLES)
+        """The 95 % interval of AL over prompts; None when nothing was drafted."""
+        return acceptance_interval(self.counters, samples=RESAMPLES)
 
-    def gain(self, over: Score) -> float:
-        """Accepted drafts a position more than another's."""
-        return _ratio(self.runs, self.positions) - _ratio(over.runs, over.positions)
+    def gain(self, baseline: Score) -> float:
+        """Return the accepted drafts per position above the baseline's."""
+        expected = _ratio(baseline.accepted, baseline.positions)
+        return _ratio(self.accepted, self.positions) - expected
 
-    def likelier(self, over: Score) -> tuple[float, tuple[float, float]]:
-        """Nats by which a token is likelier than to another, and their interval over prompts."""
-        mine, theirs = self.positions * self.k, over.positions * over.k
-        difference = _ratio(self.likelihood, mine) - _ratio(over.likelihood, theirs)
+    def likelihood_gain(self, baseline: Score) -> tuple[float, tuple[float, float]]:
+        """Return by how many nats per token the target's tokens are likelier than with the
+        baseline, and the interval over prompts."""
+        count, other_count = self.positions * self.k, baseline.positions * baseline.k
+        difference = _ratio(self.likelihood, count) - _ratio(baseline.likelihood, other_count)
         a, n, b, m = resample_sums(
-            self.likelihood, mine, over.likelihood, theirs, samples=RESAMPLES
+            self.likelihood, count, baseline.likelihood, other_count, samples=RESAMPLES
         )
         with np.errstate(invalid="ignore", divide="ignore"):
             return difference, percentile_interval(a / n - b / m, LEVEL)
@@ -78,64 +80,69 @@ def _ratio(values: np.ndarray, counts: np.ndarray) -> float:
 
 
 class Scorer:
-    """Scores readings with one target; no random state is changed, and no reading.
+    """Scores variants with one target; it changes no random state and no variant.
 
     Args:
-        evidence: the target's answers to chats (True) or to plain text (False).
-        k: drafts a step.
+        scoring_set: returns the target's answers to chats (True) or to plain text (False).
+        k: drafts per step.
     """
 
-    def __init__(self, target: Target, evidence: Callable[[bool], ScoringSet], k: int) -> None:
-        self.target, self.evidence, self.k = target, evidence, k
-        self._built: DraftHead | None = None
+    def __init__(self, target: Target, scoring_set: Callable[[bool], ScoringSet], k: int) -> None:
+        self.target, self.scoring_set, self.k = target, scoring_set, k
+        self._last_head: DraftHead | None = None
 
-    def __call__(self, reading: Reading) -> Score:
-        evidence, k = self.evidence(reading.template), self.k
-        drafted = draft(self._head(reading), evidence.seen_by(reading), k)
-        hits, likelihood = (x.cpu() for x in drafted)
-        walked, sums = [], []
-        for row, chances, spans in zip(hits, likelihood, evidence.spans, strict=True):
-            own, whole = row[: len(spans)], loss_reach(spans) >= k
-            walked.append(walk(own, spans, k)[0])
-            run = own.long().cumprod(-1).sum(-1)[whole].sum()
-            sums.append([float(run), float(chances[: len(spans)][whole].sum()), int(whole.sum())])
-        runs, likelihoods, positions = np.array(sums, dtype=float).T
-        return Score(tuple(walked), runs, likelihoods, positions, k)
+    def __call__(self, variant: HeadVariant) -> Score:
+        """Return the score of a variant."""
+        scoring_set, k = self.scoring_set(variant.template), self.k
+        batch = scoring_set.batch_for(variant)
+        hits, log_probs = (x.cpu() for x in score_drafts(self._head(variant), batch, k))
+        counters, sums = [], []
+        for row_hits, row_log_probs, spans in zip(hits, log_probs, scoring_set.spans, strict=True):
+            row_hits, valid = row_hits[: len(spans)], loss_reach(spans) >= k
+            counters.append(walk(row_hits, spans, k)[0])
+            accepted = row_hits.long().cumprod(-1).sum(-1)[valid].sum()
+            likelihood = row_log_probs[: len(spans)][valid].sum()
+            sums.append([float(accepted), float(likelihood), int(valid.sum())])
+        accepted_sums, likelihoods, positions = np.array(sums, dtype=float).T
+        return Score(tuple(counters), accepted_sums, likelihoods, positions, k)
 
-    def _head(self, reading: Reading) -> DraftHead:
-        """The head of a reading: the last one's, where only tensors differ, since building one
-        draws random weights first."""
-        head, unnormed = self._built, reading.norm == "before"
-        if head is None or head.config != reading.config:
-            head = new_head(reading.config).to(device=self.target.device, dtype=self.target.dtype)
+    def _head(self, variant: HeadVariant) -> DraftHead:
+        """Return the head of a variant.
+
+        If only tensors differ, the last head is used again: building one draws random weights.
+        """
+        head, unnormed = self._last_head, variant.norm == "unnormed"
+        if head is None or head.config != variant.config:
+            head = new_head(variant.config).to(device=self.target.device, dtype=self.target.dtype)
             head.eval().requires_grad_(False)
-        head.load_tensors(reading.tensors)
-        self._built = None if unnormed else head
+        head.load_tensors(variant.tensors)
+        self._last_head = None if unnormed else head
         if unnormed:
             head.target_norm = torch.nn.Identity()
         return head
 
 
 @torch.inference_mode()
-def draft(head: DraftHead, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-    """Of step k at t: whether it drafted x_{t+2+k}, and the log-probability it gave that token.
+def score_drafts(head: DraftHead, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
+    """Return whether step k at position t drafts x_{t+2+k}, and that token's log-probability.
 
     Returns:
-        bool and float32 [B, S, K]; False and 0 where no server would ask.
+        bool and float32 [B, S, K]; False and 0 where no server would draft.
     """
     rows, width = batch.tokens.shape
     tokens, size = batch.tokens.flatten(), head.config.vocab_size
     ids = head.target_ids(torch.arange(len(head.d2t), device=tokens.device))
-    inside = (ids >= 0) & (ids < size)  # a misread d2t may lead anywhere
-    draft_of = torch.full((size,), -1, device=tokens.device)
-    draft_of[ids[inside]] = inside.nonzero()[:, 0]
+    inside = (ids >= 0) & (ids < size)  # a wrong d2t may give any number
+    draft_ids = torch.full((size,), -1, device=tokens.device)
+    draft_ids[ids[inside]] = inside.nonzero()[:, 0]
     hits = torch.zeros(rows * width, k, dtype=torch.bool, device=tokens.device)
-    likelihood = torch.zeros(rows * width, k, device=tokens.device)
+    log_probs = torch.zeros(rows * width, k, device=tokens.device)
     for number, step in enumerate(head.family.objective().forward(head, batch)):
         logits = head.logits(step.output).float()
-        at, token = step.teacher_index - 1 - number, tokens[step.teacher_index + 1]
-        known = draft_of[token]
-        chance = logits.log_softmax(-1).gather(1, known.clamp(min=0)[:, None])[:, 0]
-        hits[at, number] = ids[logits.argmax(-1)] == token
-        likelihood[at, number] = torch.where(known >= 0, chance.clamp(min=FLOOR), FLOOR)
-    return hits.view(rows, width, k), likelihood.view(rows, width, k)
+        position, token = step.teacher_index - 1 - number, tokens[step.teacher_index + 1]
+        draft_id = draft_ids[token]
+        log_prob = logits.log_softmax(-1).gather(1, draft_id.clamp(min=0)[:, None])[:, 0]
+        log_prob = log_prob.masked_fill(draft_id < 0, MIN_LOG_PROBABILITY)
+        hits[position, number] = ids[logits.argmax(-1)] == token
+        log_probs[position, number] = log_prob.clamp(min=MIN_LOG_PROBABILITY)
+    return hits.view(rows, width, k), log_probs.view(rows, width, k)

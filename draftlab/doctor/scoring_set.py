@@ -1,4 +1,4 @@
-"""What the target itself says: its greedy answers to some prompts, and its states over them."""
+"""The data that variants are scored on: the target's greedy answers, and its states over them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftlab.doctor.head_variant import Norm, Reading
+from draftlab.doctor.head_variant import HeadVariant
 from draftlab.engine.engine import Engine
-from draftlab.engine.sampling import Generation, Request, Sampling
+from draftlab.engine.sampling import Generation, Request
 from draftlab.progress import Monitor
 from draftlab.store.store import Record
 from draftlab.target_model.model import Target
 from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import Batch, pack
 
-ROWS = 16  # answers decoded at once
+MAX_BATCH = 16  # answers that are decoded at once
 
 
 @dataclass
 class ScoringSet:
-    """Greedy answers and the states over them; what every reading of a head is scored against.
+    """Greedy answers of the target, and its states over them.
 
     Attributes:
-        batch: one conversation a row, without features. spans: int64 [T] of each conversation.
-        states: by boundary, [B, S, Ht]; `take` adds to them.
+        batch: one conversation per row, without features. spans: int64 [T] of each conversation.
+        states: [B, S, Ht] by boundary; `compute_states` adds to them.
     """
 
     target: Target
@@ -36,54 +36,52 @@ class ScoringSet:
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens of all answers."""
+        """Number of tokens of all answers."""
         return sum(int((spans > 0).sum()) for spans in self.spans)
 
-    def positions(self, k: int) -> int:
-        """Places of all answers where k drafts can be judged."""
+    def num_positions(self, k: int) -> int:
+        """Return the number of positions where k drafts lie inside the answer."""
         return sum(int((loss_reach(spans) >= k).sum()) for spans in self.spans)
 
-    def take(self, boundaries: Iterable[int]) -> None:
-        """Computes the states of boundaries that are not there yet, in one pass."""
-        wanted = tuple(sorted({*boundaries} - self.states.keys()))
-        if wanted:
-            features = self.target.states(self.batch.tokens, wanted).features
-            self.states |= zip(wanted, features.chunk(len(wanted), -1), strict=True)
+    def compute_states(self, boundaries: Iterable[int]) -> None:
+        """Compute the states of the boundaries that are not there yet, in one pass."""
+        missing = tuple(sorted({*boundaries} - self.states.keys()))
+        if missing:
+            features = self.target.states(self.batch.tokens, missing).features
+            self.states |= zip(missing, features.chunk(len(missing), -1), strict=True)
 
     @torch.inference_mode()
-    def seen_by(self, reading: Reading) -> Batch:
-        """The batch with the features that a reading is fed."""
-        self.take(reading.config.boundaries)
-        parts = []
-        for boundary in reading.config.boundaries:
-            norm = entered_norm(self.target, boundary)
-            through = norm if is_normed(reading.norm, boundary, self.target.num_layers) else None
-            state = self.states[boundary]
-            parts.append(state if through is None else through(state))
-        features = torch.cat(parts, -1)
-        if reading.lag:
-            features = features.roll(reading.lag, dims=1)
-        last = features if reading.config.reads_last else self.batch.last
-        return replace(self.batch, features=features, last=last)
+    def batch_for(self, variant: HeadVariant) -> Batch:
+        """Return the batch with the features of a variant."""
+        self.compute_states(variant.config.boundaries)
+        states = []
+        for boundary in variant.config.boundaries:
+            state, last = self.states[boundary], boundary == self.target.num_layers
+            if variant.norm == "input" or (variant.norm == "final" and last):
+                norm = input_norm(self.target, boundary)
+                state = state if norm is None else norm(state)
+            states.append(state)
+        features = torch.cat(states, -1)
+        if variant.lag:
+            features = features.roll(variant.lag, dims=1)
+        last_states = features if variant.config.reads_last else self.batch.last
+        return replace(self.batch, features=features, last=last_states)
 
 
-def is_normed(norm: Norm, boundary: int, last: int) -> bool:
-    """Whether a boundary's state goes through the norm that it enters."""
-    return norm == "entered" or (norm == "last" and boundary == last)
-
-
-def entered_norm(target: Target, boundary: int) -> torch.nn.Module | None:
-    """The norm that a boundary's state goes through first; None where it has another name."""
+def input_norm(target: Target, boundary: int) -> torch.nn.Module | None:
+    """Return the norm that a boundary's state enters first; None: the layer's is not known."""
     if boundary == target.num_layers:
         return target.norm
     return getattr(target.layers[boundary], "input_layernorm", None)
 
 
-def answer(target: Target, requests: Sequence[Request], monitor: Monitor) -> list[Generation]:
-    """The target's answers, in the order of the requests."""
+def generate_answers(
+    target: Target, requests: Sequence[Request], monitor: Monitor
+) -> list[Generation]:
+    """Return the target's answers in the order of the requests."""
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests) + 1
     engine = Engine(
-        target, batch=min(ROWS, len(requests)), max_length=min(longest, target.max_length)
+        target, batch=min(MAX_BATCH, len(requests)), max_length=min(longest, target.max_length)
     )
     answers: dict[str, Generation] = {}
     for generation in engine.generate(requests):
@@ -92,33 +90,17 @@ def answer(target: Target, requests: Sequence[Request], monitor: Monitor) -> lis
     return [answers[request.id] for request in requests]
 
 
-def greedy(
-    prompts: Iterable[tuple[str, tuple[int, ...]]], max_new_tokens: int, stop_ids: frozenset[int]
-) -> list[Request]:
-    """Requests for plain greedy answers."""
-    return [Request(id_, ids, max_new_tokens, Sampling(), stop_ids) for id_, ids in prompts]
-
-
-def evidence_of(
+def make_scoring_set(
     target: Target, requests: Sequence[Request], answers: Sequence[Generation], k: int
 ) -> ScoringSet:
-    """ScoringSet for scoring k drafts a step; its states are taken when they are asked for."""
+    """Return the scoring set for k drafts per step, without states."""
     records = []
     for request, generation in zip(requests, answers, strict=True):
         tokens = torch.tensor([*request.prompt_ids, *generation.token_ids])
         spans = (torch.arange(len(tokens)) >= len(request.prompt_ids)).long()
-        nothing, unknown = torch.zeros(len(tokens), 0), torch.zeros(len(tokens))
+        empty, zeros = torch.zeros(len(tokens), 0), torch.zeros(len(tokens))
         records.append(
-            Record(
-                request.id,
-                tokens,
-                spans,
-                nothing,
-                nothing,
-                unknown,
-                unknown.long(),
-                temperature=0.0,
-            )
+            Record(request.id, tokens, spans, empty, empty, zeros, zeros.long(), temperature=0.0)
         )
     width = max(len(record.tokens) for record in records)
     batch = pack([[record] for record in records], width, k).to(target.device)

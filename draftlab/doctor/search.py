@@ -1,63 +1,62 @@
-"""Trying readings: all single ones, then others on top of the best."""
+"""The search for the variant of a head that fits its target: single changes, then pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from draftlab.doctor.findings import ScoredReading
-from draftlab.doctor.head_variant import Reading
+from draftlab.doctor.findings import ScoredVariant
+from draftlab.doctor.head_variant import HeadVariant
 from draftlab.doctor.hypotheses import hypotheses
-from draftlab.doctor.hypothesis import MARGIN, About, Hypothesis
+from draftlab.doctor.hypothesis import MARGIN, Hypothesis, HypothesisContext
 from draftlab.doctor.score import Score
 from draftlab.progress import Monitor
 
-POOR = 1.5  # AL below which a reading may hide a second mistake
+POOR_ACCEPTANCE_LENGTH = 1.5  # below it a variant may hide a second mistake
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A reading, the mistakes it undoes (none: as stored), and how it fits.
+class VariantResult:
+    """A variant, the hypotheses that led to it (none: the head as stored), and its score.
 
-    `over` is the stored reading's score; None for the stored reading itself.
+    `baseline` is the score of the stored head; None for the stored head itself.
     """
 
-    reading: Reading
-    undone: tuple[Hypothesis, ...]
+    variant: HeadVariant
+    hypotheses: tuple[Hypothesis, ...]
     score: Score
-    over: Score | None = None
+    baseline: Score | None = None
 
     @property
     def name(self) -> str:
-        """As the table calls it."""
-        return ", ".join(h.name for h in self.undone) or "as stored"
+        """The row of the table."""
+        return ", ".join(h.name for h in self.hypotheses) or "as stored"
 
     @property
     def better(self) -> bool:
-        """Whether it fits better than as stored, beyond what these prompts leave to chance."""
-        if self.over is None:
+        """Whether it fits significantly better than the stored head."""
+        if self.baseline is None:
             return False
-        margin = max(h.margin for h in self.undone)
-        return improves(self.score, self.over, margin)
+        return improves(self.score, self.baseline, max(h.margin for h in self.hypotheses))
 
     @property
     def gain(self) -> float:
-        """Accepted drafts a position more than as stored."""
-        return self.score.gain(self.over) if self.over is not None else 0.0
+        """Accepted drafts per position above the stored head's."""
+        return self.score.gain(self.baseline) if self.baseline is not None else 0.0
 
-    def scored(self) -> ScoredReading:
-        """For the diagnosis."""
-        total = self.score.total
-        likelier, interval = self.score.likelier(self.over) if self.over else (None, None)
-        return ScoredReading(
+    def scored(self) -> ScoredVariant:
+        """Return its part of the diagnosis."""
+        total, baseline = self.score.total, self.baseline
+        likelier, interval = self.score.likelihood_gain(baseline) if baseline else (None, None)
+        return ScoredVariant(
             name=self.name,
-            changes=[h.kind for h in self.undone],
+            changes=[h.kind for h in self.hypotheses],
             acceptance_length=total.acceptance_length,
             acceptance_length_ci=self.score.acceptance_interval,
             drafts=total.drafts,
             accepted=total.accepted,
             accepted_at=total.accepted_at,
-            gain=self.gain if self.over else None,
+            gain=self.gain if baseline else None,
             likelier=likelier,
             likelier_ci=interval,
             better=self.better,
@@ -65,62 +64,66 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Trials:
-    """What was tried: the stored reading; all others, best first; and the one that explains the
-    head, None when none is better than as stored."""
+class VariantSearch:
+    """The results of a search.
 
-    stored: Trial
-    others: list[Trial]
-    best: Trial | None
+    Attributes:
+        stored: the head as stored.
+        others: all other variants, best first.
+        best: the variant that explains the head; None: none is better than the stored head.
+    """
 
-
-def improves(score: Score, over: Score, margin: float = MARGIN) -> bool:
-    """Whether a reading accepts more by an amount worth a word, and finds the target's tokens
-    likelier beyond chance."""
-    return score.gain(over) >= margin and score.likelier(over)[1][0] > 0
-
-
-def try_readings(
-    stored: Reading, about: About, scorer: Callable[[Reading], Score], monitor: Monitor
-) -> Trials:
-    """Scores the stored reading, every single change, and a second where one helps or none fits."""
-    base = Trial(stored, (), scorer(stored))
-    singles = _extend(base, base, about, scorer, monitor, "doctor: readings")
-    tried, best = list(singles), _best(singles, base)
-    poor = (base.score.total.acceptance_length or 1.0) < POOR
-    first = best if best is not None else max(singles, key=_gain, default=None) if poor else None
-    if first is not None:
-        pairs = _extend(first, base, about, scorer, monitor, "doctor: pairs of them")
-        tried += pairs
-        best = _best(pairs, first) or best
-    explains = best if best is not None and best.better else None
-    return Trials(base, sorted(tried, key=_gain, reverse=True), explains)
+    stored: VariantResult
+    others: list[VariantResult]
+    best: VariantResult | None
 
 
-def _gain(trial: Trial) -> float:
-    return trial.gain
+def improves(score: Score, baseline: Score, margin: float = MARGIN) -> bool:
+    """Return whether a variant accepts at least `margin` drafts per step more, and finds the
+    target's tokens significantly likelier."""
+    return score.gain(baseline) >= margin and score.likelihood_gain(baseline)[1][0] > 0
 
 
-def _best(trials: list[Trial], than: Trial) -> Trial | None:
-    """The best of those that are better than another trial."""
-    better = (t for t in trials if improves(t.score, than.score, t.undone[-1].margin))
-    return max(better, key=_gain, default=None)
-
-
-def _extend(
-    on: Trial,
-    base: Trial,
-    about: About,
-    scorer: Callable[[Reading], Score],
+def search_variants(
+    stored: HeadVariant,
+    context: HypothesisContext,
+    scorer: Callable[[HeadVariant], Score],
     monitor: Monitor,
-    stage: str,
-) -> list[Trial]:
-    """Every further change of another kind on top of a trial."""
-    kinds = {h.kind for h in on.undone}
-    found = [h for h in hypotheses(on.reading, about) if h.kind not in kinds]
-    trials = []
-    for number, hypothesis in enumerate(found, 1):
-        score = scorer(hypothesis.reading)
-        trials.append(Trial(hypothesis.reading, (*on.undone, hypothesis), score, base.score))
-        monitor.progress(stage, number, len(found), hypothesis.name)
-    return trials
+) -> VariantSearch:
+    """Score the stored head and every single change.
+
+    A second change is tried on top of the best one, also where none helps but the head is poor.
+    """
+
+    def extend(result: VariantResult, stage: str) -> list[VariantResult]:
+        """Score every further change of another kind on top of a variant."""
+        kinds = {h.kind for h in result.hypotheses}
+        proposed = [h for h in hypotheses(result.variant, context) if h.kind not in kinds]
+        results = []
+        for number, hypothesis in enumerate(proposed, 1):
+            changes, score = (*result.hypotheses, hypothesis), scorer(hypothesis.variant)
+            results.append(VariantResult(hypothesis.variant, changes, score, base.score))
+            monitor.progress(stage, number, len(proposed), hypothesis.name)
+        return results
+
+    base = VariantResult(stored, (), scorer(stored))
+    results = extend(base, "doctor: variants")
+    best = start = _best(results, base)
+    if best is None and (base.score.total.acceptance_length or 1.0) < POOR_ACCEPTANCE_LENGTH:
+        start = max(results, key=_gain, default=None)
+    if start is not None:
+        pairs = extend(start, "doctor: pairs of variants")
+        results += pairs
+        best = _best(pairs, start) or best
+    explanation = best if best is not None and best.better else None
+    return VariantSearch(base, sorted(results, key=_gain, reverse=True), explanation)
+
+
+def _gain(result: VariantResult) -> float:
+    return result.gain
+
+
+def _best(results: list[VariantResult], baseline: VariantResult) -> VariantResult | None:
+    """Return the best of the variants that improve on `baseline`."""
+    better = (r for r in results if improves(r.score, baseline.score, r.hypotheses[-1].margin))
+    return max(better, key=_gain, default=None)

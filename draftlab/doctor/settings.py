@@ -1,4 +1,4 @@
-"""What a head is tried on."""
+"""Settings of a diagnosis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from draftlab.settings import Settings
 
 
 class DoctorSettings(Settings):
-    """What a head is tried on."""
+    """The prompts and drafts that a head is scored on."""
 
     prompts: str = "embedded:heldout"
     """A suite, as `eval.suite` names them."""

@@ -1,4 +1,4 @@
-"""A target under oath: loaded once, asked once, for all heads that are examined with it."""
+"""Load the target on first use and cache its greedy answers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from draftlab.doctor.scoring_set import ScoringSet, answer, evidence_of, greedy
+from draftlab.doctor.scoring_set import ScoringSet, generate_answers, make_scoring_set
 from draftlab.doctor.settings import DoctorSettings
-from draftlab.engine.sampling import Generation, Request
+from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.evaluate.statistics import repetition_rate
 from draftlab.pipeline.head_spec import target_config
 from draftlab.progress import Monitor
@@ -21,18 +21,18 @@ from draftlab.text.suites import load_suite
 
 
 class TargetSession:
-    """A target, its tokenizer, and what it answers; each is loaded when first asked for."""
+    """A target, its tokenizer and its greedy answers, which all diagnosed heads share."""
 
     def __init__(
         self, target_settings: TargetSettings, settings: DoctorSettings, monitor: Monitor
     ) -> None:
         self.target_settings, self.settings, self.monitor = target_settings, settings, monitor
-        self.evidence = cache(self._evidence)
-        self._answers = cache(self._ask)
+        self.scoring_set = cache(self._scoring_set)
+        self._answers = cache(self._generate)
 
     @cached_property
-    def text(self) -> Any:
-        """The target's text config, as transformers reads it; no weights are."""
+    def text_config(self) -> Any:
+        """The target's text config, as transformers reads it; no weights are loaded."""
         return target_config(self.target_settings).get_text_config()
 
     @cached_property
@@ -42,39 +42,41 @@ class TargetSession:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Its tokenizer."""
+        """The target's tokenizer."""
         return load_tokenizer(self.target_settings)
 
     @property
     def has_template(self) -> bool:
-        """Whether it takes chats."""
+        """Whether the tokenizer has a chat template."""
         return self.tokenizer.chat_template is not None
 
     @cached_property
     def shared_tensors(self) -> dict[str, Tensor]:
-        """What a head may use of it, on the CPU, where heads' files are read."""
+        """The target's tensors that a head may share, on the CPU like the tensors of heads."""
         return {name: tensor.cpu() for name, tensor in self.target.parts.shared_tensors.items()}
 
-    def _ask(self, template: bool) -> tuple[list[Request], list[Generation]]:
+    def _generate(self, template: bool) -> tuple[list[Request], list[Generation]]:
         target, settings = self.target, self.settings
-        longest = max(target.max_length - settings.max_new_tokens, 1)
         suite = load_suite(
             settings.prompts,
             self.tokenizer,
             self.monitor,
             raw=not template,
-            max_prompt_tokens=longest,
+            max_prompt_tokens=max(target.max_length - settings.max_new_tokens, 1),
         )
         stops = stop_ids(self.tokenizer, target.folder)
-        requests = greedy(suite.prompts[: settings.max_prompts], settings.max_new_tokens, stops)
-        return requests, answer(target, requests, self.monitor)
+        requests = [
+            Request(name, ids, settings.max_new_tokens, Sampling(), stops)
+            for name, ids in suite.prompts[: settings.max_prompts]
+        ]
+        return requests, generate_answers(target, requests, self.monitor)
 
-    def _evidence(self, template: bool, k: int) -> ScoringSet:
-        """Greedy answers to chats (`template`), or to plain text, to score k drafts a step on."""
-        return evidence_of(self.target, *self._answers(template), k)
+    def _scoring_set(self, template: bool, k: int) -> ScoringSet:
+        """Return the greedy answers to chats (`template`) or plain text, for k drafts per step."""
+        return make_scoring_set(self.target, *self._answers(template), k)
 
     def conditions(self, template: bool, k: int) -> dict[str, Any]:
-        """What scores are made with."""
+        """Return the conditions of the scores, for the diagnosis."""
         requests, answers = self._answers(template)
         return {
             "k": k,

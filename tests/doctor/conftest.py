@@ -1,4 +1,4 @@
-"""The reference head, copies of it to be broken, and the embedded target as witness."""
+"""Fixtures: the embedded target, and copies of the reference head with faults."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from draftlab.doctor.diagnose import examine
+from draftlab.doctor.diagnose import diagnose
 from draftlab.doctor.findings import Diagnosis
 from draftlab.doctor.settings import DoctorSettings
 from draftlab.doctor.target_session import TargetSession
@@ -25,23 +24,20 @@ from draftlab.heads.native_config import native_config
 from draftlab.pipeline.resolve import reference_head
 from draftlab.progress import Monitor
 from draftlab.target_model.settings import TargetSettings
+from tests.helpers.diagnosis import CopyHead, Tensors
 
 
 @pytest.fixture(scope="session")
-def witness() -> TargetSession:
+def session() -> TargetSession:
     settings = DoctorSettings(max_prompts=6, max_new_tokens=36, k=2)
     return TargetSession(TargetSettings(device="cpu"), settings, Monitor())
 
 
-Tensors = dict[str, Tensor]
-Broken = Callable[..., Path]
-
-
 @pytest.fixture
-def broken(tmp_path: Path) -> Broken:
-    """A copy of the reference head, its tensors and its config changed as a writer would."""
+def copy_head(tmp_path: Path) -> CopyHead:
+    """Copies the reference head with changed tensors, and with config keys changed everywhere."""
 
-    def make(change: Callable[[Tensors], Any] | None = None, **fields: Any) -> Path:
+    def copy(change: Callable[[Tensors], Any] | None = None, **fields: Any) -> Path:
         folder = tmp_path / "head"
         shutil.copytree(reference_head(), folder)
         config = json.loads((folder / CONFIG).read_text()) | fields
@@ -54,22 +50,22 @@ def broken(tmp_path: Path) -> Broken:
             save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         return folder
 
-    return make
+    return copy
 
 
 @pytest.fixture
-def examined(witness: TargetSession, broken: Broken) -> Callable[..., Diagnosis]:
-    """The diagnosis of such a copy."""
-    return lambda *change, **fields: examine(broken(*change, **fields), witness)
+def diagnose_copy(session: TargetSession, copy_head: CopyHead) -> Callable[..., Diagnosis]:
+    """Diagnoses such a copy."""
+    return lambda *change, **fields: diagnose(copy_head(*change, **fields), session)
 
 
 @pytest.fixture
-def untrained_eagle(witness: TargetSession, broken: Broken) -> Path:
-    """A head of EAGLE's first generation, as it is before training."""
-    own = load_config(reference_head()).model_dump(mode="json", by_alias=True)
-    more = {"family": "eagle", "boundaries": [12], "draft_vocab_size": 6144, "provenance": {}}
-    config = make_head_config(**(own | more))
-    head, parts = EagleHead(config), witness.target.parts
+def untrained_eagle(session: TargetSession, copy_head: CopyHead) -> Path:
+    """An initialised EAGLE head of the first generation."""
+    fields = load_config(reference_head()).model_dump(mode="json", by_alias=True)
+    fields |= {"family": "eagle", "boundaries": [12], "draft_vocab_size": 6144, "provenance": {}}
+    config = make_head_config(**fields)
+    head, parts = EagleHead(config), session.target.parts
     initialise_head(
         head,
         embeddings=parts.embeddings,
@@ -78,17 +74,9 @@ def untrained_eagle(witness: TargetSession, broken: Broken) -> Path:
         target_ids=torch.arange(6144),
         seed=0,
     )
-    left_out = {*head.shared_tensors(), "d2t", "t2d"}
-
-    def change(stored: Tensors) -> None:
-        stored.clear()
-        stored.update(
-            {n: t.detach().bfloat16() for n, t in head.tensors().items() if n not in left_out}
-        )
-
-    return broken(change, **config.model_dump(mode="json", by_alias=True))
-
-
-def kinds(diagnosis: Diagnosis, severity: str = "fault") -> list[str]:
-    """Kinds of its findings."""
-    return [f.kind for f in diagnosis.findings if f.severity == severity]
+    omitted = {*head.shared_tensors(), "d2t", "t2d"}
+    tensors = {n: t.detach().bfloat16() for n, t in head.tensors().items() if n not in omitted}
+    return copy_head(
+        lambda stored: (stored.clear(), stored.update(tensors)),
+        **config.model_dump(mode="json", by_alias=True),
+    )

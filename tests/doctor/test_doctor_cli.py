@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,27 +14,27 @@ OPTIONS = ("--target", "toy", "--prompts", "prompts.jsonl", "--k", "2", "--devic
 
 
 @pytest.fixture
-def workshop(tmp_path: Path) -> Path:
-    return copy_of_finished(tmp_path / "workshop")
+def workspace(tmp_path: Path) -> Path:
+    return copy_of_finished(tmp_path / "workspace")
 
 
-def test_a_runs_head_is_examined_and_nothing_is_written(workshop: Path) -> None:
-    before = snapshot(workshop)
-    result = draftlab(workshop, "doctor", "small", *OPTIONS)
-    # Six steps of training make no head, and training says so itself.
+def test_diagnosis_of_a_runs_head_writes_nothing(workspace: Path) -> None:
+    before = snapshot(workspace)
+    result = draftlab(workspace, "doctor", "small", *OPTIONS)
+    # After six steps of training validation measures hardly any accuracy either.
     assert result.exit_code == 0, result.output
-    assert snapshot(workshop) == before
+    assert snapshot(workspace) == before
     first = result.stdout.splitlines()[0]
     assert first.startswith("healthy: ")
     assert first.endswith("; hardly trained")
     assert "of first drafts are accepted" in result.stdout
     assert "as stored" in result.stdout
 
-    head = workshop / "runs" / "small" / "head"
+    head = workspace / "runs" / "small" / "head"
     config = json.loads((head / "draftlab.json").read_text())
     config["max_position_embeddings"] = 128
     (head / "draftlab.json").write_text(json.dumps(config))
-    result = draftlab(workshop, "doctor", "runs/small/head", *OPTIONS, "--json")
+    result = draftlab(workspace, "doctor", "runs/small/head", *OPTIONS, "--json")
     assert result.exit_code == 1
     diagnosis = json.loads(result.stdout)
     assert diagnosis["schema"] == 1
@@ -43,23 +44,23 @@ def test_a_runs_head_is_examined_and_nothing_is_written(workshop: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
-        (("nowhere",), "expected a head's folder, found none"),
-        (("prompts.jsonl",), "expected a head's folder, found a file"),
-        (("runs/headless",), "expected the run to have a trained head, found none"),
-        (("runs/small",), "expected --target beside the head (it was trained for toy)"),
-        (("runs/small", "--target", "nothing/there/at-all"), "config.json"),
+        (("nowhere",), "head.*found none"),
+        (("prompts.jsonl",), "head.*found a file"),
+        (("runs/headless",), "run.*trained head, found none"),
+        (("runs/small",), "expected --target.*trained for toy"),
+        (("runs/small", "--target", "nothing/there/at-all"), r"config\.json"),
         (("runs/small", "--target", "toy", "--max-prompts", "1"), "--max-prompts: expected"),
         (("runs/small", "--target", "toy", "--prompts", "none.jsonl"), "prompt suite"),
     ],
 )
 def test_mistakes_of_the_command_line(
-    workshop: Path, arguments: tuple[str, ...], says: str
+    workspace: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    headless = workshop / "runs" / "headless"
+    headless = workspace / "runs" / "headless"
     headless.mkdir()
     (headless / "recipe.yaml").write_text("target: toy\n")
-    result = draftlab(workshop, "doctor", *arguments)
+    result = draftlab(workspace, "doctor", *arguments)
     assert result.exit_code == 2, result.output
-    assert says in result.output.replace("\n", " ")
+    assert re.search(message, result.output.replace("\n", " "))

@@ -1,4 +1,4 @@
-"""Heads in other programs' layouts are read as those programs read them."""
+"""Heads in other programs' layouts."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from draftlab.doctor.diagnose import examine
-from draftlab.doctor.foreign_head import read_other
+from draftlab.doctor.diagnose import diagnose
+from draftlab.doctor.foreign_head import read_foreign_head
 from draftlab.doctor.target_session import TargetSession
 from draftlab.export import write_export
 from draftlab.pipeline.resolve import reference_head
-from tests.doctor.conftest import kinds
+from tests.helpers.diagnosis import fault_kinds
 
 
 @pytest.fixture
-def exported(tmp_path: Path, witness: TargetSession) -> Path:
+def exported(tmp_path: Path, session: TargetSession) -> Path:
     return write_export(
         reference_head(),
-        witness.target.folder,
+        session.target.folder,
         tmp_path / "speculators",
         "speculators",
         target_name="embedded",
@@ -34,34 +34,36 @@ def change(folder: Path, **fields: object) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_ids_that_count_outputs_are_named(exported: Path, witness: TargetSession) -> None:
+def test_boundaries_that_count_outputs_are_named(exported: Path, session: TargetSession) -> None:
     change(exported, eagle_aux_hidden_state_layer_ids=[1, 5, 8])
-    diagnosis = examine(exported, witness)
+    diagnosis = diagnose(exported, session)
     assert diagnosis.layout == "speculators"
-    assert kinds(diagnosis) == ["boundaries"]
+    assert fault_kinds(diagnosis) == ["boundaries"]
     assert diagnosis.verdict.startswith("the boundary ids look like outputs of layers; AL ")
     assert diagnosis.verdict.endswith("shifted by one")
 
 
-def test_a_good_export_has_no_findings(exported: Path, witness: TargetSession) -> None:
-    files, findings = read_other(exported, witness)
+def test_a_good_export_has_no_findings(exported: Path, session: TargetSession) -> None:
+    files, findings = read_foreign_head(exported, session)
     assert not findings
     assert files is not None
     assert files.config.boundaries == (2, 6, 9)
 
 
-def test_what_only_other_families_have_is_not_missed(
-    untrained_eagle: Path, witness: TargetSession, tmp_path: Path
+def test_a_first_generation_head_needs_no_flags_of_eagle3(
+    untrained_eagle: Path, session: TargetSession, tmp_path: Path
 ) -> None:
     out = tmp_path / "vllm"
-    write_export(untrained_eagle, witness.target.folder, out, "vllm", target_name="embedded")
-    files, findings = read_other(out, witness)
+    write_export(untrained_eagle, session.target.folder, out, "vllm", target_name="embedded")
+    files, findings = read_foreign_head(out, session)
     assert not findings
     assert files is not None
     assert files.config.family == "eagle"
 
 
-def test_what_a_config_leaves_out_or_cuts_is_named(exported: Path, witness: TargetSession) -> None:
+def test_missing_and_small_values_of_a_config_are_named(
+    exported: Path, session: TargetSession
+) -> None:
     change(exported, max_position_embeddings=512, vocab_size=6144)
     config = json.loads((exported / "config.json").read_text())
     del config["norm_before_residual"]
@@ -69,17 +71,17 @@ def test_what_a_config_leaves_out_or_cuts_is_named(exported: Path, witness: Targ
     for key in ("rope_theta", "rope_parameters"):
         del inner[key]
     (exported / "config.json").write_text(json.dumps(config))
-    _, findings = read_other(exported, witness)
+    _, findings = read_foreign_head(exported, session)
     assert [f.kind for f in findings] == ["max_position_embeddings", "norm flags", "rope"]
 
     change(exported, vocab_size=32000)
-    files, findings = read_other(exported, witness)
+    files, findings = read_foreign_head(exported, session)
     assert files is None
     assert [f.kind for f in findings] == ["target"]
 
 
-def test_an_unknown_key_is_named(exported: Path, witness: TargetSession) -> None:
+def test_an_unknown_key_is_named(exported: Path, session: TargetSession) -> None:
     change(exported, hidden_pooling="mean")
-    diagnosis = examine(exported, witness)
-    assert kinds(diagnosis) == ["unreadable"]
+    diagnosis = diagnose(exported, session)
+    assert fault_kinds(diagnosis) == ["unreadable"]
     assert "hidden_pooling" in diagnosis.verdict
