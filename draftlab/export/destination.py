@@ -1,4 +1,4 @@
-"""The folder an export goes to: never a part of one, never in place of something else."""
+"""The folder that an export is written to: written atomically, and never over other files."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ from pathlib import Path
 
 from draftlab.errors import UserError
 
-_OURS = re.compile(
+_EXPORT_FILES = re.compile(
     r"config\.json|launch\.md|README\.md|model(-\d+-of-\d+)?\.safetensors"
     r"|model\.safetensors\.index\.json|.*\.gguf"
 )
 """Names of the files that an export holds."""
 
 
-def check_place(place: Path) -> None:
-    """Refuses to write inside a file, or to replace anything but an earlier export.
-
-    Args:
-        place: the folder to write, absolute.
-    """
-    nearest = next(p for p in (place, *place.parents) if p.exists())
+def check_destination(destination: Path) -> None:
+    """Raise a `UserError` if a folder (absolute) cannot be created or is not an earlier export."""
+    nearest = next(p for p in (destination, *destination.parents) if p.exists())
     if not nearest.is_dir():
         raise UserError("expected a folder to export into, found a file", where=nearest)
-    if nearest != place:
+    if nearest != destination:
         return
-    names = sorted(p.name for p in place.iterdir())
-    if foreign := [name for name in names if not _OURS.fullmatch(name)]:
+    names = sorted(p.name for p in destination.iterdir())
+    if foreign := [name for name in names if not _EXPORT_FILES.fullmatch(name)]:
         raise UserError(
-            f"the folder holds what this export did not write: {', '.join(foreign[:5])}",
-            where=place,
+            f"expected a new folder or an earlier export, found {', '.join(foreign[:5])}",
+            where=destination,
             do="give another folder, or an empty one",
         )
-    if names and "launch.md" not in names:  # which every export has
-        raise UserError("the folder holds a model that is no export", where=place)
+    if names and "launch.md" not in names:  # every export has one
+        raise UserError(
+            "expected a new folder or an earlier export, found a model without launch.md",
+            where=destination,
+            do="give another folder, or an empty one",
+        )
 
 
 @contextmanager
-def whole_folder(place: Path) -> Iterator[Path]:
-    """Yields an empty sibling folder; on success it is renamed onto `place`.
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty sibling folder, and rename it to `path` on success.
 
-    An older folder at `place` is moved aside for the rename and deleted after it: whatever happens,
-    one of the two is there whole.
+    An older folder at `path` is renamed before and deleted afterwards, so that one of the two is
+    complete on disk at any time.
     """
-    temporary = place.with_name(f".{place.name}.{os.getpid()}.tmp")
-    aside = place.with_name(f".{place.name}.{os.getpid()}.old")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    old = path.with_name(f".{path.name}.{os.getpid()}.old")
     try:
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"the folder cannot be made: {error.strerror}", where=place) from None
+        raise UserError(f"the folder cannot be created: {error.strerror}", where=path) from None
     try:
         yield temporary
-        if place.exists():
-            place.rename(aside)
+        if path.exists():
+            path.rename(old)
         try:
-            temporary.rename(place)
+            temporary.rename(path)
         except OSError:
-            if aside.exists():
-                aside.rename(place)
+            if old.exists():
+                old.rename(path)
             raise
-        parent = os.open(place.parent, os.O_RDONLY)
+        parent = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(parent)
         finally:
             os.close(parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,8 +1,7 @@
 """First-generation EAGLE heads as vLLM and SGLang read them (servers §1.1, §6, §7).
 
-Either takes embeddings and lm_head from the target, and no norm. Their one difference makes two
-exports of it: SGLang's fc has a bias, which it would draw at random if it were missing; vLLM's has
-none, and refuses one.
+Both programs use the target's embeddings and lm_head, and no norm. SGLang's fc has a bias, which
+is initialised at random if it is missing; vLLM's has none, and refuses one.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from draftlab.export.launch_text import sglang_text, vllm_text
-from draftlab.export.layout import Export, Layout, check_width
-from draftlab.export.native import refuse_own_embeddings
-from draftlab.heads.native_config import native_config
+from draftlab.export.launch_text import sglang_text
+from draftlab.export.layout import Export, check_width
+from draftlab.export.native import HeadFolderLayout, refuse_own_embeddings
 
 
-class VllmEagle(Layout):
-    """vLLM's: the files of the head's own folder, with the target's positions."""
+class VllmEagle(HeadFolderLayout):
+    """vLLM's layout."""
 
     def title(self) -> str:
         return "vLLM layout (`LlamaForCausalLM`, served with method eagle)"
@@ -27,16 +25,9 @@ class VllmEagle(Layout):
     def check(self, export: Export) -> None:
         check_width(export, "vLLM's")
 
-    def config(self, export: Export) -> dict[str, Any]:
-        head = export.head.model_copy(update={"max_position_embeddings": export.positions})
-        return native_config(head, export.dtype_name)
-
-    def launch(self, export: Export, place: Path) -> str:
-        return vllm_text(export, place)
-
 
 class SglangEagle(VllmEagle):
-    """SGLang's: another name, and a bias of zeros."""
+    """SGLang's layout: another architecture name, and a bias of zeros."""
 
     def title(self) -> str:
         return "SGLang layout (`LlamaForCausalLMEagle`)"
@@ -52,5 +43,5 @@ class SglangEagle(VllmEagle):
         weight = tensors["fc.weight"]
         return tensors | {"fc.bias": weight.new_zeros(len(weight))}
 
-    def launch(self, export: Export, place: Path) -> str:
-        return sglang_text(export, place, algorithm="EAGLE")
+    def launch(self, export: Export, path: Path) -> str:
+        return sglang_text(export, path, algorithm="EAGLE")

@@ -1,8 +1,8 @@
-"""Other programs' config.json of a draft head, read strictly (servers §1.3, §6, §9).
+"""Strict reading of other programs' config.json of a draft head (servers §1.3, §6, §9).
 
-Two kinds: that of the speculators library, and the native one of vLLM, SGLang, SpecForge and
-SafeAILab. Keys that shape a forward pass are checked one by one; keys that every config of
-transformers carries are passed over; what is left is refused by name, since it might be a
+There are two layouts: that of the speculators library, and the native one of vLLM, SGLang,
+SpecForge and SafeAILab. Keys that change a forward pass are checked one by one; keys that every
+transformers config has are ignored; any other key is refused by name, since it might mean a
 different head.
 """
 
@@ -19,24 +19,24 @@ from transformers import PretrainedConfig
 from draftlab.errors import UserError
 from draftlab.files import read_json
 from draftlab.heads.family import Family, families
+from draftlab.heads.native_config import MASK_TOKEN_KEYS
 
 LLAMA4 = ("Llama4ForCausalLM", "EagleLlama4ForCausalLM")
-"""Of dense Llama 4 drafters, which are not read."""
+"""Architectures of dense Llama 4 drafters, which cannot be imported."""
 # fmt: off
-_OF_TRAINING = {
+_TRAINING_KEYS = {
     "attention_dropout", "auto_map", "bos_token_id", "embed_requires_grad", "eos_token_id",
     "initializer_range", "max_window_layers", "pad_token_id", "pretraining_tp",
     "sliding_window", "speculators_version", "tie_word_embeddings", "torch_dtype", "use_cache",
 }
 # fmt: on
-_PASSED_OVER = (frozenset(PretrainedConfig().to_dict()) | _OF_TRAINING) - {"model_type"}
-_MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
-ROPE_THETA = 10000.0
-"""What every program takes where a config names none."""
+_IGNORED_KEYS = (frozenset(PretrainedConfig().to_dict()) | _TRAINING_KEYS) - {"model_type"}
+DEFAULT_ROPE_THETA = 10000.0
+"""Every program's RoPE base for a config without one."""
 
 
-class _Nested(BaseModel):
-    """`eagle_config`."""
+class EagleConfig(BaseModel):
+    """The nested object `eagle_config`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -46,10 +46,10 @@ class _Nested(BaseModel):
 
 
 class ForeignConfig(BaseModel):
-    """The keys that shape a forward pass, of one flat config; a literal is all that is read.
+    """The keys that change a forward pass; a literal is the only value that draftlab computes.
 
-    `eagle_aux_hidden_state_layer_ids` are inputs of layers as vLLM and the speculators library
-    count; those of `eagle_config` are outputs as SGLang counts.
+    `eagle_aux_hidden_state_layer_ids` counts inputs of layers like vLLM and the speculators
+    library; the list in `eagle_config` counts outputs like SGLang.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -71,7 +71,7 @@ class ForeignConfig(BaseModel):
     rope_parameters: dict[str, Any] | None = None
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
     num_aux_hidden_states: int | None = None
-    eagle_config: _Nested | None = None
+    eagle_config: EagleConfig | None = None
     norm_before_residual: bool | None = None
     norm_before_fc: bool | None = None
     fc_norm: bool | None = None
@@ -91,48 +91,50 @@ class ForeignConfig(BaseModel):
 
     @property
     def names_mask_token(self) -> bool:
-        """Return whether it names a mask token, as configs of parallel heads do."""
-        return any(getattr(self, name) is not None for name in _MASKS)
+        """Whether it names a mask token, as configs of parallel heads do."""
+        return any(getattr(self, name) is not None for name in MASK_TOKEN_KEYS)
 
 
 @dataclass(frozen=True)
-class Foreign:
-    """A foreign config, before its target is known.
+class ForeignHead:
+    """A foreign head's config, without its target.
 
     Attributes:
-        kind: "speculators" or "native".
-        family: draftlab's.
+        layout: "speculators" or "native".
+        family: draftlab's family of its heads.
         config: its keys.
-        k: tokens it says a server drafts.
-        verifier: the target it names.
+        k: tokens that a server drafts, if the config names a number.
+        verifier: the target, if the config names one.
     """
 
-    kind: Literal["speculators", "native"]
+    layout: Literal["speculators", "native"]
     family: Family
     config: ForeignConfig
     k: int | None = None
     verifier: str | None = None
 
     def mask_token(self) -> int | None:
-        """The one mask token that the config's three names for it agree on.
+        """Return the mask token, for which programs have three names.
 
         Raises:
-            ValueError: they do not.
+            ValueError: the names have different values.
         """
-        found = {getattr(self.config, n) for n in _MASKS} - {None}
-        if len(found) > 1:
-            raise ValueError(f"{', '.join(_MASKS)} name different tokens: {sorted(found)}")
-        return found.pop() if found else None
+        tokens = {getattr(self.config, key) for key in MASK_TOKEN_KEYS} - {None}
+        if len(tokens) > 1:
+            raise ValueError(
+                f"{', '.join(MASK_TOKEN_KEYS)} name different tokens: {sorted(tokens)}"
+            )
+        return tokens.pop() if tokens else None
 
 
-def read_foreign(
+def read_foreign_config(
     folder: Path, tensors: Collection[str], ignore: frozenset[str] = frozenset()
-) -> Foreign:
-    """Reads a foreign head's config.json.
+) -> ForeignHead:
+    """Read a foreign head's config.json.
 
     Args:
-        tensors: names of the head's tensors, which tell EAGLE heads of one architecture apart.
-        ignore: keys that the user knows to change nothing.
+        tensors: names of the head's tensors, which distinguish families of one architecture.
+        ignore: unknown keys that the user knows to change nothing.
 
     Raises:
         UserError: no such file, another kind of model, a key of the wrong type, a key that might
@@ -143,7 +145,7 @@ def read_foreign(
         raise UserError(
             "expected another program's head, found one of draftlab's own",
             where=folder,
-            do="use it as it is: draftlab eval --head FOLDER",
+            do="use it without an import: draftlab eval --head FOLDER",
         )
     config = read_json(where, kind="head's config.json")
     if not isinstance(config, dict):
@@ -155,42 +157,44 @@ def read_foreign(
             do="a draft head's folder is not its target's",
         )
     if "speculators_model_type" in config:
-        return _speculators(config, where, ignore)
-    return _native(config, tensors, where, ignore)
+        return _read_speculators(config, where, ignore)
+    return _read_native(config, tensors, where, ignore)
 
 
-def _speculators(config: dict[str, Any], where: Path, ignore: frozenset[str]) -> Foreign:
-    rest = dict(config)
-    kind, said = rest.pop("speculators_model_type"), rest.pop("speculators_config", None)
-    layer = rest.pop("transformer_layer_config", None)
+def _read_speculators(config: dict[str, Any], where: Path, ignore: frozenset[str]) -> ForeignHead:
+    config = dict(config)
+    model_type = config.pop("speculators_model_type")
+    options = config.pop("speculators_config", None)
+    layers = config.pop("transformer_layer_config", None)
     by_type = {f.speculators_type: f for f in families() if f.speculators_type is not None}
-    if kind not in by_type:
+    if model_type not in by_type:
         raise UserError(
-            f"expected a speculators_model_type out of {', '.join(by_type)}, found {kind!r}",
+            f"expected a speculators_model_type out of {', '.join(by_type)}, found {model_type!r}",
             where=where,
         )
     try:
-        k = int(said["proposal_methods"][0]["speculative_tokens"])
-        verifier = said["verifier"]["name_or_path"]
+        k = int(options["proposal_methods"][0]["speculative_tokens"])
+        verifier = options["verifier"]["name_or_path"]
         if k < 1 or not (verifier is None or isinstance(verifier, str)):
             raise ValueError
     except (KeyError, IndexError, TypeError, ValueError):
         raise UserError(
             "expected speculators_config with proposal_methods and a verifier", where=where
         ) from None
-    if not isinstance(layer, dict):
+    if not isinstance(layers, dict):
         raise UserError("expected a transformer_layer_config, found none", where=where)
-    # Both name the dtype, tying and versions; nothing else may stand in both.
-    if doubled := sorted((rest.keys() & layer.keys()) - _PASSED_OVER):
+    # Only the dtype, tying and versions may be in both.
+    if duplicates := sorted((config.keys() & layers.keys()) - _IGNORED_KEYS):
         raise UserError(
-            f"{doubled[0]} stands at the top and in transformer_layer_config", where=where
+            f"{duplicates[0]} is both at the top and in transformer_layer_config", where=where
         )
-    return Foreign("speculators", by_type[kind], _parse(rest | layer, where, ignore), k, verifier)
+    parsed = _parse(config | layers, where, ignore)
+    return ForeignHead("speculators", by_type[model_type], parsed, k, verifier)
 
 
-def _native(
+def _read_native(
     config: dict[str, Any], tensors: Collection[str], where: Path, ignore: frozenset[str]
-) -> Foreign:
+) -> ForeignHead:
     names = config.get("architectures") or []
     name = names[0] if isinstance(names, list) and names else None
     known = dict.fromkeys(a for family in families() for a in family.architectures)
@@ -198,29 +202,30 @@ def _native(
         raise UserError(
             f"expected a draft head of an architecture out of {', '.join(known)}, found {name}",
             where=where,
-            do="dense Llama 4 drafters are not read back: use the head folder it was exported from"
+            do="dense Llama 4 drafters cannot be imported: use the head folder of the export"
             if name in LLAMA4
             else "",
         )
     parsed = _parse(config, where, ignore)
     family = next(f for f in families() if f.reads(name, parsed, tensors))
-    return Foreign("native", family, parsed)
+    return ForeignHead("native", family, parsed)
 
 
 def _parse(config: dict[str, Any], where: Path, ignore: frozenset[str]) -> ForeignConfig:
-    kept = {
+    """Check the keys that change a forward pass, and refuse unknown ones by name."""
+    checked = {
         key: value
         for key, value in config.items()
         if key in ForeignConfig.model_fields
-        # An unknown key that is off can change nothing.
-        or not (key in _PASSED_OVER or key in ignore or value in (None, False, "", [], {}))
+        # An unknown key that is off changes nothing.
+        or not (key in _IGNORED_KEYS or key in ignore or value in (None, False, "", [], {}))
     }
     try:
-        return ForeignConfig.model_validate(kept)
+        return ForeignConfig.model_validate(checked)
     except ValidationError as error:
         lines, unknown = [], []
         for fault in error.errors():
-            key = ".".join(str(part) for part in fault["loc"])
+            key = ".".join(map(str, fault["loc"]))
             if fault["type"] == "extra_forbidden":
                 unknown.append(key)
                 lines.append(
@@ -229,18 +234,20 @@ def _parse(config: dict[str, Any], where: Path, ignore: frozenset[str]) -> Forei
             elif fault["type"] == "missing":
                 lines.append(f"{key}: missing")
             else:
-                said = fault["msg"].removeprefix("Input should be ")
-                lines.append(f"{key}: expected {said}, found {fault['input']!r}")
+                expected = fault["msg"].removeprefix("Input should be ")
+                lines.append(f"{key}: expected {expected}, found {fault['input']!r}")
         do = " ".join(f"--ignore {key}" for key in unknown)
         raise UserError(
             "the config is not one of a head that draftlab can compute:\n  " + "\n  ".join(lines),
             where=where,
-            do=f"where you know that it changes nothing: {do}" if do else "",
+            do=f"if you know that it changes nothing: {do}" if do else "",
         ) from None
 
 
-def rope_of(config: ForeignConfig) -> tuple[dict[str, Any], bool]:
-    """Its `rope_parameters`, from the spelling of transformers 4 or 5, and whether it names a base.
+def read_rope(config: ForeignConfig) -> tuple[dict[str, Any], bool]:
+    """Return the `rope_parameters`, and whether the config names a base.
+
+    transformers 4 and 5 spell them differently.
 
     Raises:
         ValueError: two spellings that contradict each other.
@@ -258,9 +265,9 @@ def rope_of(config: ForeignConfig) -> tuple[dict[str, Any], bool]:
     if clashes:
         key = sorted(clashes)[0]
         raise ValueError(f"{key} {new[key]!r} in rope_parameters against {old[key]!r} outside")
-    named = "rope_theta" in old or "rope_theta" in new
-    merged = {"rope_type": "default", "rope_theta": ROPE_THETA} | old | new
+    has_base = "rope_theta" in old or "rope_theta" in new
+    merged = {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA} | old | new
     theta = merged["rope_theta"]
     if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < 1e30:
         raise ValueError(f"rope_theta {theta!r} is no base")
-    return merged, named
+    return merged, has_base

@@ -1,10 +1,10 @@
-"""Runs llama.cpp's convert_hf_to_gguf.py on targets whose tokenizer it does not know by its hash.
+"""Run llama.cpp's convert_hf_to_gguf.py on targets whose tokenizer hash it does not know.
 
     python gguf_wrapper.py path/to/convert_hf_to_gguf.py llama-bpe MODEL --outfile model.gguf …
 
-Everything after the name of the pre-tokenizer is the converter's own; where it knows the tokenizer
-itself, or the name is empty, nothing is changed. This file imports nothing of draftlab: it runs in
-the converter's own environment.
+The arguments after the name of the pre-tokenizer are the converter's. If the converter knows the
+tokenizer, or the name is empty, nothing is changed. This file imports nothing of draftlab: it runs
+in the converter's environment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     if len(sys.argv) < 3:
         sys.exit((__doc__ or "").strip())
     script, name, *rest = sys.argv[1:]
@@ -24,18 +24,18 @@ def main() -> None:
     converter = importlib.import_module(Path(script).stem)
     if name:
         try:
-            home = importlib.import_module("conversion.base")
-        except ModuleNotFoundError:  # older trees keep all in one file
-            home = converter
-        known = home.TextModel.get_vocab_base_pre
+            module = importlib.import_module("conversion.base")
+        except ModuleNotFoundError:  # older versions are a single file
+            module = converter
+        original = module.TextModel.get_vocab_base_pre
 
         def get_vocab_base_pre(self: object, tokenizer: object) -> str:
             try:
-                return known(self, tokenizer)
+                return original(self, tokenizer)
             except NotImplementedError:
                 return name
 
-        home.TextModel.get_vocab_base_pre = get_vocab_base_pre
+        module.TextModel.get_vocab_base_pre = get_vocab_base_pre
     converter.main()
 
 

@@ -1,15 +1,13 @@
-"""Other programs' heads become head folders: to evaluate, to train on, to export again.
+"""Import of other programs' heads into head folders, for evaluation, training and export.
 
-Read are the speculators layout and the native one (vLLM, SGLang, SpecForge, SafeAILab, with
-`midlayer.*` or `layers.0.*`), the latter of first-generation EAGLE heads, too. An import renames
-and reshapes; it never computes. What a file does not say and programs read differently has to be
-named, never guessed.
+The import reads the speculators layout and the native one (vLLM, SGLang, SpecForge, SafeAILab, with
+`midlayer.*` or `layers.0.*`), also of first-generation EAGLE heads. It renames and reshapes; it
+never computes. Where a file is ambiguous, the user has to decide.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -19,11 +17,21 @@ from transformers import AutoConfig
 from draftlab.errors import UserError
 from draftlab.export.boundaries import read_boundaries
 from draftlab.export.compare import compare_tensors
-from draftlab.export.destination import whole_folder
-from draftlab.export.foreign_config import ROPE_THETA, Foreign, read_foreign, rope_of
-from draftlab.export.renaming import fill, read_maps, rename
-from draftlab.export.weight_files import read_weights, weight_files
-from draftlab.export.write import FLOATING, floating_dtype
+from draftlab.export.destination import atomic_folder
+from draftlab.export.foreign_config import (
+    DEFAULT_ROPE_THETA,
+    ForeignHead,
+    read_foreign_config,
+    read_rope,
+)
+from draftlab.export.renaming import Log, add_target_tensors, normalise_vocabulary, rename_tensors
+from draftlab.export.weight_files import (
+    FLOATING_DTYPES,
+    common_dtype,
+    floating_dtype,
+    read_weights,
+    weight_files,
+)
 from draftlab.files import sha256_file
 from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
 from draftlab.heads.folder import new_head, save_head
@@ -37,7 +45,7 @@ from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import template_sha256, tokenizer_sha256
 
 DEFAULT_K = 7
-"""Unrolled steps of the usual EAGLE3 training, of heads whose files do not say."""
+"""Unrolled steps of the usual EAGLE3 training, for heads whose files name no number."""
 
 
 def import_head(
@@ -53,166 +61,159 @@ def import_head(
     trust_remote_code: bool = False,
     monitor: Monitor | None = None,
 ) -> Path:
-    """Makes a head folder of another program's head, reads it back, and only then puts it at `out`.
+    """Write another program's head as a head folder, compare the files, and move them to `out`.
 
     Args:
         source: its folder, or a Hub id.
-        out: folder to make; must not exist, or be empty.
+        out: folder to write; must not exist, or be empty.
         target: the target it was trained for; None: the one that a speculators config names.
-        boundaries: as inputs of layers; None: those of the config, where it is not ambiguous.
-        norm_before_residual: where the config does not say and programs differ.
-        k: tokens the head was trained to draft; None: a speculators config's, else 7.
-        dtype: of floating tensors, needed where the file mixes several; None: the file's.
-        ignore: config keys that are unknown here and known to change nothing.
+        boundaries: as inputs of layers; None: those of the config, if it is not ambiguous.
+        norm_before_residual: needed if the config has no value and programs' defaults differ.
+        k: tokens that the head was trained to draft; None: a speculators config's, else 7.
+        dtype: of floating tensors, needed if the file mixes several; None: the file's.
+        ignore: unknown config keys that are known to change nothing.
         trust_remote_code: whether code shipped with the target may run.
-        monitor: where every choice is said.
+        monitor: prints every choice.
 
     Returns:
         `out`, a head folder.
 
     Raises:
-        UserError: no such head, pickled weights, a head that draftlab cannot compute, something
-            ambiguous that was not named, a target of another shape, tensors that do not fit.
+        UserError: no such head, pickled weights, a head that draftlab cannot compute, an ambiguity
+            that no argument resolves, a target of another shape, tensors that do not fit.
     """
-    say = (monitor or Monitor()).say
-    place = Path(out).expanduser().resolve()
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise UserError("expected a new or an empty folder to import into", where=place)
-    kind = None if dtype is None else floating_dtype(dtype)
+    log = (monitor or Monitor()).say
+    destination = Path(out).expanduser().resolve()
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise UserError("expected a new or an empty folder to import into", where=destination)
+    torch_dtype = None if dtype is None else floating_dtype(dtype)
     folder = resolve_target(TargetSettings(path=str(source)))
-    found = read_weights(folder, "head's weights")
-    foreign = read_foreign(folder, found, ignore)
+    stored = read_weights(folder, "head's weights")
+    foreign = read_foreign_config(folder, stored, ignore)
     where = weight_files(folder)[0]
-    _refuse_packed(found, where)
+    _refuse_quantised(stored, where)
     settings = _target_settings(target, foreign, folder, trust_remote_code)
-    made = foreign_head_config(foreign, folder, settings, boundaries, norm_before_residual, k, say)
+    config = foreign_head_config(
+        foreign, folder, settings, boundaries, norm_before_residual, k, log
+    )
 
-    tensors = read_maps(rename(found, where, say), made, where, say)
+    tensors = rename_tensors(stored, where, log)
+    tensors = normalise_vocabulary(tensors, config, where, log)
     parts = load_parts(resolve_target(settings), trust_remote_code=settings.trust_remote_code)
     try:
-        tensors, made = fill(tensors, made, parts.embeddings, parts.lm_head, say)
+        tensors, config = add_target_tensors(tensors, config, parts.embeddings, parts.lm_head, log)
     except UserError as error:
         raise UserError(error.what, where=where, do=error.do) from None
-    kind = kind or _one_dtype(tensors, where)
-    head = new_head(made)
-    whole = made.draft_vocab_size == made.vocab_size
-    if whole:
-        head.set_draft_vocabulary(torch.arange(made.vocab_size))
-    maps = {"d2t": head.d2t, "t2d": head.t2d} if whole else {}
+    torch_dtype = torch_dtype or common_dtype(tensors, where)
+    head, maps = new_head(config), {}
+    if config.draft_vocab_size == config.vocab_size:
+        head.set_draft_vocabulary(torch.arange(config.vocab_size))
+        maps = {"d2t": head.d2t, "t2d": head.t2d}
     shared = {name: parts.shared_tensors[name] for name in head.shared_tensors()}
     refuse_faults(tensor_faults(head, tensors), where)
     head.load_tensors(tensors | maps | shared)
-    wanted = {n: t.to(kind) if t.is_floating_point() else t for n, t in tensors.items()}
-    with whole_folder(place) as temporary:
-        save_head(temporary, head, kind)
-        compare_tensors(wanted, temporary)
-    say(f"import: {out} holds the head, {made.family}, boundaries {list(made.boundaries)}")
+    expected = {n: t.to(torch_dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+    with atomic_folder(destination) as temporary:
+        save_head(temporary, head, torch_dtype)
+        compare_tensors(expected, temporary)
+    log(f"import: {out} holds the head, {config.family}, boundaries {list(config.boundaries)}")
     return Path(out)
 
 
 def _target_settings(
-    target: TargetSettings | str | None, foreign: Foreign, folder: Path, trust_remote_code: bool
+    target: TargetSettings | str | None, foreign: ForeignHead, folder: Path, trust_remote_code: bool
 ) -> TargetSettings:
+    """Return the target that the user or the head's config names."""
     if isinstance(target, TargetSettings):
         return target
     if target is None and foreign.verifier is None:
         raise UserError(
-            "expected the target the head was trained for: its config names none",
+            "expected the name of the head's target, but its config names none",
             where=folder / "config.json",
-            do="give it with --target",
+            do="name it with --target",
         )
     path = str(target or foreign.verifier)
     return TargetSettings(path=path, trust_remote_code=trust_remote_code)
 
 
-def _one_dtype(tensors: dict[str, Tensor], where: Path) -> torch.dtype:
-    kinds = {t.dtype for t in tensors.values() if t.is_floating_point()}
-    if len(kinds) == 1:
-        return floating_dtype(kinds.pop())
-    raise UserError(
-        f"expected one floating dtype in the head's weights, found {sorted(map(str, kinds))}",
-        where=where,
-        do="name the one to keep them in with --dtype (float32 holds all)",
-    )
-
-
-def _refuse_packed(tensors: dict[str, Tensor], where: Path) -> None:
-    """Refuses weights that only mean something with scales beside them."""
+def _refuse_quantised(tensors: dict[str, Tensor], where: Path) -> None:
+    """Raise a `UserError` if weights have no floating dtype."""
     for name, tensor in tensors.items():
-        if name not in ("d2t", "t2d") and tensor.dtype not in FLOATING:
+        if name not in ("d2t", "t2d") and tensor.dtype not in FLOATING_DTYPES:
             raise UserError(
                 f"{name}: expected float32, bfloat16 or float16, found {tensor.dtype}: quantised "
                 "heads are not imported",
                 where=where,
-                do="import the head it was made from",
+                do="import the head before quantisation",
             )
 
 
 def foreign_head_config(
-    foreign: Foreign,
+    foreign: ForeignHead,
     folder: Path,
     settings: TargetSettings,
     boundaries: tuple[int, ...] | None,
     norm_before_residual: bool | None,
     k: int | None,
-    say: Any,
+    log: Log,
 ) -> HeadConfig:
-    """draftlab.json of a foreign head, with the target's embeddings until its own are found."""
+    """Return draftlab.json of a foreign head; only a mask token makes the embeddings its own."""
     config, where = foreign.config, folder / "config.json"
     target_folder = resolve_target(settings)
     try:
-        whole = AutoConfig.from_pretrained(
+        target_config = AutoConfig.from_pretrained(
             target_folder, trust_remote_code=settings.trust_remote_code
         )
     except Exception as error:  # OSError, ValueError, and what remote code raises
         raise UserError(
             f"the target's config does not load: {error}", where=target_folder
         ) from None
-    text = whole.get_text_config()
-    theirs = {
+    text = target_config.get_text_config()
+    sizes = {
         "vocab_size": (config.vocab_size, text.vocab_size),
         "target_hidden_size": (config.target_hidden_size or config.hidden_size, text.hidden_size),
     }
-    for key, (said, there) in theirs.items():
-        if said != there:
+    for key, (expected, actual) in sizes.items():
+        if expected != actual:
             raise UserError(
-                f"the head was trained for a target with {key} {said}, this one has {there}",
+                f"the head was trained for a target with {key} {expected}, this one has {actual}",
                 where=where,
                 do="give the target the head was trained for with --target",
             )
-    if foreign.family.reads_last_state:  # reads the last state, whatever a config says
-        chosen = (text.num_hidden_layers,)
+    if foreign.family.reads_last_state:
+        boundaries = (text.num_hidden_layers,)
     else:
-        chosen = read_boundaries(foreign, text.num_hidden_layers, boundaries, where, say)
-    if config.num_aux_hidden_states not in (None, len(chosen)):
+        boundaries = read_boundaries(foreign, text.num_hidden_layers, boundaries, where, log)
+    if config.num_aux_hidden_states not in (None, len(boundaries)):
         raise UserError(
-            f"num_aux_hidden_states is {config.num_aux_hidden_states}, and there are {len(chosen)} "
-            f"boundaries: {list(chosen)}",
+            f"num_aux_hidden_states is {config.num_aux_hidden_states}, but there are "
+            f"{len(boundaries)} boundaries: {list(boundaries)}",
             where=where,
         )
     try:
-        rope, named = rope_of(config)
-        mask = foreign.mask_token()
+        rope, has_rope_base = read_rope(config)
+        mask_token = foreign.mask_token()
     except ValueError as error:
         raise UserError(f"the config contradicts itself: {error}", where=where) from None
-    if not named:
-        say(f"import: no base of RoPE in the config, so {ROPE_THETA:g}, as every program takes it")
+    if not has_rope_base:
+        default = f"{DEFAULT_ROPE_THETA:g}"
+        log(f"import: no RoPE base in the config, so {default}, every program's default")
     positions = text.max_position_embeddings
     if config.max_position_embeddings != positions:
-        say(
+        log(
             f"import: max_position_embeddings {config.max_position_embeddings} becomes the "
-            f"target's {positions}: servers stop drafting at the head's"
+            f"target's {positions}: servers stop drafting at the head's number"
         )
     if k is None and (k := foreign.k) is None:
         k = DEFAULT_K
-        say(f"import: trained for {k} drafts, as is usual: the config does not say (--k)")
+        log(f"import: trained for {k} drafts, the usual number: the config names none (--k)")
     tokenizer = load_tokenizer(settings)
     nested = config.eagle_config
     before_fc = config.norm_before_fc or (nested.norm_before_fc if nested else None)
     try:
         return make_head_config(
             family=foreign.family.name,
-            boundaries=chosen,
+            boundaries=boundaries,
             target_num_layers=text.num_hidden_layers,
             target_hidden_size=text.hidden_size,
             hidden_size=config.hidden_size,
@@ -231,19 +232,19 @@ def foreign_head_config(
             fc_norm=bool(config.fc_norm),
             norm_output=bool(config.norm_output),
             qk_norm=config.model_type == "qwen3",
-            mask_token_id=mask,
+            mask_token_id=mask_token,
             embeddings="own" if foreign.family.has_mask_token else "target",
             k_trained=k,
             target=TargetIdentity(
                 name=settings.path,
                 fingerprint=fingerprint(target_folder),
-                architecture=(whole.architectures or [type(whole).__name__])[0],
+                architecture=(target_config.architectures or [type(target_config).__name__])[0],
                 tokenizer_sha256=tokenizer_sha256(tokenizer),
                 template_sha256=template_sha256(tokenizer),
             ),
             provenance={
                 "imported": {
-                    "layout": foreign.kind,
+                    "layout": foreign.layout,
                     "sha256": {
                         file.name: sha256_file(file) for file in (where, *weight_files(folder))
                     },
@@ -252,20 +253,20 @@ def foreign_head_config(
         )
     except (ValidationError, ValueError, TypeError) as error:
         faults = error.errors() if isinstance(error, ValidationError) else []
-        said = "; ".join(f["msg"].removeprefix("Value error, ") for f in faults) or str(error)
-        raise UserError(f"draftlab cannot compute this head: {said}", where=where) from None
+        reason = "; ".join(f["msg"].removeprefix("Value error, ") for f in faults) or str(error)
+        raise UserError(f"draftlab cannot compute this head: {reason}", where=where) from None
 
 
-def _norm_before_residual(foreign: Foreign, asked: bool | None, where: Path) -> bool:
-    """vLLM reads a missing flag as true in one layout and false in the other (servers §1.6)."""
-    said = foreign.config.norm_before_residual
-    if asked is not None or said is not None:
-        return bool(said if asked is None else asked)
-    if foreign.kind == "speculators" and foreign.family.norm_flag_must_be_named:
+def _norm_before_residual(foreign: ForeignHead, requested: bool | None, where: Path) -> bool:
+    """Return the flag; vLLM's default for a missing one depends on the layout (servers §1.6)."""
+    stored = foreign.config.norm_before_residual
+    if requested is not None or stored is not None:
+        return bool(stored if requested is None else requested)
+    if foreign.layout == "speculators" and foreign.family.norm_flag_must_be_named:
         raise UserError(
-            "norm_before_residual is not in the config: the library reads that as false, vLLM as "
+            "norm_before_residual is not in the config: the library's default is false, vLLM's is "
             "true",
             where=where,
-            do="name it: --norm-before-residual or --no-norm-before-residual",
+            do="choose --norm-before-residual or --no-norm-before-residual",
         )
     return False

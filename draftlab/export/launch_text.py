@@ -1,4 +1,4 @@
-"""The texts beside an export: how a server is started with it, and what it is."""
+"""launch.md and README.md of an export."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draftlab.vllm.vllm_client.config_overrides import generation_override
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a target's name is a Hub id ("org/name") rather than a folder."""
+    """Return whether a target's name is a Hub id ("org/name") and not a folder."""
     return (
         name.count("/") == 1
         and not name.startswith((".", "/", "~"))
@@ -23,34 +23,35 @@ def is_hub_id(name: str) -> bool:
     )
 
 
-def block(*lines: str) -> str:
-    """Command lines as Markdown."""
+def code_block(*lines: str) -> str:
+    """Return command lines as a Markdown code block."""
     return "```\n" + "\n".join(lines) + "\n```\n"
 
 
-def vllm_text(export: Export, place: Path, *, alone: bool = False) -> str:
-    """launch.md: how vLLM serves an export.
+def vllm_text(export: Export, path: Path, *, alone: bool = False) -> str:
+    """Return launch.md for vLLM.
 
     Args:
-        alone: vLLM takes target, method and K from config.json.
+        alone: whether vLLM can read target, method and K from config.json.
     """
     family = get_family(export.head.family)
-    chosen = {"model": str(place), "method": family.vllm_method, "num_speculative_tokens": export.k}
     parallel = family.drafting == "parallel"
-    # Only of an export served alone does vLLM read it from config.json.
-    chosen |= {"parallel_drafting": True} if parallel else {}
-    options = json.dumps(chosen, ensure_ascii=False)
-    override = generation_override(export.target)
-    told = shlex.quote(json.dumps(override, ensure_ascii=False))
-    more = f" --override-generation-config {told}" if override else ""
-    explicit = block(
+    config = {"model": str(path), "method": family.vllm_method, "num_speculative_tokens": export.k}
+    if parallel:  # vLLM reads it from config.json only if the export is served alone
+        config["parallel_drafting"] = True
+    options = json.dumps(config, ensure_ascii=False)
+    override, more = generation_override(export.target), ""
+    if override:
+        value = shlex.quote(json.dumps(override, ensure_ascii=False))
+        more = f" --override-generation-config {value}"
+    explicit = code_block(
         f"vllm serve {shlex.quote(export.target_name)} --speculative-config "
         f"{shlex.quote(options)}{more}"
     )
     if alone:
         text = (
             "The target is on the Hub, and the export names it:\n\n"
-            + block(f"vllm serve {shlex.quote(str(place))}{more}")
+            + code_block(f"vllm serve {shlex.quote(str(path))}{more}")
             + f"\nSpelled out, for another K or a local copy of the target:\n\n{explicit}"
         )
     elif is_hub_id(export.target_name):
@@ -70,16 +71,12 @@ def vllm_text(export: Export, place: Path, *, alone: bool = False) -> str:
     return f"# Serving this head with vLLM\n\n{text}\nDrafts: {drafts}.\n"
 
 
-def sglang_text(export: Export, place: Path, *, algorithm: str = "EAGLE3") -> str:
-    """launch.md: how SGLang serves an export, as a chain (servers §6).
-
-    Args:
-        algorithm: as SGLang calls it.
-    """
-    command = block(
+def sglang_text(export: Export, path: Path, *, algorithm: str = "EAGLE3") -> str:
+    """Return launch.md for SGLang, which drafts a chain (servers §6)."""
+    command = code_block(
         f"python -m sglang.launch_server --model-path {shlex.quote(export.target_name)} \\",
         f"  --speculative-algorithm {algorithm} \\",
-        f"  --speculative-draft-model-path {shlex.quote(str(place))} \\",
+        f"  --speculative-draft-model-path {shlex.quote(str(path))} \\",
         f"  --speculative-num-steps {export.k} --speculative-eagle-topk 1 \\",
         f"  --speculative-num-draft-tokens {export.k + 1}",
     )
@@ -89,14 +86,14 @@ def sglang_text(export: Export, place: Path, *, algorithm: str = "EAGLE3") -> st
     )
 
 
-def llamacpp_text(export: Export, place: Path) -> str:
-    """launch.md: how llama.cpp's converter and server take an export (servers §5, §10)."""
+def llamacpp_text(export: Export, path: Path) -> str:
+    """Return launch.md for llama.cpp's converter and server (servers §5, §10)."""
     hub = is_hub_id(export.target_name)
     target = "target" if hub else shlex.quote(export.target_name)
     fetch = [f"hf download {shlex.quote(export.target_name)} --local-dir target"] if hub else []
-    head, convert = shlex.quote(str(place)), "python convert_hf_to_gguf.py"
+    head, convert = shlex.quote(str(path)), "python convert_hf_to_gguf.py"
     outtype = OUT_TYPES[export.dtype_name]
-    commands = block(
+    commands = code_block(
         *fetch,
         f"{convert} {target} --outtype {outtype} --outfile target.gguf",
         f"{convert} {head} --target-model-dir {target} --outtype {outtype} \\",
@@ -114,7 +111,7 @@ def llamacpp_text(export: Export, place: Path) -> str:
 
 
 def readme_text(head: HeadConfig, target_name: str, layout: str) -> str:
-    """README.md: the layout, its version, who wrote it, for which target."""
+    """Return README.md: the layout, its version, and the target."""
     title = get_family(head.family).title
     return (
         f"{title[0].upper()}{title[1:]} head for {target_name}: {layout}, written by draftlab "

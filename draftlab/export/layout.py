@@ -1,4 +1,4 @@
-"""What an exporter knows of a program: a layout is how that program wants heads of one family."""
+"""The base class of layouts: how a program expects the files of one family's heads."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CONFIG, LAUNCH, README = "config.json", "launch.md", "README.md"
 
 @dataclass(frozen=True)
 class Export:
-    """A head on its way out, as every layout is given it.
+    """A head that is being exported.
 
     Attributes:
         head: the head's draftlab.json.
-        target: the target's config.json, known to be the head's own target.
+        target: config.json of the head's target.
         target_name: its Hub id, or its folder.
-        k: tokens a server drafts by default.
+        k: tokens that a server drafts by default.
         dtype: of floating tensors.
     """
 
@@ -36,65 +36,59 @@ class Export:
 
     @property
     def positions(self) -> int:
-        """The target's `max_position_embeddings`.
-
-        Servers stop drafting, or shorten the target, at the smaller of the head's and the target's.
-        """
+        """The target's `max_position_embeddings`: servers use the smaller of head and target."""
         text = self.target.get("text_config", self.target)
         return text.get("max_position_embeddings", self.head.max_position_embeddings)
 
     @property
     def dtype_name(self) -> str:
-        """As config.json calls it."""
+        """The dtype's name in config.json."""
         return str(self.dtype).removeprefix("torch.")
 
 
 class Layout(ABC):
-    """A program's layout of one family's heads: renames, fills, never computes."""
+    """A program's layout of one family's heads. It renames and fills; it never computes."""
 
     ships_embeddings = False
-    """Whether the target's embeddings are written where the head has none of its own."""
+    """Whether the target's embeddings are written if the head has none of its own."""
 
     @abstractmethod
     def title(self) -> str:
-        """What README.md calls the layout."""
+        """Return the layout's name in README.md."""
 
     def check(self, export: Export) -> None:  # noqa: B027 (most refuse nothing)
-        """Refuses a head that the program would serve wrong, or not at all.
+        """Check that the program can serve the head.
 
         Raises:
-            UserError: with the reason, and the layout to use instead.
+            UserError: the reason why not, and the layout to use instead.
         """
 
     @abstractmethod
     def config(self, export: Export) -> dict[str, Any]:
-        """config.json, a pure function of `export`."""
+        """Return config.json."""
 
     def tensors(self, tensors: dict[str, Tensor], export: Export) -> dict[str, Tensor]:
-        """The head's tensors (names of its file; `EMBEDDINGS` too with `ships_embeddings`)."""
+        """Return the head's tensors, with `EMBEDDINGS` if `ships_embeddings`, under its names."""
         return tensors
 
     @abstractmethod
-    def launch(self, export: Export, place: Path) -> str:
-        """launch.md: the command lines that serve the export lying at `place`."""
+    def launch(self, export: Export, path: Path) -> str:
+        """Return launch.md: the commands that serve the export at `path`."""
 
-    def stated(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Those of `Export`'s k and target_name that the layout's config.json says."""
+    def read_options(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return those of `Export`'s k and target_name that config.json holds."""
         return {}
 
 
-def check_width(export: Export, what: str) -> None:
-    """Refuses what a Llama config cannot say.
-
-    Args:
-        what: whose layers they are, for the message.
+def check_width(export: Export, owner: str) -> None:
+    """Check that a Llama config can describe the head; `owner` names the program in the message.
 
     Raises:
-        UserError: the heads of attention do not divide the hidden size.
+        UserError: the number of attention heads does not divide the hidden size.
     """
     head = export.head
     if not head.options().get("qk_norm") and head.hidden_size % head.num_attention_heads:
         raise UserError(
-            f"{what} Llama layers need num_attention_heads to divide hidden_size; this head "
+            f"{owner} Llama layers need num_attention_heads to divide hidden_size; this head "
             f"has {head.num_attention_heads} and {head.hidden_size}"
         )

@@ -1,4 +1,4 @@
-"""Which program can load the heads of a family, and why not where it cannot."""
+"""Lookup of a program's layout for the heads of a family."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def layout_for(program: str, family: str) -> Layout:
     """Return a program's layout of a family's heads.
 
     Raises:
-        UserError: the program is unknown, or cannot load such heads: why, and what to use instead.
+        UserError: the program is unknown or cannot load such heads.
     """
     check_program(program)
     layout = get_family(family).layouts().get(program, "no layout has been written for them")

@@ -1,4 +1,4 @@
-"""llama.cpp: a folder that its `convert_hf_to_gguf.py` takes unchanged (servers §5)."""
+"""llama.cpp's layout: a folder that its `convert_hf_to_gguf.py` reads (servers §5)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NUM_BOUNDARIES = 3
 
 
 class LlamaCpp(Native):
-    """The native layout, of the heads that llama.cpp's graph can compute.
+    """The native layout, for heads that llama.cpp can compute.
 
-    The converter recognises it by `draft_vocab_size` beside one layer, reads the boundaries from
-    the top of config.json, permutes q and k itself and turns offsets in d2t into ids.
+    The converter recognises it by `draft_vocab_size` and a single layer, reads the boundaries from
+    the top of config.json, permutes q and k itself and converts offsets in d2t to ids.
     """
 
     program = "llama.cpp"
@@ -28,9 +28,10 @@ class LlamaCpp(Native):
             head,
             {
                 "qk_norm": "its EAGLE3 layer has no norms of queries and keys",
-                "fc_norm": "its converter drops the norms, and it would draft wrong in silence",
-                "norm_output": "it feeds back the state before the norm, and would draft wrong in "
-                "silence",
+                "fc_norm": "its converter drops the norms, and it would draft wrong tokens "
+                "without a warning",
+                "norm_output": "it feeds back the state before the norm, and would draft wrong "
+                "tokens without a warning",
             },
             "llama.cpp",
         )
@@ -41,5 +42,5 @@ class LlamaCpp(Native):
                 do="use --to vllm, or train a head with three",
             )
 
-    def launch(self, export: Export, place: Path) -> str:
-        return llamacpp_text(export, place)
+    def launch(self, export: Export, path: Path) -> str:
+        return llamacpp_text(export, path)

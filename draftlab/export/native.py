@@ -1,8 +1,8 @@
-"""vLLM's native layout and SGLang's, which share an architecture and differ in what they read.
+"""The native layouts of vLLM and SGLang, which share an architecture.
 
 Both are `LlamaForCausalLMEagle3` with the head's tensors (servers §1.3, §6, §7). A head of one
-layer is written as `midlayer.*`, which every version of every reader knows; `layers.0.*` is newer.
-Embeddings are left out where they are the target's: either program shares those then.
+layer is written as `midlayer.*`, which every version of every program reads; `layers.0.*` is newer.
+Embeddings are left out if they are the target's, since both programs share those then.
 """
 
 from __future__ import annotations
@@ -21,8 +21,19 @@ from draftlab.heads.native_config import native_config
 MIDLAYER, LAYER = "midlayer.", "layers.0."
 
 
-class Native(Layout):
-    """What programs that read `LlamaForCausalLMEagle3` share."""
+class HeadFolderLayout(Layout):
+    """The files of the head folder itself, with the target's number of positions (servers §1.0)."""
+
+    def config(self, export: Export) -> dict[str, Any]:
+        head = export.head.model_copy(update={"max_position_embeddings": export.positions})
+        return native_config(head, export.dtype_name)
+
+    def launch(self, export: Export, path: Path) -> str:
+        return vllm_text(export, path)
+
+
+class Native(HeadFolderLayout):
+    """The layout of programs that read `LlamaForCausalLMEagle3`."""
 
     program = ""
 
@@ -31,11 +42,6 @@ class Native(Layout):
 
     def check(self, export: Export) -> None:
         check_width(export, f"{self.program}'s")
-
-    def config(self, export: Export) -> dict[str, Any]:
-        """That of the head's own folder, with the positions of its target (servers §1.0)."""
-        head = export.head.model_copy(update={"max_position_embeddings": export.positions})
-        return native_config(head, export.dtype_name)
 
     def tensors(self, tensors: dict[str, Tensor], export: Export) -> dict[str, Tensor]:
         if export.head.num_layers > 1:
@@ -47,16 +53,13 @@ class Native(Layout):
 
 
 class Vllm(Native):
-    """vLLM's own layout, for EAGLE3 and for parallel heads."""
+    """vLLM's layout of EAGLE3 and parallel heads."""
 
     program = "vLLM"
 
-    def launch(self, export: Export, place: Path) -> str:
-        return vllm_text(export, place)
-
 
 class Sglang(Native):
-    """SGLang's. It counts layers by their outputs, and reads no `norm_before_residual`."""
+    """SGLang's layout. SGLang counts outputs of layers and does not read `norm_before_residual`."""
 
     program = "SGLang"
 
@@ -67,26 +70,26 @@ class Sglang(Native):
             head,
             {
                 "qk_norm": "its EAGLE3 layer has no norms of queries and keys",
-                "norm_before_residual": "it does not read the flag, and would draft wrong in "
-                "silence",
+                "norm_before_residual": "it does not read the flag, and would draft wrong tokens "
+                "without a warning",
             },
             "SGLang",
         )
         refuse_own_embeddings(head)
         if head.boundaries[0] == 0:
             raise UserError(
-                "SGLang cannot hand over boundary 0, the embeddings: it counts outputs of layers",
+                "SGLang cannot extract boundary 0, the embeddings: it counts outputs of layers",
                 do="use --to vllm",
             )
         if head.boundaries[-1] == last and not _is_gpt_oss(export):
             raise UserError(
-                f"SGLang hands over boundary {last}, the state behind the last layer, only of "
+                f"SGLang extracts boundary {last}, the state after the last layer, only from "
                 "gpt-oss targets",
                 do="use --to vllm",
             )
         if head.feature_size == head.hidden_size:
             raise UserError(
-                "SGLang leaves out fc where its input is as wide as its output, as with this one "
+                "SGLang leaves out fc if its input is as wide as its output, as with this one "
                 "boundary",
                 do="use --to vllm",
             )
@@ -94,42 +97,35 @@ class Sglang(Native):
     def config(self, export: Export) -> dict[str, Any]:
         config = super().config(export)
         if _is_gpt_oss(export) and export.head.boundaries[-1] == export.head.target_num_layers:
-            # There, and there alone, ids that name the last boundary are taken as boundaries.
+            # Only for these targets SGLang reads ids that name the last boundary as boundaries.
             ids = list(export.head.boundaries)
             nested = {**config["eagle_config"], "eagle_aux_hidden_state_layer_ids": ids}
             return config | {"eagle_config": nested}
         return config
 
-    def launch(self, export: Export, place: Path) -> str:
-        return sglang_text(export, place)
+    def launch(self, export: Export, path: Path) -> str:
+        return sglang_text(export, path)
 
 
 def refuse_flags(head: HeadConfig, reasons: dict[str, str], program: str) -> None:
-    """Refuses a head with one of the flags that a program has no place for.
+    """Raise a `UserError` if a head has a flag that a program cannot serve.
 
     Args:
-        reasons: flag of draftlab.json → why a program cannot serve it.
-
-    Raises:
-        UserError: naming the flag, the reason, and vLLM's layout.
+        reasons: flag of draftlab.json → why the program cannot serve it.
     """
     for flag, reason in reasons.items():
         if getattr(head, flag, False):
             raise UserError(
-                f"{program} cannot hold a head with {flag}: {reason}", do="use --to vllm"
+                f"{program} cannot serve a head with {flag}: {reason}", do="use --to vllm"
             )
 
 
 def refuse_own_embeddings(head: HeadConfig) -> None:
-    """Refuses what SGLang would replace by the target's: embeddings of the target's width.
-
-    Raises:
-        UserError: the head was trained with embeddings of its own.
-    """
+    """Raise a `UserError` if SGLang would replace the head's embeddings by the target's."""
     if head.embeddings == "own" and head.hidden_size == head.target_hidden_size:
         raise UserError(
-            "SGLang cannot hold a head with embeddings of its own: it puts the target's in their "
-            "place, and would draft wrong in silence",
+            "SGLang cannot serve a head with embeddings of its own: it replaces them by the "
+            "target's, and would draft wrong tokens without a warning",
             do="use --to vllm",
         )
 

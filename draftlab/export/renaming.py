@@ -1,4 +1,4 @@
-"""Tensors of other programs' heads under draftlab's names, in its shapes (servers §1.3, §6)."""
+"""Names and shapes of other programs' tensors, converted to draftlab's (servers §1.3, §6)."""
 
 from __future__ import annotations
 
@@ -12,118 +12,122 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
+from draftlab.heads.head import EMBEDDINGS, LM_HEAD
 from draftlab.heads.validate import draft_vocabulary_readings
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 _FC_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
-_DERIVED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+_ROPE_TABLES = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _LATER_NORM = re.compile(r"layers\.([1-9]\d*)\.hidden_norm\.weight")
 _BIAS = re.compile(r"(^fc|_proj)\.bias$")
 
 
-def rename(found: dict[str, Tensor], where: Path, say: Say) -> dict[str, Tensor]:
-    """Names as a head folder's file has them; what no head needs is left out, and said.
+def rename_tensors(stored: dict[str, Tensor], where: Path, log: Log) -> dict[str, Tensor]:
+    """Return tensors under the names of a head folder, without those that no head needs.
 
-    `model.` and `midlayer.` are other programs' words for nothing and for `layers.0.`. A bias of
-    zeros is what SGLang asks for and draftlab's layers lack. SGLang norms later layers' inputs by
-    `hidden_norm`, vLLM by `input_layernorm`: either name is taken, and both where they are equal.
+    The prefix `model.` is dropped, and `midlayer.` means `layers.0.`. SGLang requires a bias of
+    zeros, which draftlab's layers do not have. SGLang calls the input norm of later layers
+    `hidden_norm`, vLLM `input_layernorm`; both may be there if they are equal.
 
     Raises:
         UserError: two tensors of one name, two norms that differ.
     """
     tensors: dict[str, Tensor] = {}
-    for original, tensor in found.items():
+    for original, tensor in stored.items():
         name = original.removeprefix("model.")
         if name.startswith("midlayer."):
             name = "layers.0." + name.removeprefix("midlayer.")
         stem = name.split(".")[0]
         name = _FC_NORMS.get(stem, stem) + name.removeprefix(stem)
-        if _DERIVED.search(name):
-            say(f"import: {original} is left out, it follows from the config")
+        if _ROPE_TABLES.search(name):
+            log(f"import: {original} is left out: it follows from the config")
         elif _BIAS.search(name) and not bool(tensor.any()):
-            say(f"import: {original} is left out, it is zero")
+            log(f"import: {original} is left out: it is zero")
         elif name in tensors:
             raise UserError(
-                f"the head holds {name} under two names, {original} among them", where=where
+                f"the head holds {name} under two names, one of them {original}", where=where
             )
         else:
             tensors[name] = tensor
     for name in [n for n in tensors if _LATER_NORM.fullmatch(n)]:
-        theirs, usual = tensors.pop(name), name.replace("hidden_norm", "input_layernorm")
-        if not torch.equal(tensors.setdefault(usual, theirs), theirs):
+        norm, vllm_name = tensors.pop(name), name.replace("hidden_norm", "input_layernorm")
+        if not torch.equal(tensors.setdefault(vllm_name, norm), norm):
             raise UserError(
-                f"{name} and {usual} differ: SGLang reads the one, vLLM the other",
+                f"{name} and {vllm_name} differ: SGLang reads the first, vLLM the second",
                 where=where,
                 do="remove the tensor of the program it was not trained with",
             )
     return tensors
 
 
-def read_maps(
-    tensors: dict[str, Tensor], config: HeadConfig, where: Path, say: Say
+def normalise_vocabulary(
+    tensors: dict[str, Tensor], config: HeadConfig, where: Path, log: Log
 ) -> dict[str, Tensor]:
-    """The tensors with d2t as int64 offsets and t2d as bool, both there iff D < V.
+    """Return the tensors with d2t as int64 offsets and t2d as bool, both present iff D < V.
 
-    Offsets are told from absolute ids by t2d, or by giving ascending ids of the vocabulary in one
-    reading alone.
+    d2t may hold offsets or absolute ids: t2d decides, or only one of them gives ascending ids.
 
     Raises:
-        UserError: maps that are missing, of another size, or that can be read in no way or in two.
+        UserError: maps that are missing, of another size, or ambiguous.
     """
     rest = {name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    size, whole = config.draft_vocab_size, config.vocab_size
-    if size == whole:
-        if d2t is not None and bool(d2t.any()) and not torch.equal(d2t.long(), torch.arange(whole)):
+    size, vocab_size = config.draft_vocab_size, config.vocab_size
+    if size == vocab_size:
+        identity = torch.arange(size)
+        if d2t is not None and bool(d2t.any()) and not torch.equal(d2t.long(), identity):
             raise UserError(
-                "d2t reorders a whole vocabulary, which draftlab's heads do not", where=where
+                "d2t reorders the full vocabulary, which draftlab's heads cannot do", where=where
             )
         return rest
     if d2t is None:
-        raise UserError(f"missing d2t, which {size:,} of {whole:,} tokens need", where=where)
-    for name, tensor, length in (("d2t", d2t, size), ("t2d", t2d, whole)):
+        raise UserError(
+            f"missing d2t: a draft vocabulary of {size:,} of {vocab_size:,} tokens needs it",
+            where=where,
+        )
+    for name, tensor, length in (("d2t", d2t, size), ("t2d", t2d, vocab_size)):
         if tensor is not None and (tensor.shape != (length,) or tensor.is_floating_point()):
             raise UserError(
                 f"{name}: expected integers of shape [{length}], found {tensor.dtype} "
                 f"{list(tensor.shape)}",
                 where=where,
             )
-    readings = draft_vocabulary_readings(d2t, t2d, whole)
+    readings = draft_vocabulary_readings(d2t, t2d, vocab_size)
     if len(readings) != 1:
         ways = "both as offsets and as ids" if readings else "neither as offsets nor as ids"
         raise UserError(
-            f"d2t can be read {ways} of a vocabulary of {whole:,}"
+            f"d2t can be read {ways} of a vocabulary of {vocab_size:,}"
             + ("" if t2d is None else " whose members t2d marks"),
             where=where,
             do="add t2d (bool, [V]), which marks the draft vocabulary" if readings else "",
         )
     ((kind, ids),) = readings.items()
     if kind == "ids":
-        say("import: d2t held ids, it becomes offsets")
+        log("import: d2t holds ids, which become offsets")
     if t2d is None:
-        say("import: t2d is made from d2t")
-    members = torch.zeros(whole, dtype=torch.bool)
+        log("import: t2d is computed from d2t")
+    members = torch.zeros(vocab_size, dtype=torch.bool)
     members[ids] = True
     return rest | {"d2t": ids - torch.arange(size), "t2d": members}
 
 
-def fill(
-    tensors: dict[str, Tensor], config: HeadConfig, embeddings: Tensor, lm_head: Tensor, say: Say
+def add_target_tensors(
+    tensors: dict[str, Tensor], config: HeadConfig, embeddings: Tensor, lm_head: Tensor, log: Log
 ) -> tuple[dict[str, Tensor], HeadConfig]:
-    """Gives a head the target's own embeddings and lm_head where it means them.
+    """Add the target's lm_head if the head shares it, and decide whose embeddings it has.
 
     Args:
         tensors: renamed.
-        config: with `embeddings` yet to be known, except of a parallel head.
+        config: with "embeddings": "target", except of a head with a mask token.
         embeddings, lm_head: the target's, [V, Ht].
 
     Returns:
-        The tensors as a head folder keeps them, and the config that says whose embeddings.
+        The tensors of the head folder, and the config with the right `embeddings`.
 
     Raises:
         UserError: no embeddings in a head that is not as wide as its target.
     """
-    tensors, name, family = dict(tensors), "embed_tokens.weight", get_family(config.family)
+    tensors, name, family = dict(tensors), EMBEDDINGS, get_family(config.family)
     if "mask_hidden" in tensors:
         tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
     floating = [t.dtype for t in tensors.values() if t.is_floating_point()]
@@ -135,17 +139,18 @@ def fill(
         )
     if own is None:
         if family.has_mask_token:
-            raise UserError(f"missing {name}, whose mask token's row a parallel head has trained")
-        say("import: the embeddings are the target's, the head has none of its own")
+            raise UserError(f"missing {name}, in which a parallel head has a trained mask token")
+        log("import: the head has no embeddings and uses the target's")
     elif not family.has_mask_token:
         if own.shape == embeddings.shape and torch.equal(own, embeddings.to(own.dtype)):
             del tensors[name]
-            say("import: the embeddings equal the target's, which are used")
+            log("import: the head's embeddings equal the target's, and it uses those")
         else:
             config = config.model_copy(update={"embeddings": "own"})
-            say("import: the embeddings differ from the target's and are the head's own")
-    whole = config.draft_vocab_size == config.vocab_size and not family.uses_target_lm_head
-    if "lm_head.weight" not in tensors and whole and floating:
-        tensors["lm_head.weight"] = lm_head.to(floating[0])
-        say("import: lm_head is the target's, the head has none of its own")
+            log("import: the head has embeddings of its own")
+    full_vocabulary = config.draft_vocab_size == config.vocab_size
+    needs_lm_head = LM_HEAD not in tensors and not family.uses_target_lm_head
+    if needs_lm_head and full_vocabulary and floating:
+        tensors[LM_HEAD] = lm_head.to(floating[0])
+        log("import: the head has no lm_head and gets a copy: lm_head is the target's")
     return tensors, config

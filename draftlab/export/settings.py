@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from draftlab.errors import UserError
-from draftlab.settings import SingleOrList, Settings
+from draftlab.settings import Settings, SingleOrList
 
 PROGRAMS = ("speculators", "vllm", "sglang", "llamacpp")
 """Programs whose layouts are known; each family says which of them can load its heads."""

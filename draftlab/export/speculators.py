@@ -1,9 +1,8 @@
 """The speculators layout (servers §9), which vLLM serves as it stands.
 
-Tensor names are those of the head's own files, so an export is the head's tensors, the target's
-embeddings where the head ships none, and a config.json written out in full: vLLM reads it without
-any model's defaults, and a missing key is a silently different head (servers §1.6). EAGLE3 heads
-are of the library's type eagle3, PTD heads of its type peagle.
+Tensor names are those of the head folder, so an export consists of the head's tensors, the target's
+embeddings if the head has none, and a complete config.json: vLLM applies no defaults of a model, so
+that a missing key means a different head without an error (servers §1.6).
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ MASK_HIDDEN = "mask_hidden"
 
 
 class Speculators(Layout):
-    """The library's layout of one of its types.
+    """The library's layout of one of its model types.
 
     Args:
-        kind: the library's name of the family, its `speculators_model_type`.
+        model_type: `speculators_model_type`.
         architecture: the library's class.
     """
 
-    ships_embeddings = True  # the library reads uninitialised memory where they are missing
+    ships_embeddings = True  # the library leaves missing ones uninitialised
 
-    def __init__(self, kind: str, architecture: str) -> None:
-        self.kind, self.architecture = kind, architecture
+    def __init__(self, model_type: str, architecture: str) -> None:
+        self.model_type, self.architecture = model_type, architecture
 
     def title(self) -> str:
-        return f"speculators layout {LAYOUT_VERSION} (`speculators_model_type: {self.kind}`)"
+        return f"speculators layout {LAYOUT_VERSION} (`speculators_model_type: {self.model_type}`)"
 
     def check(self, export: Export) -> None:
         head = export.head
-        # The library builds its layers from the config and puts the target's width into it.
+        # The library builds its layers from the config and sets the target's width in it.
         if head.hidden_size != head.target_hidden_size:
             raise UserError(
                 "the speculators layout holds heads as wide as their target "
@@ -57,16 +56,17 @@ class Speculators(Layout):
         check_width(export, "the speculators layout's")
 
     def config(self, export: Export) -> dict[str, Any]:
-        """There is no `model_type` at the top (it would pick the wrong parser),
-        `num_aux_hidden_states` sits inside the layer config (vLLM sizes fc by it), and every norm
-        flag is written (vLLM's defaults differ from the library's, and from family to family).
+        """Return config.json.
+
+        There is no `model_type` at the top (it would select the wrong parser),
+        `num_aux_hidden_states` is inside the layer config (vLLM reads the size of fc there), and
+        every norm flag is written (the defaults of vLLM, the library and the families differ).
         """
         head = export.head
-        # vLLM calls it pard_token; the library embeds it in masked slots.
-        masks = {"mask_token_id": head.mask_token_id} if _has_mask_token(head) else {}
+        mask_token = {"mask_token_id": head.mask_token_id} if _has_mask_token(head) else {}
         return {
             "architectures": [self.architecture],
-            "speculators_model_type": self.kind,
+            "speculators_model_type": self.model_type,
             "speculators_version": LAYOUT_VERSION,
             "dtype": export.dtype_name,
             "tie_word_embeddings": False,
@@ -78,9 +78,9 @@ class Speculators(Layout):
             "fc_norm": head.fc_norm,
             "norm_output": head.norm_output,
             "embed_requires_grad": _has_mask_token(head),
-            **masks,
+            **mask_token,
             "speculators_config": {
-                "algorithm": self.kind,
+                "algorithm": self.model_type,
                 "default_proposal_method": "greedy",
                 "proposal_methods": [
                     {
@@ -100,18 +100,19 @@ class Speculators(Layout):
         }
 
     def tensors(self, tensors: dict[str, Tensor], export: Export) -> dict[str, Tensor]:
-        """The library keeps `mask_hidden` as [1, 1, F]."""
-        masks = {MASK_HIDDEN: tensors[MASK_HIDDEN][None]} if MASK_HIDDEN in tensors else {}
-        return tensors | masks
+        """Return the head's tensors; the library's `mask_hidden` has the shape [1, 1, F]."""
+        if MASK_HIDDEN not in tensors:
+            return tensors
+        return tensors | {MASK_HIDDEN: tensors[MASK_HIDDEN][None]}
 
-    def launch(self, export: Export, place: Path) -> str:
-        return vllm_text(export, place, alone=is_hub_id(export.target_name))
+    def launch(self, export: Export, path: Path) -> str:
+        return vllm_text(export, path, alone=is_hub_id(export.target_name))
 
-    def stated(self, config: dict[str, Any]) -> dict[str, Any]:
-        said = config["speculators_config"]
+    def read_options(self, config: dict[str, Any]) -> dict[str, Any]:
+        options = config["speculators_config"]
         return {
-            "k": said["proposal_methods"][0]["speculative_tokens"],
-            "target_name": said["verifier"]["name_or_path"],
+            "k": options["proposal_methods"][0]["speculative_tokens"],
+            "target_name": options["verifier"]["name_or_path"],
         }
 
 
@@ -120,11 +121,11 @@ def _has_mask_token(head: HeadConfig) -> bool:
 
 
 def _layer_config(head: HeadConfig, positions: int) -> dict[str, Any]:
-    """The decoder layers, as a whole config of a Llama, or with norms of q and k of a Qwen3."""
+    """Return the config of the decoder layers: of a Llama, or with norms of q and k of a Qwen3."""
     rope = {"rope_type": "default", **head.rope_parameters}
-    # transformers 5 takes rope_scaling for another name of rope_parameters, and vLLM assigns keys
-    # in file order: a null, or a copy without theta, would overwrite the rope. So the older
-    # spelling is an equal copy or, where there is nothing to scale, absent.
+    # transformers 5 treats rope_scaling as another name of rope_parameters, and vLLM assigns keys
+    # in file order: a null, or a copy without theta, would overwrite the RoPE. So rope_scaling is
+    # an equal copy or, without scaling, absent.
     scaling = {} if rope["rope_type"] == "default" else {"rope_scaling": dict(rope)}
     return {
         "model_type": "qwen3" if head.qk_norm else "llama",

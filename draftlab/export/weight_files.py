@@ -1,9 +1,10 @@
-"""safetensors with or without an index: written in pieces, read from inside one folder only."""
+"""safetensors checkpoints of one file, or of several with an index; dtypes of heads."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file
 from torch import Tensor
@@ -13,14 +14,14 @@ from draftlab.files import atomic_path, read_json, save_tensors, write_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAFETENSORS_METADATA = {"format": "pt"}
-"""What transformers' readers ask of a safetensors header."""
+"""The metadata that transformers requires in a safetensors header."""
 
 
 def write_weights(tensors: dict[str, Tensor], folder: Path, max_shard: str) -> None:
-    """Writes model.safetensors, or above `max_shard` (such as "5GB") numbered pieces and an index.
+    """Write model.safetensors, or above `max_shard` (such as "5GB") several files and an index.
 
     Raises:
-        UserError: a size that is none, or a full disk.
+        UserError: `max_shard` is not a size, or the disk is full.
     """
     try:
         split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard)
@@ -38,21 +39,21 @@ def write_weights(tensors: dict[str, Tensor], folder: Path, max_shard: str) -> N
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those its index names, or the only one.
+    """Return the safetensors files of a checkpoint: those in its index, or the only one.
 
     Raises:
-        UserError: an index that leads out of the folder, no safetensors, or several without index.
+        UserError: an index with paths outside the folder, no safetensors, or several without index.
     """
     if (folder / INDEX).is_file():
-        return _indexed(folder)
-    found = sorted(folder.glob("*.safetensors"))
-    if (folder / WEIGHTS) in found:
+        return _files_of_index(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / WEIGHTS) in files:
         return [folder / WEIGHTS]
-    if len(found) == 1:
-        return found
-    if found:
+    if len(files) == 1:
+        return files
+    if files:
         raise UserError(
-            f"expected {WEIGHTS}, or {INDEX}, found {', '.join(f.name for f in found[:5])}",
+            f"expected {WEIGHTS}, or {INDEX}, found {', '.join(f.name for f in files[:5])}",
             where=folder,
         )
     pickled = sorted(f.name for kind in ("*.bin", "*.pt", "*.pth") for f in folder.glob(kind))
@@ -61,7 +62,7 @@ def weight_files(folder: Path) -> list[Path]:
             f"expected safetensors, found {', '.join(pickled[:3])}: pickled files can run code "
             "when they are read, so draftlab reads none",
             where=folder,
-            do="where you trust its origin: python -c 'import torch; from safetensors.torch import "
+            do="if you trust its origin: python -c 'import torch; from safetensors.torch import "
             f'save_file; t = torch.load("{pickled[0]}", weights_only=True); '
             'save_file({k: v.contiguous() for k, v in t.items()}, "model.safetensors", '
             'metadata={"format": "pt"})\'',
@@ -69,25 +70,26 @@ def weight_files(folder: Path) -> list[Path]:
     raise UserError("expected safetensors, found none", where=folder)
 
 
-def _indexed(folder: Path) -> list[Path]:
+def _files_of_index(folder: Path) -> list[Path]:
+    """Return the files in the index; no path leads outside the folder."""
     where = folder / INDEX
     index = read_json(where, kind="safetensors index")
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not (isinstance(names, dict) and names and all(isinstance(n, str) for n in names.values())):
         raise UserError('expected an index with a "weight_map" of file names', where=where)
-    for name in sorted(set(names.values())):
-        # Whatever the index says, nothing outside the folder is opened.
+    files = sorted(set(names.values()))
+    for name in files:
         if name != Path(name).name or not name.endswith(".safetensors"):
             raise UserError(
                 f"expected names of safetensors files beside the index, found {name!r}", where=where
             )
         if not (folder / name).is_file():
-            raise UserError(f"the index names {name}, which is not there", where=where)
-    return [folder / name for name in sorted(set(names.values()))]
+            raise UserError(f"the index names {name}, but there is no such file", where=where)
+    return [folder / name for name in files]
 
 
 def read_file(file: Path, kind: str) -> dict[str, Tensor]:
-    """All tensors of a safetensors file; a missing or broken one is a `UserError` naming it."""
+    """Return all tensors of a safetensors file; raise a `UserError` if it cannot be read."""
     try:
         return load_file(file)
     except Exception as error:  # safetensors raises its own types
@@ -95,13 +97,13 @@ def read_file(file: Path, kind: str) -> dict[str, Tensor]:
 
 
 def read_weights(folder: Path, kind: str) -> dict[str, Tensor]:
-    """All tensors of a checkpoint.
+    """Return all tensors of a checkpoint.
 
     Args:
-        kind: what they are, for errors.
+        kind: name of the tensors in errors.
 
     Raises:
-        UserError: as `weight_files`; a file that cannot be read; a tensor that two files hold.
+        UserError: as `weight_files`; a file that cannot be read; a tensor in two files.
     """
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
@@ -110,3 +112,31 @@ def read_weights(folder: Path, kind: str) -> dict[str, Tensor]:
                 raise UserError(f"the {kind} hold {name} twice", where=file)
             tensors[name] = tensor
     return tensors
+
+
+FLOATING_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that heads can have."""
+
+
+def floating_dtype(name: torch.dtype | str) -> torch.dtype:
+    """Return one of `FLOATING_DTYPES` by its name; raise a `UserError` for another dtype."""
+    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name), None)
+    if dtype not in FLOATING_DTYPES:
+        raise UserError(f"expected the dtype float32, bfloat16 or float16, found {name!r}")
+    return dtype
+
+
+def common_dtype(tensors: dict[str, Tensor], where: Path) -> torch.dtype:
+    """Return the floating dtype of a head's weights.
+
+    Raises:
+        UserError: they have several.
+    """
+    dtypes = {t.dtype for t in tensors.values() if t.is_floating_point()}
+    if len(dtypes) == 1:
+        return floating_dtype(dtypes.pop())
+    raise UserError(
+        f"expected one floating dtype in the head's weights, found {sorted(map(str, dtypes))}",
+        where=where,
+        do="choose one with --dtype (float32 holds all values)",
+    )

@@ -14,7 +14,7 @@ import yaml
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report, Row
 from draftlab.export import ExportSettings, write_export
-from draftlab.export.destination import whole_folder
+from draftlab.export.destination import atomic_folder
 from draftlab.export.launch_text import is_hub_id
 from draftlab.export.layouts import layout_for
 from draftlab.files import read_json, write_json, write_text
@@ -82,7 +82,7 @@ def write_upload_folder(
     layout = layout_for(settings.exports.formats[0], head.family)
     recipe = without_paths(yaml.safe_load((workspace.folder / RECIPE).read_text(encoding="utf-8")))
     recipe_text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
-    with whole_folder(path) as folder:
+    with atomic_folder(path) as folder:
         launch = _export(workspace, settings, base_model, folder, monitor)
         plots = sorted(file.name for file in results.glob("*.png"))
         for name in plots:

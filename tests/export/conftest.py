@@ -1,8 +1,7 @@
-"""A target, and heads made for it."""
+"""Fixtures: a target, and heads for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from draftlab.heads.config import TargetIdentity, make_head_config
 from draftlab.heads.folder import new_head, save_head
 from draftlab.target_model.fingerprint import fingerprint
-from tests.helpers.export_toys import BOUNDARIES, HIDDEN, LAYERS, VOCAB, make_target
+from tests.helpers.export_toys import BOUNDARIES, HIDDEN, LAYERS, VOCAB, MakeHead, make_target
 
 
 @pytest.fixture(scope="session")
@@ -20,8 +19,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_head(target: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Saves a head with loud random weights (a quiet one hides RoPE and norm mistakes)."""
+def make_head(target: Path, tmp_path: Path) -> MakeHead:
+    """Saves a head with large random weights: small ones would hide mistakes of RoPE and norms."""
 
     def make(*, dtype: torch.dtype = torch.bfloat16, **changed: object) -> Path:
         fields = {
@@ -55,8 +54,7 @@ def make_head(target: Path, tmp_path: Path) -> Callable[..., Path]:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(1 + 0.5 * noise if parameter.ndim == 1 else 0.3 * noise)
         size = head.config.draft_vocab_size
-        chosen = torch.randperm(VOCAB, generator=generator)[:size].sort().values
-        head.set_draft_vocabulary(chosen)
+        head.set_draft_vocabulary(torch.randperm(VOCAB, generator=generator)[:size].sort().values)
         folder = tmp_path / "head"
         save_head(folder, head, dtype)
         return folder

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from draftlab.errors import UserError
 from draftlab.heads.folder import load_head
 from draftlab.target_model.parts import load_parts
-from tests.heads.test_options import logits_of
-from tests.helpers.export_toys import HIDDEN, LAYERS, MAX_LENGTH, VOCAB, export, verify
+from tests.helpers.export_toys import (
+    HIDDEN,
+    LAYERS,
+    MAX_LENGTH,
+    VOCAB,
+    MakeHead,
+    change_tensors,
+    export,
+    head_logits,
+    read_config,
+    read_tensors,
+    verify,
+)
 from tests.helpers.plain_chain import PlainChain
 
-MakeHead = Callable[..., Path]
 EAGLE = {"family": "eagle", "boundaries": (LAYERS,), "draft_vocab_size": VOCAB, "num_layers": 2}
 LAYER = {
     "post_attention_layernorm.weight": (HIDDEN,),
@@ -41,11 +48,11 @@ def test_tensors_and_config(
     make_head: MakeHead, target: Path, tmp_path: Path, program: str
 ) -> None:
     out = export(make_head(**EAGLE), target, tmp_path / "out", program)
-    found = load_file(out / "model.safetensors")
+    tensors = read_tensors(out)
     bias = {"fc.bias": (HIDDEN,)} if program == "sglang" else {}
-    assert {name: tuple(t.shape) for name, t in found.items()} == TENSORS | bias
-    assert not any(bool(found[name].any()) for name in bias)
-    config = json.loads((out / "config.json").read_text())
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == TENSORS | bias
+    assert not any(bool(tensors[name].any()) for name in bias)
+    config = read_config(out)
     name = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}[program]
     assert config["architectures"] == [name]
     assert (config["model_type"], config["num_hidden_layers"]) == ("llama", 2)
@@ -53,7 +60,7 @@ def test_tensors_and_config(
     assert config["draft_vocab_size"] == VOCAB
     assert config["max_position_embeddings"] == MAX_LENGTH  # the head itself says 64
     assert config["rope_parameters"]["rope_theta"] == config["rope_theta"] == 10000.0
-    # vLLM would look the first layer up behind the target's (§1.1), and no feature is a layer's.
+    # vLLM would index layer_types behind the target's layers (§1.1).
     assert not {"layer_types", "eagle_aux_hidden_state_layer_ids", "eagle_config"} & config.keys()
     launch = (out / "launch.md").read_text()
     words = {"vllm": '"method": "eagle"', "sglang": "--speculative-algorithm EAGLE "}[program]
@@ -65,17 +72,16 @@ def test_tensors_and_config(
 def test_the_exports_forward_is_the_heads(
     make_head: MakeHead, target: Path, tmp_path: Path, program: str
 ) -> None:
-    folder, lent = make_head(**EAGLE, dtype=torch.float32), load_parts(target).shared_tensors
-    lent = {name: tensor.float() for name, tensor in lent.items()}
+    folder, parts = make_head(**EAGLE, dtype=torch.float32), load_parts(target)
+    shared = {name: tensor.float() for name, tensor in parts.shared_tensors.items()}
     out = export(folder, target, tmp_path / "out", program, dtype="float32")
-    c = json.loads((out / "config.json").read_text())
+    c = read_config(out)
     flags = dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output", "qk_norm"), False)
     config = SimpleNamespace(
         **c | {"family": "eagle", "num_layers": c["num_hidden_layers"], **flags}
     )
-    found = load_file(out / "model.safetensors")
-    plain = PlainChain({n: t.double() for n, t in (lent | found).items()}, config)
-    head = load_head(folder, target_tensors=lent, dtype=torch.float32, device="cpu").double()
+    plain = PlainChain({n: t.double() for n, t in (shared | read_tensors(out)).items()}, config)
+    head = load_head(folder, target_tensors=shared, dtype=torch.float32, device="cpu").double()
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(VOCAB, (9,), generator=generator)
     states = torch.randn(9, HIDDEN, generator=generator, dtype=torch.float64)
@@ -85,7 +91,7 @@ def test_the_exports_forward_is_the_heads(
         logits.append(row)
     expected = torch.stack(logits)
     torch.testing.assert_close(
-        logits_of(head, tokens, head.project_features(states)), expected, rtol=1e-4, atol=1e-4
+        head_logits(head, tokens, head.project_features(states)), expected, rtol=1e-4, atol=1e-4
     )
     assert expected.std() > 1
 
@@ -108,8 +114,6 @@ def test_a_changed_export_does_not_verify(
     folder = make_head(**EAGLE)
     out = export(folder, target, tmp_path / "out", "sglang")
     verify(out, folder, target, "sglang")
-    found = load_file(out / "model.safetensors")
-    found["fc.bias"][3] = 1e-3
-    save_file(found, out / "model.safetensors", metadata={"format": "pt"})
+    change_tensors(out, lambda tensors: tensors["fc.bias"][3].fill_(1e-3))
     with pytest.raises(UserError, match=r"fc\.bias: expected 0\.0 at flat index 3"):
         verify(out, folder, target, "sglang")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,8 @@ from typer.testing import CliRunner, Result
 from draftlab.cli import app
 from draftlab.export import gguf
 from draftlab.heads.folder import load_config
-from tests.helpers.foreign_toys import BOUNDARIES, change, make_head
+from tests.helpers.export_toys import change_config, read_config
+from tests.helpers.foreign_toys import BOUNDARIES, make_head
 from tests.helpers.toys import toy_target_folder
 
 
@@ -34,7 +34,7 @@ def refused(*words: object) -> str:
     return result.stderr
 
 
-def test_a_head_goes_out_and_comes_back(folder: Path, tmp_path: Path) -> None:
+def test_export_and_import_of_a_head(folder: Path, tmp_path: Path) -> None:
     head = ("--head", folder / "head", "--target", folder / "target")
     out = draftlab(
         "export", *head, "--to", "sglang", "--max-shard", "20KB", "--k", 3, "--out", tmp_path / "x"
@@ -54,26 +54,18 @@ def test_a_head_goes_out_and_comes_back(folder: Path, tmp_path: Path) -> None:
     saved = (folder / "head" / "model.safetensors").read_bytes()
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == saved
 
-    change(tmp_path / "x", odd=1, norm_before_residual=None)
+    change_config(tmp_path / "x", odd=1, norm_before_residual=None)
     assert "--ignore odd" in refused(*back, tmp_path / "other")
-    named = (
-        "--ignore",
-        "odd",
-        "--boundaries",
-        "2,4,6",
-        "--norm-before-residual",
-        "--dtype",
-        "float32",
-    )
-    result = draftlab(*back, tmp_path / "other", *named)
+    options = ["--ignore", "odd", "--boundaries", "2,4,6", "--norm-before-residual"]
+    result = draftlab(*back, tmp_path / "other", *options, "--dtype", "float32")
     assert result.exit_code == 0, result.output
     config = load_config(tmp_path / "other")
     assert config.boundaries == (2, 4, 6)
     assert config.norm_before_residual
-    assert json.loads((tmp_path / "other" / "config.json").read_text())["dtype"] == "float32"
+    assert read_config(tmp_path / "other")["dtype"] == "float32"
 
 
-def test_mistakes_are_said_in_one_block(
+def test_mistakes_are_printed_as_one_block(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = ("--head", folder / "head", "--target", folder / "target", "--out", tmp_path / "x")
@@ -81,8 +73,7 @@ def test_mistakes_are_said_in_one_block(
     assert "such as 5GB" in refused("export", *head, "--max-shard", "much")
     monkeypatch.delenv(gguf.FOLDER, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    message = refused("export", *head, "--to", "llamacpp", "--gguf")
-    assert "LLAMA_CPP" in message
+    assert "LLAMA_CPP" in refused("export", *head, "--to", "llamacpp", "--gguf")
     assert "llamacpp among the layouts" in refused("export", *head, "--gguf")
     to = ("--to", tmp_path / "back")
     assert "one of draftlab's own" in refused("import", folder / "head", *to)

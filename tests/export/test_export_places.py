@@ -1,9 +1,8 @@
-"""What an export refuses, and that nothing on disk is lost or half-written."""
+"""Exports are refused or complete: nothing on disk is lost or half-written."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,8 @@ from safetensors.torch import save_file
 from draftlab.errors import UserError
 from draftlab.export import weight_files as weights
 from draftlab.export import write
-from draftlab.export.destination import whole_folder
-from tests.helpers.export_toys import LAYERS, export, make_target, verify
-
-MakeHead = Callable[..., Path]
+from draftlab.export.destination import atomic_folder
+from tests.helpers.export_toys import LAYERS, MakeHead, export, make_target, verify
 
 
 def test_another_target_is_refused_with_both_fingerprints(
@@ -25,8 +22,8 @@ def test_another_target_is_refused_with_both_fingerprints(
     other = make_target(tmp_path / "other", seed=1)
     with pytest.raises(UserError) as caught:
         export(head, other, tmp_path / "out")
-    wanted = json.loads((head / "draftlab.json").read_text())["target"]["fingerprint"]
-    assert wanted in str(caught.value)
+    fingerprint = json.loads((head / "draftlab.json").read_text())["target"]["fingerprint"]
+    assert fingerprint in str(caught.value)
     assert write.fingerprint(other) in str(caught.value)
     deeper = make_target(tmp_path / "deeper", layers=LAYERS + 1)
     with pytest.raises(UserError, match=f"num_hidden_layers {LAYERS}, this one has {LAYERS + 1}"):
@@ -78,26 +75,26 @@ def test_an_export_that_reads_back_wrong_never_appears(
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_places_that_are_no_export_are_refused(
+def test_folders_that_are_no_export_are_not_replaced(
     make_head: MakeHead, target: Path, tmp_path: Path
 ) -> None:
     head = make_head()
-    (tmp_path / "file").write_text("mine")
+    (tmp_path / "file").write_text("user")
     for place in ("file", "file/inside/out"):
         with pytest.raises(UserError, match="found a file"):
             export(head, target, tmp_path / place)
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "thesis.tex").write_text("mine")
+    folder = tmp_path / "user"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("user")
     with pytest.raises(UserError, match=r"thesis\.tex"):
-        export(head, target, mine)
+        export(head, target, folder)
     with pytest.raises(UserError, match=r"draftlab\.json"):
         export(head, target, head)
-    (mine / "thesis.tex").rename(mine / "config.json")
-    (mine / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UserError, match="a model that is no export"):
-        export(head, target, mine)
-    assert (tmp_path / "file").read_text() == "mine"
+    (folder / "thesis.tex").rename(folder / "config.json")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match=r"a model without launch\.md"):
+        export(head, target, folder)
+    assert (tmp_path / "file").read_text() == "user"
 
 
 def test_heads_the_layout_cannot_hold_are_refused(
@@ -114,7 +111,7 @@ def test_a_rename_that_fails_leaves_the_old_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, rename = tmp_path / "out", Path.rename
-    with whole_folder(place) as folder:
+    with atomic_folder(place) as folder:
         (folder / "a").write_text("old")
 
     def fail(path: Path, onto: Path) -> Path:
@@ -123,7 +120,7 @@ def test_a_rename_that_fails_leaves_the_old_folder(
         return rename(path, onto)
 
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OSError, match="disk gone"), whole_folder(place) as folder:
+    with pytest.raises(OSError, match="disk gone"), atomic_folder(place) as folder:
         (folder / "a").write_text("new")
     assert (place / "a").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

@@ -1,4 +1,4 @@
-"""Running llama.cpp's converter, on a stand-in for its script (the real one: parity-llamacpp)."""
+"""Conversion to GGUF with a stand-in for llama.cpp's script (parity-llamacpp runs the real one)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ EMBEDDED = resolve_target(TargetSettings())
 
 
 def make_tree(folder: Path, body: str, *, package: bool, fails: bool = False) -> Path:
-    """A llama.cpp whose converter is one file, or has its classes in a package beside it."""
+    """Write a stand-in for llama.cpp whose converter is one file, or has a package beside it."""
     folder.mkdir()
     home = CLASS.format(body=body)
     if package:
@@ -53,7 +53,7 @@ def make_tree(folder: Path, body: str, *, package: bool, fails: bool = False) ->
 
 @pytest.mark.parametrize("package", [True, False])
 @pytest.mark.parametrize(("body", "pre"), [(KNOWN, "known"), (UNKNOWN, "llama-bpe")])
-def test_the_converter_is_run_and_told_what_it_does_not_know(
+def test_the_converter_gets_the_name_of_an_unknown_pre_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: bool, body: str, pre: str
 ) -> None:
     monkeypatch.setenv(gguf.FOLDER, str(make_tree(tmp_path / "llama", body, package=package)))
@@ -61,14 +61,14 @@ def test_the_converter_is_run_and_told_what_it_does_not_know(
     export.mkdir()
     out = gguf.convert(gguf.find_converter(), export, EMBEDDED, "float32")
     assert out == export / "head.gguf"
-    said = json.loads(out.read_text())
-    assert said["model"] == str(export)
-    assert said["target_model_dir"] == str(EMBEDDED)
-    assert (said["outtype"], said["pre"]) == ("f32", pre)
+    options = json.loads(out.read_text())
+    assert options["model"] == str(export)
+    assert options["target_model_dir"] == str(EMBEDDED)
+    assert (options["outtype"], options["pre"]) == ("f32", pre)
     assert [p.name for p in export.iterdir()] == ["head.gguf"]  # nothing temporary is left
 
 
-def test_a_converter_that_fails_is_an_error_with_its_words(
+def test_a_failing_converter_is_an_error_with_its_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = make_tree(tmp_path / "llama", KNOWN, package=True, fails=True)
@@ -78,7 +78,7 @@ def test_a_converter_that_fails_is_an_error_with_its_words(
     assert not list(tmp_path.glob("*.gguf"))
 
 
-def test_no_converter_is_said_with_the_way_to_get_one(
+def test_a_missing_converter_is_an_error_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(gguf.FOLDER, raising=False)
@@ -96,15 +96,15 @@ def test_no_converter_is_said_with_the_way_to_get_one(
     assert gguf.find_converter() == gguf.Converter(script, "/usr/bin/python3")
 
 
-def test_a_tokenizer_is_known_by_how_it_splits(tmp_path: Path) -> None:
-    assert gguf.pre_tokenizer(EMBEDDED) == "llama-bpe"
-    assert gguf.pre_tokenizer(tmp_path) is None
+def test_a_pre_tokenizer_is_recognised_by_its_pattern(tmp_path: Path) -> None:
+    assert gguf.pre_tokenizer_name(EMBEDDED) == "llama-bpe"
+    assert gguf.pre_tokenizer_name(tmp_path) is None
     split = {"type": "Split", "pattern": {"Regex": r"\s+"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"pre_tokenizer": split}))
-    assert gguf.pre_tokenizer(tmp_path) is None
+    assert gguf.pre_tokenizer_name(tmp_path) is None
 
 
-def test_gguf_is_made_of_one_layout() -> None:
+def test_gguf_requires_the_llamacpp_layout() -> None:
     assert ExportSettings(formats=("vllm", "llamacpp"), gguf=True).gguf
     with pytest.raises(ValueError, match="llamacpp among the layouts, found speculators"):
         ExportSettings(gguf=True)

@@ -1,4 +1,4 @@
-"""Other programs' heads become head folders: the same bits, and nothing guessed."""
+"""Import of other programs' heads: the same bits, and refusals where a file is ambiguous."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import draftlab
 from draftlab import UserError
 from draftlab.export import write_export
 from draftlab.export.importing import import_head
 from draftlab.heads.folder import load_config
+from tests.helpers.export_toys import LLAMA3, PEAGLE, change_config, change_tensors, read_tensors
 from tests.helpers.foreign_toys import (
     BOUNDARIES,
     HIDDEN,
     LAYERS,
     POSITIONS,
     VOCAB,
-    Ears,
-    change,
-    change_tensors,
     make_head,
 )
+from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.toys import toy_target_folder
 
 
@@ -36,7 +34,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def exported(target: Path, tmp_path: Path) -> Callable[..., Path]:
-    """A native export of such a head, to change and to import."""
+    """Exports such a head, by default in vLLM's layout."""
 
     def make(program: str = "vllm", **changed: object) -> Path:
         head = make_head(tmp_path / "head", target, **changed)
@@ -46,15 +44,6 @@ def exported(target: Path, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-PEAGLE = {"family": "peagle", "mask_token_id": 11, "embeddings": "own", "num_layers": 2}
 SHAPES = {
     "plain": {},
     "whole vocabulary": {"draft_vocab_size": VOCAB},
@@ -87,19 +76,19 @@ CANNOT = {
 @pytest.mark.parametrize(
     ("program", "shape"), [(p, shape) for p in CANNOT for shape in SHAPES if shape not in CANNOT[p]]
 )
-def test_what_was_exported_comes_back_with_equal_bits(
+def test_import_of_an_export_gives_equal_bits(
     target: Path, tmp_path: Path, program: str, shape: str
 ) -> None:
     head = make_head(tmp_path / "head", target, **SHAPES[shape])
     export = write_export(head, target, tmp_path / "x", program, target_name=str(target))
     back = import_head(export, tmp_path / "back", target=str(target))
-    old, new = (load_file(f / "model.safetensors") for f in (head, back))
+    old, new = (read_tensors(f) for f in (head, back))
     assert old.keys() == new.keys()
     for name, tensor in old.items():
         assert tensor.dtype == new[name].dtype
         assert torch.equal(tensor, new[name]), name
-    wanted, found = (load_config(f).model_dump(exclude={"provenance"}) for f in (head, back))
-    assert found == wanted
+    expected, actual = (load_config(f).model_dump(exclude={"provenance"}) for f in (head, back))
+    assert actual == expected
     assert load_config(back).provenance["imported"]["sha256"].keys() == {
         "config.json",
         "model.safetensors",
@@ -134,7 +123,7 @@ def test_pickled_weights_are_refused_with_the_way_to_convert_them(
     exported: Callable, target: Path, tmp_path: Path
 ) -> None:
     export = exported()
-    tensors = load_file(export / "model.safetensors")
+    tensors = read_tensors(export)
     (export / "model.safetensors").unlink()
     torch.save(tensors, export / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"pytorch_model\.bin.*run code") as caught:
@@ -153,16 +142,16 @@ def test_pickled_weights_are_refused_with_the_way_to_convert_them(
         (None, None, (2, 3, 3)),  # every program's default, which repeats on six layers
         (None, [1, 3, 5], None),  # vLLM's older runner and SGLang disagree
         ([1, 3, 5], [1, 3, 5], None),
-        (None, [2, 4, 6], (2, 4, 6)),  # an output 6 of six layers there is not
+        (None, [2, 4, 6], (2, 4, 6)),  # six layers have no output 6
         ([5, 3, 1], None, (5, 3, 1)),
         ([1, 3, 7], None, (1, 3, 7)),
     ],
 )
-def test_boundaries_are_read_only_where_every_reading_agrees(
+def test_ambiguous_boundaries_are_refused(
     exported: Callable, target: Path, tmp_path: Path, top: list, nested: list, read: tuple
 ) -> None:
     inner = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": nested}
-    export = change(
+    export = change_config(
         exported(), eagle_aux_hidden_state_layer_ids=top, eagle_config=inner if nested else None
     )
     sound = read is not None and list(read) == sorted(set(read)) and read[-1] <= LAYERS
@@ -183,43 +172,39 @@ def test_boundaries_are_read_only_where_every_reading_agrees(
     assert load_config(back).boundaries == (2, 4, 6)
 
 
-def _absolute(tensors: dict) -> None:
-    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
-
-
-def _narrow_without_t2d(tensors: dict) -> None:
-    del tensors["t2d"]
-    tensors["d2t"] = tensors["d2t"].to(torch.int32)
-
-
-def _bytes(tensors: dict) -> None:
-    tensors["t2d"] = tensors["t2d"].to(torch.uint8)
-
-
-def _prefixed(tensors: dict) -> None:
+def prefix_model(tensors: dict) -> None:
     for name in [n for n in tensors if n not in ("d2t", "t2d", "lm_head.weight")]:
         tensors[f"model.{name}"] = tensors.pop(name)
 
 
-def _derived(tensors: dict) -> None:
-    tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
-    tensors["midlayer.self_attn.o_proj.bias"] = torch.zeros(HIDDEN)
+SPELLINGS: dict[str, Callable] = {
+    "absolute ids": lambda t: t["d2t"].add_(torch.arange(len(t["d2t"]))),
+    "int32 without t2d": lambda t: (t.pop("t2d"), t.update(d2t=t["d2t"].int())),
+    "t2d as bytes": lambda t: t.update(t2d=t["t2d"].to(torch.uint8)),
+    "prefix model": prefix_model,
+    "derived tensors": lambda t: t.update(
+        {
+            "midlayer.self_attn.rotary_emb.inv_freq": torch.ones(8),
+            "midlayer.self_attn.o_proj.bias": torch.zeros(HIDDEN),
+        }
+    ),
+}
 
 
-@pytest.mark.parametrize("act", [_absolute, _narrow_without_t2d, _bytes, _prefixed, _derived])
+@pytest.mark.parametrize("spelling", SPELLINGS)
 def test_other_spellings_of_the_same_head_give_the_same_file(
-    exported: Callable, target: Path, tmp_path: Path, act: Callable
+    exported: Callable, target: Path, tmp_path: Path, spelling: str
 ) -> None:
-    ears = Ears()
-    export = change_tensors(exported(), act)
-    back = import_head(export, tmp_path / "back", target=str(target), monitor=ears)
-    wanted = (tmp_path / "head" / "model.safetensors").read_bytes()
-    assert (back / "model.safetensors").read_bytes() == wanted
-    if act is _absolute:
-        assert "import: d2t held ids, it becomes offsets" in ears.lines
+    monitor = RecordingMonitor()
+    export = change_tensors(exported(), SPELLINGS[spelling])
+    back = import_head(export, tmp_path / "back", target=str(target), monitor=monitor)
+    saved = (tmp_path / "head" / "model.safetensors").read_bytes()
+    assert (back / "model.safetensors").read_bytes() == saved
+    if spelling == "absolute ids":
+        assert "import: d2t holds ids, which become offsets" in monitor.lines
 
 
-def test_sglangs_names_of_later_norms_are_taken_where_they_agree(
+def test_sglangs_names_of_later_norms_must_agree_with_vllms(
     exported: Callable, target: Path, tmp_path: Path
 ) -> None:
     def rename(tensors: dict) -> None:
@@ -228,8 +213,8 @@ def test_sglangs_names_of_later_norms_are_taken_where_they_agree(
 
     export = change_tensors(exported(**PEAGLE), rename)
     back = import_head(export, tmp_path / "back", target=str(target))
-    wanted = (tmp_path / "head" / "model.safetensors").read_bytes()
-    assert (back / "model.safetensors").read_bytes() == wanted
+    saved = (tmp_path / "head" / "model.safetensors").read_bytes()
+    assert (back / "model.safetensors").read_bytes() == saved
 
     def differ(tensors: dict) -> None:
         tensors["layers.1.hidden_norm.weight"] += 1
@@ -239,22 +224,22 @@ def test_sglangs_names_of_later_norms_are_taken_where_they_agree(
         import_head(export, tmp_path / "other", target=str(target))
 
 
-def test_embeddings_and_lm_head_of_the_target_are_known_again(
+def test_copies_of_the_targets_tensors_are_recognised(
     exported: Callable, target: Path, tmp_path: Path
 ) -> None:
-    parts = load_file(target / "model.safetensors")
-    ears = Ears()
+    parts = read_tensors(target)
+    monitor = RecordingMonitor()
 
     def copy(tensors: dict) -> None:
         tensors["embed_tokens.weight"] = parts["model.embed_tokens.weight"].to(torch.bfloat16)
         del tensors["lm_head.weight"]
 
     export = change_tensors(exported(draft_vocab_size=VOCAB), copy)
-    back = import_head(export, tmp_path / "back", target=str(target), monitor=ears)
-    tensors = load_file(back / "model.safetensors")
+    back = import_head(export, tmp_path / "back", target=str(target), monitor=monitor)
+    tensors = read_tensors(back)
     assert "embed_tokens.weight" not in tensors
     assert torch.equal(tensors["lm_head.weight"], parts["lm_head.weight"].to(torch.bfloat16))
-    assert any("lm_head is the target's" in line for line in ears.lines)
+    assert any("lm_head is the target's" in line for line in monitor.lines)
     assert load_config(back).embeddings == "target"
 
 
@@ -292,45 +277,48 @@ def test_embeddings_and_lm_head_of_the_target_are_known_again(
 def test_a_config_that_might_mean_another_head_is_refused_by_key(
     exported: Callable, target: Path, tmp_path: Path, keys: dict, message: str
 ) -> None:
-    export = change(exported(), **keys)
+    export = change_config(exported(), **keys)
     with pytest.raises(UserError, match=message):
         import_head(export, tmp_path / "back", target=str(target))
     assert not (tmp_path / "back").exists()
 
 
-def test_keys_known_to_change_nothing_can_be_passed_over(
+def test_keys_that_change_nothing_can_be_ignored(
     exported: Callable, target: Path, tmp_path: Path
 ) -> None:
-    export = change(exported(), residual_scale=0.5, some_flag=False, other=None)
+    export = change_config(exported(), residual_scale=0.5, some_flag=False, other=None)
     ignore = frozenset({"residual_scale"})
     back = import_head(export, tmp_path / "back", target=str(target), ignore=ignore)
     assert load_config(back).boundaries == BOUNDARIES
 
 
-def test_what_a_config_leaves_out_is_said_or_asked_for(
+def test_missing_keys_are_defaults_or_refused(
     exported: Callable, target: Path, tmp_path: Path
 ) -> None:
-    ears = Ears()
+    monitor = RecordingMonitor()
     rope = {"rope_theta": ..., "rope_parameters": ..., "rope_scaling": ...}
-    export = change(exported(), max_position_embeddings=64, **rope)
-    back = import_head(export, tmp_path / "back", target=str(target), monitor=ears)
-    found, said = load_config(back), "\n".join(ears.lines)
-    assert found.rope_parameters == {"rope_theta": 10000.0, "rope_type": "default"}
-    assert "so 10000, as every program takes it" in said
-    assert found.max_position_embeddings == POSITIONS
-    assert "max_position_embeddings 64 becomes" in said
-    assert "trained for 7 drafts" in said
-    assert "[1, 3, 5], inputs of layers" in said
+    export = change_config(exported(), max_position_embeddings=64, **rope)
+    back = import_head(export, tmp_path / "back", target=str(target), monitor=monitor)
+    config = load_config(back)
+    assert config.rope_parameters == {"rope_theta": 10000.0, "rope_type": "default"}
+    assert config.max_position_embeddings == POSITIONS
+    for choice in (
+        "no RoPE base in the config, so 10000",
+        "max_position_embeddings 64 becomes",
+        "trained for 7 drafts",
+        "[1, 3, 5], inputs of layers",
+    ):
+        assert choice in monitor.text
     with pytest.raises(UserError, match=r"its config names none(?s:.*)--target"):
         import_head(export, tmp_path / "other")
-    spec = change(exported("speculators"), norm_before_residual=...)
-    with pytest.raises(UserError, match="the library reads that as false, vLLM as true"):
+    spec = change_config(exported("speculators"), norm_before_residual=...)
+    with pytest.raises(UserError, match="the library's default is false, vLLM's is true"):
         import_head(spec, tmp_path / "other", target=str(target))
     named = import_head(spec, tmp_path / "named", target=str(target), norm_before_residual=True)
     assert load_config(named).norm_before_residual is True
 
 
-def test_mixed_dtypes_need_a_name_and_broken_tensors_are_named(
+def test_mixed_dtypes_need_a_choice_and_faulty_tensors_are_named(
     exported: Callable, target: Path, tmp_path: Path
 ) -> None:
     def mix(tensors: dict) -> None:
@@ -340,7 +328,7 @@ def test_mixed_dtypes_need_a_name_and_broken_tensors_are_named(
     with pytest.raises(UserError, match=r"bfloat16.*float32(?s:.*)--dtype"):
         import_head(export, tmp_path / "back", target=str(target))
     back = import_head(export, tmp_path / "back", target=str(target), dtype=torch.float32)
-    assert load_file(back / "model.safetensors")["fc.weight"].dtype == torch.float32
+    assert read_tensors(back)["fc.weight"].dtype == torch.float32
 
     def spoil(tensors: dict) -> None:
         tensors["fc.weight"][0, 0] = float("nan")
@@ -363,13 +351,13 @@ def test_quantised_weights_are_refused(exported: Callable, target: Path, tmp_pat
         import_head(export, tmp_path / "back", target=str(target))
 
 
-def test_places_and_sources_that_will_not_do(
+def test_unusable_sources_and_destinations_are_refused(
     exported: Callable, target: Path, tmp_path: Path
 ) -> None:
     export = exported()
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("mine")
-    for place in (tmp_path / "mine", tmp_path / "mine" / "thesis.tex"):
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "thesis.tex").write_text("user")
+    for place in (tmp_path / "user", tmp_path / "user" / "thesis.tex"):
         with pytest.raises(UserError, match="a new or an empty folder"):
             import_head(export, place, target=str(target))
     with pytest.raises(UserError, match="one of draftlab's own"):
@@ -377,7 +365,9 @@ def test_places_and_sources_that_will_not_do(
     with pytest.raises(UserError, match=r"config\.json"):
         import_head(tmp_path / "nowhere", tmp_path / "back", target=str(target))
     with pytest.raises(UserError, match="draft head of an architecture out of"):
-        import_head(change(export, architectures=["GPT2"]), tmp_path / "back", target=str(target))
+        import_head(
+            change_config(export, architectures=["GPT2"]), tmp_path / "back", target=str(target)
+        )
 
 
 def test_a_plain_model_is_no_head(target: Path, tmp_path: Path) -> None:
@@ -385,9 +375,9 @@ def test_a_plain_model_is_no_head(target: Path, tmp_path: Path) -> None:
         import_head(target, tmp_path / "back", target=str(target))
 
 
-def test_safeailabs_architecture_is_told_by_its_tensors(
+def test_safeailabs_architecture_is_recognised_by_its_tensors(
     exported: Callable, target: Path, tmp_path: Path
 ) -> None:
-    export = change(exported(), architectures=["LlamaForCausalLM"])
+    export = change_config(exported(), architectures=["LlamaForCausalLM"])
     back = import_head(export, tmp_path / "back", target=str(target))
     assert load_config(back).family == "eagle3"

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from draftlab.errors import UserError
@@ -19,10 +16,21 @@ from draftlab.heads.folder import load_config, load_head
 from draftlab.heads.native_config import native_config
 from draftlab.target_model.parts import load_parts
 from tests.heads.test_llama4_head import run
-from tests.helpers.export_toys import HIDDEN, LAYERS, MAX_LENGTH, VOCAB, export, verify
+from tests.helpers.export_toys import (
+    HIDDEN,
+    LAYERS,
+    MAX_LENGTH,
+    VOCAB,
+    MakeHead,
+    change_config,
+    change_tensors,
+    export,
+    read_config,
+    read_tensors,
+    verify,
+)
 from tests.helpers.llama4_reader import Reader
 
-MakeHead = Callable[..., Path]
 LLAMA4 = {
     "family": "eagle_llama4",
     "boundaries": (LAYERS,),
@@ -56,22 +64,22 @@ def out(make_head: MakeHead, target: Path, tmp_path: Path) -> Path:
 
 
 def test_tensors(out: Path, target: Path) -> None:
-    """No lm_head (the target's is drafted with), no maps, the target's embeddings."""
-    found = load_file(out / "model.safetensors")
-    wanted = {
+    """There is no lm_head (the target's is used) and no map; the target's embeddings are there."""
+    tensors = read_tensors(out)
+    expected = {
         "embed_tokens.weight": (VOCAB, HIDDEN),
         "fc.weight": (HIDDEN, 2 * HIDDEN),
         "norm.weight": (HIDDEN,),
     } | {f"layers.{n}.{name}": shape for n in range(2) for name, shape in LAYER.items()}
-    assert {name: tuple(t.shape) for name, t in found.items()} == wanted
-    assert torch.equal(found["embed_tokens.weight"], load_parts(target).embeddings)
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == expected
+    assert torch.equal(tensors["embed_tokens.weight"], load_parts(target).embeddings)
 
 
 def test_config(out: Path) -> None:
-    config = json.loads((out / "config.json").read_text())
+    config = read_config(out)
     assert config["architectures"] == ["Llama4ForCausalLM"]
     assert config["model_type"] == "llama4_text"
-    without_default = {
+    keys_without_default = {
         "draft_vocab_size": VOCAB,
         "yoco_global_kv_layer": None,
         "yoco_local_kv_layer": None,
@@ -90,23 +98,23 @@ def test_config(out: Path) -> None:
         "max_position_embeddings": MAX_LENGTH,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }
-    assert {key: config[key] for key in without_default} == without_default
+    assert {key: config[key] for key in keys_without_default} == keys_without_default
     read = AutoConfig.from_pretrained(out)  # its checks are strict
     assert (type(read).__name__, read.moe_layers) == ("Llama4TextConfig", [])
     assert '"method": "eagle"' in (out / "launch.md").read_text()
 
 
 @pytest.mark.parametrize("tuning", [True, False])
-def test_vllm_is_told_whether_a_llama4_targets_attention_is_tempered(
+def test_launch_command_says_whether_the_targets_attention_is_tempered(
     tuning: bool, make_head: MakeHead, target: Path, tmp_path: Path
 ) -> None:
     folder, option = make_head(**LLAMA4), "--override-generation-config"
     plain = export(folder, target, tmp_path / "plain", "vllm")
     assert option not in (plain / "launch.md").read_text()
-    text = {"model_type": "llama4_text", "attn_temperature_tuning": tuning}
-    served = Export(load_config(folder), {"text_config": text}, "org/target", 3, torch.bfloat16)
-    found = vllm_text(served, tmp_path)
-    (line,) = [line for line in found.splitlines() if line.startswith("vllm serve")]
+    config = {"model_type": "llama4_text", "attn_temperature_tuning": tuning}
+    served = Export(load_config(folder), {"text_config": config}, "org/target", 3, torch.bfloat16)
+    text = vllm_text(served, tmp_path)
+    (line,) = [line for line in text.splitlines() if line.startswith("vllm serve")]
     expected = "true" if tuning else "false"
     assert line.endswith(option + f" '{{\"attn_temperature_tuning\": {expected}}}'")
 
@@ -117,21 +125,19 @@ def test_an_independent_reader_computes_the_head(out: Path, target: Path, tmp_pa
     head = load_head(
         folder, target_tensors=parts.shared_tensors, dtype=torch.float32, device="cpu"
     ).double()
-    reader = Reader(
-        json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
-    )
+    reader = Reader(read_config(out), read_tensors(out))
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, VOCAB, (13,), generator=generator)
     states = torch.randn(13, HIDDEN, generator=generator, dtype=torch.float64)
-    found = run(head, tokens, states)
+    outputs = run(head, tokens, states)
     normed = head.project_features(states)
     for position, (token, state) in enumerate(zip(tokens.tolist(), normed, strict=True)):
         expected = reader.step(token, state, position)
-        torch.testing.assert_close(found[position], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(outputs[position], expected, rtol=0, atol=1e-5)
 
 
-def test_a_reader_that_pads_in_place_spoils_nothing(make_head: MakeHead, target: Path) -> None:
-    """vLLM puts the target's layers before `no_rope_layers`, in the config it was given."""
+def test_changes_of_the_config_do_not_reach_the_head(make_head: MakeHead, target: Path) -> None:
+    """vLLM inserts the target's layers into `no_rope_layers` of the config in place."""
     head = load_config(make_head(**LLAMA4))
     before = copy.deepcopy(head)
     for _ in range(2):
@@ -144,7 +150,7 @@ def test_a_reader_that_pads_in_place_spoils_nothing(make_head: MakeHead, target:
 
 
 @pytest.mark.parametrize("program", ["speculators", "sglang", "llamacpp"])
-def test_other_programs_are_refused_with_the_one_that_serves(
+def test_refusals_of_other_programs_name_vllm(
     program: str, make_head: MakeHead, target: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=r"cannot hold dense Llama 4 heads: .*--to vllm"):
@@ -156,13 +162,9 @@ def test_a_changed_export_is_found(change: str, out: Path, target: Path, tmp_pat
     head = tmp_path / "head"
     verify(out, head, target, "vllm")
     if change == "config":
-        config = json.loads((out / "config.json").read_text())
-        config["no_rope_layers"] = [0] * LAYERS + config["no_rope_layers"]
-        (out / "config.json").write_text(json.dumps(config))
+        change_config(out, no_rope_layers=[0] * LAYERS + [1, 0])
     else:
-        tensors = load_file(out / "model.safetensors")
         name = "embed_tokens.weight" if change == "embeddings" else "fc.weight"
-        tensors[name][3, 4] += 1
-        save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+        change_tensors(out, lambda tensors: tensors[name][3, 4].add_(1))
     with pytest.raises(UserError, match=r"differs|expected"):
         verify(out, head, target, "vllm")

@@ -1,10 +1,9 @@
-"""vLLM's own layout, SGLang's and llama.cpp's: names, keys, refusals (servers §7)."""
+"""The native layouts of vLLM, SGLang and llama.cpp: names, keys, refusals (servers §7)."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,31 +17,23 @@ from draftlab.target_model.parts import load_parts
 from tests.helpers.export_toys import (
     HIDDEN,
     LAYERS,
+    LLAMA3,
     MASK,
     MAX_LENGTH,
     PEAGLE,
     VOCAB,
+    MakeHead,
+    change_tensors,
     export,
+    read_config,
+    read_tensors,
     verify,
 )
 from tests.helpers.plain_reader import read_and_run
 
-MakeHead = Callable[..., Path]
 NATIVE = ("vllm", "sglang", "llamacpp")
 INNER = (1, 2, 4)
-"""Boundaries that every program can hand over."""
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-
-def config_of(out: Path) -> dict:
-    return json.loads((out / "config.json").read_text())
+"""Boundaries that every program can extract."""
 
 
 @pytest.mark.parametrize("program", NATIVE)
@@ -51,25 +42,25 @@ def test_tensors_are_a_midlayers_without_the_targets_embeddings(
     make_head: MakeHead, target: Path, tmp_path: Path, program: str, draft: int
 ) -> None:
     head = make_head(boundaries=INNER, draft_vocab_size=draft)
-    found = load_file(export(head, target, tmp_path / "out", program) / "model.safetensors")
+    exported = read_tensors(export(head, target, tmp_path / "out", program))
     layer = [
         *(f"self_attn.{n}_proj" for n in "qkvo"),
         *(f"mlp.{n}_proj" for n in ("gate", "up", "down")),
         *("input_layernorm", "hidden_norm", "post_attention_layernorm"),
     ]
     names = {f"midlayer.{n}.weight" for n in layer} | {"fc.weight", "norm.weight", "lm_head.weight"}
-    assert found.keys() == names | ({"d2t", "t2d"} if draft < VOCAB else set())
-    saved = load_file(head / "model.safetensors")
-    for name, tensor in found.items():
+    assert exported.keys() == names | ({"d2t", "t2d"} if draft < VOCAB else set())
+    saved = read_tensors(head)
+    for name, tensor in exported.items():
         assert torch.equal(tensor, saved[name.replace("midlayer", "layers.0")]), name
 
 
 @pytest.mark.parametrize("program", NATIVE)
-def test_config_says_what_every_reader_looks_for(
+def test_config_has_the_keys_of_every_program(
     make_head: MakeHead, target: Path, tmp_path: Path, program: str
 ) -> None:
     head = make_head(boundaries=INNER, rope_parameters=dict(LLAMA3))
-    config = config_of(export(head, target, tmp_path / "out", program, dtype="float32"))
+    config = read_config(export(head, target, tmp_path / "out", program, dtype="float32"))
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["model_type"] == "llama"
     assert config["dtype"] == "float32"
@@ -93,14 +84,14 @@ def test_config_says_what_every_reader_looks_for(
     assert read.head_dim == 8
 
 
-def test_a_parallel_head_names_its_mask_for_every_version_of_vllm(
+def test_a_parallel_head_has_the_mask_token_under_all_names(
     make_head: MakeHead, target: Path, tmp_path: Path
 ) -> None:
     head = make_head(**PEAGLE)
     out = export(head, target, tmp_path / "out", "vllm", k=5)
-    config, tensors = config_of(out), load_file(out / "model.safetensors")
+    config, tensors = read_config(out), read_tensors(out)
     assert {config[n] for n in ("mask_token_id", "ptd_token_id", "pard_token")} == {MASK}
-    saved = load_file(head / "model.safetensors")
+    saved = read_tensors(head)
     assert tensors.keys() == saved.keys()  # two layers: numbered
     assert torch.equal(tensors["embed_tokens.weight"], saved["embed_tokens.weight"])
     assert list(tensors["mask_hidden"].shape) == [1, 4 * HIDDEN]
@@ -124,15 +115,17 @@ def test_a_plain_reader_gets_the_heads_logits(
         rope_parameters=dict(LLAMA3),
     )
     out = export(folder, target, tmp_path / "out", program)
-    spec = export(folder, target, tmp_path / "spec")  # checked against the head in its own test
+    spec = export(
+        folder, target, tmp_path / "spec"
+    )  # test_speculators_export.py compares it with the head
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (12,), generator=generator)
     features = torch.randn(12, 3 * HIDDEN, generator=generator)
-    found, ids = read_and_run(out, tokens, features, load_parts(target).embeddings.float())
-    wanted, wanted_ids = read_and_run(spec, tokens, features)
-    assert torch.equal(found, wanted)
-    assert torch.equal(ids, wanted_ids)
-    assert config_of(out)["norm_before_residual"] is before
+    logits, ids = read_and_run(out, tokens, features, load_parts(target).embeddings.float())
+    expected, expected_ids = read_and_run(spec, tokens, features)
+    assert torch.equal(logits, expected)
+    assert torch.equal(ids, expected_ids)
+    assert read_config(out)["norm_before_residual"] is before
 
 
 @pytest.mark.parametrize(
@@ -140,7 +133,7 @@ def test_a_plain_reader_gets_the_heads_logits(
     [
         ("sglang", PEAGLE, "no masked slots.*--to vllm"),
         ("llamacpp", PEAGLE, "no masked slots.*--to vllm"),
-        ("sglang", {"norm_before_residual": True}, "norm_before_residual.*(?s:.*)--to vllm"),
+        ("sglang", {"norm_before_residual": True}, "norm_before_residual(?s:.*)--to vllm"),
         ("sglang", {"qk_norm": True}, "norms of queries and keys"),
         ("sglang", {"embeddings": "own"}, "embeddings of its own"),
         ("sglang", {"boundaries": (0, 2, 4)}, "boundary 0"),
@@ -153,7 +146,7 @@ def test_a_plain_reader_gets_the_heads_logits(
         ("vllm", {"num_attention_heads": 6}, "num_attention_heads to divide"),
     ],
 )
-def test_what_a_program_would_serve_wrong_is_refused(
+def test_heads_that_a_program_cannot_serve_are_refused(
     make_head: MakeHead, target: Path, tmp_path: Path, program: str, fields: dict, reason: str
 ) -> None:
     head = make_head(**({"boundaries": INNER} | fields))
@@ -162,16 +155,16 @@ def test_what_a_program_would_serve_wrong_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_gpt_oss_targets_name_their_last_boundary_as_it_is(
+def test_sglang_reads_the_last_boundary_of_gpt_oss_targets_as_an_input(
     make_head: MakeHead, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = make_head(boundaries=(1, 3, LAYERS))
     monkeypatch.setattr("draftlab.export.native._is_gpt_oss", lambda export: True)
-    config = config_of(export(head, target, tmp_path / "out", "sglang"))
+    config = read_config(export(head, target, tmp_path / "out", "sglang"))
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, LAYERS]
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, LAYERS]
     inner = make_head(boundaries=INNER)
-    config = config_of(export(inner, target, tmp_path / "inner", "sglang"))
+    config = read_config(export(inner, target, tmp_path / "inner", "sglang"))
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 3]
 
 
@@ -180,21 +173,21 @@ def test_large_exports_are_split_and_read_back(
     make_head: MakeHead, target: Path, tmp_path: Path, program: str
 ) -> None:
     head = make_head(boundaries=INNER)
-    whole = export(head, target, tmp_path / "whole", program)
+    single = export(head, target, tmp_path / "single", program)
     out = export(head, target, tmp_path / "out", program, max_shard="8KB")
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     files = sorted(out.glob("model-*-of-*.safetensors"))
     assert len(files) > 2
     assert {f.name for f in files} == set(index.values())
-    parts = {n: t for f in files for n, t in load_file(f).items()}
-    wanted = load_file(whole / "model.safetensors")
-    assert parts.keys() == wanted.keys() == index.keys()
-    assert all(torch.equal(parts[name], wanted[name]) for name in wanted)
+    shards = {n: t for f in files for n, t in load_file(f).items()}
+    expected = read_tensors(single)
+    assert shards.keys() == expected.keys() == index.keys()
+    assert all(torch.equal(shards[name], expected[name]) for name in expected)
     verify(out, head, target, program)
-    save_file(load_file(files[0]), files[0])  # without its metadata, which readers ask for
+    save_file(load_file(files[0]), files[0])  # without the metadata
     with pytest.raises(UserError, match="metadata"):
         verify(out, head, target, program)
-    export(head, target, out, program)  # replaces all pieces
+    export(head, target, out, program)  # replaces all shards
     assert not list(out.glob("model-*"))
     with pytest.raises(UserError, match="such as 5GB or 500MB, found 'much'"):
         export(head, target, out, program, max_shard="much")
@@ -206,10 +199,8 @@ def test_float16_that_overflows_is_refused_by_name(
 ) -> None:
     head = make_head(boundaries=INNER)
     out = export(head, target, tmp_path / "out", "llamacpp", dtype="float16")
-    assert load_file(out / "model.safetensors")["fc.weight"].dtype == torch.float16
-    tensors = load_file(head / "model.safetensors")
-    tensors["fc.weight"][0, 0] = 1e6
-    save_file(tensors, head / "model.safetensors", metadata={"format": "pt"})
+    assert read_tensors(out)["fc.weight"].dtype == torch.float16
+    change_tensors(head, lambda tensors: tensors["fc.weight"][0, 0].fill_(1e6))
     with pytest.raises(UserError, match=r"fc\.weight does not fit torch\.float16.*9.99e\+05"):
         export(head, target, tmp_path / "out", "llamacpp", dtype="float16")
 
@@ -239,12 +230,12 @@ def test_launch_lines_of_the_other_servers(
     fetch, both, convert, server = words("llamacpp")
     assert fetch == ["hf", "download", "org/target", "--local-dir", "target"]
     assert both[1:5] == ["convert_hf_to_gguf.py", "target", "--outtype", "bf16"]
-    asked = ["convert_hf_to_gguf.py", str(out.resolve()), "--target-model-dir", "target"]
-    assert convert[1:5] == asked
+    head_options = ["convert_hf_to_gguf.py", str(out.resolve()), "--target-model-dir", "target"]
+    assert convert[1:5] == head_options
     assert server[server.index("--spec-draft-n-max") + 1] == "4"
 
 
-def test_what_is_refused_names_the_layout_to_use_instead() -> None:
+def test_refusals_name_the_layout_to_use_instead() -> None:
     reasons = [x for f in families() for x in f.layouts().values() if isinstance(x, str)]
     assert reasons
     assert all("--to" in reason for reason in reasons)

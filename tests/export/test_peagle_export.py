@@ -1,51 +1,46 @@
-"""Parallel heads in the speculators layout, where they are of the type peagle."""
+"""Parallel heads in the speculators layout, whose model type is peagle."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from draftlab.errors import UserError
 from draftlab.heads.folder import load_head
-from draftlab.progress import Monitor
 from tests.helpers.export_toys import (
     BOUNDARIES,
     HIDDEN,
+    LLAMA3,
     MASK,
     MAX_LENGTH,
     PEAGLE,
     VOCAB,
+    MakeHead,
+    causal_attention,
+    change_config,
+    change_tensors,
     export,
+    read_config,
+    read_tensors,
     verify,
 )
+from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.plain_reader import read_and_run
 
-MakeHead = Callable[..., Path]
 WEIGHTS = "model.safetensors"
 NESTED = ("speculators_config", "transformer_layer_config")
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
 H, A, KV, D, INNER, DRAFT, F_ = HIDDEN, 4, 2, 8, 40, 40, len(BOUNDARIES) * HIDDEN
 
 
 def shapes(layers: int, qk_norm: bool) -> dict[str, list[int]]:
-    """servers §9.2 and §9.3, by hand."""
-    found = {
+    """Return the shapes of servers §9.2 and §9.3."""
+    expected = {
         "embed_tokens.weight": [VOCAB, H],
         "fc.weight": [H, F_],
         "layers.0.hidden_norm.weight": [H],
@@ -56,11 +51,11 @@ def shapes(layers: int, qk_norm: bool) -> dict[str, list[int]]:
         "t2d": [VOCAB],
     }
     for i in range(layers):
-        read = H if i else 2 * H
-        found |= {
-            f"layers.{i}.self_attn.q_proj.weight": [A * D, read],
-            f"layers.{i}.self_attn.k_proj.weight": [KV * D, read],
-            f"layers.{i}.self_attn.v_proj.weight": [KV * D, read],
+        width = H if i else 2 * H
+        expected |= {
+            f"layers.{i}.self_attn.q_proj.weight": [A * D, width],
+            f"layers.{i}.self_attn.k_proj.weight": [KV * D, width],
+            f"layers.{i}.self_attn.v_proj.weight": [KV * D, width],
             f"layers.{i}.self_attn.o_proj.weight": [H, A * D],
             f"layers.{i}.input_layernorm.weight": [H],
             f"layers.{i}.post_attention_layernorm.weight": [H],
@@ -69,8 +64,8 @@ def shapes(layers: int, qk_norm: bool) -> dict[str, list[int]]:
             f"layers.{i}.mlp.down_proj.weight": [H, INNER],
         }
         if qk_norm:
-            found |= {f"layers.{i}.self_attn.{n}_norm.weight": [D] for n in "qk"}
-    return found
+            expected |= {f"layers.{i}.self_attn.{n}_norm.weight": [D] for n in "qk"}
+    return expected
 
 
 @pytest.mark.parametrize(("layers", "qk_norm"), [(1, False), (3, False), (2, True)])
@@ -79,16 +74,15 @@ def test_tensors_and_config_of_a_parallel_head(
 ) -> None:
     head = make_head(**PEAGLE | {"num_layers": layers, "qk_norm": qk_norm})
     out = export(head, target, tmp_path / "out", dtype="float32")
-    tensors = load_file(out / WEIGHTS)
+    tensors = read_tensors(out)
     assert {name: list(t.shape) for name, t in tensors.items()} == shapes(layers, qk_norm)
     assert all(t.dtype == torch.float32 for n, t in tensors.items() if n not in ("d2t", "t2d"))
-    stored = load_file(head / WEIGHTS)
+    stored = read_tensors(head)
     assert torch.equal(tensors["mask_hidden"].flatten(), stored["mask_hidden"].float().flatten())
-    # The trained row of the mask token goes with the table.
     assert torch.equal(
         tensors["embed_tokens.weight"][MASK], stored["embed_tokens.weight"][MASK].float()
     )
-    config = json.loads((out / "config.json").read_text())
+    config = read_config(out)
     top = {
         "architectures": ["PEagleDraftModel"],
         "speculators_model_type": "peagle",
@@ -119,7 +113,7 @@ def test_tensors_and_config_of_a_parallel_head(
 
 @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_layers_read_the_same_by_model_config_and_by_bare_config(
+def test_model_config_and_bare_config_read_the_same_layers(
     make_head: MakeHead, target: Path, tmp_path: Path, qk_norm: bool
 ) -> None:
     """The library builds a model's own config; vLLM sets attributes of a bare one."""
@@ -127,23 +121,17 @@ def test_layers_read_the_same_by_model_config_and_by_bare_config(
     out = export(head, target, tmp_path / "out")
 
     def layer() -> dict:
-        return json.loads((out / "config.json").read_text())["transformer_layer_config"]
+        return read_config(out)["transformer_layer_config"]
 
     bare = PretrainedConfig()
     for key, value in layer().items():
         if key != "model_type":
             setattr(bare, key, value)
-    whole = (Qwen3Config if qk_norm else LlamaConfig)(**layer())
-    assert whole.model_type == layer()["model_type"]
+    full = (Qwen3Config if qk_norm else LlamaConfig)(**layer())
+    assert full.model_type == layer()["model_type"]
     for key in layer().keys() - {"model_type", "rope_scaling", "rope_theta"}:
-        assert getattr(whole, key) == getattr(bare, key), key
-    assert whole.rope_parameters == LLAMA3
-
-
-def causal(_layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return attended[0].transpose(0, 1)
+        assert getattr(full, key) == getattr(bare, key), key
+    assert full.rope_parameters == LLAMA3
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -163,20 +151,22 @@ def test_a_plain_reader_drafts_the_heads_logits_in_one_pass(
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(MASK, (9,), generator=generator)
     features = torch.randn(9, F_, generator=generator)
-    # What a server lays out: true pairs, then slots of the file's mask token and feature.
-    config, written = json.loads((out / "config.json").read_text()), load_file(out / WEIGHTS)
+    # Servers append slots with the file's mask token and feature.
+    config, stored = read_config(out), read_tensors(out)
     slots = torch.full((3,), config["mask_token_id"])
-    found, ids = read_and_run(
+    logits, ids = read_and_run(
         out,
         torch.cat([tokens, slots]),
-        torch.cat([features, written["mask_hidden"].flatten().expand(3, -1)]),
+        torch.cat([features, stored["mask_hidden"].flatten().expand(3, -1)]),
     )
     head = load_head(folder, embeddings=None, dtype=torch.float32, device="cpu")
     hidden = torch.cat([head.project_features(features), head.mask_state().expand(3, -1)])
-    expected = head.logits(head.run(torch.cat([tokens, slots]), hidden, torch.arange(12), causal))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    expected = head.logits(
+        head.run(torch.cat([tokens, slots]), hidden, torch.arange(12), causal_attention)
+    )
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(ids, head.target_ids(torch.arange(DRAFT)))
-    assert expected.std() > 1  # a head that hardly reacts would agree with anything
+    assert expected.std() > 1  # constant logits would equal anything
 
 
 @pytest.mark.parametrize(
@@ -187,9 +177,7 @@ def test_a_changed_tensor_is_found(
 ) -> None:
     head = make_head(**PEAGLE)
     out = export(head, target, tmp_path / "out")
-    tensors = load_file(out / WEIGHTS)
-    tensors[name].view(-1)[0] += 1
-    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+    change_tensors(out, lambda tensors: tensors[name].view(-1)[0].add_(1))
     with pytest.raises(UserError, match=name):
         verify(out, head, target)
 
@@ -199,7 +187,7 @@ def test_a_missing_or_flat_mask_hidden_is_found(
 ) -> None:
     head = make_head(**PEAGLE)
     out = export(head, target, tmp_path / "out")
-    tensors = load_file(out / WEIGHTS)
+    tensors = read_tensors(out)
     mask = tensors.pop("mask_hidden")
     for changed, message in (
         (tensors, "mask_hidden is missing"),
@@ -216,11 +204,7 @@ def test_another_mask_token_in_the_config_is_found(
 ) -> None:
     head = make_head(**PEAGLE)
     out = export(head, target, tmp_path / "out")
-    config = json.loads((out / "config.json").read_text())
-    del config["mask_token_id"]
-    (out / "config.json").write_text(
-        json.dumps(config | ({} if value is ... else {"mask_token_id": value}))
-    )
+    change_config(out, mask_token_id=value)
     with pytest.raises(UserError, match=f"mask_token_id: expected {MASK}"):
         verify(out, head, target)
 
@@ -230,19 +214,19 @@ def test_a_parallel_head_without_its_mask_or_of_another_width_is_refused(
     make_head: MakeHead, target: Path, tmp_path: Path, drop: str
 ) -> None:
     head = make_head(**PEAGLE)
-    tensors = load_file(head / WEIGHTS)
+    tensors = read_tensors(head)
     mask = tensors.pop("mask_hidden")
     if drop == "width":
         tensors["mask_hidden"] = mask[:, :-HIDDEN].contiguous()
     save_file(tensors, head / WEIGHTS)
-    wanted, found = F_, F_ - HIDDEN
-    message = "missing mask_hidden" if drop == "mask_hidden" else rf"{wanted}\], found .*{found}\]"
+    width = rf"{F_}\], found .*{F_ - HIDDEN}\]"
+    message = "missing mask_hidden" if drop == "mask_hidden" else width
     with pytest.raises(UserError, match=message):
         export(head, target, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_launch_lines_ask_for_parallel_drafting(
+def test_launch_commands_use_parallel_drafting(
     make_head: MakeHead, target: Path, tmp_path: Path
 ) -> None:
     out = export(make_head(**PEAGLE), target, tmp_path / "out", k=5)
@@ -260,21 +244,13 @@ def test_launch_lines_ask_for_parallel_drafting(
 
 
 @pytest.mark.parametrize("changed", [{}, PEAGLE])
-def test_more_drafts_than_trained_are_warned_of_and_more_than_positions_refused(
+def test_warning_above_the_trained_k_and_refusal_above_the_positions(
     make_head: MakeHead, target: Path, tmp_path: Path, changed: dict
 ) -> None:
-    class Ears(Monitor):
-        said = ""
-
-        def say(self, line: str) -> None:
-            self.said += line
-
-    head, ears = make_head(**changed), Ears()
-    export(head, target, tmp_path / "out", k=MAX_LENGTH - 1, monitor=ears)
-    assert "warning: export: 511 speculative tokens, though the head was trained for 7" in ears.said
+    head, monitor = make_head(**changed), RecordingMonitor()
+    export(head, target, tmp_path / "out", k=MAX_LENGTH - 1, monitor=monitor)
+    assert "warning: export: 511 speculative tokens, but the head was trained for 7" in monitor.text
     with pytest.raises(UserError, match=f"the target's {MAX_LENGTH} positions, found {MAX_LENGTH}"):
         export(head, target, tmp_path / "out", k=MAX_LENGTH)
-    (proposal,) = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"][
-        "proposal_methods"
-    ]
-    assert proposal["speculative_tokens"] == MAX_LENGTH - 1  # the export before it stays
+    (proposal,) = read_config(tmp_path / "out")["speculators_config"]["proposal_methods"]
+    assert proposal["speculative_tokens"] == MAX_LENGTH - 1  # the earlier export stays

@@ -1,17 +1,14 @@
-"""draftlab/export/speculators.py: what is written, and that it is the head."""
+"""The speculators layout: names, shapes, config.json, and equal logits."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from draftlab.errors import UserError
@@ -19,22 +16,24 @@ from draftlab.export import ExportSettings, layout_for
 from draftlab.export.settings import PROGRAMS
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import load_head
-from draftlab.progress import Monitor
 from draftlab.target_model.parts import load_parts
-from tests.helpers.export_toys import BOUNDARIES, HIDDEN, MAX_LENGTH, VOCAB, export
+from tests.helpers.export_toys import (
+    BOUNDARIES,
+    HIDDEN,
+    LLAMA3,
+    MAX_LENGTH,
+    VOCAB,
+    MakeHead,
+    export,
+    head_logits,
+    read_config,
+    read_tensors,
+)
+from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.plain_reader import read_and_run
 
-MakeHead = Callable[..., Path]
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
 H, A, KV, D, INNER, DRAFT = HIDDEN, 4, 2, 8, 40, 40
-# servers §9.2, by hand.
+# As in servers §9.2.
 SHAPES = {
     "embed_tokens.weight": [VOCAB, H],
     "fc.weight": [H, len(BOUNDARIES) * H],
@@ -61,7 +60,7 @@ def test_tensors_have_the_layouts_names_shapes_and_types(
 ) -> None:
     head = make_head(dtype=torch.float32)
     out = export(head, target, tmp_path / "out", dtype=dtype)
-    tensors = load_file(out / "model.safetensors")
+    tensors = read_tensors(out)
     assert {name: list(t.shape) for name, t in tensors.items()} == SHAPES
     types = {"d2t": torch.int64, "t2d": torch.bool}
     for name, tensor in tensors.items():
@@ -88,7 +87,7 @@ def test_config_is_written_in_full(
     head = make_head(norm_before_residual=before, rope_parameters={"rope_theta": 20000.0})
     out = export(head, target, tmp_path / "out", k=3)
     rope = {"rope_type": "default", "rope_theta": 20000.0}
-    assert json.loads((out / "config.json").read_text()) == {
+    assert read_config(out) == {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
@@ -147,9 +146,9 @@ def test_config_is_written_in_full(
 def test_rope_survives_readers_that_assign_keys_in_file_order(
     make_head: MakeHead, target: Path, tmp_path: Path, rope: dict
 ) -> None:
-    """vLLM sets attributes of a bare config; there rope_scaling is rope_parameters' other name."""
+    """vLLM sets attributes of a bare config, where rope_scaling is an alias of rope_parameters."""
     out = export(make_head(rope_parameters=rope), target, tmp_path / "out")
-    layer = json.loads((out / "config.json").read_text())["transformer_layer_config"]
+    layer = read_config(out)["transformer_layer_config"]
     bare = PretrainedConfig()
     for key, value in json.loads(json.dumps(layer)).items():  # a copy: transformers writes into it
         if key != "model_type":
@@ -182,22 +181,16 @@ def test_a_plain_reader_of_the_folder_gets_the_heads_logits(
     head = load_head(
         folder, embeddings=load_parts(target).embeddings, dtype=torch.float32, device="cpu"
     )
-    layer = head.layer
-    x, residual = layer.inputs(head.embed_tokens(tokens), head.project_features(features))
-    angles = head.rope.angles(torch.arange(12))
-    query, (key, value) = layer.self_attn.query(x, angles), layer.self_attn.key_value(x, angles)
-    q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    expected = head.logits(layer.output(attended[0].transpose(0, 1), residual))
-    found, ids = read_and_run(out, tokens, features)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    expected = head_logits(head, tokens, head.project_features(features))
+    logits, ids = read_and_run(out, tokens, features)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(ids, head.target_ids(torch.arange(draft)))
-    assert expected.std() > 1  # a head that hardly reacts would agree with anything
+    assert expected.std() > 1  # constant logits would equal anything
 
 
-def test_a_whole_vocabulary_has_no_maps(make_head: MakeHead, target: Path, tmp_path: Path) -> None:
+def test_a_full_vocabulary_has_no_maps(make_head: MakeHead, target: Path, tmp_path: Path) -> None:
     out = export(make_head(draft_vocab_size=VOCAB), target, tmp_path / "out")
-    tensors = load_file(out / "model.safetensors")
+    tensors = read_tensors(out)
     assert tensors.keys() == SHAPES.keys() - {"d2t", "t2d"}
     assert list(tensors["lm_head.weight"].shape) == [VOCAB, H]
 
@@ -205,12 +198,12 @@ def test_a_whole_vocabulary_has_no_maps(make_head: MakeHead, target: Path, tmp_p
 def test_own_embeddings_are_the_heads(make_head: MakeHead, target: Path, tmp_path: Path) -> None:
     folder = make_head(embeddings="own")
     out = export(folder, target, tmp_path / "out")
-    own = load_file(folder / "model.safetensors")["embed_tokens.weight"]
-    assert torch.equal(load_file(out / "model.safetensors")["embed_tokens.weight"], own)
+    own = read_tensors(folder)["embed_tokens.weight"]
+    assert torch.equal(read_tensors(out)["embed_tokens.weight"], own)
     assert not torch.equal(own, load_parts(target).embeddings)
 
 
-def test_launch_lines_for_hub_and_local_targets(
+def test_launch_commands_for_hub_and_local_targets(
     make_head: MakeHead, target: Path, tmp_path: Path
 ) -> None:
     head, out = make_head(), tmp_path / "out of here"
@@ -220,37 +213,30 @@ def test_launch_lines_for_hub_and_local_targets(
         lines = (out / "launch.md").read_text().splitlines()
         return [shlex.split(line) for line in lines if line.startswith("vllm")]
 
-    spoken = {"model": str(out.resolve()), "method": "eagle3", "num_speculative_tokens": 4}
+    options = {"model": str(out.resolve()), "method": "eagle3", "num_speculative_tokens": 4}
     alone, explicit = commands()
     assert alone == ["vllm", "serve", str(out.resolve())]
     assert explicit[:4] == ["vllm", "serve", "org/target", "--speculative-config"]
-    assert json.loads(explicit[4]) == spoken
+    assert json.loads(explicit[4]) == options
 
     export(head, target, out, k=4, target_name="embedded")
-    ((*local, options),) = commands()  # a local verifier cannot be served alone
+    ((*local, value),) = commands()  # a local verifier cannot be served alone
     assert local == ["vllm", "serve", str(target.resolve()), "--speculative-config"]
-    assert json.loads(options) == spoken
-    config = json.loads((out / "config.json").read_text())
+    assert json.loads(value) == options
+    config = read_config(out)
     verifier = config["speculators_config"]["verifier"]["name_or_path"]
     assert verifier == str(target.resolve())
     assert "speculators layout 0.9.0" in (out / "README.md").read_text()
 
 
-def test_chosen_defaults_are_said(make_head: MakeHead, target: Path, tmp_path: Path) -> None:
-    class Ears(Monitor):
-        def __init__(self) -> None:
-            self.lines: list[str] = []
-
-        def say(self, line: str) -> None:
-            self.lines.append(line)
-
-    head, ears = make_head(), Ears()
-    export(head, target, tmp_path / "out", monitor=ears)
-    assert "7 speculative tokens" in ears.lines[0]
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+def test_chosen_defaults_are_printed(make_head: MakeHead, target: Path, tmp_path: Path) -> None:
+    head, monitor = make_head(), RecordingMonitor()
+    export(head, target, tmp_path / "out", monitor=monitor)
+    assert "7 speculative tokens" in monitor.lines[0]
+    config = read_config(tmp_path / "out")
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
-    export(head, target, tmp_path / "out", k=9, monitor=ears)
-    assert "9 speculative tokens, though the head was trained for 7" in ears.lines[1]
+    export(head, target, tmp_path / "out", k=9, monitor=monitor)
+    assert "9 speculative tokens, but the head was trained for 7" in monitor.lines[1]
     with pytest.raises(UserError, match="at least 1"):
         export(head, target, tmp_path / "out", k=0)
     with pytest.raises(UserError, match="int8"):

@@ -1,23 +1,38 @@
-"""A tiny target on disk for the export's tests."""
+"""A tiny target on disk, and exports of its heads."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftlab.export import write_export, verify_export
+from draftlab.export import verify_export, write_export
+from draftlab.heads.head import DraftHead
 
 HIDDEN, VOCAB, LAYERS, MAX_LENGTH = 32, 96, 5, 512
 BOUNDARIES = (1, 2, 4, 5)
 MASK = 11
 PEAGLE = {"family": "peagle", "mask_token_id": MASK, "embeddings": "own", "num_layers": 2}
-"""What makes a parallel head of `make_head`'s."""
+"""Fields of a parallel head."""
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MakeHead = Callable[..., Path]
 
 
 def make_target(folder: Path, *, seed: int = 0, layers: int = LAYERS) -> Path:
-    """A random Llama, bfloat16, embeddings not tied to its lm_head."""
+    """Save a random Llama in bfloat16, whose embeddings are not tied to its lm_head."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
@@ -39,10 +54,50 @@ def make_target(folder: Path, *, seed: int = 0, layers: int = LAYERS) -> Path:
 def export(
     head: Path, target: Path, out: Path, program: str = "speculators", **options: object
 ) -> Path:
-    """`write_export` for a target called org/target, unless `options` say otherwise."""
+    """Call `write_export`, by default for a target called org/target."""
     return write_export(head, target, out, program, **({"target_name": "org/target"} | options))
 
 
 def verify(out: Path, head: Path, target: Path, program: str = "speculators") -> None:
-    """`verify_export`."""
+    """Call `verify_export`."""
     verify_export(out, head, target, program)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return config.json."""
+    return json.loads((folder / "config.json").read_text())
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of model.safetensors."""
+    return load_file(folder / "model.safetensors")
+
+
+def change_config(folder: Path, **keys: object) -> Path:
+    """Change keys of config.json; `...` removes one."""
+    config = read_config(folder) | keys
+    text = json.dumps({key: value for key, value in config.items() if value is not ...})
+    (folder / "config.json").write_text(text)
+    return folder
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """Change the tensors of model.safetensors."""
+    tensors = read_tensors(folder)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def causal_attention(_layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend causally over [T, A, D]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    output = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
+    return output[0].transpose(0, 1)
+
+
+def head_logits(head: DraftHead, tokens: Tensor, hidden: Tensor) -> Tensor:
+    """Return the draft logits [T, D] of a chain of tokens [T] and hidden states [T, H]."""
+    return head.logits(head.run(tokens, hidden, torch.arange(len(tokens)), causal_attention))

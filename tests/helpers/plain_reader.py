@@ -1,4 +1,4 @@
-"""An exported folder read and run without draftlab: safetensors, JSON, servers §1.3."""
+"""An independent reader of exports: safetensors and JSON as in servers §1.3, without draftlab."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def read_and_run(
     features: torch.Tensor,
     embeddings: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draft logits [S, D] and target ids [D] of a head with llama3 rope.
+    """Return draft logits [S, D] and target ids [D] of a head with llama3 RoPE.
 
     Args:
-        embeddings: [V, H], the target's, for layouts that leave them out.
+        embeddings: the target's [V, H], for layouts without them.
     """
     top, w = json.loads((folder / "config.json").read_text()), {"embed_tokens.weight": embeddings}
     for file in folder.glob("*.safetensors"):
