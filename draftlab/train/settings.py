@@ -185,8 +185,8 @@ class TrainSettings(Settings):
     gradients and moments (zero2); or moments (zero1). zero1 to zero3 run DeepSpeed, which is 1% to
     3% slower on two GPUs than the others."""
     data_workers: int | None = Field(default=None, ge=0)
-    """Processes that pack batches, of half a gigabyte each; 0: threads of the process that trains.
-    None: up to 4 for a GPU, whose kernels start later if threads run beside them; 0 on a CPU."""
+    """Number of data loader processes, which need half a gigabyte each; 0: threads of the training
+    process. None: up to 4 for a GPU, since threads would delay its kernel launches; 0 on a CPU."""
     wandb: str | None = None
     """Weights & Biases project to log to; None: no logging there."""
 

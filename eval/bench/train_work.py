@@ -148,6 +148,7 @@ class Work:
         settings = TrainSettings(
             ttt_steps=shape.steps,
             row_tokens=shape.row_tokens,
+            batch_rows=shape.rows,
             cod_ratio=shape.cod_ratio,
             cod_min=shape.cod_min,
             data_workers=data_workers,

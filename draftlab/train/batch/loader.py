@@ -1,47 +1,37 @@
-"""Loading of batches: packed in data workers, copied to the GPU on a side stream.
+"""Loading of batches: packed ahead, copied to the GPU on a side stream.
 
-    optimizer steps ─► DataLoader (workers pack, pinned memory) ─► copy on a stream ─► training
+    optimizer steps ─► pack (data workers or threads, pinned memory) ─► copy (a stream) ─► training
 
 Every stage keeps the order, so training sees the same batches for any number of workers.
 """
 
 from __future__ import annotations
 
-import atexit
-import math
 import os
-import pickle
-import shutil
-import signal
-import sys
-import traceback
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import cycle
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import UntypedStorage
-from torch.utils.data import DataLoader, Dataset
 
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
 from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import Batch, map_tensors
+from draftlab.train.batch.workers import WorkerPool
 
-if TYPE_CHECKING:  # a data worker does not need it, and would import it for seconds
+if TYPE_CHECKING:
     from draftlab.train.distributed.ranks import Ranks
 
 MAX_DEFAULT_WORKERS = 4
 """One worker alone keeps up with small heads; the copies of large heads are bound by memory."""
+THREADS = {"cpu": 1, "cuda": 6}
+"""Threads that pack where there are no data workers."""
 MAX_QUEUED_STEPS = 2
 """Batches whose work may be queued on a GPU: one that runs, one that follows without a gap."""
-SHARED_MEMORY = "/dev/shm"
-_WORKER_ENVIRONMENT = {"PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 Item = TypeVar("Item")
 _END: Any = object()
@@ -76,138 +66,39 @@ class BatchLoader:
 
     def __init__(self, packer: Packer, ranks: Ranks) -> None:
         self.packer, self.device = packer, ranks.device
-        self.block_bytes = packer.max_step_bytes(ranks.size)
-        self.num_workers = _choose_num_workers(packer, ranks, self.block_bytes)
+        self.on_gpu = self.device.type == "cuda"
+        self.num_workers = _choose_num_workers(packer, ranks)
 
     def describe(self) -> str:
-        """Return where batches are packed, for the console."""
-        return count_text(self.num_workers, "data worker") if self.num_workers else "this process"
+        """Return what packs batches, for the console."""
+        return count_text(self.num_workers, "data worker") if self.num_workers else "threads"
 
     def micro_batches(self, steps: Iterable[OptimizerStep]) -> Generator[MicroBatch, None, None]:
         """Yield the micro-batches of the steps in order, on the device, loaded ahead.
 
-        Data workers end with the generator: close it.
+        Threads and data workers end with the generator: close it.
 
         Raises:
             UserError: a data worker ended. Also raises whatever packing raises.
         """
         loaded = _micro_batches(self._packed(steps))
-        if self.device.type != "cuda":
+        if not self.on_gpu:
             return prefetch(loaded)
         return _wait_for_copies(prefetch(_start_copies(loaded, self.device)), self.device)
 
     def _packed(self, steps: Iterable[OptimizerStep]) -> Generator[list[Batch], None, None]:
         """Yield the packed micro-batches of each step, in pinned memory for a GPU."""
-        on_gpu, workers = self.device.type == "cuda", self.num_workers
-        slots = workers + 1
-        loader = DataLoader(
-            _WorkerPacker(self.packer, slots, self.block_bytes) if workers else self.packer,
-            batch_size=None,
-            # A worker packs step i + workers + 1 when step i has left its block.
-            sampler=zip(cycle(range(slots)), steps, strict=False) if workers else steps,
-            num_workers=workers,
-            prefetch_factor=1 if workers else None,  # a step may have gigabytes
-            pin_memory=on_gpu,
-            # A forked process cannot use CUDA, nor locks that other threads hold.
-            multiprocessing_context="spawn" if workers else None,
-            worker_init_fn=_prepare_worker,
-            generator=torch.Generator(),  # or it would draw from the global one
-        )
-        with _worker_start(), torch.cuda.device(self.device) if on_gpu else nullcontext():
-            packed = iter(loader)
-        lost = None
-        try:
-            while True:
-                try:
-                    batches = next(packed, None)
-                except (RuntimeError, OSError, EOFError) as error:
-                    if not workers:
-                        raise
-                    lost = f"{type(error).__name__}: {error}"
-                if batches is None or lost:
-                    break
-                if isinstance(batches, Exception):
-                    raise batches
-                yield batches if on_gpu else [_on_cpu(batch, workers > 0) for batch in batches]
-        finally:
-            del packed  # ends the workers
-        if lost:
-            raise UserError(
-                f"a data worker ended ({lost})",
-                do=f"check whether memory or {SHARED_MEMORY} is full, and run the same command "
-                "again; train.data_workers=0 packs batches in the process that trains",
-            )
+        if not self.num_workers:
+            yield from map_in_threads(self._pack_here, steps, THREADS.get(self.device.type, 1))
+            return
+        pool = WorkerPool(self.packer, self.num_workers, pinned=self.on_gpu)
+        with closing(pool), closing(map_in_threads(pool.pack, steps, self.num_workers)) as packed:
+            for batches in packed:
+                yield batches if self.on_gpu else [batch.dequantised() for batch in batches]
 
-
-class _WorkerPacker(Dataset[Any]):
-    """A `Packer` in a data worker: opens the store on first use, and returns its errors.
-
-    DataLoader would raise an error of the same type with a traceback as its only argument.
-
-    Args:
-        num_blocks, block_bytes: blocks of shared memory, each for the batches of a step. Processes
-            keep them mapped: new memory for each batch would cost the process that trains as much
-            time as a small step.
-    """
-
-    def __init__(self, packer: Packer, num_blocks: int, block_bytes: int) -> None:
-        self.packer: Packer | bytes = pickle.dumps(packer)
-        self.blocks = [UntypedStorage._new_shared(block_bytes) for _ in range(num_blocks)]
-
-    def __getitem__(self, slot_and_step: tuple[int, OptimizerStep]) -> list[Batch] | Exception:
-        slot, step = slot_and_step
-        try:
-            if isinstance(self.packer, bytes):
-                self.packer = pickle.loads(self.packer)
-            batches = self.packer[step]
-            block = torch.empty(0, dtype=torch.uint8).set_(self.blocks[slot])
-            sizes = [batch.num_bytes for batch in batches]
-            parts = block[: sum(sizes)].split(sizes)
-            return [batch.copy_to(part) for batch, part in zip(batches, parts, strict=True)]
-        except Exception as error:
-            sent: Exception = error
-            try:
-                pickle.loads(pickle.dumps(error))
-            except Exception:
-                sent = RuntimeError(repr(error))  # of an error that cannot be pickled
-            sent.add_note(f"in a data worker:\n{traceback.format_exc()}")
-            return sent
-
-
-def _on_cpu(batch: Batch, in_block: bool) -> Batch:
-    """Return a batch for training on the CPU, whose memory no worker writes to."""
-    if in_block:
-        batch = batch.copy_to(torch.empty(batch.num_bytes, dtype=torch.uint8))
-    return batch.dequantised()
-
-
-def _prepare_worker(_: int) -> None:
-    """Leave Ctrl-C to the process that trains, and end as forked workers do.
-
-    At the interpreter's own end, a thread that still sends a batch would abort the process.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    atexit.register(os._exit, 0)
-
-
-@contextmanager
-def _worker_start() -> Iterator[None]:
-    """Start processes without the user's script, the working directory's modules and the GPUs.
-
-    A spawned process runs the main module again, and Python looks for modules in the working
-    directory first.
-    """
-    main, environment = sys.modules["__main__"], {n: os.environ.get(n) for n in _WORKER_ENVIRONMENT}
-    sys.modules["__main__"] = ModuleType("__main__")
-    os.environ.update(_WORKER_ENVIRONMENT)
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-        for name, value in environment.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+    def _pack_here(self, step: OptimizerStep) -> list[Batch]:
+        batches = self.packer[step]
+        return [batch.pin_memory() if self.on_gpu else batch.dequantised() for batch in batches]
 
 
 def _micro_batches(packed: Generator[list[Batch], None, None]) -> Generator[MicroBatch, None, None]:
@@ -217,6 +108,23 @@ def _micro_batches(packed: Generator[list[Batch], None, None]) -> Generator[Micr
             tokens = sum(batch.num_tokens for batch in batches)
             for number, batch in enumerate(batches, 1):
                 yield MicroBatch(batch, counts, tokens, number == 1, number == len(batches))
+
+
+def map_in_threads(
+    function: Callable[[Any], Item], items: Iterable[Any], num_threads: int
+) -> Generator[Item, None, None]:
+    """Yield function(item) of each item in order; so many threads work ahead."""
+    with ThreadPoolExecutor(num_threads, "pack") as pool:
+        started: deque[Future[Item]] = deque()
+        try:
+            for item in items:
+                started.append(pool.submit(function, item))
+                if len(started) > num_threads + 1:
+                    yield started.popleft().result()
+            while started:
+                yield started.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def prefetch(items: Generator[Item, None, None]) -> Generator[Item, None, None]:
@@ -258,29 +166,21 @@ def _wait_for_copies(
                 queued.popleft().synchronize()
 
 
-def _choose_num_workers(packer: Packer, ranks: Ranks, block_bytes: int) -> int:
-    requested = packer.settings.data_workers
-    if requested == 0 or (requested is None and ranks.device.type != "cuda"):
-        return 0
+def _choose_num_workers(packer: Packer, ranks: Ranks) -> int:
+    requested, reason = packer.settings.data_workers, None
     if not packer.store.on_disk:
         reason = "a data worker cannot open this store, which is no folder (record.online)"
-    else:
-        number = requested or default_num_workers(ranks.local_gpus)
-        needed = (number + 1) * block_bytes * ranks.local_gpus
-        free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else math.inf
-        if needed <= free:
-            return number
-        reason = (
-            f"batches need about {needed / 2**30:.1f} GiB of {SHARED_MEMORY}, found "
-            f"{free / 2**30:.1f} GiB free"
-        )
-    if requested:
+    elif not hasattr(os, "memfd_create"):
+        reason = "this system has no anonymous files to share with data workers"
+    if requested and reason:
         raise UserError(
             f"train.data_workers asks for {count_text(requested, 'data worker')}, and {reason}",
             where="train.data_workers",
             do="set it to 0, or leave it out",
         )
-    return 0
+    if requested is None and ranks.device.type == "cuda" and not reason:
+        return default_num_workers(ranks.local_gpus)
+    return requested or 0
 
 
 def default_num_workers(num_gpus: int) -> int:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
-
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from draftlab.store.store import Record, Store
 from draftlab.train.batch.feature_noise import StepNoise
@@ -30,7 +26,7 @@ class OptimizerStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Packer(Dataset[list[Batch]]):
+class Packer:
     """Packs the micro-batches of an optimizer step.
 
     A batch is a function of the step, whichever process packs it. A packer can be pickled, and this
@@ -75,16 +71,6 @@ class Packer(Dataset[list[Batch]]):
             )
             for rows, idle in step.micro_batches
         ]
-
-    def max_step_bytes(self, num_ranks: int) -> int:
-        """Return an upper bound of the bytes of one rank's batches of an optimizer step."""
-        settings, (record,) = self.settings, self.store.views([0])
-        states = sum(value.nbytes for value in vars(record).values() if isinstance(value, Tensor))
-        # Each prediction has five integers in `StepRows` and three in a `RowPlan`.
-        rows = 8 * 8 * settings.ttt_steps * settings.anchor_parts
-        per_token = states / len(record.tokens) + rows + 64
-        num_rows = math.ceil(settings.batch_rows / num_ranks) + (settings.micro_rows or 0)
-        return 2**20 + int(num_rows * settings.row_tokens * per_token)
 
     def _records(self, rows: Rows) -> list[list[Record]]:
         """Return the records of a micro-batch, read by one call."""

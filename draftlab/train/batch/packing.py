@@ -81,10 +81,7 @@ class Batch:
             yield replace(self, passes=(steps,), plans=(plan,))
 
     def pin_memory(self) -> Batch:
-        """Return a copy in pinned memory, from which a GPU reads asynchronously.
-
-        `torch.utils.data.DataLoader` calls this method.
-        """
+        """Return a copy in pinned memory, from which a GPU reads asynchronously."""
         return self.copy_to(torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True))
 
     @property

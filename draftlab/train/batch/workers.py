@@ -1,0 +1,235 @@
+"""Data workers: processes that pack batches.
+
+A step of a small head takes as long as the host needs to launch its few thousand kernels. Threads
+that pack compete with the launching thread for Python's interpreter. So do the threads with which
+`torch.utils.data.DataLoader` receives batches: they cost small heads a quarter of their speed. A
+data worker costs the process that trains one message and one copy a step:
+
+    step ─► pipe ─► Packer ─► memory that both processes map ─► pipe: where tensors lie ─► copy
+
+Workers are started by a command: `multiprocessing` would run the user's script again in each.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from threading import BoundedSemaphore
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftlab.errors import UserError
+from draftlab.formatting import exit_text
+from draftlab.train.batch.packer import OptimizerStep, Packer
+from draftlab.train.batch.packing import Batch
+
+_SERVE = "from draftlab.train.batch.workers import serve; serve({}, {})"
+
+
+class SharedMemory:
+    """An anonymous file that two processes map; it needs no /dev/shm, which containers keep small.
+
+    Args:
+        descriptor: of the file.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._map = torch.empty(0, dtype=torch.uint8)
+
+    def block(self, size: int) -> Tensor:
+        """Return the first `size` bytes, uint8; the file grows if it is smaller."""
+        if size > len(self._map):
+            file_size = os.fstat(self.descriptor).st_size
+            if file_size < size:
+                file_size = -(-max(size, 2 * file_size) // mmap.PAGESIZE) * mmap.PAGESIZE
+                os.ftruncate(self.descriptor, file_size)
+            self._map = torch.frombuffer(mmap.mmap(self.descriptor, file_size), dtype=torch.uint8)
+        return self._map[:size]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles the tensors of a block as their place in it."""
+
+    def __init__(self, file: io.BytesIO, block: Tensor) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.block = block
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        start = value.data_ptr() - self.block.data_ptr() if value.numel() else 0
+        return value.dtype, tuple(value.shape), start
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles tensors as views of a block."""
+
+    def __init__(self, file: io.BytesIO, block: Tensor) -> None:
+        super().__init__(file)
+        self.block = block
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        dtype, shape, start = pid
+        stop = start + math.prod(shape) * dtype.itemsize
+        return self.block[start:stop].view(dtype).view(shape)
+
+
+def serve(pipe: int, memory: int) -> None:
+    """Run a data worker: pack steps until the other end of the pipe is closed."""
+    torch.set_num_threads(1)
+    shared = SharedMemory(memory)
+    with Connection(pipe) as connection, suppress(EOFError, OSError):
+        packer = _try(pickle.loads, connection.recv_bytes())
+        while True:
+            step = pickle.loads(connection.recv_bytes())
+            failed = isinstance(packer, Exception)
+            reply = packer if failed else _try(_pack_into, packer, step, shared)
+            connection.send_bytes(pickle.dumps(reply))
+
+
+def _pack_into(packer: Packer, step: OptimizerStep, memory: SharedMemory) -> list[Any]:
+    """Pack a step into shared memory; return the bytes and the pickle of each micro-batch."""
+    batches = packer[step]
+    sizes = [batch.num_bytes for batch in batches]
+    reply = []
+    for batch, block in zip(batches, memory.block(sum(sizes)).split(sizes), strict=True):
+        _Pickler(file := io.BytesIO(), block).dump(batch.copy_to(block))
+        reply.append((len(block), file.getvalue()))
+    return reply
+
+
+def _try(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result, or the exception, which the process that trains raises."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        sent: Exception = error
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            sent = RuntimeError(repr(error))  # of an error that cannot be pickled
+        sent.add_note(f"in a data worker:\n{traceback.format_exc()}")
+        return sent
+
+
+class _Worker:
+    """A data worker, seen from the process that trains."""
+
+    def __init__(self, packer: bytes) -> None:
+        self.file = open(os.memfd_create("draftlab-batches"), "r+b", buffering=0)  # noqa: SIM115
+        self.memory = SharedMemory(self.file.fileno())
+        self.pipe, worker_end = Pipe()
+        descriptors = worker_end.fileno(), self.file.fileno()
+        paths = [path or os.getcwd() for path in sys.path if isinstance(path, str)]
+        environment = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+        with worker_end:
+            self.process = subprocess.Popen(
+                # -P: the working directory is not searched for modules.
+                [sys.executable, "-P", "-c", _SERVE.format(*descriptors)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                process_group=0,  # Ctrl-C is for the process that trains
+                env=os.environ | environment,
+            )
+        self._send(packer)
+
+    def pack(self, step: OptimizerStep, pinned: bool) -> list[Batch]:
+        self._send(pickle.dumps(step))
+        try:
+            reply = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            raise self._ended() from None
+        if isinstance(reply, Exception):
+            raise reply
+        sizes = [size for size, _ in reply]
+        batches = []
+        for source, (size, pickled) in zip(
+            self.memory.block(sum(sizes)).split(sizes), reply, strict=True
+        ):
+            block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            np.copyto(block.numpy(), source.numpy())  # on this thread, without the interpreter
+            batches.append(_Unpickler(io.BytesIO(pickled), block).load())
+        return batches
+
+    def close(self) -> None:
+        """Let the worker end, without waiting for it."""
+        self.pipe.close()
+        self.memory = SharedMemory(-1)
+        self.file.close()
+
+    def wait(self) -> None:
+        """Wait for the worker's end, behind `close`."""
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _send(self, pickled: bytes) -> None:
+        # By plain pickle: `Connection.send` pickles tensors in another way.
+        try:
+            self.pipe.send_bytes(pickled)
+        except OSError:
+            raise self._ended() from None
+
+    def _ended(self) -> UserError:
+        return UserError(
+            f"a data worker ended ({exit_text(self.process.wait())}); its output is on stderr",
+            do="check whether memory is full, and run the same command again; "
+            "train.data_workers=0 packs batches on threads of the process that trains",
+        )
+
+
+class WorkerPool:
+    """Data workers, called from threads; each starts when it is first needed.
+
+    Args:
+        packer: the data set.
+        num_workers: at least 1.
+        pinned: whether batches are for a GPU.
+    """
+
+    def __init__(self, packer: Packer, num_workers: int, *, pinned: bool) -> None:
+        self._packer, self._pinned = pickle.dumps(packer), pinned
+        self._slots = BoundedSemaphore(num_workers)
+        self._idle: list[_Worker] = []
+
+    def pack(self, step: OptimizerStep) -> list[Batch]:
+        """Return the micro-batches of an optimizer step, in pinned memory for a GPU.
+
+        Raises:
+            UserError: a worker ended. Also raises whatever packing raises.
+        """
+        with self._slots:
+            worker = self._idle.pop() if self._idle else _Worker(self._packer)
+            try:
+                batches = worker.pack(step, self._pinned)
+            except BaseException:
+                # The worker may still reply, and the next caller would get these batches.
+                worker.close()
+                worker.wait()
+                raise
+            self._idle.append(worker)
+        return batches
+
+    def close(self) -> None:
+        """End the workers, once no thread calls."""
+        workers, self._idle = self._idle, []
+        for worker in workers:
+            worker.close()
+        for worker in workers:
+            worker.wait()
