@@ -344,10 +344,10 @@ def test_inspect_refuses_a_truncated_head(tmp_path: Path) -> None:
         (("eval", "--k", "3,x"), ("--k: expected a whole number, found 'x'",)),
         (("eval", "--engine", "fast"), ("engine", "'fast'")),
         (("eval", "--temps", "0,,0.7"), ("--temps", "0,,0.7")),
-        (("eval", "--compare", "nothing"), ("draftlab.json", "nothing")),
+        (("eval", "--compare", "nothing"), ("expected a head folder", "nothing")),
         (("eval", "--draft-probs", "maybe"), ("--draft-probs: expected 'on', ", "'maybe'")),
         (("eval", "--prompts", "no.jsonl"), ("no.jsonl",)),
-        (("eval", "--head", "nothing"), ("draftlab.json", "nothing")),
+        (("eval", "--head", "nothing"), ("expected a head folder", "nothing")),
         (("recipe", "show", "none.yaml"), ("expected a recipe",)),
     ],
 )
