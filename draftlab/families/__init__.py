@@ -1,4 +1,4 @@
-"""The families of draft heads; each file holds everything that is particular to one of them.
+"""The package's families of draft heads, one file for each.
 
 `docs/guide/add_a_family.md` explains how to add one, in this folder or outside of the package.
 """

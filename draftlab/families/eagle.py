@@ -53,7 +53,8 @@ class Eagle(Family):
         from draftlab.export.eagle import SglangEagle, VllmEagle
 
         return {
-            "speculators": "vLLM reads speculators' eagle3 and peagle, not its eagle: use --to vllm",
+            "speculators": "vLLM reads speculators' eagle3 and peagle, not its eagle: use "
+            "--to vllm",
             "vllm": VllmEagle(),
             "sglang": SglangEagle(),
             "llamacpp": "llama.cpp has no first-generation EAGLE: vLLM serves this head "

@@ -1,6 +1,6 @@
-"""draftlab.json: the single source of truth for a head's forward pass.
+"""Model of draftlab.json, the single source of truth for a head's forward pass.
 
-`HeadConfig` holds what all families share. Each family extends it in the file of its module, and
+`HeadConfig` has the fields of all families. Each family extends it in the file of its module, and
 `make_head_config` picks the family's model by the key `family`.
 """
 
@@ -27,7 +27,7 @@ _SCHEMA_1_OPTIONS: dict[str, Any] = {
 
 
 class TargetIdentity(BaseModel):
-    """The target a head was trained for, by name and by content."""
+    """The name and the content hashes of the target that a head was trained for."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,10 +39,10 @@ class TargetIdentity(BaseModel):
 
 
 class HeadConfig(BaseModel):
-    """Shape, boundaries and conventions that every family of heads has (methods §2, §4).
+    """Shape, boundaries and conventions of a head of any family (methods §2, §4).
 
-    A boundary b is the state entering layer b of the target (b = number of layers: the state before
-    the final norm). `boundary_meaning` says so in the file, because other programs count outputs.
+    Boundary b is the input of the target's layer b (b = number of layers: the state before the
+    final norm). `boundary_meaning` states this in the file, since other programs count outputs.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -72,7 +72,7 @@ class HeadConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_schema_1(cls, fields: Any) -> Any:
-        """Drop options of other families that are off, which schema 1 wrote; refuse others."""
+        """Drop options of other families that schema 1 wrote as off; refuse those that are on."""
         if not isinstance(fields, dict):
             return fields
         others = {n: off for n, off in _SCHEMA_1_OPTIONS.items() if n not in cls.model_fields}
@@ -80,8 +80,8 @@ class HeadConfig(BaseModel):
             if name in fields and fields[name] != off:
                 title = get_family(fields["family"]).title
                 raise ValueError(f"{title} heads have no {name}, found {fields[name]!r}")
-        kept = {name: value for name, value in fields.items() if name not in others}
-        return kept | {"schema": HEAD_SCHEMA} if kept.get("schema") == 1 else kept
+        fields = {name: value for name, value in fields.items() if name not in others}
+        return fields | {"schema": HEAD_SCHEMA} if fields.get("schema") == 1 else fields
 
     @model_validator(mode="after")
     def _check(self) -> HeadConfig:
@@ -125,7 +125,7 @@ class HeadConfig(BaseModel):
 
     @property
     def reads_last(self) -> bool:
-        """Return whether the last state is the only feature, which every store holds anyway."""
+        """Return whether the only feature is the last state, which every store holds."""
         return self.boundaries == (self.target_num_layers,)
 
     def options(self) -> dict[str, Any]:
@@ -133,9 +133,9 @@ class HeadConfig(BaseModel):
         return {k: v for k, v in self if k not in HeadConfig.model_fields}
 
     def identity(self) -> dict[str, Any]:
-        """Return what a training checkpoint is tied to: all fields but the provenance.
+        """Return all fields but the provenance; a training checkpoint is tied to them.
 
-        The form is that of schema 1, so that checkpoints of that time can be continued.
+        The form is that of schema 1, so that checkpoints of that time can be resumed.
         """
         family = get_family(self.family)
         fields = self.model_dump(mode="json", exclude={"provenance"})

@@ -1,8 +1,8 @@
 """The EAGLE head of the first generation, for Llama-style targets (methods §3; servers §1.1).
 
-Its feature is the target's last state behind the final norm, and that is what its output imitates:
-the output is fed back as the next draft's feature, and the target's own lm_head reads it. So the
-head has neither a norm nor an lm_head of its own, and its vocabulary is the target's.
+Its feature is the target's last state after the final norm, and its output imitates this state: the
+output is fed back as the next draft's feature, and the target's lm_head reads it. The head has
+neither a norm nor an lm_head of its own, and its vocabulary is the target's.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EagleConfig(HeadConfig):
 class EagleHead(DraftHead):
     """fc over cat[embedding, feature], then plain layers, the first without an input norm.
 
-    Parameters: `lm_head` [V, H] and `target_norm` [H] are the target's, frozen, and in no file.
+    Parameters: `lm_head` [V, H] and `target_norm` [H] are the target's, frozen and not stored.
     """
 
     fc_in_every_pass = True

@@ -1,9 +1,9 @@
 """The EAGLE3 head (methods §2; servers §1.3).
 
-fc reads the target's states at the head's boundaries, as they are or normed (`norm_before_fc`: one
-norm over all of them; `fc_norm`: one norm for each). The first layer reads the token's embedding
-and the hidden state, each normed, side by side. A chain is fed back the pre-norm output, or with
-`norm_output` the normed one.
+fc reads the target's states at the head's boundaries, optionally normed (`norm_before_fc`: one norm
+over all of them; `fc_norm`: one norm for each). The first layer reads the concatenation of the
+normed embedding and the normed hidden state. A chain feeds back the output before its norm, or with
+`norm_output` after it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Eagle3Config(HeadConfig):
 
     Attributes:
         norm_before_residual: the first layer's residual is the normed hidden state.
-        norm_before_fc: one RMSNorm over the features side by side. fc_norm: one for each boundary.
+        norm_before_fc: one RMSNorm over all features. fc_norm: one RMSNorm for each boundary.
         norm_output: the normed output is fed back.
         qk_norm: queries and keys are normed.
     """
@@ -49,14 +49,14 @@ class Eagle3Layer(DecoderLayer):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what attention reads [..., 2H], and the residual [..., H]."""
+        """Return the input of attention [..., 2H], and the residual [..., H]."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         return torch.cat([self.input_layernorm(embedding), normed], dim=-1), residual
 
 
 class Eagle3Head(DraftHead):
-    """An EAGLE3 head: fc reads the features, the layers read 2H, H, H, …."""
+    """An EAGLE3 head: fc reads the features; the layers have input widths 2H, H, H, …."""
 
     has_fused_passes = True
     config: Eagle3Config
@@ -75,8 +75,8 @@ class Eagle3Head(DraftHead):
         if self.config.norm_before_fc:
             return self.input_norm(features)
         if self.config.fc_norm:
-            parts = features.split(self.config.target_hidden_size, -1)
-            normed = (norm(part) for norm, part in zip(self.fc_norm, parts, strict=True))
+            states = features.split(self.config.target_hidden_size, -1)
+            normed = (norm(state) for norm, state in zip(self.fc_norm, states, strict=True))
             return torch.cat([*normed], -1)
         return features
 

@@ -1,8 +1,8 @@
 """A family of draft heads as an object, and the registry of families.
 
-Only `draftlab/families/` knows families by name. All other code asks a `Family` what its heads can
-do. A family from outside the package is registered with `register`, or by an entry point of the
-group `draftlab.families`.
+Only `draftlab/families/` knows families by name; all other code uses the capabilities of `Family`.
+A family from outside the package is registered with `register`, or by an entry point of the group
+`draftlab.families`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENTRY_POINTS = "draftlab.families"
 
 
 class Family(ABC):
-    """Everything that is particular to one family of draft heads.
+    """Config, module, objective, drafter, layouts and capabilities of a family of draft heads.
 
     The methods import what they need when they are called, so that a family can be looked up
     without loading torch.
@@ -38,20 +38,20 @@ class Family(ABC):
         name: key in recipes (`head.family`) and in draftlab.json.
         aliases: older names of the same family, which recipes and files may still use. The first
             is the one that training checkpoints are tied to.
-        title: as messages call its heads, such as "EAGLE3".
+        title: name of its heads in messages, such as "EAGLE3".
         description: a line for model cards and READMEs.
         drafting: "chain": one draft token a pass; "parallel": all draft tokens in one pass.
-        max_layers: most decoder layers.
-        options: settings of `head:` that its heads have, beside their shape.
-        reads_last_state: its only feature is the target's last state, so that the store needs no
-            boundaries.
-        uses_target_lm_head: drafts with the target's own lm_head, over the whole vocabulary.
-        has_mask_token: masked slots hold a mask token, whose row of the embeddings is trained.
-        starts_from: families whose heads a new one can start from (`head.init`), beside its own.
-        architectures: names in other programs' config.json under which its heads are read.
+        max_layers: largest number of decoder layers.
+        options: settings of `head:` that apply to its heads, beside their shape.
+        reads_last_state: whether the only feature is the target's last state, so that the store
+            needs no boundaries.
+        uses_target_lm_head: whether heads draft with the target's lm_head, over its vocabulary.
+        has_mask_token: whether masked slots have a mask token, whose embedding is trained.
+        starts_from: other families whose heads a new head can start from (`head.init`).
+        architectures: names of its heads in other programs' config.json.
         speculators_type: its `speculators_model_type`; None: the library has none.
-        norm_flag_must_be_named: programs disagree about a missing `norm_before_residual` of such a
-            head in the speculators layout.
+        norm_flag_must_be_named: whether programs disagree about the default of
+            `norm_before_residual` in the speculators layout.
         vllm_method: `method` of vLLM's speculative config; empty: vLLM has none.
         rotates_pairs: whether RoPE rotates neighbouring pairs, as in Llama 4, and not halves.
     """
@@ -75,26 +75,26 @@ class Family(ABC):
 
     @abstractmethod
     def config_class(self) -> type[HeadConfig]:
-        """Return the model of its draftlab.json."""
+        """Return the config class, the model of draftlab.json."""
 
     @abstractmethod
     def new_head(self, config: HeadConfig) -> DraftHead:
-        """Return a head whose values are yet to be set."""
+        """Return a head with uninitialised values."""
 
     @abstractmethod
     def objective(self) -> Objective:
-        """Return how its heads are trained."""
+        """Return the training objective of its heads."""
 
     @abstractmethod
     def new_drafter(self, head: DraftHead, k: int, **options: Any) -> HeadDrafter:
-        """Return the drafter that proposes `k` tokens a step; `options` of `HeadDrafter`."""
+        """Return a drafter of `k` tokens a step; `options` are those of `HeadDrafter`."""
 
     def layouts(self) -> dict[str, Layout | str]:
-        """Return its layout in each program's format, or the reason why there is none."""
+        """Return the layout in each program's format, or the reason why there is none."""
         return {}
 
     def native_config(self, config: HeadConfig, dtype: str) -> dict[str, Any]:
-        """Return config.json of the head folder, by which vLLM loads it; empty: it cannot."""
+        """Return the head folder's config.json for vLLM; empty: vLLM cannot load the folder."""
         return {}
 
     def check_settings(self, settings: HeadSettings) -> None:
@@ -115,15 +115,15 @@ class Family(ABC):
             )
 
     def config_fields(self, settings: HeadSettings, target: Any) -> dict[str, Any]:
-        """Return the fields that its config adds, of a new head.
+        """Return the config fields of a new head that only this family has.
 
         Args:
-            target: the config of the target's text model, as transformers has it.
+            target: transformers' config of the target's text model.
         """
         return {name: getattr(settings, name) for name in self.options - {"mask_token"}}
 
     def default_intermediate_size(self, target: Any) -> int:
-        """Return the width of the feed-forward where the recipe names none."""
+        """Return the width of the feed-forward layer if the recipe sets none."""
         return int(target.intermediate_size)
 
     def reads(self, architecture: str, config: ForeignConfig, tensors: Collection[str]) -> bool:
@@ -139,7 +139,7 @@ def register(family: Family) -> Family:
     """Add a family to the registry.
 
     Raises:
-        ValueError: one of its names is another family's.
+        ValueError: another family has one of its names.
     """
     for name in (family.name, *family.aliases):
         other = _registry.get(name)

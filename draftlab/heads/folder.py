@@ -1,7 +1,7 @@
 """The head folder: draftlab.json (source of truth), model.safetensors, a generated config.json.
 
-config.json is vLLM's native description, generated from draftlab.json, so that vLLM loads the
-folder as it stands. Tensors that the head shares with its target are in no file.
+config.json is generated from draftlab.json in vLLM's native layout, so that vLLM loads the folder
+unchanged. Tensors that the head shares with its target are not stored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from draftlab.settings import describe_errors
 
 CONFIG, WEIGHTS, NATIVE = "draftlab.json", "model.safetensors", "config.json"
 _SHARED = {EMBEDDINGS: "embeddings", LM_HEAD: "lm_head", TARGET_NORM: "final norm"}
-"""What a head may share with its target."""
+"""Tensors that a head may share with its target, as messages call them."""
 
 
 def new_head(config: HeadConfig) -> DraftHead:
@@ -46,13 +46,13 @@ def head_tensors(head: DraftHead, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def save_head(folder: Path, head: DraftHead, dtype: torch.dtype) -> None:
     """Write the head folder; draftlab.json comes last, so a folder that has it is complete."""
-    # Once the first file has changed, an older head in this folder is no head any more.
+    # Without draftlab.json an older head in this folder cannot be mistaken for a complete one.
     (folder / CONFIG).unlink(missing_ok=True)
     tensors = head_tensors(head, dtype)
     for name in head.shared_tensors():
         del tensors[name]
     if head.config.draft_vocab_size == head.config.vocab_size:
-        # A reader without a draft vocabulary has no place for d2t and t2d (servers §1.3).
+        # Readers without a draft vocabulary refuse d2t and t2d (servers §1.3).
         del tensors[D2T], tensors[T2D]
     with atomic_path(folder / WEIGHTS) as temporary:
         save_tensors(tensors, temporary, metadata={"format": "pt"})
@@ -92,6 +92,7 @@ def load_config(folder: Path) -> HeadConfig:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
+    """Raise a `UserError` if the weights at `path` are missing or unreadable."""
     try:
         yield
     except FileNotFoundError:
@@ -126,9 +127,9 @@ def load_head(
 
     Args:
         folder: the head folder.
-        embeddings: the target's embeddings [V, H], used when the head ships none of its own.
-        target_tensors: all that a head may share with its target, by the head's name for it
-            (`TargetParts.shared_tensors`). A tensor that has this dtype and device is not copied.
+        embeddings: the target's embeddings [V, H], for heads that store none.
+        target_tensors: the tensors that a head may share with its target, by their names in the
+            head (`TargetParts.shared_tensors`). A tensor of this dtype and device is not copied.
         dtype: of floating tensors.
         device: where it runs.
 
@@ -165,7 +166,7 @@ def load_head(
     head.load_tensors(tensors)
     head = head.to(device=device, dtype=dtype).eval().requires_grad_(False)
     for name, tensor in shared.items():
-        own = head.get_parameter(name)
-        if (own.dtype, own.device) == (tensor.dtype, tensor.device):
-            own.data = tensor.detach()
+        parameter = head.get_parameter(name)
+        if (parameter.dtype, parameter.device) == (tensor.dtype, tensor.device):
+            parameter.data = tensor.detach()
     return head

@@ -2,9 +2,10 @@
 
 Parameter names are those that vLLM and speculators read.
 
-A head at position t is fed (x_{t+1}, g_t) at RoPE position t and predicts x_{t+2}. One pass is
-`project_features` (a chain's later drafts take the head's previous output instead), `layer_inputs`,
-the decoder layers, and `output_norm`. `logits` reads the output, which a chain also feeds back.
+At position t a head reads (x_{t+1}, g_t) at RoPE position t and predicts x_{t+2}. One pass is
+`project_features` (replaced by the head's previous output for later drafts of a chain),
+`layer_inputs`, the decoder layers, and `output_norm`. `logits` reads the output, which a chain also
+feeds back.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ class DecoderLayer(nn.Module):
     """A pre-norm decoder layer with grouped-query attention and a SwiGLU feed-forward.
 
     Args:
-        width: attention reads `width` times the hidden size.
-        input_norm: without it (EAGLE's first layer) attention reads its input as it is.
+        width: input width of attention, as a multiple of the hidden size.
+        input_norm: whether a norm precedes attention; EAGLE's first layer has none.
         qk_norm: whether queries and keys are normed, as in Qwen3.
 
     Attributes:
-        chunk: a query at position q sees keys from q // chunk · chunk on; None: all before it.
+        chunk: a query at position q attends to keys from q // chunk · chunk on; None: to all keys
+            up to q.
     """
 
     chunk: int | None = None
@@ -77,15 +79,15 @@ class DraftHead(nn.Module):
     bool [V], membership.
 
     Args:
-        config: of the subclass's family.
+        config: config of the subclass's family.
         layers: the decoder layers; the first may be of another class than the others.
-        fc_width: width of what fc reads.
+        fc_width: input width of fc.
 
     Attributes:
-        fc_in_every_pass: whether fc reads the token's embedding too, so that a chain runs it in
-            every pass and not for true features alone.
-        has_fused_passes: whether the engine's kernels compute `layer_inputs` and the layers
-            (`engine/fused_head.py`, `engine/prepacked_head.py`); otherwise the modules run.
+        fc_in_every_pass: whether fc also reads the token's embedding, so that a chain runs it in
+            every pass and not only for the target's features.
+        has_fused_passes: whether `engine/fused_head.py` and `engine/prepacked_head.py` can compute
+            `layer_inputs` and the layers; otherwise the engine runs the modules.
     """
 
     fc_in_every_pass: ClassVar[bool] = False
@@ -126,15 +128,15 @@ class DraftHead(nn.Module):
         return self.embed_tokens.weight.detach()
 
     def normed_features(self, features: Tensor) -> Tensor:
-        """Return what fc, or the first layer, reads of the target's features [..., F]."""
+        """Return the input of fc (without fc: of the first layer) from features [..., F]."""
         return features
 
     def project_features(self, features: Tensor) -> Tensor:
-        """Return the hidden state [..., H] of true pairs from the target's features [..., F]."""
+        """Return the hidden state [..., H] from the target's features [..., F]."""
         return self.fc(self.normed_features(features))
 
     def layer_inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the first layer's attention reads, and its residual [..., H].
+        """Return the first layer's input of attention, and its residual [..., H].
 
         Args:
             embedding: [..., H].
@@ -147,7 +149,7 @@ class DraftHead(nn.Module):
         return output
 
     def normed(self, output: Tensor) -> Tensor:
-        """Return what lm_head reads [..., H], from the head's output."""
+        """Return the input of lm_head [..., H] from the head's output."""
         return self.norm(output)
 
     def logits_norm_weight(self) -> Tensor | None:
@@ -179,7 +181,7 @@ class DraftHead(nn.Module):
         return self.output_norm(hidden)
 
     def shared_tensors(self) -> frozenset[str]:
-        """Return the names of the tensors that are the target's, which its files leave out."""
+        """Return the names of the tensors that are the target's; the head's files lack them."""
         return frozenset({EMBEDDINGS} if self.config.embeddings == "target" else ())
 
     def tensors(self) -> dict[str, Tensor]:
@@ -204,7 +206,7 @@ class DraftHead(nn.Module):
         self.lm_head.weight.copy_(lm_head[ids])
 
     def initialise_masks(self, generator: torch.Generator) -> None:
-        """Set initial values of the masked slots; heads without a mask token have none."""
+        """Set the initial values of the mask parameters, if the head has a mask token."""
 
     def set_draft_vocabulary(self, target_ids: Tensor) -> None:
         """Set d2t and t2d from ascending unique target ids, int64 [D]."""
@@ -231,9 +233,9 @@ def initialise_head(
 ) -> None:
     """Set the initial values of training (methods §2).
 
-    Embeddings [V, H], final norm [H] and the draft vocabulary's lm_head rows come from the target
-    (so logits of a perfect imitation would be the target's); projections are normal with standard
-    deviation 1/√fan_in, scaled down where they write into the residual stream.
+    Embeddings [V, H], final norm [H] and the draft vocabulary's rows of lm_head come from the
+    target, so that the target's last state as output gives the target's logits. Projections are
+    normal with standard deviation 1/√fan_in, times √½ if they write into the residual stream.
 
     Args:
         lm_head: the target's projection, [V, H].

@@ -1,4 +1,4 @@
-"""Start a new head from a trained one (`head.init`)."""
+"""Initial values of a new head from a trained one (`head.init`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHARED = (
     "rope_parameters",
     "vocab_size",
 )
-"""Fields in which both heads must agree, beside their families' options."""
+"""Config fields that must be equal in both heads, beside their families' options."""
 
 _COPIED = ("fc.", "fc_norm.", "input_norm.", "layers.", "norm.", "mask_")
 
@@ -36,7 +36,7 @@ def check_start(new: HeadConfig, trained: HeadConfig, where: Path | str) -> None
     Args:
         new: the new head's config; if it is only planned, its target may have no fingerprint.
         trained: the trained head's.
-        where: the trained head's place, for errors.
+        where: path of the trained head, for errors.
 
     Raises:
         UserError: the two differ in shape, options or target; each difference is named.
@@ -55,7 +55,7 @@ def check_start(new: HeadConfig, trained: HeadConfig, where: Path | str) -> None
             f"num_layers: the new head has {new.num_layers}, this one {trained.num_layers}"
         )
     if new.target.fingerprint not in ("", trained.target.fingerprint):
-        # Other differences mostly follow from this one.
+        # First, since other differences mostly follow from it.
         faults.insert(
             0,
             f"target: the new head is for {new.target.name} "
@@ -64,7 +64,8 @@ def check_start(new: HeadConfig, trained: HeadConfig, where: Path | str) -> None
         )
     if faults:
         raise UserError(
-            "a head cannot start from one that differs:\n  " + "\n  ".join(faults),
+            "a head cannot start from one of another shape, family or target:\n  "
+            + "\n  ".join(faults),
             where=where,
             do="change the settings of head: and record:, or start from another head (head.init)",
         )
@@ -73,15 +74,15 @@ def check_start(new: HeadConfig, trained: HeadConfig, where: Path | str) -> None
 def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
     """Copy fc, layers, norms and lm_head of `source` into a head that has its initial values.
 
-    Layers that `source` lacks begin as the identity: they write zeros into the residual stream.
-    Rows of lm_head are matched by target id; rows that `source` lacks keep their values. Masked
-    slots are copied where `source` has them.
+    Layers that `source` lacks start as the identity: they write zeros into the residual stream.
+    Rows of lm_head are matched by target id; rows that `source` lacks keep their values. The mask
+    parameters are copied if `source` has them.
 
     Args:
-        where: the source's place, for errors.
+        where: path of the trained head, for errors.
 
     Returns:
-        A line that says what was copied.
+        A line that describes what was copied.
 
     Raises:
         UserError: as in `check_start`.
@@ -97,14 +98,15 @@ def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         ids = head.target_ids(torch.arange(len(head.d2t)))
-        known = source.t2d[ids]
-        place = source.t2d.cumsum(0)[ids[known]] - 1
-        head.lm_head.weight[known] = source.lm_head.weight[place]
+        in_source = source.t2d[ids]
+        rows = source.t2d.cumsum(0)[ids[in_source]] - 1
+        head.lm_head.weight[in_source] = source.lm_head.weight[rows]
     added = new.num_layers - trained.num_layers
     begin = "begins" if added == 1 else "begin"
     return (
-        f"starts from a trained head ({trained.family}, {count_text(trained.num_layers, 'layer')}), "
-        f"with {int(known.sum()):,} of {len(ids):,} rows of lm_head in common"
+        f"starts from a trained head ({trained.family}, "
+        f"{count_text(trained.num_layers, 'layer')}), with {int(in_source.sum()):,} of "
+        f"{len(ids):,} rows of lm_head in common"
         + (f"; {added} more {begin} as the identity" if added else "")
     )
 

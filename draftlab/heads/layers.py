@@ -1,4 +1,7 @@
-"""Building blocks of a Llama-style head. Leading dimensions are free; torch only."""
+"""Layers of Llama-style heads: norm, feed-forward, rotary embedding, attention projections.
+
+Leading dimensions are free.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, weight cast to the input's dtype.
+    """Root-mean-square norm over the last dimension.
 
-    Mixed dtypes would leave torch's fused path, so the weight follows the activations.
+    The weight is cast to the input's dtype, since torch has no fused path for mixed dtypes.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -40,14 +43,14 @@ class SwiGLU(nn.Module):
 
 
 ROPE_TYPES = ("default", "linear", "llama3")
-"""What `rope_frequencies` computes."""
+"""Types that `rope_frequencies` supports."""
 
 
 def rope_frequencies(head_dim: int, parameters: dict[str, Any]) -> Tensor:
-    """Inverse frequencies [head_dim / 2], float32, of transformers' `rope_parameters`.
+    """Return the inverse frequencies [head_dim / 2], float32, of transformers' `rope_parameters`.
 
     Raises:
-        ValueError: for another type, which would otherwise be silently wrong.
+        ValueError: the RoPE type is not supported.
     """
     theta = float(parameters["rope_theta"])
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
@@ -61,14 +64,14 @@ def rope_frequencies(head_dim: int, parameters: dict[str, Any]) -> Tensor:
         factor, old = float(parameters["factor"]), parameters["original_max_position_embeddings"]
         low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
         wavelength = 2 * math.pi / frequencies
-        # Between the two borders the scaled and the unscaled frequency are mixed linearly.
+        # Between the two wavelengths the scaled and unscaled frequencies are mixed linearly.
         smooth = ((old / wavelength - low) / (high - low)).clamp(0, 1)
         return (1 - smooth) * frequencies / factor + smooth * frequencies
     raise ValueError(f"rope_type {kind!r} is not supported in a head; use {', '.join(ROPE_TYPES)}")
 
 
 Angles = tuple[Tensor, ...]
-"""What layers need of positions: cosines and sines; of some families more."""
+"""Tensors that layers compute from positions: cosines and sines; some families add more."""
 
 
 class Rope(nn.Module):
@@ -80,13 +83,14 @@ class Rope(nn.Module):
         self.register_buffer("frequencies", self._exact, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rope:
-        # Moves with the module, but stays float32: bfloat16 frequencies turn far positions wrong.
+        # The buffer moves with the module but stays float32: at large positions bfloat16
+        # frequencies give wrong angles.
         super()._apply(fn, recurse)
         self.frequencies = self._exact.to(self.frequencies.device)
         return self
 
     def angles(self, positions: Tensor) -> Angles:
-        """Cosines and sines [..., 1, head_dim / 2], float32, for positions [...]."""
+        """Return cosines and sines [..., 1, head_dim / 2], float32, of positions [...]."""
         angle = positions[..., None, None].float() * self.frequencies
         return angle.cos(), angle.sin()
 
@@ -97,18 +101,18 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Rotates x [..., heads, head_dim] by `angles` of its positions, in float32 at least."""
+    """Rotate x [..., heads, head_dim] by the `angles` of its positions, in float32 or wider."""
     cos, sin = angles
     first, second = at_least_float32(x).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Projections of grouped-query attention; who attends to what is the caller's business.
+    """Projections of grouped-query attention; the caller computes attention itself.
 
-    With `qk_norm_eps` (Qwen3) queries and keys are RMS-normed, head by head, before they are
-    rotated. Angles may have more leading dimensions than x: one input at many positions is
-    projected once.
+    With `qk_norm_eps` (Qwen3) an RMS norm over each head precedes the rotation of queries and keys.
+    Angles may have more leading dimensions than x, so that one input at many positions is projected
+    once.
     """
 
     def __init__(
@@ -132,12 +136,12 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(head_dim, qk_norm_eps) for _ in range(2))
 
     def query(self, x: Tensor, angles: Angles) -> Tensor:
-        """Rotated queries [..., heads, head_dim]."""
+        """Return rotated queries [..., heads, head_dim]."""
         query = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         return rotate(query if self.q_norm is None else self.q_norm(query), angles)
 
     def key_value(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        """Rotated keys [..., kv heads, head_dim], and values, whose leading dimensions are x's."""
+        """Return rotated keys [..., kv heads, head_dim], and values with x's leading dimensions."""
         shape = (self.num_kv_heads, self.head_dim)
         key = self.k_proj(x).unflatten(-1, shape)
         key = rotate(key if self.k_norm is None else self.k_norm(key), angles)

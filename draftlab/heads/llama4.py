@@ -1,13 +1,13 @@
 """The dense drafter for Llama 4 targets: EAGLE over Llama 4's layers (methods §3; servers §1.2).
 
-As in `heads/eagle.py` the feature is the target's last state behind its final norm, and the output
-imitates it. Here the first layer keeps its input norm, and a final norm of the head's own makes the
-output: it is what the target's lm_head reads and what is fed back.
+As in `heads/eagle.py` the feature is the target's last state after its final norm, and the output
+imitates it. Here the first layer keeps its input norm, and the head has a final norm, whose result
+the target's lm_head reads and a chain feeds back.
 
-Weights are in Llama 4's own layout: rotations turn neighbouring pairs (2i, 2i + 1), so that files
-need no permutation (vLLM's loader makes one of half-split pairs for its kernels). A layer either
-rotates (queries and keys then have unit norm with `use_qk_norm`, and see only their chunk), or does
-not (queries then have a temperature that grows with their position).
+Weights are in Llama 4's layout: RoPE rotates neighbouring pairs (2i, 2i + 1), so that files need no
+permutation (vLLM's loader permutes them to half-split pairs for its kernels). A layer with RoPE
+attends within chunks and, with `use_qk_norm`, gives queries and keys unit norm. A layer without
+RoPE can scale queries by a factor that grows with their position.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from draftlab.heads.layers import Angles, Attention, RMSNorm, Rope, SwiGLU, at_l
 
 
 class Llama4Config(BaseModel):
-    """What is particular to Llama 4's attention, in the names of its configs (servers §1.2).
+    """Attention options of Llama 4, by their names in its configs (servers §1.2).
 
-    Layers with RoPE (1 in `no_rope_layers`, a number for each layer) see `attention_chunk_size`
-    positions at a time (None: all) and, with `use_qk_norm`, norm rotated queries and keys without
-    weights. With `attn_temperature_tuning`, layers without RoPE (0) multiply queries at position p
-    by 1 + attn_scale · log(1 + ⌊(p + 1) / floor_scale⌋).
+    `no_rope_layers` has a number for each layer. Layers with RoPE (1) attend within chunks of
+    `attention_chunk_size` positions (None: no chunks) and, with `use_qk_norm`, norm rotated queries
+    and keys without weights. With `attn_temperature_tuning`, layers without RoPE (0) multiply
+    queries at position p by 1 + attn_scale · log(1 + ⌊(p + 1) / floor_scale⌋).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -58,21 +58,20 @@ class EagleLlama4Config(EagleConfig):
 
 
 class Llama4Rope(Rope):
-    """Angles of rotations, and the temperature of layers without RoPE."""
+    """Rotary angles, and the query factors of layers without RoPE."""
 
     def __init__(self, config: EagleLlama4Config) -> None:
         super().__init__(config.head_dim, config.rope_parameters)
         self.floor_scale, self.attn_scale = config.llama4.floor_scale, config.llama4.attn_scale
 
     def angles(self, positions: Tensor) -> Angles:
-        """Return cosines and sines [..., 1, head_dim / 2], and query factors [..., 1, 1];
-        float32."""
+        """Return cosines and sines [..., 1, head_dim / 2], and query factors [..., 1, 1]."""
         steps = torch.floor((positions[..., None, None].float() + 1) / self.floor_scale)
         return *super().angles(positions), 1 + self.attn_scale * torch.log1p(steps)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbouring pairs of x [..., heads, head_dim], in float32 at least."""
+    """Rotate neighbouring pairs of x [..., heads, head_dim], in float32 or wider."""
     even, odd = at_least_float32(x).unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1)
     return rotated.flatten(-2).to(x.dtype)
@@ -89,10 +88,10 @@ class Llama4Attention(Attention):
             config.num_key_value_heads,
             config.head_dim,
         )
-        kind = config.llama4
-        self.rotates = bool(kind.no_rope_layers[number])
-        self.has_unit_norm = kind.use_qk_norm and self.rotates
-        self.has_temperature = kind.attn_temperature_tuning and not self.rotates
+        options = config.llama4
+        self.rotates = bool(options.no_rope_layers[number])
+        self.has_unit_norm = options.use_qk_norm and self.rotates
+        self.has_temperature = options.attn_temperature_tuning and not self.rotates
         self.eps = config.rms_norm_eps
 
     def query(self, x: Tensor, angles: Angles) -> Tensor:
@@ -120,7 +119,7 @@ class Llama4Layer(DecoderLayer):
     """A dense layer of Llama 4."""
 
     def __init__(self, config: EagleLlama4Config, number: int) -> None:
-        nn.Module.__init__(self)  # it has other submodules than its base class
+        nn.Module.__init__(self)  # its submodules differ from those of its base class
         size = config.hidden_size
         self.input_layernorm, self.post_attention_layernorm = (
             RMSNorm(size, config.rms_norm_eps) for _ in range(2)
@@ -131,15 +130,15 @@ class Llama4Layer(DecoderLayer):
 
     @property
     def mlp(self) -> SwiGLU:
-        """Return the feed-forward, which Llama 4 calls by another name."""
+        """Return the feed-forward layer under the name that `DecoderLayer` uses."""
         return self.feed_forward
 
 
 class EagleLlama4Head(EagleHead):
-    """fc over cat[embedding, feature], layers of Llama 4, and a final norm that makes the output.
+    """fc over cat[embedding, feature], layers of Llama 4, and a final norm.
 
-    Parameters: `lm_head` [V, H] and `target_norm` [H] are the target's, frozen, and in no file;
-    `norm` is the head's own.
+    Parameters: `lm_head` [V, H] and `target_norm` [H] are the target's; they are frozen and not
+    stored. `norm` is the head's own.
     """
 
     has_fused_passes = False

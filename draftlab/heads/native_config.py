@@ -9,7 +9,7 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 
 MASK_TOKEN_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
-"""Names that different programs have for the mask token (servers §1.5)."""
+"""Keys under which different programs read the mask token (servers §1.5)."""
 
 
 def native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
 
 def eagle3_native_config(config: Any, dtype: str, mask_token: int | None = None) -> dict[str, Any]:
     """Return config.json of an EAGLE3 head, or with `mask_token` of a parallel head."""
-    # This name becomes vLLM's class with norms of q and k; it has no other for these heads.
+    # vLLM maps this name to its only class with norms of q and k for these heads.
     architecture = "Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"
     keys = MASK_TOKEN_KEYS if mask_token is not None else ()
     return {
@@ -42,18 +42,20 @@ def eagle3_native_config(config: Any, dtype: str, mask_token: int | None = None)
 
 
 def eagle_native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
-    """Return config.json of an EAGLE head; with method eagle vLLM makes it EagleLlamaForCausalLM
-    (servers §1.1)."""
+    """Return config.json of an EAGLE head.
+
+    With method eagle vLLM loads it as EagleLlamaForCausalLM (servers §1.1).
+    """
     layers = layer_fields(config, dtype)
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **layers}
 
 
 def eagle_llama4_native_config(config: Any, dtype: str) -> dict[str, Any]:
-    """Return config.json of a dense Llama 4 drafter; with method eagle vLLM makes it
-    EagleLlama4ForCausalLM (servers §1.2).
+    """Return config.json of a dense Llama 4 drafter.
 
-    `no_rope_layers` is of the head's layers alone: vLLM puts the target's before them itself. The
-    keys of experts and of shared caches have no default there, and others here.
+    With method eagle vLLM loads it as EagleLlama4ForCausalLM (servers §1.2). `no_rope_layers`
+    covers the head's layers only: vLLM prepends the target's layers itself. The keys of experts and
+    of shared caches must be written, since vLLM has no defaults and transformers has other ones.
     """
     return {
         "architectures": ["Llama4ForCausalLM"],

@@ -1,8 +1,7 @@
-"""The parallel draft head (P-EAGLE, also called PTD; methods §4, servers §1.5): K drafts in one
-pass.
+"""The parallel draft head (P-EAGLE, formerly PTD; methods §4, servers §1.5): K drafts in one pass.
 
-Slot 0 is the pair (x_{t+1}, g_t), as in EAGLE3; the slots of depth d ≥ 1, at positions t + d, all
-hold the same mask token and the same learned feature `mask_hidden`. Attention is plainly causal.
+Slot 0 is the pair (x_{t+1}, g_t), as in EAGLE3. The slots of depth d ≥ 1, at positions t + d, all
+have the same mask token and the same learned feature `mask_hidden`. Attention is causal.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class PeagleConfig(Eagle3Config):
 
     Attributes:
         mask_token_id: the token of masked slots. Its row of the embeddings is trained, so the head
-            ships embeddings of its own.
+            stores its own embeddings.
     """
 
     mask_token_id: int
@@ -28,7 +27,7 @@ class PeagleConfig(Eagle3Config):
     @model_validator(mode="after")
     def _check_peagle(self) -> PeagleConfig:
         if self.norm_output:
-            raise ValueError("a parallel head feeds no output back: norm_output does nothing there")
+            raise ValueError("a parallel head feeds no output back, so norm_output has no effect")
         if fault := embedding_row_fault(self.mask_token_id, self.vocab_size):
             raise ValueError(f"mask_token_id {self.mask_token_id} {fault}")
         if self.embeddings != "own":
@@ -43,9 +42,8 @@ class PeagleHead(Eagle3Head):
     """An EAGLE3 head of one to four layers with a learned feature and embedding of masked slots.
 
     Parameters: `mask_hidden` [1, F], before fc; `mask_embedding` [H], the mask token's embedding,
-    the only one that is trained. In files `mask_embedding` is that token's row of
-    `embed_tokens.weight`, which ships whole: a server sees that it differs from the target's table
-    and keeps it.
+    the only embedding that is trained. Files store it as that token's row of `embed_tokens.weight`,
+    which is stored whole: servers see that the table differs from the target's and keep it.
     """
 
     config: PeagleConfig
@@ -58,13 +56,13 @@ class PeagleHead(Eagle3Head):
 
     def embed(self, tokens: Tensor) -> Tensor:
         masked = (tokens == self.mask_token_id)[..., None]
-        known = self.embed_tokens(tokens)
-        return torch.where(masked, self.mask_embedding.to(known.dtype), known)
+        embeddings = self.embed_tokens(tokens)
+        return torch.where(masked, self.mask_embedding.to(embeddings.dtype), embeddings)
 
     def embedding_table(self) -> Tensor:
         table, row = super().embedding_table(), self.mask_embedding.detach()
         row = row.to(table.dtype)
-        if not torch.equal(table[self.mask_token_id], row):  # a loaded head's are equal
+        if not torch.equal(table[self.mask_token_id], row):  # they are equal in a loaded head
             table = table.clone()
             table[self.mask_token_id] = row
         return table
@@ -74,7 +72,7 @@ class PeagleHead(Eagle3Head):
         return self.project_features(self.mask_hidden)[0]
 
     def initialise_masks(self, generator: torch.Generator) -> None:
-        """Draw the feature from standard normals, and the embedding with the table's deviation."""
+        """Draw a standard normal feature, and an embedding with the table's standard deviation."""
         deviation = self.embed_tokens.weight.std()
         with torch.no_grad():
             self.mask_hidden.copy_(torch.randn(self.mask_hidden.shape, generator=generator))

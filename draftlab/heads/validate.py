@@ -1,4 +1,4 @@
-"""What is wrong with the tensors of a head's file: loading refuses it, the doctor lists it."""
+"""Checks of the tensors in a head's file; loading refuses faults and the doctor lists them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Kind = Literal["missing tensor", "unknown tensor", "shape", "not finite", "d2t"]
 
 @dataclass(frozen=True)
 class TensorFault:
-    """A fault of a head's file, of one tensor.
+    """A fault of one tensor in a head's file.
 
     Attributes:
         kind: one of the doctor's kinds of findings.
-        tensor: its name.
+        tensor: name of the tensor.
         message: what was expected and what was found.
     """
 
@@ -37,12 +37,12 @@ def tensor_faults(head: DraftHead, stored: Mapping[str, Tensor]) -> list[TensorF
     """Return every fault of the tensors that a head's file holds, sorted by tensor.
 
     Args:
-        head: of the family and shape that draftlab.json names; its values play no part.
+        head: a head of the family and shape that draftlab.json names, with any values.
         stored: tensors by their names in the file.
     """
     config, shared = head.config, head.shared_tensors()
     expected = {name: tensor.shape for name, tensor in head.tensors().items()}
-    # A head over the whole vocabulary needs no maps; readers have no place for them.
+    # A head over the whole vocabulary needs no maps, and readers refuse them.
     optional = {D2T, T2D} if config.draft_vocab_size == config.vocab_size else set()
     faults = [
         TensorFault(
@@ -79,21 +79,21 @@ def refuse_faults(faults: Iterable[TensorFault], where: Path) -> None:
         raise UserError(
             "the head's tensors do not fit:\n  " + "\n  ".join(messages),
             where=where,
-            do="`draftlab doctor HEAD --target TARGET` tells what else its files contradict",
+            do="`draftlab doctor HEAD --target TARGET` lists further contradictions in its files",
         )
 
 
 def draft_vocabulary_readings(
     d2t: Tensor, t2d: Tensor | None, vocab_size: int
 ) -> dict[Literal["offsets", "ids"], Tensor]:
-    """Return the target ids that d2t gives, for each way to read it that makes sense.
+    """Return the target ids that d2t gives, for each plausible interpretation.
 
-    A way makes sense if the ids are those that t2d marks, or without t2d ascending ids of the
-    vocabulary.
+    An interpretation is plausible if its ids are those that t2d marks; without t2d, if they are
+    ascending ids of the vocabulary.
 
     Args:
         d2t: integers [D], offsets (target id − draft id) or target ids.
-        t2d: [V], marks the draft vocabulary; None: not known.
+        t2d: [V], marks the draft vocabulary; None: unknown.
     """
     d2t = d2t.long()
     readings: dict[Literal["offsets", "ids"], Tensor] = {}
@@ -111,7 +111,7 @@ def draft_vocabulary_fault(
 ) -> str | None:
     """Return why d2t does not hold offsets that agree with t2d; None if it does.
 
-    Missing or misshapen maps are no fault here: they are reported as tensors.
+    Maps that are missing or of a wrong shape are reported by `tensor_faults`.
     """
     size = config.vocab_size
     if d2t is None or d2t.shape != (config.draft_vocab_size,) or d2t.is_floating_point():
@@ -127,20 +127,20 @@ def draft_vocabulary_fault(
         )
     if not ascending_ids(d2t.long() + torch.arange(len(d2t)), size):
         return (
-            "d2t must hold offsets (target id − draft id); read so, it names ids outside the "
-            "vocabulary, or ids that do not ascend"
+            "d2t must hold offsets (target id − draft id); as offsets, its values give ids outside "
+            "the vocabulary, or ids that do not ascend"
         )
     return "d2t must hold offsets (target id − draft id) that agree with t2d; it names other tokens"
 
 
 def ascending_ids(ids: Tensor, vocab_size: int) -> bool:
-    """Return whether ids are ascending, unique, and of a vocabulary of `vocab_size`."""
+    """Return whether ids ascend, are unique, and lie in a vocabulary of `vocab_size` tokens."""
     ids = ids.long()
     return bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < vocab_size)
 
 
 def _feature_width(config: HeadConfig, name: str) -> str:
-    """Return where the expected width comes from, if the tensor reads features."""
+    """Return an explanation of the expected width, if the tensor's width is that of features."""
     if name not in ("fc.weight", "mask_hidden") or config.reads_last:
         return ""
     count, size = len(config.boundaries), config.target_hidden_size

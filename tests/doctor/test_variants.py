@@ -26,10 +26,10 @@ from draftlab.heads.folder import WEIGHTS, load_config
 from draftlab.heads.head import initialise_head
 from draftlab.heads.peagle import PeagleHead
 from draftlab.pipeline.resolve import reference_head
-from tests.heads.test_llama4_head import SHAPE as LLAMA4
 from tests.helpers.diagnosis import CopyHead, DiagnoseCopy, Tensors, fault_kinds
 from tests.helpers.head_toys import make_head
 from tests.helpers.llama4_reader import half_split, pairs
+from tests.helpers.llama4_toys import LLAMA4_HEAD
 
 
 def lengths(diagnosis: Diagnosis) -> dict[str, float]:
@@ -112,7 +112,7 @@ def test_two_mistakes_are_both_named(diagnose_copy: DiagnoseCopy) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "order", "wrong"),
-    [({}, pairs, "interleaved"), (LLAMA4, half_split, "half-split")],
+    [({}, pairs, "interleaved"), (LLAMA4_HEAD, half_split, "half-split")],
 )
 def test_rows_of_queries_and_keys_are_permuted_to_the_familys_rope_layout(
     shape: dict[str, Any], order: Callable[[torch.Tensor, int], torch.Tensor], wrong: str

@@ -11,6 +11,7 @@ import torch
 from draftlab.errors import UserError
 from draftlab.heads.folder import load_head
 from draftlab.target_model.parts import load_parts
+from tests.helpers.dense_attention import dense_logits
 from tests.helpers.export_toys import (
     HIDDEN,
     LAYERS,
@@ -19,7 +20,6 @@ from tests.helpers.export_toys import (
     MakeHead,
     change_tensors,
     export,
-    head_logits,
     read_config,
     read_tensors,
     verify,
@@ -91,7 +91,7 @@ def test_the_exports_forward_is_the_heads(
         logits.append(row)
     expected = torch.stack(logits)
     torch.testing.assert_close(
-        head_logits(head, tokens, head.project_features(states)), expected, rtol=1e-4, atol=1e-4
+        dense_logits(head, tokens, head.project_features(states)), expected, rtol=1e-4, atol=1e-4
     )
     assert expected.std() > 1
 

@@ -15,7 +15,7 @@ from draftlab.export.layout import Export
 from draftlab.heads.folder import load_config, load_head
 from draftlab.heads.native_config import native_config
 from draftlab.target_model.parts import load_parts
-from tests.heads.test_llama4_head import run
+from tests.helpers.dense_attention import run_llama4_head
 from tests.helpers.export_toys import (
     HIDDEN,
     LAYERS,
@@ -129,7 +129,7 @@ def test_an_independent_reader_computes_the_head(out: Path, target: Path, tmp_pa
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, VOCAB, (13,), generator=generator)
     states = torch.randn(13, HIDDEN, generator=generator, dtype=torch.float64)
-    outputs = run(head, tokens, states)
+    outputs = run_llama4_head(head, tokens, states)
     normed = head.project_features(states)
     for position, (token, state) in enumerate(zip(tokens.tolist(), normed, strict=True)):
         expected = reader.step(token, state, position)

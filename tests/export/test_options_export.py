@@ -11,15 +11,8 @@ import torch
 
 from draftlab.heads.folder import load_head
 from draftlab.target_model.parts import load_parts
-from tests.helpers.export_toys import (
-    HIDDEN,
-    VOCAB,
-    MakeHead,
-    export,
-    head_logits,
-    read_config,
-    read_tensors,
-)
+from tests.helpers.dense_attention import dense_logits
+from tests.helpers.export_toys import HIDDEN, VOCAB, MakeHead, export, read_config, read_tensors
 from tests.helpers.plain_chain import PlainChain
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -73,7 +66,7 @@ def test_an_exports_drafts_are_the_heads(
         expected.append(row)
     logits = torch.stack(expected)
     torch.testing.assert_close(
-        head_logits(head, tokens, torch.stack(inputs)), logits, rtol=1e-4, atol=1e-3
+        dense_logits(head, tokens, torch.stack(inputs)), logits, rtol=1e-4, atol=1e-3
     )
     assert torch.equal(ids, head.target_ids(torch.arange(len(head.d2t))))
     assert logits.std() > 1

@@ -15,37 +15,22 @@ from draftlab.errors import UserError
 from draftlab.heads.config import make_head_config
 from draftlab.heads.folder import load_config, load_head, save_head
 from draftlab.heads.initial import start_from
-from draftlab.heads.llama4 import EagleLlama4Head
 from draftlab.heads.native_config import native_config
+from tests.helpers.dense_attention import run_llama4_head
 from tests.helpers.head_toys import LLAMA3, make_config, make_head
 from tests.helpers.llama4_reader import Reader, half_split, pairs
+from tests.helpers.llama4_toys import LLAMA4_ATTENTION, LLAMA4_HEAD
 
-KIND = {
-    "no_rope_layers": (1, 0),
-    "attention_chunk_size": 5,
-    "use_qk_norm": True,
-    "attn_temperature_tuning": True,
-    "floor_scale": 3,
-    "attn_scale": 0.5,
-}
-SHAPE: dict[str, object] = {
-    "family": "eagle_llama4",
-    "boundaries": (5,),
-    "target_hidden_size": 24,
-    "draft_vocab_size": 50,
-    "num_layers": 2,
-    "llama4": KIND,
-}
 LENGTH = 13  # two borders of chunks, four of temperatures
 
 
 def changed(**kind: object) -> dict[str, object]:
-    return SHAPE | {"llama4": KIND | kind}
+    return LLAMA4_HEAD | {"llama4": LLAMA4_ATTENTION | kind}
 
 
 ALONE = {"no_rope_layers": (1,)}
 CASES = {
-    "both": SHAPE,
+    "both": LLAMA4_HEAD,
     "one layer": changed(**ALONE) | {"num_layers": 1},
     "no norm": changed(use_qk_norm=False),
     "no chunk": changed(attention_chunk_size=None),
@@ -60,27 +45,6 @@ def inputs(seed: int = 3) -> tuple[Tensor, Tensor]:
     return tokens, torch.randn(LENGTH, 24, generator=generator, dtype=torch.float64)
 
 
-def visible(head: EagleLlama4Head, number: int, positions: Tensor) -> Tensor:
-    """bool [T, T], which positions a layer's query sees."""
-    query, key = positions[:, None], positions[None]
-    chunk = head.layers[number].chunk or len(positions)
-    return (query // chunk * chunk <= key) & (key <= query)
-
-
-def run(head: EagleLlama4Head, tokens: Tensor, states: Tensor) -> Tensor:
-    positions = torch.arange(len(tokens))
-
-    def attend(number: int, *rows: Tensor) -> Tensor:
-        query, key, value = (x.transpose(0, 1) for x in rows)
-        mask = visible(head, number, positions)
-        found = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, enable_gqa=True
-        )
-        return found.transpose(0, 1)
-
-    return head.run(tokens, head.project_features(states), positions, attend)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_the_head_is_what_its_files_say(case: str) -> None:
     """But for rotations, norms and temperatures, which it makes in float32."""
@@ -88,7 +52,7 @@ def test_the_head_is_what_its_files_say(case: str) -> None:
     config = json.loads(json.dumps(native_config(head.config, "float32")))
     reader = Reader(config, head.tensors())
     tokens, states = inputs()
-    found = run(head, tokens, states)
+    found = run_llama4_head(head, tokens, states)
     for position, (token, state) in enumerate(zip(tokens.tolist(), states, strict=True)):
         normed = reader.norm(state, "target_norm")
         expected = reader.step(token, normed, position)
@@ -102,7 +66,7 @@ def test_the_head_is_what_its_files_say(case: str) -> None:
     "wrong", ["half_split", "no chunk", "no norm", "no temperature", "ropes everywhere"]
 )
 def test_a_reader_that_differs_is_noticed(wrong: str) -> None:
-    head = make_head(**SHAPE)
+    head = make_head(**LLAMA4_HEAD)
     config = native_config(head.config, "float32")
     tensors = dict(head.tensors())
     if wrong == "half_split":
@@ -117,7 +81,7 @@ def test_a_reader_that_differs_is_noticed(wrong: str) -> None:
         }[wrong]
     reader = Reader(config, tensors)
     tokens, states = inputs()
-    found = run(head, tokens, states)
+    found = run_llama4_head(head, tokens, states)
     for position, (token, state) in enumerate(zip(tokens.tolist(), states, strict=True)):
         expected = reader.step(token, reader.norm(state, "target_norm"), position)
     assert float((found[-1] - expected).abs().max()) > 1e-3
@@ -133,7 +97,7 @@ def test_the_permutation_has_an_inverse(heads: int) -> None:
 
 def test_layers_are_transformers_own() -> None:
     """Weights go into transformers' layers under their own names, and states are the same."""
-    head = make_head(**SHAPE, rope_parameters=LLAMA3)
+    head = make_head(**LLAMA4_HEAD, rope_parameters=LLAMA3)
     fields = native_config(head.config, "float64")
     config = Llama4TextConfig(**fields)
     config._attn_implementation = "eager"
@@ -145,7 +109,7 @@ def test_layers_are_transformers_own() -> None:
     with torch.no_grad():
         expected = model(inputs_embeds=fed[None], use_cache=False).last_hidden_state[0]
     # transformers rotates in float32.
-    torch.testing.assert_close(run(head, tokens, states), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(run_llama4_head(head, tokens, states), expected, rtol=0, atol=1e-5)
 
 
 def test_a_folder_is_what_vllm_loads(tmp_path: Path) -> None:
@@ -173,22 +137,25 @@ def test_a_folder_is_what_vllm_loads(tmp_path: Path) -> None:
         ({"family": "eagle"}, "heads have no llama4"),
         ({"num_layers": 3}, "one number for each of the head's 3 layers"),
         ({"qk_norm": True}, r"heads have no qk_norm"),
-        ({"llama4": KIND | {"no_rope_layers": (2, 1)}}, "no_rope_layers"),
-        ({"llama4": {k: v for k, v in KIND.items() if k != "attn_scale"}}, "attn_scale"),
+        ({"llama4": LLAMA4_ATTENTION | {"no_rope_layers": (2, 1)}}, "no_rope_layers"),
+        (
+            {"llama4": {k: v for k, v in LLAMA4_ATTENTION.items() if k != "attn_scale"}},
+            "attn_scale",
+        ),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        make_config(**(SHAPE | changes))
+        make_config(**(LLAMA4_HEAD | changes))
 
 
 def test_llama4_is_for_its_family_alone() -> None:
     with pytest.raises(ValueError, match="heads have no llama4"):
-        make_config(llama4=KIND)
+        make_config(llama4=LLAMA4_ATTENTION)
 
 
 def test_a_missing_key_is_named(tmp_path: Path) -> None:
-    head = make_head(**SHAPE).float()
+    head = make_head(**LLAMA4_HEAD).float()
     save_head(tmp_path, head, torch.float32)
     file = tmp_path / "draftlab.json"
     fields = json.loads(file.read_text())
@@ -200,11 +167,14 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
 
 
 def test_a_head_starts_from_one_of_its_kind_alone() -> None:
-    source, head = make_head(**SHAPE), make_head(seed=1, **SHAPE)
+    source, head = make_head(**LLAMA4_HEAD), make_head(seed=1, **LLAMA4_HEAD)
     assert "starts from a trained head (eagle_llama4, 2 layers)" in start_from(head, source, "s")
     for name, tensor in source.tensors().items():
         if name.startswith(("fc.", "layers.", "norm.")):
             assert torch.equal(head.tensors()[name], tensor), name
-    for other in (changed(attention_chunk_size=6), SHAPE | {"family": "eagle", "llama4": None}):
+    for other in (
+        changed(attention_chunk_size=6),
+        LLAMA4_HEAD | {"family": "eagle", "llama4": None},
+    ):
         with pytest.raises(UserError, match="llama4: the new head has"):
             start_from(head, make_head(**other), "s")

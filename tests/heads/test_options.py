@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.heads.folder import load_config, load_head, new_head, save_head
-from draftlab.heads.head import DraftHead
 from draftlab.heads.initial import start_from
+from tests.helpers.dense_attention import causal_attention
 from tests.helpers.head_toys import make_config, make_head
 from tests.helpers.plain_chain import PlainChain
 
@@ -31,18 +30,6 @@ KINDS: dict[str, dict] = {
 }
 
 
-def causal(_: int, *inputs: Tensor) -> Tensor:
-    query, key, value = (t.transpose(0, 1)[None] for t in inputs)
-    found = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, enable_gqa=True
-    )
-    return found[0].transpose(0, 1)
-
-
-def logits_of(head: DraftHead, tokens: Tensor, hidden: Tensor) -> Tensor:
-    return head.logits(head.run(tokens, hidden, torch.arange(len(tokens)), causal))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_and_fed_back_steps_equal_a_plain_chain(kind: str) -> None:
     head, size, drafts = make_head(**KINDS[kind]), 6, 3
@@ -58,7 +45,7 @@ def test_forward_and_fed_back_steps_equal_a_plain_chain(kind: str) -> None:
         logits.append(row)
     hidden = head.project_features(features)
     for t in range(size, size + drafts + 1):
-        out = head.run(tokens[:t], hidden, torch.arange(t), causal)
+        out = head.run(tokens[:t], hidden, torch.arange(t), causal_attention)
         # float32 angles are the only rounding: everything else runs in float64 here.
         torch.testing.assert_close(out, torch.stack(wanted[:t]), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(head.logits(out), torch.stack(logits[:t]), rtol=1e-4, atol=2e-4)
@@ -79,7 +66,8 @@ def test_an_option_is_not_without_effect(kind: str) -> None:
     tokens = torch.randint(50, (4,), generator=generator)
     features = torch.randn(4, head.config.feature_size, generator=generator, dtype=torch.float64)
     outputs = [
-        h.run(tokens, h.project_features(features), torch.arange(4), causal) for h in (head, plain)
+        h.run(tokens, h.project_features(features), torch.arange(4), causal_attention)
+        for h in (head, plain)
     ]
     assert not torch.allclose(*outputs, atol=1e-2)
 

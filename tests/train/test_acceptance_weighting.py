@@ -11,8 +11,7 @@ from draftlab.heads.family import family_names, get_family
 from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.loss import DraftTeacher, LossTerms, reach_probability, weighted_loss
 from draftlab.train.settings import TrainSettings
-from tests.helpers.synthetic import head, parts, record
-from tests.train.objectives.test_ttt import spans_of
+from tests.helpers.synthetic import head, parts, record, spans_of
 
 
 @pytest.mark.parametrize("family", family_names())

@@ -20,10 +20,10 @@ from draftlab.train.settings import TrainSettings
 from draftlab.train.token_scores import score
 from draftlab.train.validation import walk
 from tests.helpers.list_store import ListStore
+from tests.helpers.loss_rows import reach_mask_t, reach_mask_t_k
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.synthetic import spans_of
 from tests.helpers.toy_training import ANSWER, PROMPT, orthogonal_parts, toy_answer, trained
-from tests.train.objectives.test_ttt import reach_mask_t, reach_mask_t_k
 
 
 def accuracies(trainer: Trainer, target: TargetParts) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""The fast way of a parallel head has the outputs and gradients of the plain one."""
+"""The fast forward of a parallel head has the outputs and gradients of the reference."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from draftlab.train.fast.parallel import FastParallel
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.objectives.parallel import parallel_outputs
 from draftlab.train.settings import TrainSettings
-from tests.helpers.synthetic import assert_same, head, parts, record
-from tests.train.fast.test_ttt import batch_of, learnt, loud
-from tests.train.objectives.test_ttt import spans_of
+from tests.helpers.fast_forward import make_loud_head, ragged_batch, train_step
+from tests.helpers.synthetic import assert_same, head, parts, record, spans_of
 
 OPTIONS: list[dict[str, object]] = [
     {},
@@ -29,29 +28,29 @@ OPTIONS: list[dict[str, object]] = [
 ]
 
 
-def loud_head(**changes: object) -> PeagleHead:
-    """A parallel head whose norms are not one, with a mask token like no other."""
-    made = loud(family="peagle", **changes)
+def make_masked_head(**changes: object) -> PeagleHead:
+    """Make a parallel head with make_loud_head norms and make_loud_head mask parameters."""
+    model = make_loud_head(family="peagle", **changes)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
-        for mask in (made.mask_hidden, made.mask_embedding):
+        for mask in (model.mask_hidden, model.mask_embedding):
             mask.copy_(torch.randn(mask.shape, generator=generator))
-    return made
+    return model
 
 
 def masked_tokens(batch: Batch) -> Batch:
-    """The same with the mask's token among the conversations' own, as nothing forbids it."""
+    """Return the batch with mask tokens in conversations, which nothing forbids."""
     batch.tokens[:, ::5] = 5
     return batch
 
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("changes", OPTIONS, ids=str)
-def test_equal_to_the_plain_way(changes: dict[str, object]) -> None:
-    model, batch = loud_head(**changes), masked_tokens(batch_of())
+def test_outputs_and_gradients_equal_the_reference(changes: dict[str, object]) -> None:
+    model, batch = make_masked_head(**changes), masked_tokens(ragged_batch())
     assert FastParallel.supports(model)
-    expected = learnt(model, list(parallel_outputs(model, batch)), batch)
-    found = learnt(model, FastParallel(torch.float64)(model, batch), batch)
+    expected = train_step(model, list(parallel_outputs(model, batch)), batch)
+    found = train_step(model, FastParallel(torch.float64)(model, batch), batch)
     assert_same(found, expected)
 
 
@@ -62,27 +61,27 @@ def test_few_masked_slots_or_none(turns: list[tuple[int, int]], one_row: bool) -
     """One conversation of 4 predictions, of one, of none at depth 1: one slot is also a row."""
     batch = pack([[record(spans_of(turns), parts())]], 16, 3, one_row=one_row)
     for layers in (1, 2):
-        model = loud_head(num_layers=layers)
-        expected = learnt(model, list(parallel_outputs(model, batch)), batch)
-        found = learnt(model, FastParallel(torch.float64)(model, batch), batch)
+        model = make_masked_head(num_layers=layers)
+        expected = train_step(model, list(parallel_outputs(model, batch)), batch)
+        found = train_step(model, FastParallel(torch.float64)(model, batch), batch)
         assert_same(found, expected)
 
 
 @pytest.mark.usefixtures("float64")
 def test_compiled_ops_are_equal_whatever_the_number_of_rows() -> None:
-    model = loud_head(qk_norm=True, num_layers=2)
+    model = make_masked_head(qk_norm=True, num_layers=2)
     fast = FastParallel(torch.float64, ops=compiled_ops("aot_eager"))
     for num_steps in (4, 1):
-        batch = batch_of(num_steps)
-        expected = learnt(model, FastParallel(torch.float64)(model, batch), batch)
-        assert_same(learnt(model, fast(model, batch), batch), expected)
+        batch = ragged_batch(num_steps)
+        expected = train_step(model, FastParallel(torch.float64)(model, batch), batch)
+        assert_same(train_step(model, fast(model, batch), batch), expected)
 
 
 def test_in_16_bit_it_is_as_near() -> None:
-    model, batch = loud_head(num_layers=2), batch_of()
-    expected = learnt(model, list(parallel_outputs(model, batch)), batch)
+    model, batch = make_masked_head(num_layers=2), ragged_batch()
+    expected = train_step(model, list(parallel_outputs(model, batch)), batch)
     with torch.autocast("cpu", torch.bfloat16):
-        found = learnt(model, FastParallel(torch.bfloat16)(model, batch), batch)
+        found = train_step(model, FastParallel(torch.bfloat16)(model, batch), batch)
     for name, value in expected.items():
         assert found[name].dtype == torch.bfloat16 if "step" in name else torch.float32
         error = (found[name].float() - value).norm() / value.norm()
@@ -90,33 +89,33 @@ def test_in_16_bit_it_is_as_near() -> None:
 
 
 def test_training_runs_it_and_checks_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = loud_head(num_layers=2), batch_of()
+    model, batch = make_masked_head(num_layers=2), ragged_batch()
     teacher = DraftTeacher.of(parts(), model)
-    lesson = DistillationModule(
+    module = DistillationModule(
         model, teacher, TrainSettings(ttt_steps=4, recompute=True), torch.float32
     )
-    assert isinstance(lesson.head_forward, FastParallel)
+    assert isinstance(module.head_forward, FastParallel)
     assert (
-        lesson.description
+        module.description
         == "all depths run side by side, train.recompute has no effect on such heads"
     )
-    lesson(batch, [1.0] * 4)
+    module(batch, [1.0] * 4)
 
     wrong = FUSED_OPS._replace(
         add_norm=lambda *given: tuple(2 * x for x in FUSED_OPS.add_norm(*given))
     )
     monkeypatch.setattr(choose_forward, "compiled_ops", lambda: wrong)
-    lesson = DistillationModule(
+    module = DistillationModule(
         model, teacher, TrainSettings(ttt_steps=4, compile=True), torch.float32
     )
-    assert "compiled and eager steps differ" in lesson.description
-    assert lesson.head_forward.ops == FUSED_OPS
+    assert "compiled and eager steps differ" in module.description
+    assert module.head_forward.ops == FUSED_OPS
     monkeypatch.setattr(choose_forward, "compiled_ops", lambda: compiled_ops("aot_eager"))
-    lesson = DistillationModule(
+    module = DistillationModule(
         model, teacher, TrainSettings(ttt_steps=4, compile=True), torch.float32
     )
-    assert lesson.description == "all depths run side by side, small operations are compiled"
+    assert module.description == "all depths run side by side, small operations are compiled"
 
 
-def test_other_heads_do_not_fit() -> None:
+def test_other_heads_are_not_supported() -> None:
     assert not FastParallel.supports(head(parts()))

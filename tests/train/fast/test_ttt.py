@@ -1,4 +1,4 @@
-"""The fast unroll has the outputs and gradients of the plain one."""
+"""The fast unroll has the outputs and gradients of the reference."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.train.batch.packing import Batch, pack
+from draftlab.train.batch.packing import pack
 from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.fast import choose_forward
 from draftlab.train.fast import ttt as fast_unroll
@@ -15,12 +14,11 @@ from draftlab.train.fast.choose_forward import compiled_ops
 from draftlab.train.fast.layers import FUSED_OPS, FusedOps
 from draftlab.train.fast.ttt import FastUnroll
 from draftlab.train.flops import kept_bytes
-from draftlab.train.objectives.loss import DraftTeacher, StepOutput, weighted_loss
+from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.objectives.ttt import unroll
 from draftlab.train.settings import TrainSettings
-from tests.helpers.synthetic import assert_same, head, parts, record
-from tests.train.objectives.test_chains import EAGLE
-from tests.train.objectives.test_ttt import spans_of
+from tests.helpers.fast_forward import EAGLE, make_loud_head, ragged_batch, train_step
+from tests.helpers.synthetic import assert_same, head, parts, record, spans_of
 
 OPTIONS: list[dict[str, object]] = [
     {},
@@ -32,46 +30,15 @@ OPTIONS: list[dict[str, object]] = [
 ]
 
 
-def batch_of(num_steps: int = 4) -> Batch:
-    """Rows of other lengths, one conversation without a prediction, adjacent answers."""
-    target = parts()
-    turns = [[(3, 6)], [(2, 4), (0, 3)], [(1, 1)], [(4, 9)], [(5, 2)]]
-    records = [record(spans_of(each), target, seed) for seed, each in enumerate(turns)]
-    return pack([records[:3], records[3:]], 64, num_steps)
-
-
-def loud(**changes: object) -> Eagle3Head:
-    """A head whose norms are not one."""
-    made = head(parts(), **changes)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.ndim == 1:
-                parameter.copy_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
-    return made
-
-
-def learnt(model: Eagle3Head, outputs: list[StepOutput], batch: Batch) -> dict[str, Tensor]:
-    """Outputs of the steps, and the gradients of a loss on all of them (0 where there is none)."""
-    weights = [0.8**k for k in range(len(batch.steps))]
-    loss, _ = weighted_loss(outputs, model, DraftTeacher.of(parts(), model), batch, weights)
-    model.zero_grad()
-    loss.backward()
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    zero = {n: torch.zeros_like(p) for n, p in trained.items()}
-    gradients = {n: zero[n] if p.grad is None else p.grad.clone() for n, p in trained.items()}
-    return {**gradients, **{f"step {k}": o.output.detach() for k, o in enumerate(outputs)}}
-
-
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("changes", OPTIONS, ids=str)
-def test_equal_to_the_plain_unroll(changes: dict[str, object]) -> None:
-    model, batch = loud(**changes), batch_of()
+def test_outputs_and_gradients_equal_the_reference(changes: dict[str, object]) -> None:
+    model, batch = make_loud_head(**changes), ragged_batch()
     assert FastUnroll.supports(model)
-    expected = learnt(model, list(unroll(model, batch)), batch)
-    found = learnt(model, FastUnroll(torch.float64)(model, batch), batch)
+    expected = train_step(model, list(unroll(model, batch)), batch)
+    found = train_step(model, FastUnroll(torch.float64)(model, batch), batch)
     assert_same(found, expected)
-    again = learnt(model, FastUnroll(torch.float64, recompute=True)(model, batch), batch)
+    again = train_step(model, FastUnroll(torch.float64, recompute=True)(model, batch), batch)
     assert_same(again, found, 0)
 
 
@@ -104,17 +71,17 @@ def test_recomputed_steps_keep_little() -> None:
 
 @pytest.mark.usefixtures("float64")
 def test_compiled_ops_are_equal_whatever_the_number_of_rows() -> None:
-    model = loud(qk_norm=True)
+    model = make_loud_head(qk_norm=True)
     plain = FastUnroll(torch.float64)
     fast = FastUnroll(torch.float64, ops=compiled_ops("aot_eager"))
     for num_steps in (4, 2, 1):
-        batch = batch_of(num_steps)
-        expected = learnt(model, plain(model, batch), batch)
-        assert_same(learnt(model, fast(model, batch), batch), expected)
+        batch = ragged_batch(num_steps)
+        expected = train_step(model, plain(model, batch), batch)
+        assert_same(train_step(model, fast(model, batch), batch), expected)
 
 
 def test_in_16_bit_nothing_is_widened() -> None:
-    model, batch = loud(), batch_of()
+    model, batch = make_loud_head(), ragged_batch()
     widths: list[torch.dtype] = []
 
     def seen(op):
@@ -127,10 +94,10 @@ def test_in_16_bit_nothing_is_widened() -> None:
 
     fast = FastUnroll(torch.bfloat16, ops=FusedOps(*(seen(op) for op in FUSED_OPS)))
     with torch.autocast("cpu", torch.bfloat16):
-        found = learnt(model, fast(model, batch), batch)
+        found = train_step(model, fast(model, batch), batch)
     assert set(widths) == {torch.bfloat16}
     assert all(g.dtype == torch.float32 for n, g in found.items() if not n.startswith("step"))
-    expected = learnt(model, list(unroll(model, batch)), batch)
+    expected = train_step(model, list(unroll(model, batch)), batch)
     for name, value in expected.items():
         error = (found[name].float() - value).norm() / value.norm()
         assert error < 0.05, name
@@ -145,23 +112,23 @@ def test_training_runs_the_fast_unroll(monkeypatch: pytest.MonkeyPatch) -> None:
         return call(self, *given)
 
     monkeypatch.setattr(FastUnroll, "__call__", seen)
-    model, batch = loud(), batch_of()
+    model, batch = make_loud_head(), ragged_batch()
     for recompute in (False, True):
         settings = TrainSettings(ttt_steps=4, recompute=recompute)
-        lesson = DistillationModule(model, DraftTeacher.of(parts(), model), settings, torch.float32)
-        lesson(batch, [1.0] * 4)
-        assert ("recomputed in the backward pass" in lesson.description) == recompute
+        module = DistillationModule(model, DraftTeacher.of(parts(), model), settings, torch.float32)
+        module(batch, [1.0] * 4)
+        assert ("recomputed in the backward pass" in module.description) == recompute
     assert calls == [False, True]
     other = head(parts(), **EAGLE)
     settings = TrainSettings(ttt_steps=4, recompute=True, compile=True)
-    lesson = DistillationModule(other, DraftTeacher.of(parts(), other), settings, torch.float32)
-    lesson(batch, [1.0] * 4)
+    module = DistillationModule(other, DraftTeacher.of(parts(), other), settings, torch.float32)
+    module(batch, [1.0] * 4)
     assert len(calls) == 2
-    assert "train.compile and train.recompute have no effect" in lesson.description
+    assert "train.compile and train.recompute have no effect" in module.description
 
 
-def test_a_compiler_that_fails_or_errs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = loud()
+def test_failing_or_wrong_compiled_code_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_loud_head()
     settings = TrainSettings(ttt_steps=4, compile=True)
 
     def wrong(rows, weights, eps):
@@ -179,20 +146,20 @@ def test_a_compiler_that_fails_or_errs_is_not_used(monkeypatch: pytest.MonkeyPat
         assert reason in how
 
 
-def test_other_heads_do_not_fit() -> None:
+def test_other_heads_are_not_supported() -> None:
     assert not FastUnroll.supports(head(parts(), family="peagle"))
     assert not FastUnroll.supports(head(parts(), **EAGLE))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_are_whole_as_soon_as_they_can_be(
+def test_gradients_are_complete_before_the_backward_pass_ends(
     recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks reduce what is whole while the backward pass goes on: it must not come at the end.
 
     What follows attention is last read at step 0, before the backward pass of its attention.
     """
-    model, batch, seen = loud(), batch_of(), []
+    model, batch, seen = make_loud_head(), ragged_batch(), []
     attention = fast_unroll.ttt_attention
 
     def watched(query: Tensor, *rest: object) -> Tensor:
@@ -204,7 +171,7 @@ def test_gradients_are_whole_as_soon_as_they_can_be(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
-    learnt(model, FastUnroll(torch.float32, recompute=recompute)(model, batch), batch)
+    train_step(model, FastUnroll(torch.float32, recompute=recompute)(model, batch), batch)
     last = max(number for number, name in enumerate(seen) if name == "attention")
     layer = "layers.0.{}.weight".format
     early = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"}

@@ -17,6 +17,8 @@ from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.loss import SOFT_CE, LossTerms
 from draftlab.train.optimizer import learning_rate
 from draftlab.train.settings import TrainSettings
+from tests.helpers.fast_forward import EAGLE
+from tests.helpers.loss_rows import server_rows
 from tests.helpers.plain_chain import PlainChain
 from tests.helpers.synthetic import (
     HIDDEN,
@@ -26,11 +28,10 @@ from tests.helpers.synthetic import (
     head,
     parts,
     record,
+    spans_of,
     teacher_logits,
 )
-from tests.train.objectives.test_ttt import server_log, spans_of
 
-EAGLE = {"family": "eagle", "boundaries": (4,), "draft_vocab_size": VOCAB}
 IMITATION = LossTerms("soft_ce", 0.1, 1.0)
 KINDS: dict[str, tuple[dict[str, Any], LossTerms]] = {
     "eagle": (EAGLE, IMITATION),
@@ -64,7 +65,7 @@ def plain_losses(
     before, found = [plain.empty], []
     for t in range(len(r.tokens) - 1):
         before.append(plain.step(int(r.tokens[t + 1]), hidden0[t], t, before[t])[2])
-    for t, k in sorted(server_log(r.spans, STEPS)):
+    for t, k in sorted(server_rows(r.spans, STEPS)):
         if k == 0:
             hidden, caches = hidden0[t], before[t]
         hidden, logits, caches = plain.step(int(r.tokens[t + 1 + k]), hidden, t + k, caches)

@@ -17,8 +17,16 @@ from draftlab.train.batch.loss_rows import loss_reach, sample_depths, split_anch
 from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.loss import DraftTeacher, LossTerms, weighted_loss
 from draftlab.train.objectives.parallel import parallel_outputs, parallel_weights
-from tests.helpers.synthetic import assert_same, family_loss, head, parts, record, teacher_logits
-from tests.train.objectives.test_ttt import server_log, spans_of
+from tests.helpers.loss_rows import server_rows
+from tests.helpers.synthetic import (
+    assert_same,
+    family_loss,
+    head,
+    parts,
+    record,
+    spans_of,
+    teacher_logits,
+)
 
 DEPTHS, GAMMA = 4, 0.8
 TURNS = [[(3, 6)], [(2, 4), (0, 3)], [(1, 1)], [(4, 9)], [(1, 2), (3, 7)]]
@@ -98,7 +106,9 @@ def reference(
     ids = torch.nonzero(model.t2d)[:, 0]
     losses: list[list[Tensor]] = [[] for _ in range(DEPTHS)]
     for r in records:
-        for anchor, asked in itertools.groupby(sorted(server_log(r.spans, DEPTHS)), lambda e: e[0]):
+        for anchor, asked in itertools.groupby(
+            sorted(server_rows(r.spans, DEPTHS)), lambda e: e[0]
+        ):
             depths = [d for _, d in asked if d < kept[r.id][anchor]]
             # What a server drafts beyond the answer's end changes nothing before it.
             log_q, reached = pass_of(model, r, anchor, DEPTHS), 1.0
@@ -298,6 +308,6 @@ def test_a_kept_depth_is_one_that_carries_loss() -> None:
         for t in depth.teacher_index.tolist()
     }
     limit = kept(r)
-    wanted = {(t, d) for t, d in server_log(r.spans, DEPTHS) if d < limit[t]}
+    wanted = {(t, d) for t, d in server_rows(r.spans, DEPTHS) if d < limit[t]}
     assert rows == wanted
     assert 0 < len(rows) < int(loss_reach(r.spans).clamp(max=DEPTHS).sum())

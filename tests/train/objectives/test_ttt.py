@@ -17,6 +17,7 @@ from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.order import batches, epoch_rows
 from draftlab.train.batch.packing import pack
+from tests.helpers.loss_rows import reach_mask_t, reach_mask_t_k, server_rows
 from tests.helpers.synthetic import (
     assert_same,
     family_loss,
@@ -32,31 +33,6 @@ SPANS = st.lists(
 )  # (prompt tokens, answer tokens) of each turn
 
 
-def server_log(spans: Tensor, k: int) -> set[tuple[int, int]]:
-    """Every (t, step) a server may be asked for, by trying all acceptances.
-
-    The target writes the first answer token x_a, so the first chain starts at t = a − 1; it drafts
-    x_{t+2} … x_{t+1+k}, of which those up to the span's end are real predictions of answer tokens;
-    after accepting n of them the next chain starts at t + n + 1.
-    """
-    values, asked = spans.tolist(), set()
-    starts = [a for a in range(1, len(values)) if values[a] and values[a] != values[a - 1]]
-    for a in starts:
-        end = a
-        while end + 1 < len(values) and values[end + 1] == values[a]:
-            end += 1
-        seen, todo = set(), [a - 1]
-        while todo:
-            t = todo.pop()
-            if t in seen or t + 1 > end:
-                continue
-            seen.add(t)
-            steps = [step for step in range(k) if t + 2 + step <= end]
-            asked |= {(t, step) for step in steps}
-            todo += [t + accepted + 1 for accepted in range(len(steps) + 1)]
-    return asked
-
-
 @settings(max_examples=200, deadline=None)
 @given(SPANS, st.integers(1, 5))
 def test_loss_set_is_what_a_server_asks_for(turns: list[tuple[int, int]], k: int) -> None:
@@ -69,24 +45,7 @@ def test_loss_set_is_what_a_server_asks_for(turns: list[tuple[int, int]], k: int
         for step, rows in enumerate(batch.steps)
         for t in rows.teacher_index
     }
-    assert trained == server_log(spans, k)
-
-
-def reach_mask_t(spans: Tensor) -> Tensor:
-    """A public bug: w_k(t) = mask[t]."""
-    room = torch.arange(len(spans), 0, -1) - 2
-    return torch.where(spans > 0, room.clamp(min=0), 0)
-
-
-def reach_mask_t_k(spans: Tensor) -> Tensor:
-    """A public bug: w_k(t) = mask[t + k] (as far as it starts inside the answer)."""
-    found = torch.zeros(len(spans), dtype=torch.int64)
-    for t in range(len(spans)):
-        k = 0
-        while t + k + 2 < len(spans) and spans[t] and spans[t + k] == spans[t]:
-            k += 1
-        found[t] = k
-    return found
+    assert trained == server_rows(spans, k)
 
 
 def reach_mask_t_1_k(spans: Tensor) -> Tensor:
@@ -110,7 +69,7 @@ def test_wrong_masks_are_caught(bug, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = {
         (int(t) - 1 - k, k) for k, rows in enumerate(batch.steps) for t in rows.teacher_index
     }
-    assert trained != server_log(spans, 3)
+    assert trained != server_rows(spans, 3)
 
 
 def reference_loss(
@@ -138,7 +97,7 @@ def reference_loss(
 
     total = torch.zeros((), dtype=weights["fc.weight"].dtype)
     for r in records:
-        asked = server_log(r.spans, num_steps)
+        asked = server_rows(r.spans, num_steps)
         features = r.features.to(total.dtype)
 
         def inputs(token: Tensor, hidden: Tensor) -> Tensor:
@@ -195,7 +154,7 @@ def test_loss_and_gradients_equal_a_position_by_position_server() -> None:
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
     assert_same(found, {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
     assert sums.count.tolist() == [
-        sum(k == step for r in records for _, k in server_log(r.spans, steps))
+        sum(k == step for r in records for _, k in server_rows(r.spans, steps))
         for step in range(steps)
     ]
     assert float(sums.count[0]) == batch.num_anchors
