@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftlab.doctor.diagnose import examine
+from draftlab.doctor.diagnose import diagnose
 from draftlab.doctor.settings import DoctorSettings
 from draftlab.doctor.target_session import TargetSession
 from draftlab.errors import UserError
@@ -52,7 +52,7 @@ def exported(tmp_path: Path) -> Path:
     return write_export(reference_head(), EMBEDDED, out, "speculators", target_name="embedded")
 
 
-def witness(target: Path | str = "embedded") -> TargetSession:
+def session(target: Path | str = "embedded") -> TargetSession:
     return TargetSession(
         TargetSettings(path=str(target), device="cpu"), DoctorSettings(), Monitor()
     )
@@ -71,7 +71,7 @@ def test_pickled_weights_are_never_read(exported: Path, marker: Path, tmp_path: 
     (exported / "pytorch_model.bin").write_bytes(pickle.dumps(Marker(marker)))
     with pytest.raises(UserError, match="pickled files can run code"):
         import_head(exported, tmp_path / "head", target="embedded")
-    diagnosis = examine(exported, witness())
+    diagnosis = diagnose(exported, session())
     assert "pickled files can run code" in diagnosis.verdict
     head = tmp_path / "own"
     shutil.copytree(reference_head(), head)
@@ -98,7 +98,7 @@ def test_a_pickle_that_calls_itself_safetensors(
     (exported / WEIGHTS).write_bytes(pickle.dumps(Marker(marker)))
     with pytest.raises(UserError, match="cannot be read"):
         import_head(exported, tmp_path / "head", target="embedded")
-    assert not examine(exported, witness()).healthy
+    assert not diagnose(exported, session()).healthy
     assert not marker.exists()
 
 
@@ -116,7 +116,7 @@ def test_an_index_leads_nowhere_else(exported: Path, tmp_path: Path, name: str) 
     (exported / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="beside the index"):
         import_head(exported, tmp_path / "head", target="embedded")
-    assert "beside the index" in examine(exported, witness()).verdict
+    assert "beside the index" in diagnose(exported, session()).verdict
 
 
 def test_a_targets_index_leads_nowhere_else(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ READERS: list[Callable[[TargetSettings, Path], object]] = [
     lambda settings, _: load_tokenizer(settings),
     lambda settings, _: target_config(settings),
     lambda settings, head: import_head(head, head.parent / "head", target=settings),
-    lambda settings, head: examine(head, witness(settings.path)),
+    lambda settings, head: diagnose(head, session(settings.path)),
 ]
 
 

@@ -124,8 +124,8 @@ def test_d2t_must_agree_with_t2d() -> None:
     assert message(offsets) == ""
     assert message(offsets, None) == ""
     assert "absolute ids" in message(ids)
-    assert "names other tokens" in message(torch.tensor([0, 0, 0]))
-    assert "outside the vocabulary" in message(torch.tensor([9, 9, 9]), None)
+    assert "other tokens" in message(torch.tensor([0, 0, 0]))
+    assert "outside" in message(torch.tensor([9, 9, 9]), None)
     assert "do not ascend" in message(torch.tensor([5, 0, 0]), None)
 
 

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from draftlab.errors import UserError
 from draftlab.heads.folder import load_head
+from tests.helpers.dense_attention import causal_attention
 from tests.helpers.export_toys import (
     BOUNDARIES,
     HIDDEN,
@@ -22,7 +23,6 @@ from tests.helpers.export_toys import (
     PEAGLE,
     VOCAB,
     MakeHead,
-    causal_attention,
     change_config,
     change_tensors,
     export,

@@ -17,6 +17,7 @@ from draftlab.export.settings import PROGRAMS
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import load_head
 from draftlab.target_model.parts import load_parts
+from tests.helpers.dense_attention import dense_logits
 from tests.helpers.export_toys import (
     BOUNDARIES,
     HIDDEN,
@@ -25,7 +26,6 @@ from tests.helpers.export_toys import (
     VOCAB,
     MakeHead,
     export,
-    head_logits,
     read_config,
     read_tensors,
 )
@@ -181,7 +181,7 @@ def test_a_plain_reader_of_the_folder_gets_the_heads_logits(
     head = load_head(
         folder, embeddings=load_parts(target).embeddings, dtype=torch.float32, device="cpu"
     )
-    expected = head_logits(head, tokens, head.project_features(features))
+    expected = dense_logits(head, tokens, head.project_features(features))
     logits, ids = read_and_run(out, tokens, features)
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(ids, head.target_ids(torch.arange(draft)))

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftlab.export import verify_export, write_export
-from draftlab.heads.head import DraftHead
 
 HIDDEN, VOCAB, LAYERS, MAX_LENGTH = 32, 96, 5, 512
 BOUNDARIES = (1, 2, 4, 5)
@@ -87,17 +86,3 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) 
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def causal_attention(_layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend causally over [T, A, D]."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    output = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=True
-    )
-    return output[0].transpose(0, 1)
-
-
-def head_logits(head: DraftHead, tokens: Tensor, hidden: Tensor) -> Tensor:
-    """Return the draft logits [T, D] of a chain of tokens [T] and hidden states [T, H]."""
-    return head.logits(head.run(tokens, hidden, torch.arange(len(tokens)), causal_attention))
