@@ -22,7 +22,7 @@ class PlainChain:
 
     def __init__(self, w: dict[str, Tensor], config: Any) -> None:
         self.w, self.c = w, config
-        self.options = dict(config)  # what a family lacks is off
+        self.options = vars(config)  # what a family lacks is off
         self.eagle = config.family == "eagle"
         self.empty: tuple[Cache, ...] = ((),) * config.num_layers
 
