@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from draftlab.settings import SingleOrList, Settings
+from draftlab.settings import Settings, SingleOrList
 from draftlab.target_model.settings import VllmSettings
 
 AnswerBackend = Literal["paged", "vllm"]

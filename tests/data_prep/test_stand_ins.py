@@ -13,9 +13,11 @@ from transformers import AutoConfig
 
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request
-from draftlab.target_model.model import TargetSettings, load_target, load_tokenizer
-from draftlab.text.conversations import conversation_file, read_conversations
-from draftlab.text.render import template_sha256, tokenizer_sha256
+from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.chat_template import template_sha256, tokenizer_sha256
+from draftlab.text.conversations import read_conversations
+from draftlab.text.prompts import prompt_file
 from tests.helpers.greedy_answers import run
 from tests.helpers.zoo import eager_model
 
@@ -47,7 +49,7 @@ def scripts() -> tuple:
 def pack(scripts: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token arrays as `embedded_target.py pack` writes them, of texts that no edit changes."""
     folder, tokenizer = tmp_path_factory.mktemp("pack"), load_tokenizer(TargetSettings())
-    asked = read_conversations(conversation_file("embedded:heldout"))[:64]
+    asked = read_conversations(prompt_file("embedded:heldout"))[:64]
     texts = [conversation.messages[0]["content"] for conversation in asked]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     rows = [{"prompt_ids": [tokenizer.bos_token_id, *i[:20]], "answer_ids": i[20:90]} for i in ids]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from draftlab.heads.config import HeadConfig, TargetIdentity
+from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
 
@@ -18,7 +18,7 @@ LLAMA3 = {
 }
 
 
-PTD = {"family": "ptd", "mask_token_id": 7, "embeddings": "own", "num_layers": 2}
+PEAGLE = {"family": "peagle", "mask_token_id": 7, "embeddings": "own", "num_layers": 2}
 
 
 def make_config(**changed: object) -> HeadConfig:
@@ -45,7 +45,7 @@ def make_config(**changed: object) -> HeadConfig:
             template_sha256="c",
         ),
     }
-    return HeadConfig(**(fields | changed))
+    return make_head_config(**(fields | changed))
 
 
 def make_head(seed: int = 0, **changed: object) -> Eagle3Head:

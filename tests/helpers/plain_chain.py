@@ -68,7 +68,7 @@ class PlainChain:
         self, token: int, hidden: Tensor, position: int, caches: tuple[Cache, ...]
     ) -> tuple[Tensor, Tensor, tuple[Cache, ...]]:
         """What is fed back [H], draft logits [D], and the caches of all layers."""
-        w, c, left = self.w, self.c, []
+        w, left = self.w, []
         embedding = w["embed_tokens.weight"][token]
         for number, cache in enumerate(caches):
             layer = f"layers.{number}"

@@ -17,6 +17,7 @@ from draftlab.target_model.loading import load_target
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import text_decoder
 from draftlab.target_model.settings import TargetSettings
+from tests.helpers.toys import toy_tokenizer
 
 SHAPE = {
     "vocab_size": 61,
@@ -232,6 +233,18 @@ def zoo_folder(
                 if name.endswith("sinks"):
                     parameter.copy_(torch.randn_like(parameter) + 1)
     model.save_pretrained(path, max_shard_size=shard)
+    return path
+
+
+def zoo_folder_with_tokenizer(
+    path: Path, kind: str, *, unused_rows: int = 64, **changes: Any
+) -> Path:
+    """Save a random target with the toy tokenizer, which leaves rows of its embeddings unused."""
+    tokenizer = toy_tokenizer()
+    ids = {f"{n}_token_id": getattr(tokenizer, f"{n}_token_id") for n in ("bos", "eos", "pad")}
+    vocab_size = len(tokenizer) + unused_rows
+    zoo_folder(path, kind, vocab_size=vocab_size, max_position_embeddings=512, **changes, **ids)
+    tokenizer.save_pretrained(path)
     return path
 
 

@@ -14,8 +14,7 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config
 from draftlab.pipeline.recipe import Recipe, load_recipe
 from tests.helpers.small_run import RECIPES, draftlab, write_prompts
-from tests.helpers.toys import toy_tokenizer
-from tests.helpers.zoo import zoo_folder
+from tests.helpers.zoo import zoo_folder_with_tokenizer
 
 # The target and sizes, nothing else.
 SMALL = (
@@ -48,13 +47,7 @@ def run_recipe(
         unused_rows: rows of the target's embeddings that no token has.
         sizes: fields of the target's config.
     """
-    tokenizer = toy_tokenizer()
-    ids = {f"{n}_token_id": getattr(tokenizer, f"{n}_token_id") for n in ("bos", "eos", "pad")}
-    vocab_size = len(tokenizer) + unused_rows
-    zoo_folder(
-        folder / "toy", kind, vocab_size=vocab_size, max_position_embeddings=512, **sizes, **ids
-    )
-    tokenizer.save_pretrained(folder / "toy")
+    zoo_folder_with_tokenizer(folder / "toy", kind, unused_rows=unused_rows, **sizes)
     write_prompts(folder / "prompts.jsonl", [f"def f{i}(use): the user {i}" for i in range(12)])
     path = RECIPES / f"{name}.yaml"
     result = draftlab(folder, "run", str(path), *SMALL, *settings)

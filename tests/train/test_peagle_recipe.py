@@ -68,9 +68,9 @@ def test_a_mask_token_that_will_not_do_is_refused_before_anything_is_made(tmp_pa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("head.num_layers=2",), "EAGLE3 head has num_layers 1, found 2"),
-        (("head.mask_token=7",), "eagle3 has no mask_token, found 7"),
-        (("head.family=peagle", "head.num_layers=5"), "head.num_layers"),
+        (("head.num_layers=2",), "at most 1 layer, found num_layers 2"),
+        (("head.mask_token=7",), "EAGLE3 heads have no mask_token"),
+        (("head.family=peagle", "head.num_layers=5"), "at most 4 layers, found num_layers 5"),
         (("head.family=medusa",), "head.family"),
     ],
 )
