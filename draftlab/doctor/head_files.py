@@ -17,8 +17,8 @@ from draftlab.files import read_json
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import NATIVE, load_config, new_head
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD, TARGET_NORM
-from draftlab.heads.native_config import native_config
 from draftlab.heads.validate import draft_vocabulary_fault, tensor_faults
+from draftlab.heads.vllm_config import native_config
 
 MASK_HIDDEN, NORM = "mask_hidden", "norm.weight"
 RESTORE = "copy the head again, or export it again from its training run"

@@ -131,6 +131,7 @@ class HeadDrafter:
         self.boundaries = head.config.boundaries
         self.draft_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
         self.draft_index = draft_index(self.draft_ids, len(head.t2d))
+        self.fused_runner: FusedHead | None = None
         self.runner: HeadRunner = EagerHead(head)
 
     @property
@@ -166,8 +167,9 @@ class HeadDrafter:
             for _ in range(2)
         )
         if FusedHead.supports(self.head):
-            if not isinstance(self.runner, FusedHead):  # one copy of the weights serves all engines
-                self.runner = FusedHead(self.head)
+            if self.fused_runner is None:  # one copy of the weights serves all engines
+                self.fused_runner = FusedHead(self.head)
+            self.runner = self.fused_runner
         elif cpu_prepacked and PrepackedHead.supports(self.head):
             self.runner = PrepackedHead(self.head)
         else:

@@ -11,7 +11,7 @@ from typing import Any
 _MODULES = {
     "ExportSettings": "settings",
     "write_export": "write",
-    "layout_for": "layouts",
+    "layout_for": "layout",
     "verify_export": "write",
 }
 __all__ = sorted(_MODULES)

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from draftlab.errors import UserError
 from draftlab.files import read_json
 from draftlab.heads.family import Family, families
-from draftlab.heads.native_config import MASK_TOKEN_KEYS
+from draftlab.heads.vllm_config import MASK_TOKEN_KEYS
 
 LLAMA4 = ("Llama4ForCausalLM", "EagleLlama4ForCausalLM")
 """Architectures of dense Llama 4 drafters, which cannot be imported."""

@@ -1,4 +1,8 @@
-"""The base class of layouts: how a program expects the files of one family's heads."""
+"""Layouts: how a program expects the files of one family's heads, and which family has which.
+
+The layouts themselves are in `speculators.py`, `vllm_sglang.py`, `vllm_sglang_eagle.py`,
+`vllm_llama4.py` and `llamacpp.py`; a family names its own (`Family.layouts`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,9 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.export.settings import check_program
 from draftlab.heads.config import HeadConfig
+from draftlab.heads.family import get_family
 
 CONFIG, LAUNCH, README = "config.json", "launch.md", "README.md"
 
@@ -92,3 +98,16 @@ def check_width(export: Export, owner: str) -> None:
             f"{owner} Llama layers need num_attention_heads to divide hidden_size; this head "
             f"has {head.num_attention_heads} and {head.hidden_size}"
         )
+
+
+def layout_for(program: str, family: str) -> Layout:
+    """Return a program's layout of a family's heads.
+
+    Raises:
+        UserError: the program is unknown or cannot load such heads.
+    """
+    check_program(program)
+    layout = get_family(family).layouts().get(program, "no layout has been written for them")
+    if isinstance(layout, Layout):
+        return layout
+    raise UserError(f"{program} cannot hold {get_family(family).title} heads: {layout}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from draftlab.errors import UserError
 from draftlab.export.launch_text import llamacpp_text
 from draftlab.export.layout import Export
-from draftlab.export.native import Native, refuse_flags
+from draftlab.export.vllm_sglang import Native, refuse_flags
 
 NUM_BOUNDARIES = 3
 

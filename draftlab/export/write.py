@@ -12,8 +12,7 @@ from draftlab.errors import UserError
 from draftlab.export.compare import compare_tensors, first_difference
 from draftlab.export.destination import atomic_folder, check_destination
 from draftlab.export.launch_text import is_hub_id, readme_text
-from draftlab.export.layout import CONFIG, LAUNCH, README, Export, Layout
-from draftlab.export.layouts import layout_for
+from draftlab.export.layout import CONFIG, LAUNCH, README, Export, Layout, layout_for
 from draftlab.export.settings import MAX_SHARD, check_program
 from draftlab.export.weight_files import common_dtype, floating_dtype, read_file, write_weights
 from draftlab.files import read_json, write_json, write_text

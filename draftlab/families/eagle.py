@@ -50,7 +50,7 @@ class Eagle(Family):
         return ChainDrafter(head, k, **options)
 
     def layouts(self) -> dict[str, Layout | str]:
-        from draftlab.export.eagle import SglangEagle, VllmEagle
+        from draftlab.export.vllm_sglang_eagle import SglangEagle, VllmEagle
 
         return {
             "speculators": "vLLM reads speculators' eagle3 and peagle, not its eagle: use "
@@ -62,7 +62,7 @@ class Eagle(Family):
         }
 
     def native_config(self, config: HeadConfig, dtype: str) -> dict[str, Any]:
-        from draftlab.heads.native_config import eagle_native_config
+        from draftlab.heads.vllm_config import eagle_native_config
 
         return eagle_native_config(config, dtype)
 

@@ -62,8 +62,8 @@ class Eagle3(Family):
 
     def layouts(self) -> dict[str, Layout | str]:
         from draftlab.export.llamacpp import LlamaCpp
-        from draftlab.export.native import Sglang, Vllm
         from draftlab.export.speculators import Speculators
+        from draftlab.export.vllm_sglang import Sglang, Vllm
 
         return {
             "speculators": Speculators(self.speculators_type, "Eagle3DraftModel"),
@@ -73,7 +73,7 @@ class Eagle3(Family):
         }
 
     def native_config(self, config: HeadConfig, dtype: str) -> dict[str, Any]:
-        from draftlab.heads.native_config import eagle3_native_config
+        from draftlab.heads.vllm_config import eagle3_native_config
 
         return eagle3_native_config(config, dtype)
 

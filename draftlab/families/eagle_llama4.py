@@ -35,7 +35,7 @@ class EagleLlama4(Eagle):
         return EagleLlama4Head(config)
 
     def layouts(self) -> dict[str, Layout | str]:
-        from draftlab.export.llama4 import VllmLlama4
+        from draftlab.export.vllm_llama4 import VllmLlama4
 
         return {
             "speculators": "the format has Llama's layers and Qwen3's, not Llama 4's: use "
@@ -47,7 +47,7 @@ class EagleLlama4(Eagle):
         }
 
     def native_config(self, config: HeadConfig, dtype: str) -> dict[str, Any]:
-        from draftlab.heads.native_config import eagle_llama4_native_config
+        from draftlab.heads.vllm_config import eagle_llama4_native_config
 
         return eagle_llama4_native_config(config, dtype)
 

@@ -59,8 +59,8 @@ class Peagle(Eagle3):
         return ParallelDrafter(head, k, **options)
 
     def layouts(self) -> dict[str, Layout | str]:
-        from draftlab.export.native import Vllm
         from draftlab.export.speculators import Speculators
+        from draftlab.export.vllm_sglang import Vllm
 
         return {
             "speculators": Speculators(self.speculators_type, "PEagleDraftModel"),
@@ -72,7 +72,7 @@ class Peagle(Eagle3):
         }
 
     def native_config(self, config: HeadConfig, dtype: str) -> dict[str, Any]:
-        from draftlab.heads.native_config import eagle3_native_config
+        from draftlab.heads.vllm_config import eagle3_native_config
 
         return eagle3_native_config(config, dtype, config.mask_token_id)
 

@@ -22,8 +22,8 @@ from draftlab.files import atomic_path, read_json, save_tensors, write_json
 from draftlab.heads.config import HeadConfig, make_head_config
 from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD, TARGET_NORM, DraftHead
-from draftlab.heads.native_config import native_config
 from draftlab.heads.validate import D2T, T2D, refuse_faults, tensor_faults
+from draftlab.heads.vllm_config import native_config
 from draftlab.settings import describe_errors
 
 CONFIG, WEIGHTS, NATIVE = "draftlab.json", "model.safetensors", "config.json"

@@ -16,7 +16,7 @@ from draftlab.evaluate.results import Report, Row
 from draftlab.export import ExportSettings, write_export
 from draftlab.export.destination import atomic_folder
 from draftlab.export.launch_text import is_hub_id
-from draftlab.export.layouts import layout_for
+from draftlab.export.layout import layout_for
 from draftlab.files import read_json, write_json, write_text
 from draftlab.formatting import plain_values
 from draftlab.heads.folder import CONFIG, NATIVE, load_config

@@ -6,7 +6,7 @@ from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.evaluate.vllm_compare import check_settings
-from draftlab.export.layouts import layout_for
+from draftlab.export.layout import layout_for
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import load_config

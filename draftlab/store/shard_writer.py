@@ -152,7 +152,7 @@ class ShardWriters:
 
 
 class ShardBuffer:
-    """The tensors of a shard in memory, filled batch by batch."""
+    """The tensors of a shard in memory, filled batch by batch (docs/formats.md lists them)."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Checkpoints: everything a killed run needs to end with the same bits, in safetensors and JSON.
+"""Checkpoints, in safetensors and JSON: a killed run resumes and ends with the same bits.
 
 The learning rate and the order of the data are functions of the step, and training keeps no random
-state, so weights, the optimizer's moments and the step are the whole state. Tensors are whole,
-however many processes hold them in shards: a run goes on with another number of them.
+state, so weights, the optimizer's moments and the step are the whole state. Tensors are whole, also
+of sharded backends: a run can resume with another number of processes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ STATE, WEIGHTS, MOMENTS = "state.json", "weights.safetensors", "optimizer.safete
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a training behind a step.
+    """The state of a training after an optimizer step.
 
     Attributes:
-        step, tokens_seen: how far it is.
-        key: identifies recipe and store.
+        step, tokens_seen: optimizer steps, and positions trained on.
+        key: hash of recipe and store.
         weights: trained parameters by name.
         moments: the optimizer's state by parameter/field.
     """
@@ -41,24 +41,28 @@ class Checkpoint:
 
 
 def trainable(head: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that training changes, by name."""
+    """Return the parameters that training changes, by name."""
     return {name: p for name, p in head.named_parameters() if p.requires_grad}
 
 
-def save_checkpoint(folder: Path, kept: Checkpoint, *, keep: int = 2) -> None:
-    """Writes `folder`/step-NNNNNNN whole (built under another name, then renamed).
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> None:
+    """Write `folder`/step-NNNNNNN atomically: it is built under another name, then renamed.
 
     Args:
-        kept: tensors on the CPU.
-        keep: newest checkpoints that stay.
+        checkpoint: its tensors are on the CPU.
+        keep: how many of the newest checkpoints stay.
     """
-    final = folder / f"step-{kept.step:07d}"
+    final = folder / f"step-{checkpoint.step:07d}"
     building = folder / f".{final.name}.tmp"
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
-    save_tensors(kept.weights, building / WEIGHTS)
-    save_tensors(kept.moments, building / MOMENTS)
-    state = {"step": kept.step, "tokens_seen": kept.tokens_seen, "key": kept.key}
+    save_tensors(checkpoint.weights, building / WEIGHTS)
+    save_tensors(checkpoint.moments, building / MOMENTS)
+    state = {
+        "step": checkpoint.step,
+        "tokens_seen": checkpoint.tokens_seen,
+        "key": checkpoint.key,
+    }
     write_json(building / STATE, state)
     shutil.rmtree(final, ignore_errors=True)
     building.rename(final)
@@ -67,17 +71,17 @@ def save_checkpoint(folder: Path, kept: Checkpoint, *, keep: int = 2) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
+    """Return the complete checkpoints, oldest first."""
     if not folder.is_dir():
         return []
     return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name))
 
 
 def read_checkpoint(path: Path, *, key: str) -> Checkpoint:
-    """Reads a checkpoint.
+    """Read a checkpoint.
 
     Raises:
-        UserError: for one of another recipe or store, or one that is damaged.
+        UserError: it belongs to another recipe or store, or is damaged.
     """
     state = read_json(path / STATE, kind="checkpoint's state.json")
     if state["key"] != key:

@@ -1,4 +1,4 @@
-"""What training costs in arithmetic, and how fast the device does such arithmetic (methods §2)."""
+"""Operations of training, and the speed of the device's matrix products (docs/methods.md §2)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from draftlab.heads.config import HeadConfig
 
 SIDE = {"cuda": 8192, "cpu": 1024}
-"""Of the square matrices whose product is timed."""
+"""Rows of the square matrices whose product is timed."""
 TRIES = 7
 
 
 def dense_flops(config: HeadConfig, num_steps: float, context: float) -> float:
-    """Floating-point operations a token costs when every position runs every step.
+    """Return the floating-point operations of a token if every position runs every step.
 
-    The usual convention: a product counts twice its multiplications, and once more for each of its
-    two gradients, but for fc, whose input has none; the teacher's logits are over the whole
-    vocabulary, once a position. Of Llama-3.1-8B's shapes (draft vocabulary 32,000, 7 steps, rows of
-    2,048) this is 17.3e9. What compaction and a stored logsumexp spare is not taken off: the same
-    training always counts the same.
+    As usual a product counts twice its multiplications, and once more for each of its two gradients
+    (fc has one: its input needs none); the teacher's logits are over the whole vocabulary, once a
+    position. With Llama-3.1-8B's shapes (draft vocabulary 32,000, 7 steps, rows of
+    2,048) this is 17.3e9. What compaction and a stored logsumexp save is not
+    subtracted: the number depends on the shapes alone.
 
     Args:
         num_steps: unrolled steps, or depths.
@@ -40,8 +40,10 @@ def dense_flops(config: HeadConfig, num_steps: float, context: float) -> float:
 
 
 def kept_bytes(config: HeadConfig, dtype: torch.dtype) -> int:
-    """Bytes that a row of one step keeps for the backward pass, about: inputs of products, queries,
-    keys and values, what attention gave, gate and up."""
+    """Return about how many bytes the backward pass needs of a row of one step.
+
+    These are inputs of products, queries, keys and values, the output of attention, gate and up.
+    """
     heads, size = config.num_attention_heads * config.head_dim, config.hidden_size
     keys_values = 2 * config.num_key_value_heads * config.head_dim
     kept = 6 * size + 3 * heads + 2 * keys_values + 2 * config.intermediate_size
@@ -49,13 +51,13 @@ def kept_bytes(config: HeadConfig, dtype: torch.dtype) -> int:
 
 
 def mean_context(lengths: list[int]) -> float:
-    """Keys that a position sees on average in conversations of these lengths."""
+    """Return the mean number of keys that a position sees in conversations of these lengths."""
     return sum(n * (n + 1) / 2 for n in lengths) / sum(lengths)
 
 
 @lru_cache
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second in a large product of square matrices, measured."""
+    """Measure the floating-point operations a second of a large product of square matrices."""
     side = SIDE.get(device.type, SIDE["cpu"])
     generator = torch.Generator(device).manual_seed(0)
     factor = torch.randn(side, side, device=device, generator=generator).to(dtype)

@@ -153,7 +153,7 @@ class Trainer:
             validation = None
             if self.held_out:
                 validation = self.validate()
-                if self.ranks.is_main and (line := self.log.fallen()):
+                if self.ranks.is_main and (line := self.log.overfitting_warning()):
                     self.monitor.say(line)
             self.save()
         self.log.close()
@@ -208,7 +208,7 @@ class Trainer:
         ).tolist()
         self.anchors = counts[0]
         self.weights = self.objective.step_weights(self.settings.gamma, counts)
-        self.window.seen(counts, tokens)
+        self.window.add_step(counts, tokens)
         self.tokens_seen += tokens
         if self.ranks.size > 1:
             self.timer.mark("ranks")
@@ -228,14 +228,16 @@ class Trainer:
 
     def _update(self) -> None:
         """Run the optimizer step."""
-        self.window.stepped(self.backend.step(learning_rate(self.step, self.settings)))
+        self.window.add_gradient_norm(self.backend.step(learning_rate(self.step, self.settings)))
         self.timer.mark("optimizer")
 
     def _log(self) -> None:
         """Write a line of metrics.jsonl about the steps since the last one, and report progress."""
         sums = torch.stack(self.window.sums.tensors()).cpu()
         self.window.sums = Sums(*self.ranks.all_reduce(sums))
-        metrics = self.window.row(self.timer, dense_flops=self.dense_flops, ceiling=self.ceiling)
+        metrics = self.window.compute(
+            self.timer, dense_flops=self.dense_flops, ceiling=self.ceiling
+        )
         largest = float(self.window.largest_norm)
         self.window = Window.empty(self.settings.ttt_steps, self.device)
         if not all(map(math.isfinite, (largest, *metrics["loss"]))):

@@ -1,4 +1,4 @@
-"""What training says of itself: metrics.jsonl, and Weights & Biases when asked for."""
+"""The metrics of training: metrics.jsonl, and Weights & Biases if `train.wandb` is set."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from draftlab.train.settings import TrainSettings
 
 @dataclass
 class Window:
-    """What the steps since the last line of metrics.jsonl came to.
+    """The metrics of the steps since the last line of metrics.jsonl.
 
-    Sums stay on the device; what the host counts it knows from packing.
+    Sums stay on the device. The host knows the counts from packing.
     """
 
     sums: Sums
@@ -33,32 +33,32 @@ class Window:
 
     @classmethod
     def empty(cls, num_steps: int, device: torch.device) -> Window:
-        """Nothing seen yet."""
-        zeros, none = Sums.zeros(num_steps, device), torch.zeros((), device=device)
-        return cls(zeros, none, none, counts=[0] * num_steps)
+        """Return a window without steps."""
+        sums, zero = Sums.zeros(num_steps, device), torch.zeros((), device=device)
+        return cls(sums, zero, zero, counts=[0] * num_steps)
 
-    def seen(self, counts: Sequence[int], tokens: int) -> None:
-        """Counts an optimizer step, of all processes."""
+    def add_step(self, counts: Sequence[int], tokens: int) -> None:
+        """Add the counts of an optimizer step on all ranks."""
         self.tokens += tokens
         self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
 
-    def stepped(self, grad_norm: Tensor) -> None:
-        """Keeps the last gradient's norm, and the largest; one that is not finite stays."""
+    def add_gradient_norm(self, grad_norm: Tensor) -> None:
+        """Record a step's gradient norm, and the largest one; a norm that is not finite stays."""
         self.grad_norm = grad_norm
         self.largest_norm = torch.maximum(self.largest_norm, grad_norm)
 
-    def row(self, clock: PhaseTimer, *, dense_flops: float, ceiling: float) -> dict[str, Any]:
-        """The numbers of a line; the device is waited for, once.
+    def compute(self, timer: PhaseTimer, *, dense_flops: float, ceiling: float) -> dict[str, Any]:
+        """Return the numbers of a line; the host waits for the device once.
 
         Args:
-            clock: has run since the window was opened; starts anew.
-            dense_flops: of a token, if every position ran every step.
-            ceiling: operations a second of the device's largest products.
+            timer: has run since the window was opened; it restarts.
+            dense_flops: operations of a token, if every position ran every step.
+            ceiling: operations a second of large matrix products on the device.
         """
         loss, alpha, hits = (
             (x / self.sums.count.clamp(min=1)).tolist() for x in self.sums.tensors()[:3]
         )
-        phases = clock.read()
+        phases = timer.read()
         phases.pop(NOT_TRAINING, None)
         seconds = sum(phases.values())
         return {
@@ -76,14 +76,14 @@ class Window:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that were in use at once, at most: of a GPU's tensors, elsewhere of the process."""
+    """Return the peak memory in bytes: of tensors on a GPU, of the process elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def speed_line(row: dict[str, Any]) -> str:
-    """A line's speed, loss and where the time went, for the console."""
+    """Return a line's speed, loss and share of time without data, for the console."""
     return (
         f"{row['tokens_per_s']:,.0f} tokens/s ({row['loss_tokens_per_s']:,.0f} with loss) · "
         f"loss {row['loss'][0]:.3f} · α {row['alpha'][0]:.3f} · dense MFU {row['mfu']:.0%} · "
@@ -92,12 +92,12 @@ def speed_line(row: dict[str, Any]) -> str:
 
 
 class MetricsLog:
-    """Appends rows to `folder`/metrics.jsonl and to a tracker.
+    """Writer of `folder`/metrics.jsonl and of a tracker.
 
     Args:
         folder: the run's train/ folder.
-        settings: say whether there is a tracker.
-        muted: writes nothing; of several processes all but one.
+        settings: `wandb` names the tracker's project.
+        muted: whether to write nothing, as on all ranks but one.
     """
 
     def __init__(self, folder: Path, settings: TrainSettings, *, muted: bool = False) -> None:
@@ -107,7 +107,7 @@ class MetricsLog:
         self.tracker = None if muted else _wandb_run(settings, folder)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Appends a row; `step` is its place."""
+        """Append a row, which has a `step`."""
         if self.muted:
             return
         with open(self.path, "a", encoding="utf-8") as file:
@@ -116,39 +116,39 @@ class MetricsLog:
             self.tracker.log(_flat(row), step=row["step"])
 
     def truncate(self, step: int) -> None:
-        """Drops rows written after the checkpoint that training resumes from, and a torn last."""
+        """Drop rows behind the checkpoint that training resumes from, and a torn last line."""
         if self.muted or not self.path.exists():
             return
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        self.path.write_text("".join(kept), encoding="utf-8")
+        valid = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        self.path.write_text("".join(valid), encoding="utf-8")
 
-    def fallen(self) -> str | None:
-        """What to say if the last validation's predicted AL is 1 % below an earlier one's."""
+    def overfitting_warning(self) -> str | None:
+        """Return a warning if the last validation's predicted AL is 1 % below an earlier one's."""
         if not self.path.exists():
             return None
         rows = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
-        found = [(row["validation"]["walk_al"], row["step"]) for row in rows if "validation" in row]
-        known = [(length, step) for length, step in found if length is not None]
-        if not known:
+        validations = [(r["validation"]["walk_al"], r["step"]) for r in rows if "validation" in r]
+        lengths = [(length, step) for length, step in validations if length is not None]
+        if not lengths:
             return None
-        (most, best), (last, _) = max(known), known[-1]
+        (most, best), (last, _) = max(lengths), lengths[-1]
         if most < 1.01 * last:
             return None
         return (
             f"validation was better at step {best:,} (predicted AL {most:.3f}, now {last:.3f}), so "
-            "the head may be learning its data by heart: more conversations, more "
+            "the head may overfit: more conversations, more "
             "train.weight_decay or fewer train.steps help"
         )
 
     def close(self) -> None:
-        """Finishes the tracker."""
+        """Finish the tracker's run."""
         if self.tracker is not None:
             self.tracker.finish()
 
 
 def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Nested numbers and lists under slash-separated names."""
+    """Return nested numbers and lists under slash-separated names."""
     flat: dict[str, float] = {}
     for key, value in row.items():
         if isinstance(value, dict):
@@ -161,7 +161,7 @@ def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def _wandb_run(settings: TrainSettings, folder: Path) -> Any:
-    """A Weights & Biases run when asked for."""
+    """Start a Weights & Biases run if `train.wandb` is set."""
     if settings.wandb is None:
         return None
     try:

@@ -12,10 +12,10 @@ from draftlab.train.settings import TrainSettings
 
 
 def learning_rate(step: int, settings: TrainSettings) -> float:
-    """Linear warm-up, then down to a share of the peak; a function of the step alone.
+    """Return the learning rate of a step: linear warm-up, then decay to a share of the peak.
 
-    Down goes a cosine over all other steps, or with wsd (warm-up, stable, decay) a straight line
-    over the last ones, the peak being kept until then.
+    The cosine schedule decays over all other steps; wsd (warm-up, stable, decay) stays at the peak
+    and decays linearly over the last steps.
     """
     warmup = max(1, round(settings.warmup * settings.steps))
     if step < warmup:
@@ -31,7 +31,7 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
 def new_optimizer(
     head: nn.Module, settings: TrainSettings, device: torch.device
 ) -> torch.optim.Optimizer:
-    """AdamW over what is trained; only matrices decay."""
+    """Return AdamW over the trained parameters; weight decay applies to matrices only."""
     weights = list(trainable(head).values())
     # A matrix of one row is a learned vector (mask_hidden).
     matrices = [p for p in weights if p.ndim > 1 and len(p) > 1]

@@ -1,4 +1,4 @@
-"""Where the time of training goes, without making the device or the host wait for it."""
+"""A timer of the phases of training, for which neither the GPU nor the host waits."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 import torch
 
 NOT_TRAINING = "outside"
-"""The phase of what is no training: validation and checkpoints."""
+"""The phase of validation and checkpoints."""
 
 
 class PhaseTimer:
-    """Cuts the time since `start` into named phases.
+    """Measures the time since `start` in named phases.
 
-    On a GPU it is the GPU's own time: a mark is an event behind the work that was queued before it,
-    so a phase is what its work took, and what the GPU idled waiting for it. Elsewhere it is the
-    host's.
+    On a GPU it measures the GPU's time: a mark is an event behind the queued work, so a phase lasts
+    as long as its work and the GPU's idle time before it. Elsewhere it measures the host's time.
 
     Args:
-        device: that does the work.
+        device: the device that trains.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,23 +26,23 @@ class PhaseTimer:
         self._marks: list[tuple[str, Any]] = []
 
     def start(self) -> None:
-        """Forgets what was marked; the first phase begins here."""
+        """Drop all marks and begin the first phase."""
         self._marks = [("", self._now())]
 
     def mark(self, phase: str) -> None:
-        """Ends a phase; one of the same name may follow later, and adds to it."""
+        """End a phase; phases of the same name add up."""
         self._marks.append((phase, self._now()))
 
     def read(self) -> dict[str, float]:
-        """Seconds of each phase since `start`; waits for the last, and starts anew there."""
+        """Return the seconds of each phase up to the last mark, where time starts anew."""
         if self.on_gpu:
             self._marks[-1][1].synchronize()
-        found: dict[str, float] = {}
+        phases: dict[str, float] = {}
         for (_, before), (phase, now) in zip(self._marks, self._marks[1:], strict=False):
             seconds = before.elapsed_time(now) / 1e3 if self.on_gpu else now - before
-            found[phase] = found.get(phase, 0.0) + seconds
+            phases[phase] = phases.get(phase, 0.0) + seconds
         self._marks = self._marks[-1:]
-        return found
+        return phases
 
     def _now(self) -> Any:
         if not self.on_gpu:

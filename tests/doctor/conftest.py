@@ -20,7 +20,7 @@ from draftlab.heads.config import make_head_config
 from draftlab.heads.eagle import EagleHead
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config
 from draftlab.heads.head import initialise_head
-from draftlab.heads.native_config import native_config
+from draftlab.heads.vllm_config import native_config
 from draftlab.pipeline.resolve import reference_head
 from draftlab.progress import Monitor
 from draftlab.target_model.settings import TargetSettings

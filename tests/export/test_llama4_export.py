@@ -13,7 +13,7 @@ from draftlab.errors import UserError
 from draftlab.export.launch_text import vllm_text
 from draftlab.export.layout import Export
 from draftlab.heads.folder import load_config, load_head
-from draftlab.heads.native_config import native_config
+from draftlab.heads.vllm_config import native_config
 from draftlab.target_model.parts import load_parts
 from tests.helpers.dense_attention import run_llama4_head
 from tests.helpers.export_toys import (

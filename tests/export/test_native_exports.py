@@ -159,7 +159,7 @@ def test_sglang_reads_the_last_boundary_of_gpt_oss_targets_as_an_input(
     make_head: MakeHead, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = make_head(boundaries=(1, 3, LAYERS))
-    monkeypatch.setattr("draftlab.export.native._is_gpt_oss", lambda export: True)
+    monkeypatch.setattr("draftlab.export.vllm_sglang._is_gpt_oss", lambda export: True)
     config = read_config(export(head, target, tmp_path / "out", "sglang"))
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, LAYERS]
     assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, LAYERS]

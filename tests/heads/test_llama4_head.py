@@ -15,7 +15,7 @@ from draftlab.errors import UserError
 from draftlab.heads.config import make_head_config
 from draftlab.heads.folder import load_config, load_head, save_head
 from draftlab.heads.initial import start_from
-from draftlab.heads.native_config import native_config
+from draftlab.heads.vllm_config import native_config
 from tests.helpers.dense_attention import run_llama4_head
 from tests.helpers.head_toys import LLAMA3, make_config, make_head
 from tests.helpers.llama4_reader import Reader, half_split, pairs

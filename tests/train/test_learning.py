@@ -118,17 +118,17 @@ def test_a_validation_that_falls_is_said_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = MetricsLog(tmp_path, TrainSettings())
-    assert log.fallen() is None  # nothing was written
+    assert log.overfitting_warning() is None  # nothing was written
     log.write({"step": 1, "loss": [1.0]})
     for step, length in ((100, 1.5), (200, None), (300, 1.8), (400, 1.79)):
         log.write({"step": step, "validation": {"walk_al": length}})
-    assert log.fallen() is None  # by less than chance moves it
+    assert log.overfitting_warning() is None  # by less than chance moves it
     log.write({"step": 500, "validation": {"walk_al": 1.7}})
-    said = log.fallen()
+    said = log.overfitting_warning()
     assert said is not None
     assert said.startswith("validation was better at step 300 (predicted AL 1.800, now 1.700)")
     log.write({"step": 600, "validation": {"walk_al": 1.9}})
-    assert log.fallen() is None
+    assert log.overfitting_warning() is None
 
     target, heard = orthogonal_parts(), RecordingMonitor()
     store = ListStore([toy_answer(target, i) for i in range(10)])

@@ -52,11 +52,11 @@ def test_one_gradient_that_is_not_finite_is_noticed(
 def test_losses_that_are_not_finite_are_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = Window.row
+    usual = Window.compute
 
     def row(self: Window, *arguments: Any, **options: Any) -> dict[str, Any]:
         return usual(self, *arguments, **options) | {"loss": [1.0, math.inf, 1.0]}
 
-    monkeypatch.setattr(Window, "row", row)
+    monkeypatch.setattr(Window, "compute", row)
     with pytest.raises(UserError, match=r"losses \[1\.0, inf, 1\.0\]"):
         train(tmp_path, steps=2, log_every=1)

@@ -1,7 +1,8 @@
 """Wilks' G-test of counts against exact cell probabilities, its power and the samples it needs.
 
 The chi-square distributions and the statistic are scipy's. This module adds the pooling of rare
-cells, impossible outcomes and the search for a sample size.
+cells, impossible outcomes and the search for a sample size. `certify.py` runs the test on an
+engine.
 """
 
 from __future__ import annotations

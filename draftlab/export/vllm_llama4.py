@@ -7,7 +7,7 @@ embeddings, since older versions require a checkpoint to hold every tensor.
 
 from __future__ import annotations
 
-from draftlab.export.native import HeadFolderLayout
+from draftlab.export.vllm_sglang import HeadFolderLayout
 
 
 class VllmLlama4(HeadFolderLayout):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftlab.export.launch_text import sglang_text
 from draftlab.export.layout import Export, check_width
-from draftlab.export.native import HeadFolderLayout, refuse_own_embeddings
+from draftlab.export.vllm_sglang import HeadFolderLayout, refuse_own_embeddings
 
 
 class VllmEagle(HeadFolderLayout):

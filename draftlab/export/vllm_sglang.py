@@ -16,7 +16,7 @@ from draftlab.errors import UserError
 from draftlab.export.launch_text import sglang_text, vllm_text
 from draftlab.export.layout import Export, Layout, check_width
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.native_config import native_config
+from draftlab.heads.vllm_config import native_config
 
 MIDLAYER, LAYER = "midlayer.", "layers.0."
 
