@@ -132,7 +132,7 @@ def test_a_validation_that_falls_is_said_at_the_end(
 
     target, heard = orthogonal_parts(), RecordingMonitor()
     store = ListStore([toy_answer(target, i) for i in range(10)])
-    monkeypatch.setattr(MetricsLog, "fallen", lambda self: "it fell")
+    monkeypatch.setattr(MetricsLog, "overfitting_warning", lambda self: "it fell")
     trained(tmp_path / "run", store, target, heard, steps=2)
     assert heard.lines[-1] == "it fell"
 
