@@ -129,5 +129,8 @@ def test_steps_equal_the_references(
             emitted = one[row][K + 1] + 1
             assert one[row][:emitted] == other[row][:emitted], (number, row)
             assert one[row][K + 1 : K + 3] == other[row][K + 1 : K + 3], (number, row)
+            bits = [packed[row][K + 3 :][: packed[row][K + 2]] for packed in (one, other)]
+            chances = [torch.tensor(each, dtype=torch.int32).view(torch.float32) for each in bits]
+            torch.testing.assert_close(*chances, rtol=1e-4, atol=1e-5)  # of each draft verified
     assert {row[K + 2] for one, _ in actual for row in one[:2]} >= {K, 0}  # capped near the end
     assert verified > K

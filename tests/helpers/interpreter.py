@@ -11,11 +11,15 @@ test that runs the whole file again in a process where the variable is set:
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,18 +41,59 @@ compiles = pytest.mark.skipif(
 )
 
 
+# What tests of kernels import is imported once: that takes as long as most of these tests. The
+# server imports no test itself, so that pytest rewrites the assertions in each child.
+SERVER = """
+import os, sys
+import hypothesis, pytest, torch, transformers.modeling_utils, triton
+import draftlab.engine.engine, draftlab.train.loop
+torch.set_num_threads(1)
+for line in sys.stdin:
+    file, log = line.rstrip().split(chr(9))
+    child = os.fork()
+    if child == 0:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        status = pytest.main([file, "-x", "-p", "no:cacheprovider"])
+        sys.stdout.flush()
+        os._exit(int(status))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@cache
+def interpreter_server() -> subprocess.Popen[str]:
+    """Start a process whose children run files of tests with interpreted kernels.
+
+    It ends when its standard input is closed, at the latest where this process ends.
+    """
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(server.communicate)  # waits, so that its time counts as time of the tests
+    return server
+
+
 def run_in_the_interpreter(file: str) -> None:
     """Assert that the tests of a file (its `__file__`) pass with interpreted kernels."""
     pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", file, "-x", "-p", "no:cacheprovider"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
-    assert "skipped" in done.stdout  # the test that called this function
+    server = interpreter_server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "output"
+        print(file, log, sep="\t", file=server.stdin, flush=True)
+        status = server.stdout.readline().strip()
+        output = log.read_text() if log.exists() else "no output"
+    assert status == "0", output
+    assert " passed" in output
+    assert "skipped" in output  # the test that called this, in there
 
 
 def leave_out_needless_work() -> None:
