@@ -40,7 +40,7 @@ def accuracies(trainer: Trainer, target: TargetParts) -> tuple[float, float]:
 def test_first_draft_and_the_rest_are_learnt(tmp_path: Path) -> None:
     target = orthogonal_parts()
     store = ListStore([toy_answer(target, i) for i in range(300)])
-    first, others = accuracies(trained(tmp_path, store, target), target)
+    first, others = accuracies(trained(tmp_path, store, target, steps=120), target)
     assert first > 0.95
     assert others > 0.95
 
@@ -52,7 +52,7 @@ def test_masks_that_skip_the_first_draft_fail_to_learn_it(
     monkeypatch.setattr("draftlab.train.batch.loss_rows.loss_reach", bug)
     target = orthogonal_parts()
     store = ListStore([toy_answer(target, i) for i in range(300)])
-    trainer = trained(tmp_path, store, target)
+    trainer = trained(tmp_path, store, target, steps=120)
     monkeypatch.undo()
     first, others = accuracies(trainer, target)
     assert first < 0.5
