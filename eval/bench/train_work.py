@@ -115,7 +115,7 @@ class RecordsInMemory:
     """Records in memory, with the part of a store's interface that packing uses."""
 
     records: Sequence[Record]
-    on_disk = True  # records that can be pickled serve packing processes as well
+    on_disk = True  # records that can be pickled serve data workers as well
 
     def views(self, indices: Sequence[int]) -> list[Record]:
         return [self.records[index] for index in indices]

@@ -36,6 +36,12 @@ from draftlab.formatting import exit_text
 from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import Batch
 
+_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",  # a context would take memory of the GPU
+    # glibc keeps freed memory, so that each batch does not fault in new pages.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+}
 _SERVE = "from draftlab.train.batch.workers import serve; serve({}, {})"
 
 
@@ -135,7 +141,7 @@ class _Worker:
         self.pipe, worker_end = Pipe()
         descriptors = worker_end.fileno(), self.file.fileno()
         paths = [path or os.getcwd() for path in sys.path if isinstance(path, str)]
-        environment = {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+        environment = {"PYTHONPATH": os.pathsep.join(paths)} | _ENVIRONMENT
         with worker_end:
             self.process = subprocess.Popen(
                 # -P: the working directory is not searched for modules.
