@@ -120,7 +120,7 @@ def test_the_verbs_of_the_command_line(tmp_path: Path) -> None:
         (("split", store, "--out", "e"), "a folder for each part, found 1"),
         (("split", store, "--out", "e", "--out", "a"), "one with files"),
         (("split", store, "--out", "a", "--out", "b", "--shares", "1,x"), "2 positive shares"),
-        (("split", store, *2 * ("--out", "e")), "found one twice"),
+        (("split", store, *2 * ("--out", "e")), "same one twice"),
         (("split", store, "--out", "e", "--out", "f", "--shares", "999,1"), f"none of {count}"),
         (("sample", "c", "--out", "e", "--records", "999"), "at most the store's"),
         (("merge", "nowhere", "--out", "e"), "manifest.json"),

@@ -139,7 +139,7 @@ def test_inspect_reports_that_an_online_store_has_no_states(tmp_path: Path) -> N
     workshop = new_workshop(tmp_path)
     result = draftlab(workshop, "record", "small.yaml", "record.online=true")
     assert result.exit_code == 0, result.output
-    assert "nothing is stored" in result.output
+    assert "computed during training" in result.output
     result = draftlab(workshop, "inspect", "runs/small/store")
     assert result.exit_code == 2
     assert "this store holds no states" in result.output

@@ -129,5 +129,5 @@ def test_store_split_keeps_prompts_together(tmp_path: Path) -> None:
     result = draftlab(tmp_path, "store", "split", "t", "--out", "c", "--out", "d")
     assert result.exit_code == 2
     assert "found none of 2 for d" in result.output
-    assert "all records answer one prompt" in " ".join(result.output.split())
+    assert "the records answer 1 prompt" in " ".join(result.output.split())
     assert not (tmp_path / "c").exists()
