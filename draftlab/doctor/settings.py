@@ -15,6 +15,6 @@ class DoctorSettings(Settings):
     max_prompts: int = Field(default=16, ge=2)
     """Prompts taken from its start; intervals are over these."""
     max_new_tokens: int = Field(default=64, ge=8)
-    """Of each answer."""
+    """Tokens of each answer."""
     k: int | None = Field(default=None, ge=1)
     """Drafts a step; None: what the head was trained for, at most 4."""

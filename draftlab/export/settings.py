@@ -1,4 +1,4 @@
-"""Which programs heads are written for, and how; free of torch, like every room's settings."""
+"""The settings of exports. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_a_head_of_the_last_state_needs_no_boundaries(tmp_path: Path) -> None:
     new_workshop(tmp_path)
     text = said(tmp_path, "train", "small.yaml", *EAGLE)
     assert "boundaries: none, eagle heads read only the last state" in text
-    assert "draft vocabulary: all 289 tokens" in text
+    assert "draft vocabulary: all 289 tokens, predicted by the target's lm_head" in text
     run = tmp_path / "runs" / "small"
     store, config = Store.open(run / "store"), load_config(run / "head")
     assert store.identity.boundaries == ()
