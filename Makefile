@@ -62,7 +62,7 @@ parity-check: setup  ## what the checks run of them: speculators, and a vLLM tha
 	$(SPECULATORS) --head reference --random norm_before_residual --prompts 3 --max-new-tokens 32 \
 		--steps 4 $(OR_SKIPPED)
 	if eval/parity/setup_vllm.sh --check; then \
-		$(VLLM) --head reference --random 'llama: (eagle3|ptd, 1 layer)$$' --prompts 4 \
+		$(VLLM) --head reference --random 'llama: (eagle3|peagle, 1 layer)$$' --prompts 4 \
 			--max-new-tokens 32; \
 	else echo 'SKIPPED: tokens and counters of vLLM, which is not installed'; fi
 

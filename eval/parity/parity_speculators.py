@@ -1,4 +1,4 @@
-"""Compare a head's training outputs in draftlab and in the speculators library, in float32.
+"""Compare a head's training outputs in draftlab and in the speculators library, in float64.
 
     .venv/bin/python eval/parity/parity_speculators.py [--head FOLDER|reference] [--prompts 6]
 
@@ -6,7 +6,8 @@ The target's greedy answers are recorded in float32 and packed into one row. Ste
 training-time test, or depths 0 .. L − 1 of a parallel head, run in the objective that trains the
 family and in the library's own forward on the exported head. The output of fc, what is fed back
 (the output before the last norm, or after it with norm_output) and the logits are compared at every
-row that both compute. The largest difference of each must stay below 1e-5 of the largest value.
+row that both compute. Both compute in
+float64. The largest difference of each must stay below 1e-12 of the largest value.
 There are two masks: with `all` every token has loss, so every row is compared; with `answers` spans
 are real, which shows that skipped rows do not matter. `--random` compares random heads of all
 shapes that the layout can hold, for the target and for a random Qwen3 with tied embeddings, with
@@ -50,7 +51,7 @@ from draftlab.store.store import Record
 from draftlab.target_model.model import Target
 from draftlab.train.batch.packing import Batch, pack
 
-TOLERANCE = 1e-5
+TOLERANCE = 1e-12
 PAGE = ("speculators, equal outputs of training's forward", (
     "date", "head", "mask", "versions", "steps", "rows of step 0 … last", "max abs(logits)",
     "largest difference / largest value: fc, fed back, logits", "argmax equal", "equal",
@@ -188,11 +189,13 @@ def new_case(
     """Return a case of a target's answers."""
     records = [replace(r, spans=torch.ones_like(r.spans)) if mask == "all" else r for r in answered]
     batch = pack([records], sum(len(r.tokens) for r in records), num_steps)
-    if subject.head.config.family == "peagle":
-        # The library counts rows on over all documents, so float32 rounds other angles than ours.
-        documents = batch.documents[0]
-        rows = library_rows(torch.arange(len(documents)), documents)
-        batch = replace(batch, positions=rows[None])
+    documents = batch.documents[0]
+    if subject.head.config.family == "peagle":  # the library counts rows on over all documents
+        positions = library_rows(torch.arange(len(documents)), documents)[None]
+    else:  # the library gives a feature the position of the token after it
+        positions = batch.positions + 1
+    # Only differences of positions matter, but float32 rounds the angles of each differently.
+    batch = replace(batch, features=batch.features.double(), positions=positions)
     place.mkdir()
     return Case(subject, mask, records, batch, num_steps, place)
 
@@ -200,10 +203,11 @@ def new_case(
 def compare_case(case: Case, attention: str) -> tuple[list[str], bool]:
     """Return a row of the page, after the library has answered, and whether all is equal."""
     head, name = case.subject.head, case.subject.name
+    head.double()
     library, report = answer(case.answer, case.subject, case.num_steps)
     steps = ours(head, case.batch)
     worst, same, fault = compare(steps, library, case.batch.documents[0], TOLERANCE)
-    fused = torch.cat([head.project_features(r.features[:-1]) for r in case.records])
+    fused = torch.cat([head.project_features(r.features[:-1].double()) for r in case.records])
     if isinstance(head, PeagleHead):
         masked = head.mask_state().expand(len(library["fc"]) - len(fused), -1)
         fused = torch.cat([fused, masked])

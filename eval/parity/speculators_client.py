@@ -7,7 +7,7 @@ draftlab, and draftlab must not import it::
 
 More such pairs may follow. The program writes ``answer.safetensors`` and, beside it,
 ``answer.json`` (versions, and how the checkpoint's tensors differ from the head's). The library's
-``from_pretrained`` loads the head in float32, and its ``forward`` (teacher-forced training steps)
+``from_pretrained`` loads the head, which computes in float64, and its ``forward`` (teacher-forced training steps)
 runs once. Hooks record the values, because that forward returns neither hidden states nor logits.
 
 A request is a JSON object (unknown keys are refused)::
@@ -144,6 +144,7 @@ def load_head(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
     config.speculators_config.verifier.name_or_path = str(request["target"])
     config.transformer_layer_config._attn_implementation = _ATTENTION[request["attention"]]
     model = SpeculatorModel.from_pretrained(str(draft), config=config, dtype=torch.float32).eval()
+    compute_in_float64(model)
 
     saved = checkpoint_shapes(draft)
     state = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -156,6 +157,33 @@ def load_head(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
             if saved[name] != state[name]
         ),
     }
+
+
+def compute_in_float64(model: Any) -> None:
+    """Make the head compute in float64, its norms too, which round to float32 by themselves.
+
+    Float32 would say little: random heads amplify differences of its last bit 170 times.
+
+    Raises:
+        RuntimeError: a norm of the library is not the root-mean-square norm of torch.
+    """
+    import torch
+    from torch.nn import functional
+
+    model.double()
+    for name, norm in model.named_modules():
+        if not type(norm).__name__.endswith("RMSNorm"):
+            continue
+        weight, eps = norm.weight, norm.variance_epsilon
+
+        def forward(x: Any, weight: Any = weight, eps: float = eps) -> Any:
+            return functional.rms_norm(x, weight.shape, weight, eps)
+
+        values = torch.linspace(-3, 2, len(weight), dtype=torch.float64)
+        difference = float((norm(values) - forward(values)).abs().max())
+        if not difference < 1e-5:
+            raise RuntimeError(f"{name} is not torch's rms_norm: {difference:.3g} apart")
+        norm.forward = forward
 
 
 def document_slices(document_ids: torch.Tensor) -> list[slice]:
@@ -187,12 +215,12 @@ def make_rows(features: Tensors, hidden_size: int) -> Tensors:
         count = part.stop - part.start
         rows = shift_batch(
             {
-                "hidden_states": features["hidden_states"][part].float(),
+                "hidden_states": features["hidden_states"][part].double(),
                 "input_ids": features["input_ids"][part].long(),
                 "position_ids": torch.arange(count),
                 "loss_mask": torch.ones(count, dtype=torch.bool),
                 # Only the loss depends on these states, and it is not used.
-                "verifier_last_hidden_states": torch.zeros(count, hidden_size),
+                "verifier_last_hidden_states": torch.zeros(count, hidden_size, dtype=torch.float64),
                 "lengths": torch.tensor([count]),
             }
         )

@@ -63,7 +63,7 @@ def request(
     subject.export(draft)
     save_file(
         {
-            "hidden_states": batch.features[0].float().contiguous(),
+            "hidden_states": batch.features[0].contiguous(),
             "input_ids": batch.tokens[0].contiguous(),
             "document_ids": documents.contiguous(),
             **chosen,
