@@ -7,8 +7,9 @@ draftlab, and draftlab must not import it::
 
 More such pairs may follow. The program writes ``answer.safetensors`` and, beside it,
 ``answer.json`` (versions, and how the checkpoint's tensors differ from the head's). The library's
-``from_pretrained`` loads the head, which computes in float64, and its ``forward`` (teacher-forced training steps)
-runs once. Hooks record the values, because that forward returns neither hidden states nor logits.
+``from_pretrained`` loads the head, which computes in float64. Its ``forward`` (teacher-forced
+training steps) runs once. Hooks record the values, because that forward returns neither hidden
+states nor logits.
 
 A request is a JSON object (unknown keys are refused)::
 
