@@ -1,15 +1,18 @@
-"""Files from elsewhere: no code of theirs runs, nothing outside their folder is read."""
+"""Files from elsewhere: no code of theirs runs, nothing outside of their folder is read."""
 
 from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from draftlab.doctor.diagnose import diagnose
@@ -22,10 +25,15 @@ from draftlab.heads.folder import CONFIG, WEIGHTS, load_head
 from draftlab.pipeline.head_spec import target_config
 from draftlab.pipeline.resolve import reference_head
 from draftlab.progress import Monitor
+from draftlab.store.manifest import MANIFEST, Manifest
+from draftlab.store.merge_split_sample import merge
+from draftlab.store.receipts import Receipts
+from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.parts import load_parts, read_tensor
 from draftlab.target_model.settings import TargetSettings
+from tests.helpers.table_target import record_table, samples_of_lengths
 from tests.helpers.toys import toy_target_folder
 
 EMBEDDED = resolve_target(TargetSettings())
@@ -126,6 +134,87 @@ def test_a_targets_index_leads_nowhere_else(tmp_path: Path) -> None:
     (target / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="beside the index"):
         read_tensor(target, "model.norm.weight")
+
+
+# Stores
+
+SHARD = "shard-00000.safetensors"
+SAMPLES = samples_of_lengths([12, 9, 25])
+
+
+def rename_shard(manifest: Path, name: str) -> None:
+    fields = json.loads(manifest.read_text())
+    fields["shards"][0]["file"] = name
+    manifest.write_text(json.dumps(fields))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store and, beside it, a folder with a shard and a config that are none of its files."""
+    folder = tmp_path_factory.mktemp("stranger")
+    record_table(folder / "store", SAMPLES)
+    for name in ("", "x", ".x", "victim"):
+        (folder / "store" / name).mkdir(exist_ok=True)
+    shutil.copytree(folder / "store", folder / "victim")
+    (folder / "victim" / "config.json").write_text("{}")
+    return folder
+
+
+@given(
+    st.text()
+    | st.sampled_from(
+        ["../victim/", "x/../../victim/", "/", "", "./", "shard-00000.safetensors/../"]
+    ).map(lambda folder: f"{folder}{SHARD}")
+    | st.sampled_from(["config.safetensors", "shard-0.safetensors", f"{SHARD}\n", f"\0{SHARD}"])
+    | st.from_regex(r"shard-\d{5}\.safetensors", fullmatch=True)
+)
+def test_a_manifest_names_shards_beside_itself_only(stranger: Path, name: str) -> None:
+    rename_shard(stranger / "store" / MANIFEST, name)
+    if re.fullmatch(r"shard-[0-9]{5,}\.safetensors", name):
+        assert Manifest.read(stranger / "store" / MANIFEST).shards[0].file == name
+        return
+    with pytest.raises(UserError, match=r"shards\.0\.file") as caught:
+        Manifest.read(stranger / "store" / MANIFEST)
+    assert caught.value.where.endswith(MANIFEST)
+    assert "shard-NNNNN.safetensors" in caught.value.do
+
+
+READERS_OF_STORES: list[Callable[[Path], object]] = [
+    lambda folder: Store.open(folder),
+    lambda folder: merge([Store.open(folder)], folder.parent / "merged", Monitor()),
+    lambda folder: Receipts.from_published(folder),
+    lambda folder: record_table(folder, SAMPLES),
+]
+
+
+@pytest.mark.parametrize("read", READERS_OF_STORES)
+@pytest.mark.parametrize("name", [f"../victim/{SHARD}", "x/../../victim/config.safetensors"])
+def test_a_store_leads_nowhere_else(
+    stranger: Path, tmp_path: Path, read: Callable[[Path], object], name: str
+) -> None:
+    folder = shutil.copytree(stranger, tmp_path / "copy")
+    rename_shard(folder / "store" / MANIFEST, name)
+    before = {path: path.stat().st_nlink for path in (folder / "victim").rglob("*")}
+    with pytest.raises(UserError, match=r"shards\.0\.file"):
+        read(folder / "store")
+    assert {path: path.stat().st_nlink for path in (folder / "victim").rglob("*")} == before
+    assert not (folder / "merged").exists()
+
+
+@pytest.mark.parametrize("read", [READERS_OF_STORES[0], READERS_OF_STORES[-1]])
+def test_a_link_out_of_a_store_is_refused(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    store, secret = tmp_path / "store", tmp_path / "secret.safetensors"
+    record_table(store, SAMPLES)
+    shutil.move(store / SHARD, secret)
+    (store / SHARD).symlink_to(secret)
+    with pytest.raises(UserError, match="leads out of it") as caught:
+        read(store)
+    assert caught.value.where.endswith(SHARD)
+    (tmp_path / "moved").symlink_to(store)  # the store itself may be a link
+    shutil.move(secret, store / "other.safetensors")
+    (store / SHARD).unlink()
+    (store / SHARD).symlink_to("other.safetensors")
+    assert len(Store.open(tmp_path / "moved")) == 3
 
 
 # Configs

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftlab.errors import UserError
 from draftlab.files import read_json
+from draftlab.settings import describe_errors
 
 if TYPE_CHECKING:
     from draftlab.target_model.metadata import TargetMetadata
@@ -116,7 +117,7 @@ class _Strict(BaseModel):
 class Shard(_Strict):
     """A shard: its records in stored order, their batches, and the hash of the committed file."""
 
-    file: str
+    file: Annotated[str, Field(pattern=r"^shard-[0-9]{5,}\.safetensors$")]
     ids: list[str]
     lengths: list[int]
     temperatures: list[float | None]
@@ -135,9 +136,25 @@ class Shard(_Strict):
         """Number of stored positions."""
         return sum(self.lengths)
 
+    def path(self, folder: Path) -> Path:
+        """Return the path of a shard's file in the store's folder.
+
+        Raises:
+            UserError: it is a symbolic link that leads out of the folder.
+        """
+        path = folder / self.file
+        if path.is_symlink() and path.resolve().parent != folder.resolve():
+            raise UserError(
+                "expected shards in the store's folder, found a symbolic link that leads out of it",
+                where=path,
+                do="copy the file that it leads to into the store, if you trust it; whoever made "
+                "this store chose which of your files it leads to",
+            )
+        return path
+
     def problem(self, folder: Path) -> str | None:
         """Return what is wrong with the existence or size of a shard's file; None if nothing."""
-        path = folder / self.file
+        path = self.path(folder)
         if not path.is_file():
             return "a shard of the store is missing"
         size = path.stat().st_size
@@ -213,6 +230,9 @@ class Manifest(_Strict):
             return cls.model_validate(fields)
         except ValidationError as error:
             raise UserError(
-                f"expected a store's manifest, found one that does not fit the schema: {error}",
+                "expected a store's manifest, found one that does not fit the schema:\n  "
+                + describe_errors(error),
                 where=path,
+                do="record again, or fetch the store again; a shard's file is shard-NNNNN."
+                "safetensors beside the manifest",
             ) from None

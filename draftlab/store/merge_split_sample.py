@@ -45,7 +45,7 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
         for store in stores:
             for shard in store.manifest.shards:
                 file = f"shard-{len(shards):05d}.safetensors"
-                _link(store.folder / shard.file, new / file)
+                _link(shard.path(store.folder), new / file)
                 shards.append(shard.model_copy(update={"file": file}))
                 monitor.progress("merge", len(shards), total)
         _write_manifest(

@@ -52,7 +52,7 @@ class OnlineStore(Store):
         settings, samples = self.manifest.settings, [self.samples[i] for i in indices]
         lengths = [len(sample.token_ids) for sample in samples]
         shard = Shard(
-            file="",
+            file="shard-00000.safetensors",  # it is never written
             ids=[sample.id for sample in samples],
             lengths=lengths,
             temperatures=[sample.temperature for sample in samples],

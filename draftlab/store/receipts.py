@@ -117,7 +117,8 @@ class Receipts:
             A file descriptor that holds the claim until it is closed; None if another process has
             the claim, or the shard is committed.
         """
-        descriptor = os.open(self._claim_path(shard), os.O_RDWR | os.O_CREAT, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        descriptor = os.open(self._claim_path(shard), flags, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:

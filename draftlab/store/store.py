@@ -244,7 +244,7 @@ class Store:
             UserError: the first shard with other bytes than were written.
         """
         for shard in self.manifest.shards:
-            path = self.folder / shard.file
+            path = shard.path(self.folder)
             digest = sha256_file(path) if path.is_file() else "no file"
             if digest != shard.sha256:
                 raise UserError(
@@ -267,7 +267,7 @@ class Store:
         """Return the mapped tensors of a shard, which is opened and checked on first use."""
         if number not in self._shards:
             shard = self.manifest.shards[number]
-            path = self.folder / shard.file
+            path = shard.path(self.folder)
             try:
                 file = safe_open(path, "pt")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
