@@ -11,22 +11,36 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, read_json, sha256_file, write_json
+from draftlab.files import atomic_path, canonical_json, read_json, sha256_file, write_json
 from draftlab.progress import Monitor
-from draftlab.text.conversations import (
-    Conversation,
-    parse_conversation,
-    read_conversations,
-    write_conversations,
-)
+from draftlab.text.conversations import Conversation, parse_conversation
 
 _FORMAT = "draftlab answers 1"
+
+
+@dataclass
+class AnswerCounts:
+    """Counts of a file's conversations and answers, and of the answers that did not end."""
+
+    conversations: int = 0
+    answers: int = 0
+    tokens: int = 0
+    unfinished: int = 0
+
+    def add(self, conversation: Conversation) -> None:
+        """Count one conversation."""
+        self.conversations += 1
+        self.answers += len(conversation.answers)
+        self.tokens += sum(len(answer.token_ids) for answer in conversation.answers)
+        self.unfinished += sum(answer.finish == "length" for answer in conversation.answers)
 
 
 class AnswerFile:
@@ -37,38 +51,44 @@ class AnswerFile:
         self.manifest = path.with_suffix(".json")
         self.partial = path.with_name(path.stem + ".partial.jsonl")
 
-    def read_complete(self) -> list[Conversation] | None:
-        """Return the answers if the file is complete, else None.
+    def is_complete(self) -> bool:
+        """Return whether the file is complete.
 
         Raises:
             UserError: it has another identity; the error names every value that differs.
         """
         if not self.manifest.exists():
-            return None
+            return False
         manifest = read_json(self.manifest, kind="manifest of answers")
         self._check_identity(manifest.get("made_with", {}), self.manifest)
         if not self.path.exists() or sha256_file(self.path) != manifest.get("sha256"):
             self.monitor.say(
                 f"answers: {self.path} differs from its manifest; it is generated again"
             )
-            return None
+            return False
         self.partial.unlink(missing_ok=True)
-        conversations = read_conversations(self.path)
-        self.monitor.say(f"answers: all {len(conversations):,} conversations are there")
-        return conversations
+        count = manifest.get("conversations", 0)
+        self.monitor.say(f"answers: all {count:,} conversations are there")
+        return True
 
-    def complete(self, conversations: Sequence[Conversation], counts: dict[str, int]) -> None:
+    def complete(self, counts: AnswerCounts, dropped: int) -> None:
         """Write the final file and then its manifest, and remove the partial file."""
-        write_conversations(self.path, conversations)
-        digest = sha256_file(self.path)
-        write_json(self.manifest, {"made_with": self.identity, **counts, "sha256": digest})
+        with (
+            open(self.partial, "rb") as partial,
+            atomic_path(self.path) as temporary,
+            open(temporary, "wb") as file,
+        ):
+            partial.readline()  # the header
+            shutil.copyfileobj(partial, file)
+        fields = {"made_with": self.identity, **asdict(counts), "dropped": dropped}
+        write_json(self.manifest, {**fields, "sha256": sha256_file(self.path)})
         self.partial.unlink()
 
     @contextmanager
     def open_partial(
         self, ids: Sequence[str], chunk_size: int
-    ) -> Iterator[tuple[list[Conversation], BinaryIO]]:
-        """Open and lock the partial file; yield the conversations of its whole chunks, and it.
+    ) -> Iterator[tuple[AnswerCounts, BinaryIO]]:
+        """Open and lock the partial file; yield the counts of its whole chunks, and it.
 
         Args:
             ids: the ids of all conversations, in order.
@@ -83,7 +103,7 @@ class AnswerFile:
                     "another process is writing these answers", where=self.partial
                 ) from None
             file.seek(0)
-            header, *lines = file.readlines() or [b""]
+            header = file.readline()
             if header.endswith(b"\n"):
                 self._check_header(header)
             else:  # a new file, or one whose first write was interrupted
@@ -91,25 +111,42 @@ class AnswerFile:
                 header = canonical_json({"format": _FORMAT, "made_with": self.identity}).encode()
                 header += b"\n"
                 file.write(header)
-            valid = [line for line in lines if line.endswith(b"\n")]
-            if len(valid) != len(ids):  # only the last chunk may be shorter
-                valid = valid[: len(valid) // chunk_size * chunk_size]
-            if len(valid) < len(lines):
+            ends = [len(header)]  # of the header and of each whole line
+            torn = 0
+            for line in file:
+                if line.endswith(b"\n"):
+                    ends.append(ends[-1] + len(line))
+                else:
+                    torn = 1
+            valid = len(ends) - 1
+            if valid != len(ids):  # only the last chunk may be shorter
+                valid = valid // chunk_size * chunk_size
+            if lines := len(ends) - 1 + torn - valid:
                 self.monitor.say(
-                    f"answers: the last write was interrupted; {len(lines) - len(valid):,} lines "
-                    "are generated again"
+                    f"answers: the last write was interrupted; {lines:,} lines are generated again"
                 )
-                file.truncate(len(header) + sum(map(len, valid)))
-            done = [parse_conversation(line, self.partial, n)[0] for n, line in enumerate(valid, 2)]
-            if [conversation.id for conversation in done] != list(ids[: len(done)]):
+                file.truncate(ends[valid])
+            counts = self._count(file, ends[0], ids)
+            if counts.conversations:
+                self.monitor.say(
+                    f"answers: resuming after {counts.conversations:,} of {len(ids):,}"
+                )
+            yield counts, file
+
+    def _count(self, file: BinaryIO, start: int, ids: Sequence[str]) -> AnswerCounts:
+        """Count the conversations from byte `start` on, and check that they are the first ones."""
+        counts = AnswerCounts()
+        file.seek(start)
+        for line in file:
+            conversation, _ = parse_conversation(line, self.partial, counts.conversations + 2)
+            if [conversation.id] != list(ids[counts.conversations :][:1]):
                 raise UserError(
                     "expected answers in the order of the prompts, found another order",
                     where=self.partial,
                     do="delete the file to generate the answers again",
                 )
-            if done:
-                self.monitor.say(f"answers: resuming after {len(done):,} of {len(ids):,}")
-            yield done, file
+            counts.add(conversation)
+        return counts
 
     @staticmethod
     def append(file: BinaryIO, conversations: Sequence[Conversation]) -> None:

@@ -10,32 +10,36 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from itertools import product, takewhile
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from threading import Event, Lock
-from typing import Any
+from threading import Lock
 
 from transformers import PreTrainedTokenizerBase
 
-from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
 from draftlab.files import sha256_text
 from draftlab.progress import Monitor
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
-from draftlab.text.answer_file import AnswerFile
+from draftlab.text.answer_file import AnswerCounts, AnswerFile
+from draftlab.text.answer_rounds import AnswerGenerator, Draft, no_room, split_rounds
 from draftlab.text.answer_workers import Decode, engine_decode, map_in_order
 from draftlab.text.chat_template import (
     RenderError,
-    prompt_ids,
+    encode_prompt,
+    omitted_roles,
     stop_ids,
     template_sha256,
     tokenizer_sha256,
 )
-from draftlab.text.conversations import Answer, Conversation, answer_id, write_conversations
+from draftlab.text.conversations import Conversation, answer_id, write_conversations
 from draftlab.text.prompts import select_answered
+from draftlab.text.reasons import Reasons
 from draftlab.text.settings import RegenerateSettings
+
+MANY_UNFINISHED = 0.25
+"""Share of answers that reached their length limit, from which on a line warns of it."""
 
 
 def regenerate(
@@ -49,11 +53,13 @@ def regenerate(
     monitor: Monitor,
     decode: Decode | None = None,
     extra_decoders: Sequence[Decode] = (),
-) -> list[Conversation]:
+) -> None:
     """Generate the answers to the prompts and write them to `path` (JSONL), in prompt order.
 
     Every assistant turn is generated anew, in rounds: a later turn answers the target's own earlier
-    answers. A second call resumes where the first was interrupted, or reads the complete file.
+    answers, each as the message that a server would return for it. A second call resumes where the
+    first was interrupted. Prompts that the template refuses, or that leave no room for an answer,
+    are dropped and counted.
 
     Args:
         target: may be None with `enabled: false`; `TargetMetadata` requires `decode`.
@@ -62,10 +68,6 @@ def regenerate(
         extra_decoders: work in parallel to it. Each decodes whole chunks, so the answers do not
             depend on which one decodes a chunk.
 
-    Returns:
-        The answered conversations. Prompts that the template refuses, or that leave no room for an
-        answer, are dropped and counted.
-
     Raises:
         UserError: the file has answers generated in another way, or no prompt can be answered.
     """
@@ -73,7 +75,7 @@ def regenerate(
         answered = select_answered(prompts, monitor)
         write_conversations(path, answered)
         monitor.say(f"answers: {len(answered):,} given conversations, not the target's own")
-        return answered
+        return
     if target is None:
         raise UserError("expected a target to answer the prompts, found none")
     decode = decode or engine_decode(target, settings.batch)
@@ -91,90 +93,55 @@ def regenerate(
         **({} if settings.backend == "paged" else {"backend": settings.backend}),
     }
     answers = AnswerFile(path, identity, monitor)
-    if (complete := answers.read_complete()) is not None:
-        return complete
+    if answers.is_complete():
+        return
     drafts, num_dropped = _start_drafts(tokenizer, prompts, settings, target.max_length, monitor)
     num_turns = sum(len(draft.rounds) for draft in drafts)
     ids = [draft.prompt.id for draft in drafts]
-    with answers.open_partial(ids, settings.piece) as (done, file):
-        throughput = _Throughput(monitor, num_turns, sum(len(c.answers) for c in done))
-        generator = _Generator(tokenizer, settings, seed, stops, target.max_length, throughput)
-        starts = range(len(done), len(drafts), settings.piece)
+    left_out = Reasons()
+    with answers.open_partial(ids, settings.piece) as (counts, file):
+        throughput = _Throughput(monitor, num_turns, counts.answers)
+        generator = AnswerGenerator(
+            tokenizer, settings, seed, stops, target.max_length, throughput.add_answer
+        )
+        starts = range(counts.conversations, len(drafts), settings.piece)
         chunks = [drafts[start : start + settings.piece] for start in starts]
+        del drafts
         decoders = [decode, *extra_decoders]
         finished = map_in_order(generator.answer, chunks, decoders, generator.stopped.set)
         with closing(finished):
             for chunk in finished:
                 conversations = [draft.conversation() for draft in chunk]
-                done += conversations
+                for draft in chunk:
+                    if turns := len(draft.rounds) - len(draft.answers):
+                        left_out.add(draft.end, draft.prompt.id, turns)
+                for conversation in conversations:
+                    counts.add(conversation)
                 answers.append(file, conversations)
-        counts = _counts(done) | {"dropped": num_dropped}
-        answers.complete(done, counts)
-    if counts["answers"] < num_turns:
-        monitor.say(
-            f"answers: {num_turns - counts['answers']:,} later turns were left out: no room, or "
-            "the template refuses them"
-        )
+                chunk.clear()  # the answers are on disk, and there may be millions
+        answers.complete(counts, num_dropped)
+    if earlier := num_turns - counts.answers - left_out.counts.total():
+        monitor.say(f"answers: left out {earlier:,} later turns before this command resumed")
+    for line in left_out.lines("answers: left out {} later turns"):
+        monitor.say(line)
+    _warn_of_cut_answers(counts, settings, monitor)
     monitor.say(
-        f"answers: {counts['answers']:,} with {counts['tokens']:,} tokens in "
-        f"{counts['conversations']:,} conversations; {counts['unfinished']:,} reached their "
+        f"answers: {counts.answers:,} with {counts.tokens:,} tokens in "
+        f"{counts.conversations:,} conversations; {counts.unfinished:,} reached their "
         f"length limit unfinished; {throughput.rate:,.0f} tokens/s"
     )
-    return done
 
 
-def _counts(conversations: list[Conversation]) -> dict[str, int]:
-    answers = [answer for conversation in conversations for answer in conversation.answers]
-    return {
-        "conversations": len(conversations),
-        "answers": len(answers),
-        "tokens": sum(len(answer.token_ids) for answer in answers),
-        "unfinished": sum(answer.finish == "length" for answer in answers),
-    }
-
-
-@dataclass
-class _Draft:
-    """A conversation whose answers are being generated.
-
-    Attributes:
-        rounds: the turns that precede each answer.
-        messages: the conversation so far.
-    """
-
-    prompt: Conversation
-    temperature: float
-    rounds: list[list[dict[str, Any]]]
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-
-    def conversation(self) -> Conversation:
-        """Return the answered conversation, without the turns after its last answer."""
-        roles = [message["role"] for message in self.messages]
-        while roles and roles[-1] != "assistant":
-            roles.pop()
-        return Conversation(
-            self.prompt.id,
-            self.messages[: len(roles)],
-            self.prompt.source,
-            self.temperature,
-            tuple(self.answers),
-            tools=self.prompt.tools,
+def _warn_of_cut_answers(
+    counts: AnswerCounts, settings: RegenerateSettings, monitor: Monitor
+) -> None:
+    share = counts.unfinished / counts.answers
+    if share >= MANY_UNFINISHED:
+        monitor.say(
+            f"warning: answers: {share:.0%} were cut at regenerate.max_new_tokens = "
+            f"{settings.max_new_tokens:,} or at the target's last position, and a head does not "
+            "learn from them how answers end: raise regenerate.max_new_tokens"
         )
-
-
-def _split_rounds(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the turns before each answer, without given answers.
-
-    A tool's result answers a call that the target may not make, so the rounds end before it.
-    """
-    rounds: list[list[dict[str, Any]]] = [[]]
-    for message in takewhile(lambda m: m["role"] != "tool", messages):
-        if message["role"] != "assistant":
-            rounds[-1].append(message)
-        elif rounds[-1]:
-            rounds.append([])
-    return rounds if rounds[-1] else rounds[:-1]
 
 
 def _start_drafts(
@@ -183,28 +150,32 @@ def _start_drafts(
     settings: RegenerateSettings,
     max_length: int,
     monitor: Monitor,
-) -> tuple[list[_Draft], int]:
+) -> tuple[list[Draft], int]:
     """Return a draft per answerable prompt and sample; report and count the dropped prompts."""
-    drafts: list[_Draft] = []
-    dropped: Counter[str] = Counter()
-    first: dict[str, str] = {}
+    drafts: list[Draft] = []
+    dropped, omitted = Reasons(), Reasons()
     for (i, conversation), sample in product(enumerate(prompts), range(settings.samples)):
         temperature = settings.temperatures[(i + sample) % len(settings.temperatures)]
         prompt = replace(conversation, id=answer_id(conversation.id, sample))
-        draft = _Draft(prompt, temperature, _split_rounds(prompt.messages))
+        draft = Draft(prompt, temperature, split_rounds(prompt.messages))
         try:
-            if len(prompt_ids(tokenizer, draft.rounds[0], prompt.tools)) < max_length:
-                drafts.append(draft)
-                continue
-            reason = f"no room for an answer in the target's {max_length:,} positions"
+            encoded = encode_prompt(tokenizer, draft.rounds[0], prompt.tools)
         except RenderError as error:
-            reason = error.what
-        dropped[reason] += 1
-        first.setdefault(reason, prompt.id)
-    for reason, count in dropped.items():
-        monitor.say(f"answers: dropped {count:,} prompts (first: {first[reason]}): {reason}")
+            dropped.add(error.what, prompt.id)
+            continue
+        if len(encoded.ids) >= max_length:
+            dropped.add(no_room(max_length), prompt.id)
+            continue
+        drafts.append(draft)
+        for role in omitted_roles(encoded.text, draft.rounds[0]):
+            omitted.add(f"the chat template leaves out the {role} message", prompt.id)
+    for line in dropped.lines("answers: dropped {} prompts"):
+        monitor.say(line)
+    for line in omitted.lines("warning: answers: {} prompts"):
+        monitor.say(line)
     if not drafts:
-        raise UserError("expected prompts the target can answer, found none: " + "; ".join(dropped))
+        reasons = "; ".join(dropped.counts)
+        raise UserError(f"expected prompts the target can answer, found none: {reasons}")
     id_, count = Counter(draft.prompt.id for draft in drafts).most_common(1)[0]
     if count > 1:  # a prompt has the id of another prompt's second or later answer
         raise UserError(
@@ -213,7 +184,7 @@ def _start_drafts(
             where="regenerate.samples",
             do="rename the prompts whose ids end in ~ and a number",
         )
-    return drafts, dropped.total()
+    return drafts, dropped.counts.total()
 
 
 class _Throughput:
@@ -235,65 +206,3 @@ class _Throughput:
             self.done += 1
             self.tokens += tokens
             self.monitor.progress("answers", self.done, self.total, f"{self.rate:,.0f} tokens/s")
-
-
-@dataclass(frozen=True)
-class _Generator:
-    """Generates the answers of one chunk at a time; `stopped` makes it return early."""
-
-    tokenizer: PreTrainedTokenizerBase
-    settings: RegenerateSettings
-    seed: int
-    stops: frozenset[int]
-    max_length: int
-    throughput: _Throughput
-    stopped: Event = field(default_factory=Event)
-
-    def answer(self, chunk: list[_Draft], decode: Decode) -> None:
-        """Generate the answers of a chunk, round by round."""
-        for number in range(max(len(draft.rounds) for draft in chunk)):
-            pending: dict[str, tuple[_Draft, Request]] = {}
-            for draft in chunk:
-                if request := self._request(draft, number):
-                    pending[request.id] = draft, request
-            if not pending:
-                return
-            requests = [request for _, request in pending.values()]
-            max_length = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-            for generation in decode(requests, max_length):
-                if self.stopped.is_set():
-                    return
-                self._add_answer(*pending[generation.id], generation)
-                self.throughput.add_answer(len(generation.token_ids))
-
-    def _request(self, draft: _Draft, number: int) -> Request | None:
-        """Return the request of round `number`; None once a round could not be answered."""
-        if not len(draft.answers) == number < len(draft.rounds):
-            return None
-        draft.messages += draft.rounds[number]
-        try:
-            ids = prompt_ids(self.tokenizer, draft.messages, draft.prompt.tools)
-        except RenderError:
-            return None
-        room = self.max_length - len(ids)
-        if room < 1:
-            return None
-        return Request(
-            # The id is a key of the sampling noise, so each round has its own.
-            f"{draft.prompt.id}/{number}" if number else draft.prompt.id,
-            ids,
-            min(self.settings.max_new_tokens, room),
-            Sampling(draft.temperature, self.settings.top_k, self.settings.top_p, self.seed),
-            self.stops,
-        )
-
-    def _add_answer(self, draft: _Draft, request: Request, generation: Generation) -> None:
-        ids = generation.token_ids
-        finish = "stop" if generation.finish == "stop" else "length"
-        text = self.tokenizer.decode(
-            list(ids[:-1] if finish == "stop" else ids),
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
-        )
-        draft.messages.append({"role": "assistant", "content": text})
-        draft.answers.append(Answer(request.prompt_ids, ids, finish))

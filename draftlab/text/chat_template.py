@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -123,11 +124,28 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
     return Encoded(text, tuple(out["input_ids"]), offsets)
 
 
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None = None
+) -> Encoded:
+    """Return the conversation with the generation prompt."""
+    return encode(tokenizer, render_text(tokenizer, messages, tools, generation_prompt=True))
+
+
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None = None
 ) -> tuple[int, ...]:
     """Return the token ids of the conversation with the generation prompt."""
-    return encode(tokenizer, render_text(tokenizer, messages, tools, generation_prompt=True)).ids
+    return encode_prompt(tokenizer, messages, tools).ids
+
+
+def omitted_roles(text: str, messages: Messages) -> list[str]:
+    """Return the roles of the messages whose content is not in a rendered text."""
+    roles = {}
+    for message in messages:
+        content = (message.get("content") or "").rpartition("</think>")[2].strip()
+        if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
+            roles[message["role"]] = True
+    return list(roles)
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

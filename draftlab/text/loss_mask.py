@@ -25,6 +25,7 @@ from draftlab.text.chat_template import (
     RenderError,
     Tools,
     encode,
+    encode_prompt,
     generation_blocks,
     render_text,
     special_ids,
@@ -81,7 +82,7 @@ def _last_turn(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None, number: int
 ) -> AssistantTurn:
     """Return the last message, which is answer `number`."""
-    prompt = encode(tokenizer, render_text(tokenizer, messages[:-1], tools, generation_prompt=True))
+    prompt = encode_prompt(tokenizer, messages[:-1], tools)
     full = encode(tokenizer, render_text(tokenizer, messages, tools))
     start = len(prompt.ids)
     if not full.text.startswith(prompt.text):

@@ -14,7 +14,7 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request
 from draftlab.progress import Monitor
 from draftlab.text.answers import regenerate
-from draftlab.text.conversations import Conversation
+from draftlab.text.conversations import Conversation, read_conversations
 from draftlab.text.settings import RegenerateSettings
 from tests.helpers.messages import assistant, user
 from tests.helpers.toys import toy_tokenizer
@@ -68,7 +68,10 @@ def prompts(count: int = 10) -> list[Conversation]:
 
 
 def generate(path: Path, decoder: FakeDecoder | None = None, **changes: Any) -> list[Conversation]:
-    """Call `regenerate` with a fake target and decoder; `changes` replace its arguments."""
+    """Write answers with a fake target and decoder, and read them.
+
+    `changes` replace arguments of `regenerate`.
+    """
     arguments = {
         "target": fake_target(),
         "tokenizer": toy_tokenizer(),
@@ -78,4 +81,5 @@ def generate(path: Path, decoder: FakeDecoder | None = None, **changes: Any) -> 
         "monitor": Monitor(),
         "decode": decoder or FakeDecoder(),
     }
-    return regenerate(path=path, **arguments | changes)
+    regenerate(path=path, **arguments | changes)
+    return read_conversations(path)

@@ -7,5 +7,5 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
+def assistant(text: str, **fields: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text, **fields}

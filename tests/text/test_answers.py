@@ -104,7 +104,7 @@ def test_prompts_without_room_are_dropped_and_counted(tmp_path: Path):
     assert [len(c.messages) for c in conversations] == [2, 2]
     assert all(1 <= len(c.answers[0].token_ids) <= 3 for c in conversations)
     assert "dropped 1 prompts (first: 0): no room" in monitor.lines[0]
-    assert "1 later turns were left out" in monitor.text
+    assert "left out 1 later turns (first: 2): no room" in monitor.text
     with pytest.raises(UserError, match="no room"):
         generate(tmp_path / "b.jsonl", prompts=short_and_long[:1], **arguments)
 

@@ -17,7 +17,7 @@ from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.answers import regenerate
-from draftlab.text.conversations import Conversation
+from draftlab.text.conversations import Conversation, read_conversations
 from draftlab.text.settings import RegenerateSettings
 from draftlab.vllm.answers import VllmAnswers
 from draftlab.vllm.process import PYTHON_VARIABLE
@@ -84,7 +84,7 @@ def regenerate_with_vllm(
 ) -> list[Any]:
     tokenizer = load_tokenizer(metadata.settings)
     with VllmAnswers(metadata, settings, monitor) as decode:
-        return regenerate(
+        regenerate(
             metadata,
             tokenizer,
             conversations(5),
@@ -94,6 +94,7 @@ def regenerate_with_vllm(
             monitor=monitor,
             decode=decode,
         )
+    return read_conversations(path)
 
 
 def test_the_answers_file_has_any_engines_format_and_is_resumed(
@@ -135,7 +136,7 @@ def test_greedy_answers_of_a_real_vllm_equal_the_engines(tmp_path: Path) -> None
     metadata = TargetMetadata(TargetSettings(device="cpu"))
     settings = RegenerateSettings(backend="vllm", temperatures=(0.0,), max_new_tokens=24)
     answers = regenerate_with_vllm(metadata, tmp_path / "v.jsonl", settings, Monitor())
-    expected = regenerate(
+    regenerate(
         load_target(metadata.settings),
         load_tokenizer(metadata.settings),
         conversations(5),
@@ -144,4 +145,4 @@ def test_greedy_answers_of_a_real_vllm_equal_the_engines(tmp_path: Path) -> None
         seed=1,
         monitor=Monitor(),
     )
-    assert answers == expected
+    assert answers == read_conversations(tmp_path / "t.jsonl")

@@ -1,0 +1,114 @@
+"""Parse an answer's tokens into the message that a server would return for it.
+
+The next prompt of a conversation is rendered from this message. The template then decides what of
+it stays: most templates drop the reasoning of earlier turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from draftlab.text.chat_template import RenderError, special_ids
+
+_HARMONY = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"})
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+def parse_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    *,
+    stopped: bool,
+) -> dict[str, Any]:
+    """Return the assistant message of an answer: `content` and, if any, `reasoning_content`.
+
+    The tokenizer's own response template is used if it has one; else the channels of Harmony
+    (gpt-oss) or <think> tags are read.
+
+    Args:
+        prompt_ids: the prompt, which may open the reasoning.
+        token_ids: the answer.
+        stopped: whether its last token is a stop token.
+
+    Raises:
+        RenderError: the answer calls a tool, or has other control tokens than the family's.
+    """
+    if getattr(tokenizer, "response_template", None) is not None:
+        return _message(**tokenizer.parse_response(list(token_ids), prefix=list(prompt_ids)))
+    parts = _split_at_controls(tokenizer, token_ids)
+    if set(tokenizer.added_tokens_encoder) >= _HARMONY:
+        return _parse_harmony(parts)
+    prompt_end = tokenizer.decode(list(prompt_ids[-8:]))
+    return _parse_think(parts[:-1] if stopped else parts, prompt_end.rstrip().endswith(_OPEN))
+
+
+def raw_message(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return an answer that cannot be parsed as a message of its whole text."""
+    text = tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+    return {"role": "assistant", "content": text}
+
+
+def _message(
+    content: str | None = None,
+    reasoning_content: str | None = None,
+    thinking: str | None = None,
+    **others: Any,
+) -> dict[str, Any]:
+    """Return the message of an answer's parts, without the line ends beside its tags."""
+    if unknown := [name for name, value in others.items() if value and name != "role"]:
+        raise _refusal(f"the part {unknown[0]!r}")
+    message = {"role": "assistant", "content": (content or "").lstrip("\n")}
+    reasoning = (reasoning_content or thinking or "").strip("\n")
+    return {**message, "reasoning_content": reasoning} if reasoning else message
+
+
+def _refusal(found: str) -> RenderError:
+    return RenderError(
+        f"expected an answer of text and reasoning, found {found}: draftlab does not carry out "
+        "tool calls, so no turn can follow it"
+    )
+
+
+def _split_at_controls(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]
+) -> list[tuple[str, str]]:
+    """Return the answer's control tokens, each with the text after it; the first is ""."""
+    controls = special_ids(tokenizer) | {
+        i for i, token in tokenizer.added_tokens_decoder.items() if "tool_call" in token.content
+    }
+    parts: list[tuple[str, list[int]]] = [("", [])]
+    for i in token_ids:
+        if i in controls:
+            parts.append((str(tokenizer.convert_ids_to_tokens(i)), []))
+        else:
+            parts[-1][1].append(i)
+    return [(c, tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for c, ids in parts]
+
+
+def _parse_harmony(parts: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    texts: dict[str, list[str]] = {"analysis": [], "final": []}
+    channel = ""
+    for control, text in parts:
+        if control == "<|message|>" and channel:
+            texts[channel].append(text)
+        elif control == "<|channel|>" and text.strip() in texts:
+            channel = text.strip()
+        elif control not in _HARMONY | {"", "<|return|>"} or text.strip() not in ("", "assistant"):
+            raise _refusal(f"{control}{text}"[:40])
+    return _message("".join(texts["final"]), "\n".join(texts["analysis"]))
+
+
+def _parse_think(parts: Sequence[tuple[str, str]], is_open: bool) -> dict[str, Any]:
+    for control, _ in parts:
+        if control not in ("", _OPEN, _CLOSE):
+            raise _refusal(repr(control))
+    text = "".join(control + text for control, text in parts)
+    reasoning, closed, content = text.partition(_CLOSE)
+    before, opened, rest = reasoning.partition(_OPEN)
+    if closed or opened or is_open:
+        return _message(before + content, rest) if opened else _message(content, before)
+    return _message(text)

@@ -1,0 +1,141 @@
+"""The rounds of conversations whose answers are generated: requests and parsed messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import takewhile
+from threading import Event
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from draftlab.engine.sampling import Generation, Request, Sampling
+from draftlab.text.answer_message import parse_answer, raw_message
+from draftlab.text.answer_workers import Decode
+from draftlab.text.chat_template import RenderError, encode_prompt, omitted_roles
+from draftlab.text.conversations import Answer, Conversation
+from draftlab.text.settings import RegenerateSettings
+
+
+@dataclass
+class Draft:
+    """A conversation whose answers are being generated.
+
+    Attributes:
+        rounds: the turns that precede each answer.
+        messages: the conversation so far.
+        end: why no further turn is answered, if some are not.
+    """
+
+    prompt: Conversation
+    temperature: float
+    rounds: list[list[dict[str, Any]]]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    end: str = ""
+
+    def conversation(self) -> Conversation:
+        """Return the answered conversation, without the turns after its last answer."""
+        roles = [message["role"] for message in self.messages]
+        while roles and roles[-1] != "assistant":
+            roles.pop()
+        return Conversation(
+            self.prompt.id,
+            self.messages[: len(roles)],
+            self.prompt.source,
+            self.temperature,
+            tuple(self.answers),
+            tools=self.prompt.tools,
+        )
+
+
+def split_rounds(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the turns before each answer, without given answers.
+
+    A tool's result answers a call that the target may not make, so the rounds end before it.
+    """
+    rounds: list[list[dict[str, Any]]] = [[]]
+    for message in takewhile(lambda m: m["role"] != "tool", messages):
+        if message["role"] != "assistant":
+            rounds[-1].append(message)
+        elif rounds[-1]:
+            rounds.append([])
+    return rounds if rounds[-1] else rounds[:-1]
+
+
+def no_room(max_length: int) -> str:
+    """Return the reason for which a prompt of `max_length` or more tokens is left out."""
+    return f"no room for an answer in the target's {max_length:,} positions"
+
+
+@dataclass(frozen=True)
+class AnswerGenerator:
+    """Generates the answers of one chunk at a time; `stopped` makes it return early.
+
+    Attributes:
+        count_answer: called with the number of tokens of each answer.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    settings: RegenerateSettings
+    seed: int
+    stops: frozenset[int]
+    max_length: int
+    count_answer: Callable[[int], None]
+    stopped: Event = field(default_factory=Event)
+
+    def answer(self, chunk: list[Draft], decode: Decode) -> None:
+        """Generate the answers of a chunk, round by round."""
+        for number in range(max(len(draft.rounds) for draft in chunk)):
+            pending: dict[str, tuple[Draft, Request]] = {}
+            for draft in chunk:
+                if request := self._request(draft, number):
+                    pending[request.id] = draft, request
+            if not pending:
+                return
+            requests = [request for _, request in pending.values()]
+            max_length = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
+            for generation in decode(requests, max_length):
+                if self.stopped.is_set():
+                    return
+                self._add_answer(*pending[generation.id], generation)
+                self.count_answer(len(generation.token_ids))
+
+    def _request(self, draft: Draft, number: int) -> Request | None:
+        """Return the request of round `number`; None once a round could not be answered."""
+        if draft.end or number >= len(draft.rounds):
+            return None
+        draft.messages += draft.rounds[number]
+        try:
+            prompt = encode_prompt(self.tokenizer, draft.messages, draft.prompt.tools)
+        except RenderError as error:
+            draft.end = error.what
+            return None
+        ids, room = prompt.ids, self.max_length - len(prompt.ids)
+        if room < 1:
+            draft.end = no_room(self.max_length)
+            return None
+        new_messages = draft.messages[-len(draft.rounds[number]) - 1 :]
+        if number and (roles := omitted_roles(prompt.text, new_messages)):
+            draft.end = f"the chat template leaves out the {roles[0]} message"
+            return None
+        return Request(
+            # The id is a key of the sampling noise, so each round has its own.
+            f"{draft.prompt.id}/{number}" if number else draft.prompt.id,
+            ids,
+            min(self.settings.max_new_tokens, room),
+            Sampling(draft.temperature, self.settings.top_k, self.settings.top_p, self.seed),
+            self.stops,
+        )
+
+    def _add_answer(self, draft: Draft, request: Request, generation: Generation) -> None:
+        ids = generation.token_ids
+        finish = "stop" if generation.finish == "stop" else "length"
+        stopped = finish == "stop"
+        try:
+            message = parse_answer(self.tokenizer, request.prompt_ids, ids, stopped=stopped)
+        except RenderError as error:
+            message, draft.end = raw_message(self.tokenizer, ids), error.what
+        draft.messages.append(message)
+        draft.answers.append(Answer(request.prompt_ids, ids, finish))
