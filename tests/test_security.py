@@ -77,10 +77,10 @@ def test_the_marker_works(marker: Path) -> None:
 def test_pickled_weights_are_never_read(exported: Path, marker: Path, tmp_path: Path) -> None:
     (exported / WEIGHTS).unlink()
     (exported / "pytorch_model.bin").write_bytes(pickle.dumps(Marker(marker)))
-    with pytest.raises(UserError, match="pickled files can run code"):
+    with pytest.raises(UserError, match="pickled files can run code") as caught:
         import_head(exported, tmp_path / "head", target="embedded")
-    diagnosis = diagnose(exported, session())
-    assert "pickled files can run code" in diagnosis.verdict
+    assert "weights_only=True" in caught.value.do
+    assert "pickled files can run code" in diagnose(exported, session()).verdict
     head = tmp_path / "own"
     shutil.copytree(reference_head(), head)
     (head / WEIGHTS).unlink()
@@ -113,14 +113,13 @@ def test_a_pickle_that_calls_itself_safetensors(
 # Paths
 
 
-@pytest.mark.parametrize("name", ["../{}", "{}", "sub/../../{}"])
+@pytest.mark.parametrize("name", ["../{}", "{folder}/{}", "sub/../../{}", "sub/{}", "weights.bin"])
 def test_an_index_leads_nowhere_else(exported: Path, tmp_path: Path, name: str) -> None:
     secret = tmp_path / "secret.safetensors"
     shutil.move(exported / WEIGHTS, secret)
     (exported / "sub").mkdir()
-    index = {"weight_map": dict.fromkeys(load_file(secret), name.format(secret.name))}
-    if name == "{}":
-        index["weight_map"] = dict.fromkeys(load_file(secret), str(secret))
+    place = name.format(secret.name, folder=tmp_path)
+    index = {"weight_map": dict.fromkeys(load_file(secret), place)}
     (exported / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="beside the index"):
         import_head(exported, tmp_path / "head", target="embedded")

@@ -1,62 +1,43 @@
-"""Fixtures: a target, and heads for it."""
+"""Fixtures: a target, heads for it, and their exports."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
-from draftlab.heads.config import TargetIdentity, make_head_config
-from draftlab.heads.folder import new_head, save_head
-from draftlab.target_model.fingerprint import fingerprint
-from tests.helpers.export_toys import BOUNDARIES, HIDDEN, LAYERS, VOCAB, MakeHead, make_target
+from tests.helpers.export_toys import HIDDEN, ExportedHead, ExportHead, export, save_random_head
+from tests.helpers.toys import toy_target_folder
 
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_target(tmp_path_factory.mktemp("target"))
+    return toy_target_folder(
+        tmp_path_factory.mktemp("export") / "target", hidden=HIDDEN, tied=False
+    )
 
 
 @pytest.fixture
-def make_head(target: Path, tmp_path: Path) -> MakeHead:
-    """Saves a head with large random weights: small ones would hide mistakes of RoPE and norms."""
+def make_head(target: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Saves a random head with these fields."""
+    return partial(save_random_head, tmp_path / "head", target)
 
-    def make(*, dtype: torch.dtype = torch.bfloat16, **changed: object) -> Path:
-        fields = {
-            "boundaries": BOUNDARIES,
-            "target_num_layers": LAYERS,
-            "target_hidden_size": HIDDEN,
-            "hidden_size": HIDDEN,
-            "intermediate_size": 40,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-            "max_position_embeddings": 64,
-            "vocab_size": VOCAB,
-            "draft_vocab_size": 40,
-            "k_trained": 7,
-            "target": TargetIdentity(
-                name="org/target",
-                fingerprint=fingerprint(target),
-                architecture="LlamaForCausalLM",
-                tokenizer_sha256="0" * 64,
-                template_sha256="1" * 64,
-            ),
-            **changed,
-        }
-        head = new_head(make_head_config(**fields))
-        generator = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for parameter in head.parameters():
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(1 + 0.5 * noise if parameter.ndim == 1 else 0.3 * noise)
-        size = head.config.draft_vocab_size
-        head.set_draft_vocabulary(torch.randperm(VOCAB, generator=generator)[:size].sort().values)
-        folder = tmp_path / "head"
-        save_head(folder, head, dtype)
-        return folder
 
-    return make
+@pytest.fixture
+def export_head(make_head: Callable[..., Path], target: Path, tmp_path: Path) -> ExportHead:
+    """Exports a random head with these fields."""
+
+    def write(
+        program: str = "speculators",
+        *,
+        k: int | None = None,
+        export_dtype: str | None = None,
+        **fields: object,
+    ) -> ExportedHead:
+        head = make_head(**fields)
+        folder = export(head, target, tmp_path / program, program, k=k, dtype=export_dtype)
+        return ExportedHead(head, target, folder, program)
+
+    return write

@@ -10,8 +10,13 @@ from typer.testing import CliRunner, Result
 from draftlab.cli import app
 from draftlab.export import gguf
 from draftlab.heads.folder import load_config
-from tests.helpers.export_toys import change_config, read_config
-from tests.helpers.foreign_toys import BOUNDARIES, make_head
+from tests.helpers.export_toys import (
+    BOUNDARIES,
+    HIDDEN,
+    change_config,
+    read_config,
+    save_random_head,
+)
 from tests.helpers.toys import toy_target_folder
 
 
@@ -19,7 +24,8 @@ from tests.helpers.toys import toy_target_folder
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds a target and a head."""
     folder = tmp_path_factory.mktemp("cli")
-    make_head(folder / "head", toy_target_folder(folder / "target", tied=False))
+    target = toy_target_folder(folder / "target", hidden=HIDDEN, tied=False)
+    save_random_head(folder / "head", target)
     return folder
 
 
@@ -37,7 +43,7 @@ def refused(*words: object) -> str:
 def test_export_and_import_of_a_head(folder: Path, tmp_path: Path) -> None:
     head = ("--head", folder / "head", "--target", folder / "target")
     out = draftlab(
-        "export", *head, "--to", "sglang", "--max-shard", "20KB", "--k", 3, "--out", tmp_path / "x"
+        "export", *head, "--to", "sglang", "--max-shard", "8KB", "--k", 3, "--out", tmp_path / "x"
     )
     assert out.exit_code == 0, out.output
     assert "holds the head in sglang layout; it was loaded back and is equal" in out.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftlab.errors import UserError
-from draftlab.export import ExportSettings, gguf
+from draftlab.export import gguf
 from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.settings import TargetSettings
 
@@ -102,9 +102,3 @@ def test_a_pre_tokenizer_is_recognised_by_its_pattern(tmp_path: Path) -> None:
     split = {"type": "Split", "pattern": {"Regex": r"\s+"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"pre_tokenizer": split}))
     assert gguf.pre_tokenizer_name(tmp_path) is None
-
-
-def test_gguf_requires_the_llamacpp_layout() -> None:
-    assert ExportSettings(formats=("vllm", "llamacpp"), gguf=True).gguf
-    with pytest.raises(ValueError, match="llamacpp among the layouts, found speculators"):
-        ExportSettings(gguf=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,37 +10,36 @@ import torch
 
 import draftlab
 from draftlab import UserError
-from draftlab.export import write_export
 from draftlab.export.importing import import_head
 from draftlab.heads.folder import load_config
-from tests.helpers.export_toys import LLAMA3, PEAGLE, change_config, change_tensors, read_tensors
-from tests.helpers.foreign_toys import (
+from tests.helpers.export_toys import (
     BOUNDARIES,
+    EAGLE,
     HIDDEN,
     LAYERS,
-    POSITIONS,
+    LLAMA3,
+    MAX_LENGTH,
+    PEAGLE,
     VOCAB,
-    make_head,
+    ExportHead,
+    change_config,
+    change_tensors,
+    export,
+    read_tensors,
 )
 from tests.helpers.monitors import RecordingMonitor
-from tests.helpers.toys import toy_target_folder
 
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy_target_folder(tmp_path_factory.mktemp("import") / "target", tied=False)
+ImportHead = Callable[..., Path]
 
 
 @pytest.fixture
-def exported(target: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Exports such a head, by default in vLLM's layout."""
+def import_back(target: Path, tmp_path: Path) -> ImportHead:
+    """Imports a folder for the target into `back`."""
 
-    def make(program: str = "vllm", **changed: object) -> Path:
-        head = make_head(tmp_path / "head", target, **changed)
-        out = tmp_path / program
-        return write_export(head, target, out, program, target_name=str(target))
+    def read(folder: Path, **options: object) -> Path:
+        return import_head(folder, tmp_path / "back", **({"target": str(target)} | options))
 
-    return make
+    return read
 
 
 SHAPES = {
@@ -55,7 +53,7 @@ SHAPES = {
     "four boundaries, float32": {"boundaries": (0, 1, 3, 6), "dtype": torch.float32},
     "llama3": {"rope_parameters": LLAMA3},
     "norms of q and k": {"qk_norm": True},
-    "first generation": {"family": "eagle", "boundaries": (LAYERS,), "draft_vocab_size": VOCAB},
+    "first generation": EAGLE,
     "parallel": PEAGLE,
     "parallel, norms of q and k": PEAGLE | {"qk_norm": True, "draft_vocab_size": VOCAB},
 }
@@ -64,7 +62,7 @@ SHAPES = {
 FIRST = "first generation"
 FOUR, NORMS = "four boundaries, float32", "norms of q and k"
 PARALLEL = {shape for shape in SHAPES if shape.startswith("parallel")}
-CANNOT = {
+REFUSED = {
     "speculators": {FIRST},
     "vllm": set(),
     "sglang": {"own embeddings", "residual after the norm", FOUR, NORMS} | PARALLEL,
@@ -74,64 +72,41 @@ CANNOT = {
 
 
 @pytest.mark.parametrize(
-    ("program", "shape"), [(p, shape) for p in CANNOT for shape in SHAPES if shape not in CANNOT[p]]
+    ("program", "shape"),
+    [(p, shape) for p in REFUSED for shape in SHAPES if shape not in REFUSED[p]],
 )
 def test_import_of_an_export_gives_equal_bits(
-    target: Path, tmp_path: Path, program: str, shape: str
+    export_head: ExportHead, import_back: ImportHead, program: str, shape: str
 ) -> None:
-    head = make_head(tmp_path / "head", target, **SHAPES[shape])
-    export = write_export(head, target, tmp_path / "x", program, target_name=str(target))
-    back = import_head(export, tmp_path / "back", target=str(target))
-    old, new = (read_tensors(f) for f in (head, back))
-    assert old.keys() == new.keys()
-    for name, tensor in old.items():
-        assert tensor.dtype == new[name].dtype
-        assert torch.equal(tensor, new[name]), name
-    expected, actual = (load_config(f).model_dump(exclude={"provenance"}) for f in (head, back))
+    exported = export_head(program, **SHAPES[shape])
+    back = import_back(exported.folder)
+    stored, imported = (read_tensors(f) for f in (exported.head, back))
+    assert stored.keys() == imported.keys()
+    for name, tensor in stored.items():
+        assert tensor.dtype == imported[name].dtype
+        assert torch.equal(tensor, imported[name]), name
+    expected, actual = (
+        load_config(f).model_dump(exclude={"provenance"}) for f in (exported.head, back)
+    )
     assert actual == expected
     assert load_config(back).provenance["imported"]["sha256"].keys() == {
         "config.json",
         "model.safetensors",
     }
-    assert (head / "config.json").read_bytes() == (back / "config.json").read_bytes()
+    assert (exported.head / "config.json").read_bytes() == (back / "config.json").read_bytes()
 
 
-def test_a_split_checkpoint_is_read_whole(target: Path, tmp_path: Path) -> None:
-    head = make_head(tmp_path / "head", target)
-    write_export(
-        head, target, tmp_path / "x", "speculators", target_name=str(target), max_shard="20KB"
-    )
-    back = draftlab.import_head(tmp_path / "x", tmp_path / "back")  # the export names its target
-    assert (back / "model.safetensors").read_bytes() == (head / "model.safetensors").read_bytes()
+def test_a_split_checkpoint_is_read_whole(export_head: ExportHead, tmp_path: Path) -> None:
+    exported = export_head()
+    options = {"target_name": str(exported.target), "max_shard": "8KB"}
+    export(exported.head, exported.target, exported.folder, **options)
+    back = draftlab.import_head(exported.folder, tmp_path / "back")  # the export names its target
+    assert_same_weights(exported.head, back)
 
 
-@pytest.mark.parametrize(
-    "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "x.bin"]
-)
-def test_an_index_cannot_lead_out_of_the_folder(
-    exported: Callable, target: Path, tmp_path: Path, name: str
-) -> None:
-    export = exported()
-    (export / "model.safetensors").rename(tmp_path / "model.safetensors")
-    index = {"metadata": {}, "weight_map": {"fc.weight": name}}
-    (export / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="beside the index, found"):
-        import_head(export, tmp_path / "back", target=str(target))
-
-
-def test_pickled_weights_are_refused_with_the_way_to_convert_them(
-    exported: Callable, target: Path, tmp_path: Path
-) -> None:
-    export = exported()
-    tensors = read_tensors(export)
-    (export / "model.safetensors").unlink()
-    torch.save(tensors, export / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pytorch_model\.bin.*run code") as caught:
-        import_head(export, tmp_path / "back", target=str(target))
-    command = caught.value.do
-    assert "weights_only=True" in command
-    assert "pytorch_model.bin" in command
-    assert not (tmp_path / "back").exists()
+def assert_same_weights(expected: Path, actual: Path) -> None:
+    expected, actual = (folder / "model.safetensors" for folder in (expected, actual))
+    assert actual.read_bytes() == expected.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -148,28 +123,23 @@ def test_pickled_weights_are_refused_with_the_way_to_convert_them(
     ],
 )
 def test_ambiguous_boundaries_are_refused(
-    exported: Callable, target: Path, tmp_path: Path, top: list, nested: list, read: tuple
+    export_head: ExportHead, import_back: ImportHead, top: list, nested: list, read: tuple
 ) -> None:
     inner = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": nested}
-    export = change_config(
-        exported(), eagle_aux_hidden_state_layer_ids=top, eagle_config=inner if nested else None
+    folder = change_config(
+        export_head("vllm").folder,
+        eagle_aux_hidden_state_layer_ids=top,
+        eagle_config=inner if nested else None,
     )
-    sound = read is not None and list(read) == sorted(set(read)) and read[-1] <= LAYERS
-    if sound:
-        back = import_head(export, tmp_path / "back", target=str(target))
-        assert load_config(back).boundaries == read
+    if read and list(read) == sorted(set(read)) and read[-1] <= LAYERS:
+        assert load_config(import_back(folder)).boundaries == read
         return
     with pytest.raises(UserError) as caught:
-        import_head(export, tmp_path / "back", target=str(target))
-    if read is None:
-        assert "differently" in str(caught.value)
-        assert "--boundaries 1,3,5" in str(caught.value)
-        assert "--boundaries 2,4,6" in str(caught.value)
-        assert "doctor" in str(caught.value)
-    else:
-        assert str(list(read)) in str(caught.value)
-    back = import_head(export, tmp_path / "back", target=str(target), boundaries=(2, 4, 6))
-    assert load_config(back).boundaries == (2, 4, 6)
+        import_back(folder)
+    messages = ("differently", "--boundaries 1,3,5", "--boundaries 2,4,6", "doctor")
+    for message in (str(list(read)),) if read else messages:
+        assert message in str(caught.value)
+    assert load_config(import_back(folder, boundaries=(2, 4, 6))).boundaries == (2, 4, 6)
 
 
 def prefix_model(tensors: dict) -> None:
@@ -184,7 +154,7 @@ SPELLINGS: dict[str, Callable] = {
     "prefix model": prefix_model,
     "derived tensors": lambda t: t.update(
         {
-            "midlayer.self_attn.rotary_emb.inv_freq": torch.ones(8),
+            "midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4),
             "midlayer.self_attn.o_proj.bias": torch.zeros(HIDDEN),
         }
     ),
@@ -193,52 +163,53 @@ SPELLINGS: dict[str, Callable] = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_other_spellings_of_the_same_head_give_the_same_file(
-    exported: Callable, target: Path, tmp_path: Path, spelling: str
+    export_head: ExportHead, import_back: ImportHead, spelling: str
 ) -> None:
-    monitor = RecordingMonitor()
-    export = change_tensors(exported(), SPELLINGS[spelling])
-    back = import_head(export, tmp_path / "back", target=str(target), monitor=monitor)
-    saved = (tmp_path / "head" / "model.safetensors").read_bytes()
-    assert (back / "model.safetensors").read_bytes() == saved
-    if spelling == "absolute ids":
-        assert "import: d2t holds ids, which become offsets" in monitor.lines
+    monitor, exported = RecordingMonitor(), export_head("vllm")
+    change_tensors(exported.folder, SPELLINGS[spelling])
+    assert_same_weights(exported.head, import_back(exported.folder, monitor=monitor))
+    ids = "import: d2t holds ids, which become offsets" in monitor.lines
+    assert ids == (spelling == "absolute ids")
+
+
+def test_keys_that_change_nothing_can_be_ignored(
+    export_head: ExportHead, import_back: ImportHead
+) -> None:
+    """SafeAILab's architecture is that of the first generation; its tensors show that it is not."""
+    exported = export_head("vllm")
+    keys = {"residual_scale": 0.5, "some_flag": False, "other": None}
+    change_config(exported.folder, architectures=["LlamaForCausalLM"], **keys)
+    back = import_back(exported.folder, ignore=frozenset({"residual_scale"}))
+    assert (load_config(back).family, load_config(back).boundaries) == ("eagle3", BOUNDARIES)
+    assert_same_weights(exported.head, back)
 
 
 def test_sglangs_names_of_later_norms_must_agree_with_vllms(
-    exported: Callable, target: Path, tmp_path: Path
+    export_head: ExportHead, import_back: ImportHead, tmp_path: Path
 ) -> None:
-    def rename(tensors: dict) -> None:
-        usual = "layers.1.input_layernorm.weight"
-        tensors["layers.1.hidden_norm.weight"] = tensors[usual].clone()
-
-    export = change_tensors(exported(**PEAGLE), rename)
-    back = import_head(export, tmp_path / "back", target=str(target))
-    saved = (tmp_path / "head" / "model.safetensors").read_bytes()
-    assert (back / "model.safetensors").read_bytes() == saved
-
-    def differ(tensors: dict) -> None:
-        tensors["layers.1.hidden_norm.weight"] += 1
-
-    change_tensors(export, differ)
+    exported, name = export_head("vllm", **PEAGLE), "layers.1.hidden_norm.weight"
+    norm = exported.tensors["layers.1.input_layernorm.weight"]
+    change_tensors(exported.folder, lambda tensors: tensors.update({name: norm.clone()}))
+    assert_same_weights(exported.head, import_back(exported.folder))
+    change_tensors(exported.folder, lambda tensors: tensors[name].add_(1))
     with pytest.raises(UserError, match=r"layers\.1\.hidden_norm\.weight.*differ"):
-        import_head(export, tmp_path / "other", target=str(target))
+        import_head(exported.folder, tmp_path / "other", target=str(exported.target))
 
 
 def test_copies_of_the_targets_tensors_are_recognised(
-    exported: Callable, target: Path, tmp_path: Path
+    export_head: ExportHead, import_back: ImportHead
 ) -> None:
-    parts = read_tensors(target)
-    monitor = RecordingMonitor()
+    exported, monitor = export_head("vllm", draft_vocab_size=VOCAB), RecordingMonitor()
+    parts = {name: tensor.bfloat16() for name, tensor in read_tensors(exported.target).items()}
 
     def copy(tensors: dict) -> None:
-        tensors["embed_tokens.weight"] = parts["model.embed_tokens.weight"].to(torch.bfloat16)
+        tensors["embed_tokens.weight"] = parts["model.embed_tokens.weight"]
         del tensors["lm_head.weight"]
 
-    export = change_tensors(exported(draft_vocab_size=VOCAB), copy)
-    back = import_head(export, tmp_path / "back", target=str(target), monitor=monitor)
+    back = import_back(change_tensors(exported.folder, copy), monitor=monitor)
     tensors = read_tensors(back)
     assert "embed_tokens.weight" not in tensors
-    assert torch.equal(tensors["lm_head.weight"], parts["lm_head.weight"].to(torch.bfloat16))
+    assert torch.equal(tensors["lm_head.weight"], parts["lm_head.weight"])
     assert any("lm_head is the target's" in line for line in monitor.lines)
     assert load_config(back).embeddings == "target"
 
@@ -248,7 +219,7 @@ def test_copies_of_the_targets_tensors_are_recognised(
     [
         ({"attention_bias": True}, "attention_bias: expected False"),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', found 'gelu'"),
-        ({"hidden_size": "64"}, "hidden_size: expected a valid integer"),
+        ({"hidden_size": "32"}, "hidden_size: expected a valid integer"),
         ({"rms_norm_eps": ...}, "rms_norm_eps: missing"),
         ({"residual_scale": 0.5}, "residual_scale: unknown, 0.5(?s:.*)--ignore residual_scale"),
         ({"layer_types": ["sliding_attention"]}, "layer_types"),
@@ -258,10 +229,10 @@ def test_copies_of_the_targets_tensors_are_recognised(
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "Eagle3DeepseekV2ForCausalLM"),
         ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4"),
         ({"vocab_size": 300}, "vocab_size 300, this one has 289"),
-        ({"target_hidden_size": 32}, "target_hidden_size 32, this one has 64"),
+        ({"target_hidden_size": 64}, "target_hidden_size 64, this one has 32"),
         ({"num_hidden_layers": 2}, "at most 1 layer, found num_layers 2"),
         ({"rope_theta": 10000.0}, "rope_theta 20000.0 in rope_parameters against 10000.0"),
-        ({"intermediate_size": 95}, r"mlp\.down_proj\.weight: expected shape \[64, 95\]"),
+        ({"intermediate_size": 95}, r"mlp\.down_proj\.weight: expected shape \[32, 95\]"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 2e4, "factor": 2.0}},
             "rope_type 'yarn' is not supported",
@@ -275,33 +246,24 @@ def test_copies_of_the_targets_tensors_are_recognised(
     ],
 )
 def test_a_config_that_might_mean_another_head_is_refused_by_key(
-    exported: Callable, target: Path, tmp_path: Path, keys: dict, message: str
+    export_head: ExportHead, import_back: ImportHead, tmp_path: Path, keys: dict, message: str
 ) -> None:
-    export = change_config(exported(), **keys)
     with pytest.raises(UserError, match=message):
-        import_head(export, tmp_path / "back", target=str(target))
+        import_back(change_config(export_head("vllm").folder, **keys))
     assert not (tmp_path / "back").exists()
 
 
-def test_keys_that_change_nothing_can_be_ignored(
-    exported: Callable, target: Path, tmp_path: Path
-) -> None:
-    export = change_config(exported(), residual_scale=0.5, some_flag=False, other=None)
-    ignore = frozenset({"residual_scale"})
-    back = import_head(export, tmp_path / "back", target=str(target), ignore=ignore)
-    assert load_config(back).boundaries == BOUNDARIES
-
-
 def test_missing_keys_are_defaults_or_refused(
-    exported: Callable, target: Path, tmp_path: Path
+    export_head: ExportHead, import_back: ImportHead, tmp_path: Path
 ) -> None:
     monitor = RecordingMonitor()
     rope = {"rope_theta": ..., "rope_parameters": ..., "rope_scaling": ...}
-    export = change_config(exported(), max_position_embeddings=64, **rope)
-    back = import_head(export, tmp_path / "back", target=str(target), monitor=monitor)
-    config = load_config(back)
+    folder = change_config(export_head("vllm").folder, max_position_embeddings=64, **rope)
+    with pytest.raises(UserError, match=r"its config names none(?s:.*)--target"):
+        import_back(folder, target=None)
+    config = load_config(import_back(folder, monitor=monitor))
     assert config.rope_parameters == {"rope_theta": 10000.0, "rope_type": "default"}
-    assert config.max_position_embeddings == POSITIONS
+    assert config.max_position_embeddings == MAX_LENGTH
     for choice in (
         "no RoPE base in the config, so 10000",
         "max_position_embeddings 64 becomes",
@@ -309,75 +271,58 @@ def test_missing_keys_are_defaults_or_refused(
         "[1, 3, 5], inputs of layers",
     ):
         assert choice in monitor.text
-    with pytest.raises(UserError, match=r"its config names none(?s:.*)--target"):
-        import_head(export, tmp_path / "other")
-    spec = change_config(exported("speculators"), norm_before_residual=...)
-    with pytest.raises(UserError, match="the library's default is false, vLLM's is true"):
-        import_head(spec, tmp_path / "other", target=str(target))
-    named = import_head(spec, tmp_path / "named", target=str(target), norm_before_residual=True)
-    assert load_config(named).norm_before_residual is True
 
 
-def test_mixed_dtypes_need_a_choice_and_faulty_tensors_are_named(
-    exported: Callable, target: Path, tmp_path: Path
+def test_a_missing_norm_flag_has_to_be_given(
+    export_head: ExportHead, import_back: ImportHead
 ) -> None:
-    def mix(tensors: dict) -> None:
-        tensors["norm.weight"] = tensors["norm.weight"].float()
+    folder = change_config(export_head().folder, norm_before_residual=...)
+    with pytest.raises(UserError, match="the library's default is false, vLLM's is true"):
+        import_back(folder)
+    assert load_config(import_back(folder, norm_before_residual=True)).norm_before_residual is True
 
-    export = change_tensors(exported(), mix)
+
+def test_mixed_dtypes_need_a_choice(export_head: ExportHead, import_back: ImportHead) -> None:
+    folder = change_tensors(
+        export_head("vllm").folder, lambda t: t.update({"norm.weight": t["norm.weight"].float()})
+    )
     with pytest.raises(UserError, match=r"bfloat16.*float32(?s:.*)--dtype"):
-        import_head(export, tmp_path / "back", target=str(target))
-    back = import_head(export, tmp_path / "back", target=str(target), dtype=torch.float32)
+        import_back(folder)
+    back = import_back(folder, dtype=torch.float32)
     assert read_tensors(back)["fc.weight"].dtype == torch.float32
 
+
+def test_faulty_tensors_are_named(export_head: ExportHead, import_back: ImportHead) -> None:
     def spoil(tensors: dict) -> None:
         tensors["fc.weight"][0, 0] = float("nan")
-        tensors["stranger"] = torch.ones(1)
+        tensors["stranger"] = torch.ones(1, dtype=torch.bfloat16)
         del tensors["midlayer.hidden_norm.weight"]
 
-    change_tensors(export, spoil)
+    folder = change_tensors(export_head("vllm").folder, spoil)
     with pytest.raises(UserError) as caught:
-        import_head(export, tmp_path / "other", target=str(target), dtype=torch.float32)
+        import_back(folder)
     for fault in ("fc.weight: not finite", "unknown stranger", "missing layers.0.hidden_norm"):
         assert fault in str(caught.value)
-
-
-def test_quantised_weights_are_refused(exported: Callable, target: Path, tmp_path: Path) -> None:
-    def pack(tensors: dict) -> None:
-        tensors["fc.weight"] = tensors["fc.weight"].to(torch.int8)
-
-    export = change_tensors(exported(), pack)
+    change_tensors(folder, lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}))
     with pytest.raises(UserError, match=r"fc\.weight: expected float32.*found torch\.int8"):
-        import_head(export, tmp_path / "back", target=str(target))
+        import_back(folder)
 
 
 def test_unusable_sources_and_destinations_are_refused(
-    exported: Callable, target: Path, tmp_path: Path
+    export_head: ExportHead, import_back: ImportHead, tmp_path: Path
 ) -> None:
-    export = exported()
+    exported = export_head("vllm")
     (tmp_path / "user").mkdir()
     (tmp_path / "user" / "thesis.tex").write_text("user")
     for place in (tmp_path / "user", tmp_path / "user" / "thesis.tex"):
         with pytest.raises(UserError, match="a new or an empty folder"):
-            import_head(export, place, target=str(target))
-    with pytest.raises(UserError, match="one of draftlab's own"):
-        import_head(tmp_path / "head", tmp_path / "back", target=str(target))
-    with pytest.raises(UserError, match=r"config\.json"):
-        import_head(tmp_path / "nowhere", tmp_path / "back", target=str(target))
-    with pytest.raises(UserError, match="draft head of an architecture out of"):
-        import_head(
-            change_config(export, architectures=["GPT2"]), tmp_path / "back", target=str(target)
-        )
-
-
-def test_a_plain_model_is_no_head(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"expected a draft head, found no fc\.weight"):
-        import_head(target, tmp_path / "back", target=str(target))
-
-
-def test_safeailabs_architecture_is_recognised_by_its_tensors(
-    exported: Callable, target: Path, tmp_path: Path
-) -> None:
-    export = change_config(exported(), architectures=["LlamaForCausalLM"])
-    back = import_head(export, tmp_path / "back", target=str(target))
-    assert load_config(back).family == "eagle3"
+            import_head(exported.folder, place, target=str(exported.target))
+    change_config(exported.folder, architectures=["GPT2"])
+    for folder, message in (
+        (exported.head, "one of draftlab's own"),
+        (tmp_path / "nowhere", r"config\.json"),
+        (exported.folder, "draft head of an architecture out of"),
+        (exported.target, r"expected a draft head, found no fc\.weight"),
+    ):
+        with pytest.raises(UserError, match=message):
+            import_back(folder)

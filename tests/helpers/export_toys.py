@@ -1,24 +1,39 @@
-"""A tiny target on disk, and exports of its heads."""
+"""Random heads of the toy target, and their exports."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftlab.export import verify_export, write_export
+from draftlab.heads.config import TargetIdentity, make_head_config
+from draftlab.heads.folder import new_head, save_head
+from draftlab.target_model.fingerprint import fingerprint
+from draftlab.target_model.loading import load_tokenizer
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.chat_template import template_sha256, tokenizer_sha256
+from tests.helpers.llama4_toys import LLAMA4_HEAD
 
-HIDDEN, VOCAB, LAYERS, MAX_LENGTH = 32, 96, 5, 512
-BOUNDARIES = (1, 2, 4, 5)
-MASK = 11
+HIDDEN, VOCAB, LAYERS, MAX_LENGTH = 32, 289, 6, 512
+BOUNDARIES = (1, 3, 5)
+DRAFT, MASK = 40, 11
 PEAGLE = {"family": "peagle", "mask_token_id": MASK, "embeddings": "own", "num_layers": 2}
 """Fields of a parallel head."""
+EAGLE = {"family": "eagle", "boundaries": (LAYERS,), "draft_vocab_size": VOCAB, "num_layers": 2}
+"""Fields of a head of the first generation."""
+LLAMA4 = LLAMA4_HEAD | {
+    "boundaries": (LAYERS,),
+    "target_hidden_size": HIDDEN,
+    "draft_vocab_size": VOCAB,
+}
+"""Fields of a dense Llama 4 head."""
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -27,26 +42,45 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-MakeHead = Callable[..., Path]
 
 
-def make_target(folder: Path, *, seed: int = 0, layers: int = LAYERS) -> Path:
-    """Save a random Llama in bfloat16, whose embeddings are not tied to its lm_head."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=False,
-        initializer_range=0.3,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+def save_random_head(
+    folder: Path, target: Path, *, dtype: torch.dtype = torch.bfloat16, **changes: object
+) -> Path:
+    """Save a head with large random weights: small ones would hide mistakes of RoPE and norms."""
+    tokenizer = load_tokenizer(TargetSettings(path=str(target)))
+    fields = {
+        "boundaries": BOUNDARIES,
+        "target_num_layers": LAYERS,
+        "target_hidden_size": HIDDEN,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 40,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+        "max_position_embeddings": MAX_LENGTH,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": DRAFT,
+        "k_trained": 7,
+        "target": TargetIdentity(
+            name=str(target),
+            fingerprint=fingerprint(target),
+            architecture="LlamaForCausalLM",
+            tokenizer_sha256=tokenizer_sha256(tokenizer),
+            template_sha256=template_sha256(tokenizer),
+        ),
+    }
+    head = new_head(make_head_config(**fields | changes))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.5 * noise if parameter.ndim == 1 else 0.3 * noise)
+    size = head.config.draft_vocab_size
+    head.set_draft_vocabulary(torch.randperm(VOCAB, generator=generator)[:size].sort().values)
+    save_head(folder, head, dtype)
     return folder
 
 
@@ -57,9 +91,32 @@ def export(
     return write_export(head, target, out, program, **({"target_name": "org/target"} | options))
 
 
-def verify(out: Path, head: Path, target: Path, program: str = "speculators") -> None:
-    """Call `verify_export`."""
-    verify_export(out, head, target, program)
+@dataclass(frozen=True)
+class ExportedHead:
+    """A head, its target and an export of it."""
+
+    head: Path
+    target: Path
+    folder: Path
+    program: str
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return read_config(self.folder)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return read_tensors(self.folder)
+
+    @property
+    def launch_text(self) -> str:
+        return (self.folder / "launch.md").read_text()
+
+    def verify(self) -> None:
+        verify_export(self.folder, self.head, self.target, self.program)
+
+
+ExportHead = Callable[..., ExportedHead]
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 Cache = tuple[tuple[Tensor, Tensor], ...]
@@ -47,11 +51,21 @@ class PlainChain:
             y = torch.stack([self.norm(row, f"{name}_norm") for row in y])
         if position is None:
             return y
-        theta = self.c.rope_parameters["rope_theta"]
-        angle = [position * theta ** (-2 * i / d) for i in range(d // 2)]
+        angle = [position * self.frequency(i, d) for i in range(d // 2)]
         turn = torch.tensor([complex(math.cos(a), math.sin(a)) for a in angle])
         y = torch.complex(y[:, : d // 2], y[:, d // 2 :]) * turn.to(torch.complex128)
         return torch.cat([y.real, y.imag], -1)
+
+    def frequency(self, i: int, d: int) -> float:
+        """Return the i-th frequency of RoPE of `d` dimensions, of type default or llama3."""
+        rope = self.c.rope_parameters
+        plain = rope["rope_theta"] ** (-2 * i / d)
+        if rope.get("rope_type", "default") == "default":
+            return plain
+        turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        share = min(max((turns - low) / (high - low), 0.0), 1.0)  # 0: scaled; 1: unchanged
+        return share * plain + (1 - share) * plain / rope["factor"]
 
     def attend(self, x: Tensor, layer: str, position: int, cache: Cache) -> tuple[Tensor, Cache]:
         """What o_proj gives, and the cache with this position's key and value."""
@@ -92,3 +106,27 @@ class PlainChain:
             w["lm_head.weight"] @ read,
             tuple(left),
         )
+
+
+def read_export(folder: Path, shared: dict[str, Tensor]) -> tuple[PlainChain, Tensor]:
+    """Return an exported head by servers §1 alone, and the target ids [D] of its drafts.
+
+    Args:
+        folder: an export of an EAGLE3, P-EAGLE or EAGLE head.
+        shared: the target's tensors by their names in the head.
+    """
+    top = json.loads((folder / "config.json").read_text())
+    layer = top.get("transformer_layer_config", top)
+    tensors = dict(shared)
+    for file in folder.glob("*.safetensors"):
+        tensors |= {n.replace("midlayer.", "layers.0."): t for n, t in load_file(file).items()}
+    eagle = top["architectures"] in (["LlamaForCausalLM"], ["LlamaForCausalLMEagle"])
+    config = SimpleNamespace(
+        **layer | top,
+        family="eagle" if eagle else "eagle3",
+        num_layers=layer["num_hidden_layers"],
+        boundaries=top.get("eagle_aux_hidden_state_layer_ids"),
+        qk_norm=layer["model_type"] == "qwen3",
+    )
+    ids = torch.arange(top["draft_vocab_size"]) + tensors.get("d2t", torch.tensor(0))
+    return PlainChain({n: t.double() for n, t in tensors.items()}, config), ids
