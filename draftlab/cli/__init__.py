@@ -66,12 +66,17 @@ Plan = Annotated[
 ]
 
 
-def _pipeline(recipe: Path, overrides: list[str] | None) -> Pipeline:
+def _pipeline(recipe: Path, overrides: list[str] | None, *, rehearse: bool = False) -> Pipeline:
     from draftlab.pipeline.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])  # mistakes are reported before torch is imported
     from draftlab.pipeline.pipeline import Pipeline
 
+    if rehearse:
+        from draftlab.pipeline.rehearsal import rehearsal_recipe
+        from draftlab.pipeline.run_folder import RUNS
+
+        loaded = rehearsal_recipe(loaded, RUNS, monitor)
     return Pipeline(loaded, monitor)
 
 
@@ -83,9 +88,10 @@ def _make(
     plan: bool,
     *,
     gpus: int = 1,
+    rehearse: bool = False,
 ) -> Pipeline | None:
     """Run stages; with `plan` print the plan instead and return None."""
-    pipeline = _pipeline(recipe, overrides)
+    pipeline = _pipeline(recipe, overrides, rehearse=rehearse)
     pipeline.gpus = gpus
     if plan:
         typer.echo(f"run folder: {pipeline.folder}")
@@ -125,6 +131,14 @@ def run(
     overrides: Overrides = None,
     force: Force = False,
     plan: Plan = False,
+    rehearse: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse",
+            help="Run all stages in minutes, in one process, on a tiny random target of the same "
+            "architecture.",
+        ),
+    ] = False,
     gpus: TrainGpus = 1,
     as_json: Json = False,
     debug: Debug = False,
@@ -135,11 +149,12 @@ def run(
     one evaluates.
     """
     with guard(debug):
-        if gpus > 1 and not plan:
+        if gpus > 1 and not (plan or rehearse):
             raise typer.Exit(
                 _launch(("run",), recipe, overrides, force, debug, gpus, as_json=as_json)
             )
-        pipeline = _make(("head", "eval", "export"), recipe, overrides, force, plan)
+        stages = ("head", "eval", "export")
+        pipeline = _make(stages, recipe, overrides, force, plan, rehearse=rehearse)
         if pipeline and pipeline.is_main:
             from draftlab.evaluate.results import Report
 

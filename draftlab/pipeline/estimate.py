@@ -24,6 +24,7 @@ from draftlab.pipeline.sizes import (
     TargetSize,
 )
 from draftlab.store.manifest import StoreIdentity
+from draftlab.target_model.locate import config_folder, shipped_config
 
 TIME_FACTORS = (2, 4)
 """A stage takes this many times the least time."""
@@ -95,7 +96,9 @@ def estimate_table(recipe: Recipe, runs: Path, stages: Collection[str]) -> Itera
     hardware, num_gpus = recipe.hardware, recipe.target.gpus
     gpu = GPUS.get(hardware.gpu or "")
     machine = f"{hardware.gpus} × {hardware.gpu}" if gpu else "set hardware.gpu for times"
-    yield f"estimate ({machine}), from the target's config.json:"
+    shipped = config_folder(recipe.target) == shipped_config(recipe.target) is not None
+    source = "the shapes of this target in draftlab" if shipped else "the target's config.json"
+    yield f"estimate ({machine}), from {source}:"
     yield f"  {'':8}{'disk':>9}  {'GPU memory':14}  time"
     for row in rows:
         memory = _bytes(row.memory)

@@ -18,7 +18,7 @@ from draftlab.progress import Monitor
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.store import Store
 from draftlab.target_model.boundaries import check_boundaries, default_boundaries
-from draftlab.target_model.locate import local_target, resolve_target
+from draftlab.target_model.locate import config_folder, hub_answers, hub_error, resolve_target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import stop_ids
 from draftlab.text.draft_vocabulary import DraftVocabulary, build_draft_vocabulary
@@ -31,17 +31,19 @@ def target_config(target: TargetSettings) -> Any:
     Raises:
         UserError: the config cannot be read.
     """
-    folder = local_target(target)
-    source = str(folder or target.path)
+    folder = config_folder(target)
+    answers = folder is not None or hub_answers()
     try:
         return AutoConfig.from_pretrained(
-            source, revision=target.revision, trust_remote_code=target.trust_remote_code
+            str(folder or target.path),
+            revision=target.revision,
+            trust_remote_code=target.trust_remote_code,
+            local_files_only=not answers,
         )
     except Exception as error:  # OSError, ValueError, and what remote code raises
-        do = "check the id, your network and your login, or name a folder that has config.json"
-        raise UserError(
-            f"the target's config does not load: {error}", where=source, do="" if folder else do
-        ) from None
+        if folder is None:
+            raise hub_error(target, "the target's config", error, answers) from None
+        raise UserError(f"the target's config does not load: {error}", where=folder) from None
 
 
 def choose_boundaries(recipe: Recipe, num_layers: int, monitor: Monitor) -> tuple[int, ...]:

@@ -90,7 +90,7 @@ def load_model(
             options["device_map"] = placement.by_module
         elif getattr(config, "quantization_config", None) is not None:
             options["device_map"] = {"": device}  # some quantised weights cannot be moved later
-        with _quiet():
+        with quiet_transformers():
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
@@ -120,7 +120,7 @@ def load_model(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Silence transformers' progress bar and its table of tensors, which `load_model` reads."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()

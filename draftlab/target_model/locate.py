@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import torch
 from draftlab.errors import UserError
 from draftlab.target_model.settings import EMBEDDED, TargetSettings
 
-_DOWNLOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
+TARGET_FILES = (*TOKENIZER_FILES, "*.safetensors")
 
 
 def local_target(settings: TargetSettings) -> Path | None:
@@ -33,22 +35,73 @@ def local_target(settings: TargetSettings) -> Path | None:
     return None
 
 
-def resolve_target(settings: TargetSettings) -> Path:
-    """Return a local folder with the target; a target on the Hub is downloaded first."""
+def config_folder(settings: TargetSettings) -> Path | None:
+    """Return a folder with the target's config.json that needs no network; None: there is none.
+
+    It is the local target, the Hub's cache or, for targets of the shipped recipes, a folder of
+    draftlab with their shapes (`shipped_config`).
+    """
+    if (path := local_target(settings)) is not None:
+        return path
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(settings.path, "config.json", revision=settings.revision)
+    return Path(cached).parent if isinstance(cached, str) else shipped_config(settings)
+
+
+def shipped_config(settings: TargetSettings) -> Path | None:
+    """Return the folder with the shapes of a target that a shipped recipe names; else None."""
+    folder = Path(str(resources.files("draftlab") / "embedded" / "configs"))
+    path = folder / settings.path.replace("/", "--")
+    return path if settings.revision is None and (path / "config.json").is_file() else None
+
+
+def hub_answers() -> bool:
+    """Return whether the Hub answers within 5 seconds; the Hub's client would try for a minute."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=5)
+    except Exception:  # those of the client's HTTP library, which has changed before
+        return False
+    return True
+
+
+def hub_error(settings: TargetSettings, what: str, error: Exception, answers: bool) -> UserError:
+    """Return the error of something that could not be read from the Hub."""
+    reason = str(error) if answers else "the Hub does not answer, and the local cache lacks it"
+    return UserError(
+        f"{what} could not be read from the Hub: {reason}",
+        where=settings.path,
+        do="check the id, your network and your login, or name a local folder",
+    )
+
+
+def resolve_target(settings: TargetSettings, files: Sequence[str] = TARGET_FILES) -> Path:
+    """Return a local folder with the target; a target on the Hub is downloaded first.
+
+    Args:
+        files: patterns of the files to download.
+    """
     if (path := local_target(settings)) is not None:
         return path
     from huggingface_hub import snapshot_download
 
+    answers = hub_answers()
     try:
         return Path(
-            snapshot_download(settings.path, revision=settings.revision, allow_patterns=_DOWNLOADED)
+            snapshot_download(
+                settings.path,
+                revision=settings.revision,
+                allow_patterns=list(files),
+                local_files_only=not answers,
+            )
         )
     except Exception as error:  # the Hub client has many: offline, gated, unknown, interrupted
-        raise UserError(
-            f"{settings.path} could not be downloaded from the Hub: {error}",
-            where=settings.path,
-            do="check the id, your network and your login, or give a local folder",
-        ) from None
+        raise hub_error(settings, "the target", error, answers) from None
 
 
 def resolve_device(name: str) -> torch.device:

@@ -1,0 +1,219 @@
+"""Rehearse a recipe: run all its stages on a tiny random target of the same architecture.
+
+The stand-in has the target's number of layers, vocabulary, tokenizer and chat template. Its widths
+and its number of experts are small, and so are the numbers of prompts, tokens and steps. All other
+settings are the recipe's. Mistakes in them show within minutes, on a CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from draftlab.errors import UserError
+from draftlab.pipeline.head_spec import target_config
+from draftlab.pipeline.recipe import Recipe, flatten, parse_recipe, read_run_recipe
+from draftlab.progress import Monitor
+from draftlab.target_model.loading import quiet_transformers
+from draftlab.target_model.locate import TOKENIZER_FILES, resolve_target
+from draftlab.text.prompts import EMBEDDED_PROMPTS, prompt_file
+
+MAX_SIZES: dict[str, int] = {
+    "regenerate.max_new_tokens": 24,
+    "regenerate.batch": 8,
+    "regenerate.piece": 16,
+    "prompts.max_prompts": 16,
+    "record.shard_tokens": 4096,
+    "record.batch_tokens": 2048,
+    "train.steps": 4,
+    "train.row_tokens": 1024,
+    "train.batch_rows": 2,
+    "train.micro_rows": 1,
+    "train.validate_every": 2,
+    "eval.max_prompts": 3,
+    "eval.max_new_tokens": 12,
+    "eval.batch": 4,
+    "eval.timing_prompts": 1,
+    "eval.timing_tokens": 4,
+    "head.intermediate_size": 96,
+    "head.num_attention_heads": 4,
+    "head.num_key_value_heads": 2,
+    "head.head_dim": 16,
+}
+"""Largest values of settings in a rehearsal; smaller values of the recipe stay."""
+REPLACED = {
+    "target.dtype": "auto",
+    "target.gpus": 1,
+    "target.revision": None,
+    "record.max_length": 1024,
+    "train.validation_share": 0.2,
+    "train.wandb": None,
+    "head.init": None,
+    "eval.compare": [],
+}
+"""Settings whose values a rehearsal replaces: they need the real target, its GPUs or a network."""
+WIDTHS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "intermediate_size_mlp": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "query_pre_attn_scalar": 16,
+    "projector_output_dim": 16,
+    "projector_input_dim": 16,
+    "vision_output_dim": 16,
+    "image_size": 16,
+    "patch_size": 8,
+}
+"""Largest values of a stand-in's config fields."""
+INITIALIZER_RANGE = 0.12
+"""Standard deviation of a stand-in's weights: products of width 64 keep the size of their inputs.
+With 0.3 and many layers the states amplify rounding until draftlab refuses the target."""
+TARGET = "target"
+"""Folder of the stand-in in the rehearsal's run folder."""
+
+
+def rehearsal_recipe(recipe: Recipe, runs: Path, monitor: Monitor) -> Recipe:
+    """Return the recipe of a rehearsal, after making its stand-in in runs/<name>-rehearsal/target.
+
+    An earlier rehearsal is removed.
+
+    Raises:
+        UserError: config or tokenizer of the target cannot be read, no stand-in of its
+            architecture can be made, or another run has the rehearsal's name.
+    """
+    name = f"{recipe.name}-rehearsal"
+    folder = runs / name
+    _remove_earlier(folder)
+    make_stand_in(recipe, folder / TARGET)
+    tree = recipe.model_dump(mode="json")
+    changes = REPLACED | {
+        key: min(value, MAX_SIZES[key])
+        for key, value in flatten(recipe).items()
+        if key in MAX_SIZES and value is not None
+    }
+    changes |= {"prompts.max_prompts": MAX_SIZES["prompts.max_prompts"]}
+    changes |= {"eval.max_prompts": MAX_SIZES["eval.max_prompts"]}
+    changes |= _prompt_changes(recipe, monitor)
+    for key, value in changes.items():
+        section, setting = key.split(".")
+        tree[section][setting] = value
+    tree["target"]["path"] = str(folder / TARGET)
+    monitor.say(
+        f"rehearsal of {recipe.name}: a random target with {recipe.target.path}'s layers, "
+        "vocabulary and chat template, and small sizes; its head has no use"
+    )
+    return parse_recipe({**tree, "name": name})
+
+
+def _remove_earlier(folder: Path) -> None:
+    """Remove an earlier rehearsal's folder; refuse to remove another run."""
+    if not folder.exists():
+        return
+    recipe = folder / "recipe.yaml"
+    if recipe.exists() and read_run_recipe(recipe).target.path != str(folder / TARGET):
+        raise UserError(
+            "expected the folder of a rehearsal, found another run",
+            where=folder,
+            do="give the recipe another name: name=other",
+        )
+    shutil.rmtree(folder)
+
+
+def _prompt_changes(recipe: Recipe, monitor: Monitor) -> dict[str, str]:
+    """Return embedded prompts for files of prompts that do not exist yet, and say so."""
+    changes = {}
+    sources = {"prompts.source": recipe.prompts.source, "eval.suite": recipe.eval.suite}
+    for (key, source), embedded in zip(sources.items(), EMBEDDED_PROMPTS, strict=True):
+        if key == "eval.suite" and not source.endswith((".jsonl", ".json")):
+            if source not in EMBEDDED_PROMPTS:
+                monitor.say(f"{key}: {embedded} in place of {source}, which needs a network")
+                changes[key] = embedded
+            continue
+        try:
+            prompt_file(source)
+        except UserError:
+            monitor.say(f"{key}: {embedded} in place of {source}, which does not exist yet")
+            changes[key] = embedded
+    return changes
+
+
+def make_stand_in(recipe: Recipe, folder: Path) -> None:
+    """Write a tiny random target of the target's architecture, with its tokenizer files.
+
+    Weights are float32 and drawn from the recipe's seed.
+
+    Raises:
+        UserError: as in `rehearsal_recipe`.
+    """
+    config = stand_in_config(target_config(recipe.target))
+    source = resolve_target(recipe.target, TOKENIZER_FILES)
+    multimodal = config.get_text_config() is not config
+    auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.seed)
+            model = auto.from_config(
+                config, trust_remote_code=recipe.target.trust_remote_code
+            ).float()
+    except Exception as error:  # whatever a modelling file raises at sizes that it did not expect
+        raise UserError(
+            f"no small target of this architecture can be made: {type(error).__name__}: {error}",
+            where=recipe.target.path,
+            do="rehearse with a small target of your own: target=FOLDER and small settings",
+        ) from None
+    with quiet_transformers():
+        model.save_pretrained(folder)
+    for path in {path for pattern in TOKENIZER_FILES for path in source.glob(pattern)}:
+        if path.name != "config.json" and not path.name.endswith(".index.json"):
+            shutil.copy(path, folder / path.name)
+    if not any((folder / file).exists() for file in ("tokenizer.json", "tokenizer.model")):
+        raise UserError(
+            "expected tokenizer.json or tokenizer.model beside the target's config, found neither",
+            where=source,
+            do="copy the target's tokenizer files there, or log in to the Hub and try again",
+        )
+
+
+def stand_in_config(config: Any) -> Any:
+    """Return a copy of a target's config with the widths of `WIDTHS`.
+
+    The number of layers, the vocabulary, windows and the ratio of query heads to key-value heads
+    stay. Quantisation goes, since random weights are not quantised.
+    """
+    fields = _shrink(copy.deepcopy(config.to_dict()))
+    return type(config).from_dict(fields)
+
+
+def _shrink(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config, or of a part of it, with small widths."""
+    fields.pop("quantization_config", None)
+    for key, value in fields.items():
+        if isinstance(value, dict) and key.endswith("_config"):
+            fields[key] = _shrink(value)
+            if key == "vision_config":
+                fields[key] |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+        elif key in WIDTHS and isinstance(value, int):
+            fields[key] = min(value, WIDTHS[key])
+    heads, kv_heads = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
+    if heads and kv_heads:
+        fields["num_key_value_heads"] = min(kv_heads, 2)
+        fields["num_attention_heads"] = heads // kv_heads * fields["num_key_value_heads"]
+        fields["head_dim"] = WIDTHS["head_dim"]
+    rope = fields.get("rope_parameters") or {}
+    for key in ("short_factor", "long_factor"):
+        if key in rope:
+            rope[key] = rope[key][: WIDTHS["head_dim"] // 2]
+    if "initializer_range" in fields:
+        fields["initializer_range"] = INITIALIZER_RANGE
+    return fields

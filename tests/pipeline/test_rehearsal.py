@@ -1,0 +1,116 @@
+"""Rehearsals of shipped recipes on stand-ins, and plans of shipped recipes without a network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from draftlab.errors import UserError
+from draftlab.heads.folder import load_config
+from draftlab.pipeline import head_spec
+from draftlab.pipeline.estimate import estimate_stages, estimate_table
+from draftlab.pipeline.recipe import load_recipe
+from draftlab.target_model.locate import resolve_target, shipped_config
+from draftlab.target_model.settings import TargetSettings
+from tests.helpers.small_run import RECIPES, copy_of_finished, draftlab
+from tests.helpers.toys import toy_tokenizer
+
+SHIPPED = [p.stem for p in sorted(RECIPES.glob("*.yaml")) if "embedded" not in p.read_text()]
+
+
+def real_target(recipe: str, folder: Path) -> dict[str, Any]:
+    """Write the real config of a recipe's target with a small tokenizer; return the config."""
+    source = shipped_config(load_recipe(RECIPES / f"{recipe}.yaml").target)
+    assert source is not None
+    config = json.loads((source / "config.json").read_text())
+    tokenizer = toy_tokenizer()
+    text = config.get("text_config", config)
+    text |= {"vocab_size": len(tokenizer) + 64, "bos_token_id": None, "pad_token_id": None}
+    text["eos_token_id"] = tokenizer.eos_token_id
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return text
+
+
+@pytest.mark.parametrize(
+    ("name", "boundaries"),
+    [
+        pytest.param("gpt_oss_eagle3", (2, 12, 21), marks=pytest.mark.slow),
+        pytest.param("llama4_eagle3", (1, 23, 44), marks=pytest.mark.slow),
+        pytest.param("llama3_peagle", (2, 16, 29), marks=pytest.mark.slow),
+    ],
+)
+def test_a_rehearsal_runs_every_stage(
+    tmp_path: Path, name: str, boundaries: tuple[int, ...]
+) -> None:
+    config = real_target(name, tmp_path / "target")
+    recipe = load_recipe(RECIPES / f"{name}.yaml")
+    arguments = ("run", str(RECIPES / f"{name}.yaml"), "target=target", "--rehearse")
+    result = draftlab(tmp_path, *arguments)
+    assert result.exit_code == 0, result.output
+    run = tmp_path / "runs" / f"{name}-rehearsal"
+    head = load_config(run / "head")
+    assert (head.family, head.boundaries) == (recipe.head.family, boundaries)
+    assert head.target_num_layers == config["num_hidden_layers"]
+    assert head.k_trained == recipe.train.ttt_steps
+    assert {p.name for p in (run / "export").iterdir()} == set(recipe.export.formats)
+    rows = json.loads((run / "eval/report.json").read_text())["rows"]
+    assert {row["k"] for row in rows if row["drafter"] != "none"} == set(recipe.eval.k or ())
+    # The next rehearsal replaces this one; a run of that name would be refused.
+    (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text().replace("-rehearsal/", "/"))
+    result = draftlab(tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert "expected the folder of a rehearsal, found another run" in result.output
+
+
+def test_missing_tokenizer_files_are_named(tmp_path: Path) -> None:
+    real_target("qwen3_eagle3", tmp_path / "target")
+    (tmp_path / "target/tokenizer.json").unlink()
+    recipe = str(RECIPES / "qwen3_eagle3.yaml")
+    result = draftlab(tmp_path, "run", recipe, "target=target", "--rehearse")
+    assert result.exit_code == 2
+    assert "tokenizer.json or tokenizer.model" in result.output
+
+
+def test_a_rehearsal_keeps_the_run_it_rehearses(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    before = (folder / "runs/small/head/model.safetensors").read_bytes()
+    result = draftlab(folder, "run", "small.yaml", "--rehearse", "train.steps=2")
+    assert result.exit_code == 0, result.output
+    assert (folder / "runs/small/head/model.safetensors").read_bytes() == before
+    steps = (folder / "runs/small-rehearsal/recipe.yaml").read_text()
+    assert "\n  steps: 2\n" in steps, "smaller values of the recipe stay"
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let every request to the Hub be refused, and its cache be empty."""
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("name", SHIPPED)
+def test_plans_of_shipped_recipes_need_no_network(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_spec, "hub_answers", lambda: pytest.fail("asks the Hub"))
+    recipe = load_recipe(RECIPES / f"{name}.yaml")
+    target = estimate_stages(recipe)[0]
+    billions = {"Llama-3.1-8B": 8.03, "Qwen3-8B": 8.19, "gpt-oss-20b": 20.9, "Scout": 108}
+    (expected,) = (size for key, size in billions.items() if key in recipe.target.path)
+    assert target.disk == pytest.approx(2e9 * expected, rel=0.01)
+    assert "shapes of this target in draftlab" in next(estimate_table(recipe, tmp_path, ()))
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_hub_that_does_not_answer_is_named_at_once() -> None:
+    target = TargetSettings(path="organisation/model")
+    for function in (resolve_target, head_spec.target_config):
+        with pytest.raises(UserError, match="the Hub does not answer") as error:
+            function(target)
+        assert error.value.do
