@@ -73,10 +73,9 @@ def _pipeline(recipe: Path, overrides: list[str] | None, *, rehearse: bool = Fal
     from draftlab.pipeline.pipeline import Pipeline
 
     if rehearse:
-        from draftlab.pipeline.rehearsal import rehearsal_recipe
-        from draftlab.pipeline.run_folder import RUNS
+        from draftlab.pipeline.rehearsal import REHEARSALS, rehearsal_recipe
 
-        loaded = rehearsal_recipe(loaded, RUNS, monitor)
+        return Pipeline(rehearsal_recipe(loaded, REHEARSALS, monitor), monitor, REHEARSALS)
     return Pipeline(loaded, monitor)
 
 
@@ -161,6 +160,8 @@ def run(
             path = pipeline.folder / "eval" / "report.json"
             show_report(Report.read(path), as_json, path)
             monitor.say(f"exports: {pipeline.folder / 'export'}")
+            if rehearse:
+                monitor.say(f"the rehearsal ran every stage; `draftlab run {recipe}` is the run")
 
 
 @app.command()

@@ -17,12 +17,15 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from draftlab.errors import UserError
 from draftlab.pipeline.head_spec import target_config
-from draftlab.pipeline.recipe import Recipe, flatten, parse_recipe, read_run_recipe
+from draftlab.pipeline.recipe import Recipe, flatten, parse_recipe
+from draftlab.pipeline.run_folder import RUNS
 from draftlab.progress import Monitor
 from draftlab.target_model.loading import quiet_transformers
 from draftlab.target_model.locate import TOKENIZER_FILES, resolve_target
 from draftlab.text.prompts import EMBEDDED_PROMPTS, prompt_file
 
+REHEARSALS = RUNS / "rehearsals"
+"""Folder of all rehearsals, apart from the runs, so that `runs/latest` is never one."""
 MAX_SIZES: dict[str, int] = {
     "regenerate.max_new_tokens": 24,
     "regenerate.batch": 8,
@@ -80,20 +83,22 @@ INITIALIZER_RANGE = 0.12
 """Standard deviation of a stand-in's weights: products of width 64 keep the size of their inputs.
 With 0.3 and many layers the states amplify rounding until draftlab refuses the target."""
 TARGET = "target"
-"""Folder of the stand-in in the rehearsal's run folder."""
+"""Folder of the stand-in in a rehearsal's folder."""
 
 
 def rehearsal_recipe(recipe: Recipe, runs: Path, monitor: Monitor) -> Recipe:
-    """Return the recipe of a rehearsal, after making its stand-in in runs/<name>-rehearsal/target.
+    """Return the recipe of a rehearsal, after making its stand-in in <runs>/<name>/target.
 
     An earlier rehearsal is removed.
 
+    Args:
+        runs: folder of all rehearsals.
+
     Raises:
         UserError: config or tokenizer of the target cannot be read, no stand-in of its
-            architecture can be made, or another run has the rehearsal's name.
+            architecture can be made, or the folder holds something else.
     """
-    name = f"{recipe.name}-rehearsal"
-    folder = runs / name
+    folder = runs / recipe.name
     _remove_earlier(folder)
     make_stand_in(recipe, folder / TARGET)
     tree = recipe.model_dump(mode="json")
@@ -113,21 +118,18 @@ def rehearsal_recipe(recipe: Recipe, runs: Path, monitor: Monitor) -> Recipe:
         f"rehearsal of {recipe.name}: a random target with {recipe.target.path}'s layers, "
         "vocabulary and chat template, and small sizes; its head has no use"
     )
-    return parse_recipe({**tree, "name": name})
+    return parse_recipe(tree)
 
 
 def _remove_earlier(folder: Path) -> None:
-    """Remove an earlier rehearsal's folder; refuse to remove another run."""
-    if not folder.exists():
-        return
-    recipe = folder / "recipe.yaml"
-    if recipe.exists() and read_run_recipe(recipe).target.path != str(folder / TARGET):
+    """Remove an earlier rehearsal's folder; refuse to remove anything else."""
+    if folder.exists() and not (folder / TARGET).is_dir():
         raise UserError(
-            "expected the folder of a rehearsal, found another run",
+            "expected the folder of an earlier rehearsal, found something else",
             where=folder,
-            do="give the recipe another name: name=other",
+            do="move it away, or give the recipe another name: name=other",
         )
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _prompt_changes(recipe: Recipe, monitor: Monitor) -> dict[str, str]:

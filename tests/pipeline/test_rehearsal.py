@@ -52,7 +52,7 @@ def test_a_rehearsal_runs_every_stage(
     arguments = ("run", str(RECIPES / f"{name}.yaml"), "target=target", "--rehearse")
     result = draftlab(tmp_path, *arguments)
     assert result.exit_code == 0, result.output
-    run = tmp_path / "runs" / f"{name}-rehearsal"
+    run = tmp_path / "runs/rehearsals" / name
     head = load_config(run / "head")
     assert (head.family, head.boundaries) == (recipe.head.family, boundaries)
     assert head.target_num_layers == config["num_hidden_layers"]
@@ -60,11 +60,6 @@ def test_a_rehearsal_runs_every_stage(
     assert {p.name for p in (run / "export").iterdir()} == set(recipe.export.formats)
     rows = json.loads((run / "eval/report.json").read_text())["rows"]
     assert {row["k"] for row in rows if row["drafter"] != "none"} == set(recipe.eval.k or ())
-    # The next rehearsal replaces this one; a run of that name would be refused.
-    (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text().replace("-rehearsal/", "/"))
-    result = draftlab(tmp_path, *arguments)
-    assert result.exit_code == 2
-    assert "expected the folder of a rehearsal, found another run" in result.output
 
 
 def test_missing_tokenizer_files_are_named(tmp_path: Path) -> None:
@@ -82,8 +77,15 @@ def test_a_rehearsal_keeps_the_run_it_rehearses(tmp_path: Path) -> None:
     result = draftlab(folder, "run", "small.yaml", "--rehearse", "train.steps=2")
     assert result.exit_code == 0, result.output
     assert (folder / "runs/small/head/model.safetensors").read_bytes() == before
-    steps = (folder / "runs/small-rehearsal/recipe.yaml").read_text()
-    assert "\n  steps: 2\n" in steps, "smaller values of the recipe stay"
+    assert (folder / "runs/latest").resolve().name == "small"
+    rehearsal = folder / "runs/rehearsals/small"
+    assert "\n  steps: 2\n" in (rehearsal / "recipe.yaml").read_text(), "smaller values stay"
+
+    (rehearsal / "target").rename(folder / "elsewhere")
+    result = draftlab(folder, "run", "small.yaml", "--rehearse")
+    assert result.exit_code == 2
+    assert "expected the folder of an earlier rehearsal" in result.output
+    assert (rehearsal / "head").is_dir()
 
 
 @pytest.fixture
