@@ -29,6 +29,7 @@ from draftlab.text.chat_template import template_sha256, tokenizer_sha256
 from draftlab.text.conversations import Conversation, read_conversations
 from draftlab.text.prompts import load_prompts
 from draftlab.text.samples import build_samples
+from draftlab.text.server_answers import ServerAnswers
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.vllm.answers import VllmAnswers
 from draftlab.vllm.hidden_states import VllmStateSource
@@ -84,6 +85,9 @@ class Recording:
             if settings.enabled and settings.backend == "vllm":
                 target = self.target_metadata
                 decode = stack.enter_context(VllmAnswers(target, settings, self.monitor))
+            elif settings.enabled and settings.backend == "openai":
+                target = self.target_metadata
+                decode = ServerAnswers(settings, self.tokenizer, self.monitor)
             elif settings.enabled:
                 devices = worker_devices(gpus, self.recipe.target.device)
                 workers = stack.enter_context(

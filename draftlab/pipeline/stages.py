@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.store.manifest import MANIFEST
 from draftlab.target_model.settings import VllmSettings
+from draftlab.text.settings import ServerSettings
 from draftlab.train.settings import FREE_SETTINGS
 
 
@@ -46,6 +47,7 @@ SETTINGS_WITHOUT_EFFECT = {
     "target.gpus",
     "target.compile",
     *(f"train.{name}" for name in FREE_SETTINGS),
+    *(f"regenerate.server.{name}" for name in ServerSettings.model_fields),
     *(f"{s}.vllm.{name}" for s in ("regenerate", "record") for name in VllmSettings.model_fields),
 }
 """Settings that change how a stage runs and not its result."""

@@ -88,7 +88,7 @@ def regenerate(
         "stop_ids": sorted(stops),
         "prompts": sha256_text("\n".join(prompt.to_json() for prompt in prompts)),
         "seed": seed,
-        **settings.model_dump(mode="json", exclude={"enabled", "backend", "vllm"}),
+        **settings.model_dump(mode="json", exclude={"enabled", "backend", "vllm", "server"}),
         # Older answer files have no such key.
         **({} if settings.backend == "paged" else {"backend": settings.backend}),
     }

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from draftlab.settings import Settings, SingleOrList
 from draftlab.target_model.settings import VllmSettings
 
-AnswerBackend = Literal["paged", "vllm"]
+AnswerBackend = Literal["paged", "vllm", "openai"]
 
 
 class PromptSettings(Settings):
@@ -28,6 +28,20 @@ class PromptSettings(Settings):
     """Whether to drop conversations that repeat an earlier one."""
     per_source: Annotated[int, Field(ge=1)] | None = None
     """Number of conversations per data set (the lines' `source`), from its start; None: all."""
+
+
+class ServerSettings(Settings):
+    """A running server with OpenAI's completions interface, and how it is asked."""
+
+    url: str | None = Field(default=None, pattern="^https?://")
+    """Address, such as http://localhost:8000. The environment variable OPENAI_API_KEY, if it is
+    set, is sent as the key."""
+    model: str | None = None
+    """The server's name of the target; None: the only model that it serves."""
+    attempts: Annotated[int, Field(ge=1)] = 8
+    """Attempts of a request before the run ends; the waits between them grow from 1 to 60 s."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds to wait for one answer."""
 
 
 class RegenerateSettings(Settings):
@@ -53,8 +67,18 @@ class RegenerateSettings(Settings):
     """Conversations written at a time; a restart repeats fewer than this many. Each chunk is
     decoded independently: for vLLM use several times `batch`."""
     backend: AnswerBackend = "paged"
-    """What decodes: draftlab's engine, or an installed vLLM in its own process, on `target.gpus`
-    GPUs (tensor parallel)."""
+    """What decodes. paged: draftlab's engine. vllm: an installed vLLM in its own process, on
+    `target.gpus` GPUs (tensor parallel). openai: a running server, see `server`."""
+    server: ServerSettings = Field(default=ServerSettings(), validate_default=True)
+    """The server of the backend "openai"."""
+
+    @field_validator("server")
+    @classmethod
+    def _check_server(cls, server: ServerSettings, info: ValidationInfo) -> ServerSettings:
+        if info.data.get("backend") == "openai" and server.url is None:
+            raise ValueError("expected the server's address in server.url for backend openai")
+        return server
+
     vllm: VllmSettings = VllmSettings()
     """Settings of the backend "vllm"."""
 

@@ -1,0 +1,184 @@
+"""Answers from a real HTTP server with OpenAI's completions interface, and its failures."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftlab.engine.reference import ReferenceEngine
+from draftlab.engine.sampling import Request, Sampling
+from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text import server_answers
+from draftlab.text.conversations import read_conversations
+from tests.helpers.small_run import draftlab, new_workshop
+
+SAMPLED = ("regenerate.temperatures=[0.0]", "regenerate.batch=3")
+
+
+class CompletionServer(ThreadingHTTPServer):
+    """A server that decodes with the reference engine, and fails as it is told to.
+
+    Args:
+        target: folder of the target that it serves.
+
+    Attributes:
+        failures: one for each of the next requests: an HTTP status, or "drop" (the connection
+            is closed without an answer).
+        text_only: answers have no token ids.
+        models: ids of the served models.
+        requests: bodies of the completions asked for.
+        most_at_once: largest number of completions in work at a time.
+    """
+
+    def __init__(self, target: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        settings = TargetSettings(path=str(target), device="cpu")
+        self.engine = ReferenceEngine(load_target(settings), batch=1, max_length=512)
+        self.tokenizer = load_tokenizer(settings)
+        self.failures: list[int | str] = []
+        self.text_only, self.models = False, ["the-target"]
+        self.requests: list[dict[str, Any]] = []
+        self.in_work, self.most_at_once = 0, 0
+        self.lock = threading.Lock()
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return the choice of a completion."""
+        stops = frozenset(body["stop_token_ids"])
+        sampling = Sampling(body["temperature"], seed=body["seed"])
+        ids = tuple(body["prompt"])
+        request = Request("request", ids, body["max_tokens"], sampling, stops)
+        with self.lock:
+            (generation,) = self.engine.generate([request])
+        tokens = list(generation.token_ids)
+        stopped = generation.finish == "stop"
+        text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)
+        choice = {"text": text, "finish_reason": generation.finish}
+        return choice if self.text_only else choice | {"token_ids": tokens}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: CompletionServer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._send(200, {"data": [{"id": model} for model in self.server.models]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        with server.lock:
+            server.in_work += 1
+            server.most_at_once = max(server.most_at_once, server.in_work)
+            failure = server.failures.pop(0) if server.failures else None
+        if failure is None:
+            server.requests.append(body)
+            status, answer = 200, {"choices": [server.complete(body)]}
+        else:
+            status, answer = failure, {"error": f"failure {failure}"}
+        with server.lock:  # before the answer, upon which the next request comes
+            server.in_work -= 1
+        if status == "drop":
+            self.close_connection = True
+        else:
+            self._send(int(status), answer)
+
+    def _send(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@contextmanager
+def serve(target: Path) -> Iterator[CompletionServer]:
+    """Run a server in a thread."""
+    server = CompletionServer(target)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(server_answers, "FIRST_WAIT_S", 0.01)
+    return new_workshop(tmp_path)
+
+
+def prepare(folder: Path, server: CompletionServer, *settings: str, code: int = 0) -> str:
+    """Run `draftlab prepare` with the server; return what it printed."""
+    url = f"regenerate.server.url=http://127.0.0.1:{server.server_port}/v1"
+    arguments = ("prepare", "small.yaml", "regenerate.backend=openai", url, *SAMPLED, *settings)
+    result = draftlab(folder, *arguments)
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def answer_tokens(folder: Path, name: str) -> list[tuple[int, ...]]:
+    path = folder / "runs" / name / "answers.jsonl"
+    return [a.token_ids for c in read_conversations(path) for a in c.answers]
+
+
+def test_answers_of_a_server_are_the_engines(workshop: Path) -> None:
+    """Also when requests fail at first, and when the server returns text only."""
+    assert draftlab(workshop, "prepare", "small.yaml", "name=engine", *SAMPLED).exit_code == 0
+    expected = answer_tokens(workshop, "engine")
+    with serve(workshop / "toy") as server:
+        server.failures = [503, "drop", 429, 500]
+        output = prepare(workshop, server, "name=server")
+        assert "the-target at http://127.0.0.1" in output
+        assert len(server.requests) == len(expected) == 12
+        assert 1 < server.most_at_once <= 3
+        assert answer_tokens(workshop, "server") == expected
+        server.text_only = True
+        output = prepare(workshop, server, "name=text")
+        assert "no token_ids" in output
+        decoded = [server.tokenizer.decode(tokens) for tokens in expected]
+    texts = [server.tokenizer.decode(tokens) for tokens in answer_tokens(workshop, "text")]
+    assert texts == decoded
+
+
+def test_a_failing_server_ends_the_run_and_another_goes_on(workshop: Path) -> None:
+    with serve(workshop / "toy") as server:
+        server.failures = [500] * 40
+        output = prepare(workshop, server, "regenerate.server.attempts=2", code=2)
+        assert "HTTP 500" in output
+        assert "(2 attempts)" in output
+        assert "repeat the command" in output
+        server.failures = []
+        # Neither address nor attempts decide the answers, so the run goes on with another server.
+        prepare(workshop, server, "regenerate.server.attempts=3")
+        requests = len(server.requests)
+        prepare(workshop, server)
+        assert len(server.requests) == requests, "finished answers are kept"
+
+
+def test_refusals(workshop: Path) -> None:
+    with serve(workshop / "toy") as server:
+        server.failures = [400]
+        assert "HTTP 400" in prepare(workshop, server, "regenerate.server.attempts=5", code=2)
+        server.models = ["one", "two"]
+        output = prepare(workshop, server, code=2)
+        assert "expected the server to serve one model, found one, two" in output
+        output = prepare(workshop, server, "regenerate.server.model=three", code=2)
+        assert "expected the server to serve three, found one, two" in output
+    output = prepare(workshop, server, "regenerate.server.attempts=1", code=2)
+    assert "the server gave no answer" in output
+    result = draftlab(workshop, "prepare", "small.yaml", "regenerate.backend=openai")
+    assert result.exit_code == 2
+    assert "server.url" in result.output
