@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from draftlab.doctor.diagnose import diagnose
@@ -17,14 +16,12 @@ from draftlab.doctor.findings import Diagnosis
 from draftlab.doctor.settings import DoctorSettings
 from draftlab.doctor.target_session import TargetSession
 from draftlab.heads.config import make_head_config
-from draftlab.heads.eagle import EagleHead
-from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config
-from draftlab.heads.head import initialise_head
+from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS
 from draftlab.heads.vllm_config import native_config
 from draftlab.pipeline.resolve import reference_head
 from draftlab.progress import Monitor
 from draftlab.target_model.settings import TargetSettings
-from tests.helpers.diagnosis import CopyHead, Tensors
+from tests.helpers.diagnosis import CopyHead, Tensors, initial_tensors, reference_config
 
 
 @pytest.fixture(scope="session")
@@ -62,20 +59,9 @@ def diagnose_copy(session: TargetSession, copy_head: CopyHead) -> Callable[..., 
 @pytest.fixture
 def untrained_eagle(session: TargetSession, copy_head: CopyHead) -> Path:
     """An initialised EAGLE head of the first generation."""
-    fields = load_config(reference_head()).model_dump(mode="json", by_alias=True)
-    fields |= {"family": "eagle", "boundaries": [12], "draft_vocab_size": 6144, "provenance": {}}
-    config = make_head_config(**fields)
-    head, parts = EagleHead(config), session.target.parts
-    initialise_head(
-        head,
-        embeddings=parts.embeddings,
-        final_norm=next(parts.norm.parameters()),
-        lm_head=parts.lm_head,
-        target_ids=torch.arange(6144),
-        seed=0,
-    )
-    omitted = {*head.shared_tensors(), "d2t", "t2d"}
-    tensors = {n: t.detach().bfloat16() for n, t in head.tensors().items() if n not in omitted}
+    config = reference_config(family="eagle", boundaries=[12], draft_vocab_size=6144)
+    initial = initial_tensors(config, session.target.parts)
+    tensors = {name: tensor.bfloat16() for name, tensor in initial.items()}
     return copy_head(
         lambda stored: (stored.clear(), stored.update(tensors)),
         **config.model_dump(mode="json", by_alias=True),

@@ -43,22 +43,17 @@ def test_boundaries_that_count_outputs_are_named(exported: Path, session: Target
     assert diagnosis.verdict.endswith("shifted by one")
 
 
-def test_a_good_export_has_no_findings(exported: Path, session: TargetSession) -> None:
-    files, findings = read_foreign_head(exported, session)
-    assert not findings
-    assert files is not None
-    assert files.config.boundaries == (2, 6, 9)
-
-
-def test_a_first_generation_head_needs_no_flags_of_eagle3(
-    untrained_eagle: Path, session: TargetSession, tmp_path: Path
+def test_good_exports_have_no_findings(
+    exported: Path, untrained_eagle: Path, session: TargetSession, tmp_path: Path
 ) -> None:
-    out = tmp_path / "vllm"
-    write_export(untrained_eagle, session.target.folder, out, "vllm", target_name="embedded")
-    files, findings = read_foreign_head(out, session)
-    assert not findings
-    assert files is not None
-    assert files.config.family == "eagle"
+    """A head of the first generation needs no flags of EAGLE3."""
+    eagle = tmp_path / "vllm"
+    write_export(untrained_eagle, session.target.folder, eagle, "vllm", target_name="embedded")
+    for folder, shape in ((exported, ("eagle3", (2, 6, 9))), (eagle, ("eagle", (12,)))):
+        files, findings = read_foreign_head(folder, session)
+        assert not findings
+        assert files is not None
+        assert (files.config.family, files.config.boundaries) == shape
 
 
 def test_missing_and_small_values_of_a_config_are_named(

@@ -21,12 +21,17 @@ from draftlab.doctor.score import Score, Scorer
 from draftlab.doctor.search import VariantResult
 from draftlab.doctor.target_session import TargetSession
 from draftlab.doctor.weight_hypotheses import layouts, masks, sorted_blocks, unproject_mask
-from draftlab.heads.config import HeadConfig, make_head_config
+from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import WEIGHTS, load_config
-from draftlab.heads.head import initialise_head
-from draftlab.heads.peagle import PeagleHead
 from draftlab.pipeline.resolve import reference_head
-from tests.helpers.diagnosis import CopyHead, DiagnoseCopy, Tensors, fault_kinds
+from tests.helpers.diagnosis import (
+    CopyHead,
+    DiagnoseCopy,
+    Tensors,
+    fault_kinds,
+    initial_tensors,
+    reference_config,
+)
 from tests.helpers.head_toys import make_head
 from tests.helpers.llama4_reader import half_split, pairs
 from tests.helpers.llama4_toys import LLAMA4_HEAD
@@ -46,60 +51,53 @@ def test_a_good_head_is_healthy(diagnose_copy: DiagnoseCopy) -> None:
     assert len(diagnosis.readings) > 12  # many were scored
 
 
+def interleave(tensors: Tensors) -> None:
+    for name in [f"layers.0.self_attn.{x}_proj.weight" for x in "qk"]:
+        halves = tensors[name].unflatten(0, (-1, 2, 16))
+        tensors[name] = halves.transpose(1, 2).reshape(tensors[name].shape).contiguous()
+
+
+def make_absolute(tensors: Tensors) -> None:
+    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+
+
 @pytest.mark.parametrize(
-    ("fields", "kind", "name", "message"),
+    ("change", "fields", "kind", "name", "message"),
     [
-        ({"boundaries": [3, 7, 10]}, "boundaries", "boundaries − 1", "one too high"),
+        (None, {"boundaries": [3, 7, 10]}, "boundaries", "boundaries − 1", "one too high"),
         (
+            None,
             {"norm_before_residual": True},
             "norm flags",
             "norm_before_residual: false",
             "norm_before_residual is not",
         ),
         (
+            None,
             {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
             "rope",
             "the target's RoPE",
             "RoPE",
         ),
+        (interleave, {}, "rope layout", "q and k in interleaved RoPE layout", "interleaved"),
+        (make_absolute, {}, "d2t", "d2t as absolute ids", "absolute"),
     ],
 )
-def test_a_wrong_key_of_the_config_is_named(
-    diagnose_copy: DiagnoseCopy, fields: dict[str, Any], kind: str, name: str, message: str
+def test_a_mistake_is_named_with_the_variant_that_corrects_it(
+    diagnose_copy: DiagnoseCopy,
+    change: Callable[[Tensors], None] | None,
+    fields: dict[str, Any],
+    kind: str,
+    name: str,
+    message: str,
 ) -> None:
-    diagnosis = diagnose_copy(**fields)
+    diagnosis = diagnose_copy(change, **fields)
     assert fault_kinds(diagnosis) == [kind]
     assert message in diagnosis.verdict
     al = lengths(diagnosis)
     assert f"AL {al['as stored']:.2f} as stored, {al[name]:.2f}" in diagnosis.verdict
     assert diagnosis.readings[1].name == name
     assert diagnosis.readings[1].better
-
-
-def interleaved(tensors: Tensors) -> None:
-    for name in [f"layers.0.self_attn.{x}_proj.weight" for x in "qk"]:
-        halves = tensors[name].unflatten(0, (-1, 2, 16))
-        tensors[name] = halves.transpose(1, 2).reshape(tensors[name].shape).contiguous()
-
-
-def absolute(tensors: Tensors) -> None:
-    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "name"),
-    [
-        (interleaved, "rope layout", "q and k in interleaved RoPE layout"),
-        (absolute, "d2t", "d2t as absolute ids"),
-    ],
-)
-def test_weights_in_another_order_are_named(
-    diagnose_copy: DiagnoseCopy, change: Callable[[Tensors], None], kind: str, name: str
-) -> None:
-    diagnosis = diagnose_copy(change)
-    assert fault_kinds(diagnosis) == [kind]
-    assert diagnosis.readings[1].name == name
-    assert lengths(diagnosis)[name] > lengths(diagnosis)["as stored"] + 0.5
 
 
 def test_two_mistakes_are_both_named(diagnose_copy: DiagnoseCopy) -> None:
@@ -213,28 +211,12 @@ def score(accepted: float, likelihood: float) -> Score:
 
 
 def parallel_config(**changes: Any) -> HeadConfig:
-    fields = load_config(reference_head()).model_dump(by_alias=True)
-    fields |= {"family": "peagle", "embeddings": "own", "mask_token_id": 6143, "provenance": {}}
-    return make_head_config(**(fields | changes))
-
-
-def parallel_tensors(config: HeadConfig, session: TargetSession) -> Tensors:
-    head = PeagleHead(config)
-    parts = session.target.parts
-    initialise_head(
-        head,
-        embeddings=parts.embeddings,
-        final_norm=next(parts.norm.parameters()),
-        lm_head=parts.lm_head,
-        target_ids=torch.arange(config.draft_vocab_size),
-        seed=0,
-    )
-    return {name: tensor.detach().clone() for name, tensor in head.tensors().items()}
+    return reference_config(family="peagle", embeddings="own", mask_token_id=6143, **changes)
 
 
 def test_a_projected_mask_is_named(session: TargetSession, copy_head: CopyHead) -> None:
     config = parallel_config()
-    tensors = parallel_tensors(config, session)
+    tensors = initial_tensors(config, session.target.parts)
     projected = tensors["mask_hidden"] @ tensors["fc.weight"].T
     folder = copy_head(
         lambda stored: (stored.clear(), stored.update(tensors | {"mask_hidden": projected})),
@@ -251,7 +233,7 @@ def test_a_projected_mask_is_named(session: TargetSession, copy_head: CopyHead) 
 def test_a_mask_of_ambiguous_width_is_scored_both_ways(session: TargetSession) -> None:
     """With one boundary a projected vector has the shape of a raw one."""
     config = parallel_config(boundaries=[9])
-    tensors = parallel_tensors(config, session)
+    tensors = initial_tensors(config, session.target.parts)
     raw = HeadVariant(config, tensors)
     mask = tensors["mask_hidden"] @ tensors["fc.weight"].T
     stored = HeadVariant(config, tensors | {"mask_hidden": mask})
