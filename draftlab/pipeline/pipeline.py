@@ -174,9 +174,14 @@ class Pipeline:
             for status in statuses:
                 stage = status.stage
                 if status.state in ("done", "unneeded"):
-                    state = "there" if status.state == "done" else "not there, and not needed"
-                    self.monitor.say(f"{stage.name}: {state} ({run.folder / stage.artefact})")
+                    state = "damaged" if status.damage else "not there"
+                    state = "there" if status.state == "done" else f"{state}, and not needed"
+                    detail = status.damage or run.folder / stage.artefact
+                    self.monitor.say(f"{stage.name}: {state} ({detail})")
                     continue
+                if status.damage:
+                    run.check_manifest(status)
+                    self.monitor.say(f"{stage.name}: damaged, made again ({status.damage})")
                 if status.state == "changed":
                     for key, (in_run, in_recipe) in status.changes.items():
                         self.monitor.say(f"{stage.name}: {key} was {in_run!r}, is {in_recipe!r}")

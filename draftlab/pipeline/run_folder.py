@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, read_json, sha256_text, write_json, write_text
+from draftlab.files import (
+    canonical_json,
+    read_json,
+    sha256_file,
+    sha256_text,
+    write_json,
+    write_text,
+)
 from draftlab.heads.family import get_family
 from draftlab.pipeline.recipe import RENAMED_SETTINGS
 from draftlab.pipeline.stages import FORMER_DEFAULTS, SETTINGS_WITHOUT_EFFECT, STAGES, Stage
@@ -33,12 +40,14 @@ class Status:
             reads it is.
         changes: setting → (value in the run, value in the recipe), if the state is "changed".
         missing_input: a file that the stage reads and that does not exist, or "".
+        damage: which file of a complete stage has changed since, and how, or "".
     """
 
     stage: Stage
     state: State
     changes: dict[str, tuple[Any, Any]]
     missing_input: str = ""
+    damage: str = ""
 
 
 class Run:
@@ -84,15 +93,28 @@ class Run:
         }
         if changes:
             return Status(stage, "changed", changes)
-        if record["complete"] and not artefact.exists():
+        if not record["complete"]:
+            return Status(stage, "unfinished", {})
+        if not artefact.exists():
             return Status(stage, "missing", {})
-        complete = record["complete"] and all((artefact / name).is_file() for name in stage.files)
-        if complete and stage.name == "store":
+        damage = self._damage(stage, record)
+        return Status(stage, "unfinished" if damage else "done", {}, damage=damage)
+
+    def _damage(self, stage: Stage, record: dict[str, Any]) -> str:
+        """Return what has changed in the files of a complete stage, or ""."""
+        files = [f"{stage.artefact}/{name}" for name in stage.files]
+        # Records of older versions have no hashes.
+        for name, digest in (dict.fromkeys(files) | record.get("sha256", {})).items():
+            if not (self.folder / name).is_file():
+                return f"{name} is missing"
+            if digest and (actual := sha256_file(self.folder / name)) != digest:
+                return f"{name} has SHA-256 {actual[:12]}, and {digest[:12]} when it was written"
+        if stage.name == "store":
             try:
-                check_store(artefact)
-            except UserError:  # a shard is missing or truncated; the stage records it again
-                complete = False
-        return Status(stage, "done" if complete else "unfinished", {})
+                check_store(self.folder / stage.artefact)
+            except UserError as error:  # a shard is missing or truncated
+                return f"{Path(error.where).name}: {error.what}"
+        return ""
 
     def plan(self, *last: str) -> list[Status]:
         """Return the states of the stages up to those named `last`, in order."""
@@ -131,6 +153,16 @@ class Run:
                     "new run beside this one",
                 )
 
+    def check_manifest(self, status: Status) -> None:
+        """Raise a `UserError` for a store whose manifest is damaged: only it has shards' hashes."""
+        if status.damage.startswith(STAGES["store"].hashed):
+            raise UserError(
+                f"expected the store's manifest as it was written: {status.damage}",
+                where=self.folder / STAGES["store"].hashed,
+                do=f"restore the file, or remove {self.folder / status.stage.artefact}: the same "
+                "command then records it again",
+            )
+
     def remove(self, stage: Stage) -> None:
         """Delete a stage's record and artefact, after those of all later stages."""
         # In this order a crash leaves no stage without the stages that it was computed from.
@@ -158,7 +190,7 @@ class Run:
         """Record a stage as started, yield its artefact's path, record it as complete."""
         record = record_path(self.folder, stage)
         try:
-            with _recorded(record, self.inputs(stage)):
+            with _recorded(self.folder, stage, self.inputs(stage)):
                 yield self.folder / stage.artefact
         except UserError:
             # A stage that wrote nothing yet may start again with other settings.
@@ -201,10 +233,13 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _recorded(record: Path, inputs: dict[str, Any]) -> Iterator[None]:
+def _recorded(folder: Path, stage: Stage, inputs: dict[str, Any]) -> Iterator[None]:
+    record = record_path(folder, stage)
     write_json(record, {"complete": False, "inputs": inputs})
     yield
-    write_json(record, {"complete": True, "inputs": inputs})
+    files = [path for path in sorted(folder.glob(stage.hashed)) if path.is_file()]
+    hashes = {str(path.relative_to(folder)): sha256_file(path) for path in files}
+    write_json(record, {"complete": True, "inputs": inputs, "sha256": hashes})
 
 
 @contextmanager
@@ -216,7 +251,7 @@ def recorded_with(folder: Path, stage: Stage, settings: dict[str, Any]) -> Itera
     inputs: dict[str, Any] = {}
     if stage.after and (path := record_path(folder, STAGES[stage.after])).exists():
         inputs = read_record(path)["inputs"]
-    with _recorded(record_path(folder, stage), inputs | _with_effect(settings)):
+    with _recorded(folder, stage, inputs | _with_effect(settings)):
         yield
 
 

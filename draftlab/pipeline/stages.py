@@ -10,6 +10,8 @@ from draftlab.target_model.settings import VllmSettings
 from draftlab.text.settings import ServerSettings
 from draftlab.train.settings import FREE_SETTINGS
 
+REPORT = "report.json"
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -21,6 +23,7 @@ class Stage:
         settings: prefixes of the recipe's settings that decide its result.
         artefact: file or folder in the run folder.
         files: files that a complete artefact folder has.
+        hashed: glob pattern, in the run folder, of the files whose hashes its record keeps.
         cheap: runs again without --force when a setting changed.
     """
 
@@ -29,17 +32,31 @@ class Stage:
     settings: tuple[str, ...]
     artefact: str
     files: tuple[str, ...] = ()
+    hashed: str = ""
     cheap: bool = False
 
 
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage("answers", None, ("seed", "target", "prompts", "regenerate"), "answers.jsonl"),
-        Stage("store", "answers", ("record",), "store", (MANIFEST,)),
-        Stage("head", "store", ("seed", "draft_vocab", "head", "train"), "head", (CONFIG, WEIGHTS)),
-        Stage("eval", "head", ("eval",), "eval", ("report.json",), cheap=True),
-        Stage("export", "head", ("export",), "export", cheap=True),
+        Stage(
+            "answers",
+            None,
+            ("seed", "target", "prompts", "regenerate"),
+            "answers.jsonl",
+            hashed="answers.jsonl",
+        ),
+        Stage("store", "answers", ("record",), "store", (MANIFEST,), hashed=f"store/{MANIFEST}"),
+        Stage(
+            "head",
+            "store",
+            ("seed", "draft_vocab", "head", "train"),
+            "head",
+            (CONFIG, WEIGHTS),
+            hashed="head/*",
+        ),
+        Stage("eval", "head", ("eval",), "eval", (REPORT,), hashed=f"eval/{REPORT}", cheap=True),
+        Stage("export", "head", ("export",), "export", hashed="export/*/*", cheap=True),
     )
 }
 SETTINGS_WITHOUT_EFFECT = {

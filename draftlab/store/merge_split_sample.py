@@ -33,7 +33,8 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
     Shards are hard links where the file system supports them.
 
     Raises:
-        UserError: the identities differ, two stores share an id, or the folder is not empty.
+        UserError: the identities differ, two stores share an id, a shard is damaged, or the folder
+            is not empty.
     """
     for store in stores[1:]:
         store.identity.check(stores[0].identity, store.folder)
@@ -43,7 +44,8 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
     total = sum(len(manifest.shards) for manifest in manifests)
     with _new_folder(folder) as new:
         for store in stores:
-            for shard in store.manifest.shards:
+            for number, shard in enumerate(store.manifest.shards):
+                store.verify([number])
                 file = f"shard-{len(shards):05d}.safetensors"
                 _link(shard.path(store.folder), new / file)
                 shards.append(shard.model_copy(update={"file": file}))
@@ -76,7 +78,7 @@ def select(
         made_by: how they were chosen; JSON values for the manifest's settings.
 
     Raises:
-        UserError: there are no records, or the folder is not empty.
+        UserError: there are no records, a shard is damaged, or the folder is not empty.
     """
     if not records:
         raise UserError("expected records to write, found none", where=folder)
@@ -89,6 +91,7 @@ def select(
         for number, group in enumerate(groups):
             file = f"shard-{number:05d}.safetensors"
             members = [records[i] for i in group]
+            store.verify(store.shards_of(members))
             rows = [store.raw_tensors(record) for record in members]
             ids = [store.ids[record] for record in members]
             lengths = [store.lengths[record] for record in members]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,6 @@ DTYPES = {
 NO_TEACHER = (float("nan"), -1)
 """logsumexp and argmax of positions outside `teacher_mask`, where they are not computed."""
 _RECORD_AGAIN = "record again into this folder: only missing shards are computed"
-_REMOVE_SHARD = f"remove this shard and {_RECORD_AGAIN}"
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,7 @@ class Store:
         # The index of each shard's first record.
         self._first = [0, *itertools.accumulate(len(shard.ids) for shard in manifest.shards)]
         self._shards = {} if shards is None else shards
+        self._verified: set[int] = set()
 
     @classmethod
     def open(cls, folder: Path, expected: StoreIdentity | None = None) -> Store:
@@ -237,21 +238,44 @@ class Store:
         _, tensors, window = self._locate(index)
         return {name: tensors[name][window] for name in sorted(tensors.keys() - {"offsets"})}
 
-    def verify(self) -> None:
-        """Check the hash of every shard.
+    def verify(self, numbers: Iterable[int] | None = None) -> None:
+        """Check the hashes of shards, each at most once.
+
+        Args:
+            numbers: of the shards; None: all.
 
         Raises:
             UserError: the first shard with other bytes than were written.
         """
-        for shard in self.manifest.shards:
+        for number in range(len(self.manifest.shards)) if numbers is None else numbers:
+            if number in self._verified:
+                continue
+            shard = self.manifest.shards[number]
             path = shard.path(self.folder)
-            digest = sha256_file(path) if path.is_file() else "no file"
+            try:
+                digest = sha256_file(path)
+            except OSError as error:
+                digest = f"no file that can be read ({error.strerror})"
             if digest != shard.sha256:
                 raise UserError(
-                    f"expected a shard with SHA-256 {shard.sha256}, found {digest}",
+                    f"the shard is damaged: expected SHA-256 {shard.sha256}, found {digest}",
                     where=path,
-                    do=_REMOVE_SHARD,
+                    do=self._how_to_remake(),
                 )
+            self._verified.add(number)
+
+    def shards_of(self, records: Iterable[int]) -> list[int]:
+        """Return the numbers of the shards that hold these records."""
+        return sorted({bisect_right(self._first, record) - 1 for record in records})
+
+    def _how_to_remake(self) -> str:
+        """Return what a user does about a damaged shard."""
+        recipe, made_by = self.folder.parent / "recipe.yaml", self.manifest.settings.get("made_by")
+        if made_by is not None:
+            return f"remove this store and make it again: `draftlab store {made_by}`"
+        if recipe.is_file():
+            return f"remove this shard; `draftlab record {quote(str(recipe))}` makes it again"
+        return f"remove this shard and {_RECORD_AGAIN}"
 
     def _locate(self, index: int) -> tuple[int, dict[str, Tensor], slice]:
         """Return a record's index from 0 on, its shard's tensors, and its positions in them."""
@@ -273,7 +297,9 @@ class Store:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             except (SafetensorError, OSError) as error:
                 raise UserError(
-                    f"the shard is truncated or corrupt: {error}", where=path, do=_REMOVE_SHARD
+                    f"the shard is truncated or corrupt: {error}",
+                    where=path,
+                    do=self._how_to_remake(),
                 ) from None
             shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
             expected = self.identity.tensor_shapes(shard)
@@ -283,7 +309,7 @@ class Store:
                     "the shard does not hold the manifest's records: it belongs to another store "
                     f"or is corrupt (expected {expected}, found {shapes})",
                     where=path,
-                    do=_REMOVE_SHARD,
+                    do=self._how_to_remake(),
                 )
             self._shards[number] = tensors
         return self._shards[number]

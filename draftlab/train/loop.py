@@ -22,6 +22,7 @@ from draftlab.heads.initial import fingerprint, start_from
 from draftlab.progress import Monitor
 from draftlab.store.prompt_split import hold_out
 from draftlab.store.store import Store
+from draftlab.store.verification import ShardVerification
 from draftlab.target_model.parts import TargetParts
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.batch.loader import BatchLoader, MicroBatch
@@ -118,6 +119,7 @@ class Trainer:
         self.timer = PhaseTimer(self.device)
         self._report_setup(module)
         self._resume()
+        self.verification = ShardVerification(store, folder, self.ranks.rank, self.ranks.size)
 
     def _report_setup(self, module: DistillationModule) -> None:
         """Measure the device's matrix rate, which MFU refers to, and print how training runs."""
@@ -148,7 +150,7 @@ class Trainer:
 
     def run(self) -> Validation | None:
         """Train to the last step; return the final validation (None: no records are held out)."""
-        with self.ranks.report_lost_rank():
+        with closing(self.verification), self.ranks.report_lost_rank():
             self._train()
             validation = None
             if self.held_out:
@@ -276,8 +278,10 @@ class Trainer:
         """Write a checkpoint of the current step with whole weights and moments, not shards.
 
         Raises:
-            UserError: weights are not finite. A run that resumes from them could not recover.
+            UserError: weights are not finite, or a shard of the store is damaged. A run that
+                resumes from such weights could not recover.
         """
+        self.verification.finish(self.ranks.all_gather, self.monitor)
         weights, moments = self.backend.weights(), self.backend.moments()
         broken = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
         if broken := self.ranks.broadcast(broken):

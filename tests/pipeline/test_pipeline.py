@@ -152,35 +152,6 @@ def test_a_deleted_store_that_nothing_needs_is_not_recorded_again(folder: Path) 
     assert not Path("runs/small/store").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut", "lost"])
-def test_a_damaged_shard_is_recorded_again(folder: Path, damage: str) -> None:
-    store, before = Path("runs/small/store"), contents(Path("runs/small/store"))
-    shard = store / "shard-00001.safetensors"
-    if damage == "cut":
-        shard.write_bytes(shard.read_bytes()[:-100])
-    else:
-        shard.unlink()
-    with pytest.raises(UserError, match="shard"):
-        Store.open(store)
-    monitor = RecordingMonitor()
-    pipeline(monitor=monitor).make("store")
-    assert "shard-00001.safetensors" in monitor.text
-    assert "it is recorded again" in monitor.text
-    assert contents(store) == before
-
-
-def test_a_shard_of_the_right_size_and_wrong_bytes_is_named(folder: Path) -> None:
-    shutil.rmtree("runs/small/head")
-    shutil.rmtree("runs/small/train")
-    shard = Path("runs/small/store/shard-00001.safetensors")
-    shard.write_bytes(b"\xff" * shard.stat().st_size)
-    error = error_of("head")
-    assert "truncated or corrupt" in error.what
-    assert shard.name in error.where
-    shard.unlink()  # as the message says
-    pipeline().make("head")
-
-
 def test_an_empty_data_set(folder: Path) -> None:
     Path("empty.jsonl").write_text("")
     error = error_of("head", "prompts.source=empty.jsonl", "name=other")
@@ -323,6 +294,10 @@ def damage_weights(kind: str) -> None:
 def test_corrupt_head_weights(folder: Path, kind: str) -> None:
     before = contents(Path("runs/small/head"))
     damage_weights(kind)
+    record = Path("runs/small/stages/head.json")
+    fields = json.loads(record.read_text())
+    del fields["sha256"]  # as older versions wrote it; with it the head is made again
+    record.write_text(json.dumps(fields))
     for last, folder in (("eval", "eval"), ("export", "export")):
         shutil.rmtree(Path("runs/small", folder))
         error = error_of(last)

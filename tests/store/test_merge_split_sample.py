@@ -76,6 +76,30 @@ def test_selected_records_are_copied_bit_for_bit(tmp_path: Path) -> None:
         select(store, [], tmp_path / "c", made_by, Monitor())
 
 
+def test_no_store_is_made_of_a_damaged_shard(tmp_path: Path) -> None:
+    store = record_table(tmp_path / "a", samples_of_lengths([20, 9, 30]))
+    shard = tmp_path / "a" / store.manifest.shards[1].file
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
+    damaged = Store.open(tmp_path / "a")
+    writers = (
+        lambda: merge([damaged], tmp_path / "b", Monitor()),
+        lambda: select(damaged, [0, 2], tmp_path / "b", {"made_by": "sample"}, Monitor()),
+    )
+    for write in writers:
+        with pytest.raises(UserError, match="damaged: expected SHA-256") as caught:
+            write()
+        assert caught.value.where == str(shard)
+        assert "only missing shards are computed" in caught.value.do
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    part = select(damaged, [0, 1], tmp_path / "b", {"made_by": "sample"}, Monitor())
+    part.verify()  # its records are in the other shard
+    copy = tmp_path / "b" / "shard-00000.safetensors"
+    copy.write_bytes(copy.read_bytes()[:-1] + b"\1")
+    with pytest.raises(UserError, match="SHA-256") as caught:
+        Store.open(part.folder).verify()
+    assert "`draftlab store sample`" in caught.value.do
+
+
 def test_a_failed_selection_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,144 @@
+"""Damaged files of a run are named and made again; nothing is trained on a damaged shard."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from draftlab import Monitor, Pipeline, Report, load_recipe
+from draftlab.errors import UserError
+from draftlab.pipeline.stages import STAGES
+from draftlab.store import store as store_module
+from draftlab.store.store import Store
+from tests.helpers.monitors import RecordingMonitor
+from tests.helpers.small_run import contents, copy_of_finished
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    with contextlib.chdir(copy_of_finished(tmp_path / "copy")):
+        yield Path.cwd()
+
+
+def pipeline(*, monitor: Monitor | None = None) -> Pipeline:
+    return Pipeline(load_recipe(Path("small.yaml")), monitor or Monitor())
+
+
+def error_of(last: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        pipeline().make(last)
+    return caught.value
+
+
+@pytest.mark.parametrize("damage", ["cut", "lost"])
+def test_a_damaged_shard_is_recorded_again(folder: Path, damage: str) -> None:
+    store, before = Path("runs/small/store"), contents(Path("runs/small/store"))
+    shard = store / "shard-00001.safetensors"
+    if damage == "cut":
+        shard.write_bytes(shard.read_bytes()[:-100])
+    else:
+        shard.unlink()
+    with pytest.raises(UserError, match="shard"):
+        Store.open(store)
+    monitor = RecordingMonitor()
+    pipeline(monitor=monitor).make("store")
+    assert "shard-00001.safetensors" in monitor.text
+    assert "it is recorded again" in monitor.text
+    assert contents(store) == before
+
+
+def flip_byte(path: Path, position: int = -2000) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0xFF
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["all bytes", "one byte"])
+def test_a_shard_of_the_right_size_and_wrong_bytes_is_named(folder: Path, damage: str) -> None:
+    before = contents(Path("runs/small/head"))
+    shutil.rmtree("runs/small/head")
+    shutil.rmtree("runs/small/train")
+    shard = Path("runs/small/store/shard-00001.safetensors")
+    if damage == "all bytes":
+        shard.write_bytes(b"\xff" * shard.stat().st_size)
+    else:
+        flip_byte(shard)
+    error = error_of("head")
+    assert {"all bytes": "corrupt", "one byte": "the shard is damaged"}[damage] in error.what
+    assert shard.name in error.where
+    assert "`draftlab record runs/small/recipe.yaml`" in error.do
+    assert not list(Path("runs/small").glob("train/checkpoints/*"))
+    shard.unlink()  # as the message says
+    pipeline().make("store")
+    pipeline().make("head")
+    assert contents(Path("runs/small/head")) == before
+
+
+@pytest.mark.parametrize(
+    ("file", "stage"),
+    [
+        ("answers.jsonl", "answers"),
+        ("head/model.safetensors", "head"),
+        ("head/config.json", "head"),
+        ("eval/report.json", "eval"),
+        ("export/speculators/model.safetensors", "export"),
+    ],
+)
+def test_a_damaged_file_is_made_again(folder: Path, file: str, stage: str) -> None:
+    path = Path("runs/small") / file
+    before = path.read_bytes()
+    flip_byte(path, -200)
+    monitor = RecordingMonitor()
+    pipeline(monitor=monitor).make(stage)
+    assert f"{stage}: damaged, made again ({file} has SHA-256" in monitor.text
+    if stage == "eval":
+        assert Report.read(path).rows
+    else:
+        assert path.read_bytes() == before
+    assert pipeline().run.status(STAGES[stage]).state == "done"
+
+
+def test_a_damaged_manifest_is_refused_where_it_is_needed(folder: Path) -> None:
+    path = Path("runs/small/store/manifest.json")
+    fields = json.loads(path.read_text())
+    fields["shards"][0]["sha256"] = "0" * 64
+    path.write_text(json.dumps(fields))
+    monitor = RecordingMonitor()
+    pipeline(monitor=monitor).make("head")
+    assert "store: damaged, and not needed (store/manifest.json has SHA-256" in monitor.text
+    error = error_of("store")
+    assert "as it was written" in error.what
+    assert "remove runs/small/store" in error.do
+
+
+def test_a_run_of_an_older_version_has_no_hashes(folder: Path) -> None:
+    for record in Path("runs/small/stages").iterdir():
+        fields = json.loads(record.read_text())
+        assert fields.pop("sha256")
+        record.write_text(json.dumps(fields))
+    assert {s.state for s in pipeline().plan("head", "eval", "export")} == {"done"}
+
+
+def test_a_resumed_training_hashes_changed_shards_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+    original = store_module.sha256_file
+    monkeypatch.setattr(
+        store_module, "sha256_file", lambda path: hashed.append(path.name) or original(path)
+    )
+    for _ in range(2):  # the files of a copied run are other ones, and are hashed
+        hashed.clear()
+        shutil.rmtree("runs/small/head")
+        pipeline().make("head")
+    assert hashed == []
+    shard = Path("runs/small/store/shard-00001.safetensors")
+    shard.write_bytes(shard.read_bytes())  # another time of the last change
+    shutil.rmtree("runs/small/head")
+    pipeline().make("head")
+    assert hashed == [shard.name]
