@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,45 +16,78 @@ from transformers import AutoConfig, LlamaConfig
 from draftlab.errors import UserError
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import head_tensors, load_config, load_head, native_config, save_head
-from tests.helpers.head_toys import LLAMA3, make_config, make_head
+from draftlab.heads.head import DraftHead
+from draftlab.pipeline.resolve import reference_head
+from tests.helpers.head_toys import EAGLE, LLAMA3, PEAGLE, make_head
+from tests.helpers.llama4_toys import LLAMA4_HEAD
 
 DRAFT, VOCAB, HIDDEN = 21, 50, 24
 FILE = "model.safetensors"
+KINDS: dict[str, dict] = {
+    "plain": {},
+    "own embeddings": {"embeddings": "own"},
+    "whole vocabulary": {"draft_vocab_size": VOCAB},
+    "all": {"fc_norm": True, "norm_output": True, "norm_before_residual": True, "qk_norm": True},
+    "norm_before_fc": {"norm_before_fc": True, "boundaries": (2,)},
+    "peagle": PEAGLE | {"qk_norm": True},
+    "eagle": EAGLE | {"num_layers": 2},
+    "llama4": LLAMA4_HEAD,
+}
+
+
+def save(folder: Path, **fields: object) -> DraftHead:
+    head = make_head(**fields).float()
+    save_head(folder, head, torch.float32)
+    return head
 
 
 @pytest.fixture
-def head() -> Eagle3Head:
-    return make_head(embeddings="own").float()
-
-
-@pytest.fixture
-def folder(head: Eagle3Head, tmp_path: Path) -> Path:
-    save_head(tmp_path / "head", head, torch.float32)
+def folder(tmp_path: Path) -> Path:
+    save(tmp_path / "head", embeddings="own")
     return tmp_path / "head"
 
 
-def load(folder: Path, embeddings: Tensor | None = None) -> Eagle3Head:
+def load(folder: Path, embeddings: Tensor | None = None) -> DraftHead:
     return load_head(folder, embeddings=embeddings, dtype=torch.float32, device="cpu")
 
 
-def same(left: Eagle3Head, right: Eagle3Head) -> None:
-    a, b = left.state_dict(), right.state_dict()
-    assert a.keys() == b.keys()
-    for name, tensor in a.items():
-        assert tensor.dtype == b[name].dtype, name
-        assert torch.equal(tensor, b[name]), name
-
-
-def test_a_head_comes_back_whole(head: Eagle3Head, folder: Path) -> None:
-    loaded = load(folder)
-    same(loaded, head)
-    assert loaded.config == head.config == load_config(folder)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_gives_the_same_head(kind: str, tmp_path: Path) -> None:
+    head = save(tmp_path, **KINDS[kind])
+    stored, tensors = load_file(tmp_path / FILE), head.tensors()
+    shared = {n: tensors[n] for n in head.shared_tensors()}
+    maps = {"d2t", "t2d"} if head.config.draft_vocab_size == VOCAB else set()
+    assert stored.keys() == tensors.keys() - shared.keys() - maps
+    loaded = load_head(tmp_path, target_tensors=shared, dtype=torch.float32, device="cpu")
+    assert type(loaded) is type(head)
+    assert loaded.config == head.config == load_config(tmp_path)
     assert not loaded.training
     assert not any(p.requires_grad for p in loaded.parameters())
+    for name, tensor in loaded.tensors().items():
+        assert tensor.dtype == tensors[name].dtype, name
+        assert torch.equal(tensor, tensors[name]), name
+    for name in shared:  # shared, not copied
+        assert loaded.get_parameter(name).data_ptr() == shared[name].data_ptr()
+
+
+def test_a_target_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    head = save(tmp_path)
+    for embeddings in (None, torch.zeros(VOCAB, HIDDEN + 1)):
+        with pytest.raises(UserError, match="embeddings"):
+            load(tmp_path, embeddings)
+    head = save(tmp_path, **EAGLE)
+    shared = {n: head.tensors()[n] for n in head.shared_tensors()}
+    for name, words in (("lm_head.weight", "lm_head"), ("target_norm.weight", "final norm")):
+        fewer = {n: t for n, t in shared.items() if n != name}
+        with pytest.raises(UserError, match=f"target's {words}, and none were given"):
+            load_head(tmp_path, target_tensors=fewer, dtype=torch.float32, device="cpu")
+    rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": shared["lm_head.weight"]}))
+    with pytest.raises(UserError, match=r"lm_head\.weight is shared"):
+        load_head(tmp_path, target_tensors=shared, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_stored_dtype_is_the_asked_one(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_the_stored_dtype_is_the_given_one(tmp_path: Path, dtype: torch.dtype) -> None:
     head = make_head(embeddings="own", rope_parameters=LLAMA3).float()
     save_head(tmp_path, head, dtype)
     for name, tensor in load_file(tmp_path / FILE).items():
@@ -68,42 +102,13 @@ def test_the_stored_dtype_is_the_asked_one(tmp_path: Path, dtype: torch.dtype) -
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == name
 
 
-def test_embeddings_of_the_target_are_not_stored(tmp_path: Path) -> None:
-    head = make_head(embeddings="target").float()
-    save_head(tmp_path, head, torch.float32)
-    assert "embed_tokens.weight" not in load_file(tmp_path / FILE)
-    same(load(tmp_path, head.embed_tokens.weight.clone()), head)
-    with pytest.raises(UserError, match="embeddings"):
-        load(tmp_path)
-    with pytest.raises(UserError, match=r"embeddings in shape \[50, 24\]"):
-        load(tmp_path, torch.zeros(VOCAB, HIDDEN + 1))
-
-
-def test_a_whole_vocabulary_stores_no_maps(tmp_path: Path) -> None:
-    head = make_head(embeddings="own", draft_vocab_size=VOCAB).float()
-    save_head(tmp_path, head, torch.float32)
-    assert not {"d2t", "t2d"} & load_file(tmp_path / FILE).keys()
-    loaded = load(tmp_path)
-    same(loaded, head)
-    assert torch.equal(loaded.target_ids(torch.arange(VOCAB)), torch.arange(VOCAB))
-    assert bool(loaded.t2d.all())
-
-
 @pytest.mark.parametrize("rope", [LLAMA3, {"rope_theta": 20000.0}])
-@pytest.mark.parametrize("before", [False, True])
-def test_config_json_is_generated_from_draftlab_json(
-    tmp_path: Path, rope: dict, before: bool
-) -> None:
-    head = make_head(rope_parameters=rope, norm_before_residual=before)
-    save_head(tmp_path, head, torch.bfloat16)
+def test_config_json_is_generated_from_draftlab_json(tmp_path: Path, rope: dict) -> None:
+    save_head(tmp_path, make_head(rope_parameters=rope), torch.bfloat16)
     written = json.loads((tmp_path / "config.json").read_text())
     assert native_config(load_config(tmp_path), "bfloat16") == written
-    # servers §8, the keys a reader would otherwise fill in silently.
-    assert written["architectures"] == ["LlamaForCausalLMEagle3"]
     assert written["eagle_aux_hidden_state_layer_ids"] == [0, 2, 3, 5]
     assert written["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 1, 2, 4]
-    assert written["num_aux_hidden_states"] == 4
-    assert written["norm_before_residual"] is before
     assert (written["vocab_size"], written["draft_vocab_size"]) == (VOCAB, DRAFT)
     # Both readers of rope, transformers 5's and the older spelling's, see the head's.
     config = AutoConfig.from_pretrained(tmp_path)
@@ -120,15 +125,15 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
     save_file(tensors, folder / FILE)
 
 
-def _pop(name: str) -> Callable:
+def without(name: str) -> Callable:
     return lambda tensors: tensors.pop(name)
 
 
-def _put(name: str, make: Callable[[Tensor], Tensor]) -> Callable:
+def replaced(name: str, make: Callable[[Tensor], Tensor]) -> Callable:
     return lambda tensors: tensors.update({name: make(tensors.get(name, torch.zeros(2)))})
 
 
-def _spoil(value: float) -> Callable[[Tensor], Tensor]:
+def with_last(value: float) -> Callable[[Tensor], Tensor]:
     def make(tensor: Tensor) -> Tensor:
         tensor.flatten()[-1] = value
         return tensor
@@ -136,32 +141,55 @@ def _spoil(value: float) -> Callable[[Tensor], Tensor]:
     return make
 
 
+QK = "layers.1.self_attn.q_norm.weight"
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("fields", "change", "message"),
     [
-        (_pop("layers.0.hidden_norm.weight"), r"missing layers\.0\.hidden_norm\.weight"),
-        (_pop("d2t"), "missing d2t"),
-        (_pop("t2d"), "missing t2d"),
-        (_pop("embed_tokens.weight"), r"missing embed_tokens\.weight"),
-        (_put("fc.bias", lambda t: t), r"unknown fc\.bias"),
-        (_put("midlayer.norm", lambda t: t), r"unknown midlayer\.norm"),
+        ({}, without("layers.0.hidden_norm.weight"), r"missing layers\.0\.hidden_norm\.weight"),
+        ({}, without("d2t"), "missing d2t"),
+        ({}, without("t2d"), "missing t2d"),
+        ({}, without("embed_tokens.weight"), r"missing embed_tokens\.weight"),
+        ({}, replaced("fc.bias", lambda t: t), r"unknown fc\.bias"),
+        ({}, replaced("midlayer.norm", lambda t: t), r"unknown midlayer\.norm"),
         (
-            _put("lm_head.weight", lambda t: t[:-1].clone()),
+            {},
+            replaced("lm_head.weight", lambda t: t[:-1].clone()),
             r"lm_head\.weight: expected shape \[21, 24\], found \[20, 24\]",
         ),
-        (_put("fc.weight", lambda t: t.T.contiguous()), r"fc\.weight: expected shape \[24, 80\]"),
-        (_put("norm.weight", _spoil(float("nan"))), r"norm\.weight: not finite"),
-        (_put("fc.weight", _spoil(float("inf"))), r"fc\.weight: not finite"),
-        (_put("d2t", lambda t: t + torch.arange(DRAFT)), "offsets"),
-        (_put("d2t", lambda t: t.flip(0)), "offsets"),
-        (_put("t2d", lambda t: ~t), "offsets"),
+        (
+            {},
+            replaced("fc.weight", lambda t: t.T.contiguous()),
+            r"fc\.weight: expected shape \[24, 80\]",
+        ),
+        ({}, replaced("norm.weight", with_last(float("nan"))), r"norm\.weight: not finite"),
+        ({}, replaced("fc.weight", with_last(float("inf"))), r"fc\.weight: not finite"),
+        ({}, replaced("d2t", lambda t: t + torch.arange(DRAFT)), "offsets"),
+        ({}, replaced("d2t", lambda t: t.flip(0)), "offsets"),
+        ({}, replaced("t2d", lambda t: ~t), "offsets"),
+        (PEAGLE, without("mask_hidden"), "missing mask_hidden"),
+        (
+            PEAGLE,
+            replaced("mask_hidden", lambda t: t[:, :60].clone()),
+            r"\[1, 80\], found \[1, 60\] \(4 boundaries of 20",
+        ),
+        (
+            PEAGLE,
+            replaced("fc.weight", lambda t: t[:, :60].clone()),
+            r"\[24, 80\], found \[24, 60\] \(4 boundaries of 20",
+        ),
+        (PEAGLE | {"qk_norm": True}, without(QK), f"missing {QK}"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(folder: Path, change: Callable, message: str) -> None:
-    rewrite(folder, change)
+def test_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, fields: dict, change: Callable, message: str
+) -> None:
+    save(tmp_path, **{"embeddings": "own"} | fields)
+    rewrite(tmp_path, change)
     with pytest.raises(UserError, match=message) as caught:
-        load(folder)
-    assert str(folder) in str(caught.value)
+        load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_all_faults_are_listed_at_once(folder: Path) -> None:
@@ -202,30 +230,22 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
         ({"schema": 3}, "expected head schema 2, found 3"),
         ({"family": "eagle9"}, "family"),
         ({"colour": "red"}, "colour"),
-        ({"boundaries": [2, 2, 3]}, "sorted and unique"),
-        ({"boundaries": [0, 2, 6]}, r"0\.\.5"),
-        ({"boundaries": []}, "boundaries"),
-        ({"boundary_meaning": "output-of-layer"}, "boundary_meaning"),
-        ({"draft_vocab_size": VOCAB + 1}, "exceeds vocab_size"),
-        ({"num_key_value_heads": 4}, "multiple"),
-        ({"norm_before_residual": None}, "norm_before_residual"),
         ({"head_dim": ...}, "head_dim"),
         ({"target": {"name": "toy"}}, "fingerprint"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor"),
+        ({"embeddings": "target"}, r"embed_tokens\.weight is shared"),
     ],
 )
 def test_a_wrong_draftlab_json_is_named(folder: Path, change: dict, message: str) -> None:
     file = folder / "draftlab.json"
     fields = json.loads(file.read_text()) | change
     file.write_text(json.dumps({k: v for k, v in fields.items() if v is not ...}))
-    with pytest.raises(UserError, match=message) as caught:
+    with pytest.raises(UserError, match=message):
+        load(folder, torch.zeros(1, 1))
+    file.write_text("{")
+    with pytest.raises(UserError, match="not JSON") as caught:
         load(folder)
     assert "draftlab.json" in str(caught.value)
-
-
-def test_a_draftlab_json_that_is_no_json_is_named(folder: Path) -> None:
-    (folder / "draftlab.json").write_text("{")
-    with pytest.raises(UserError, match="not JSON"):
-        load(folder)
 
 
 def test_draftlab_json_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,24 +262,18 @@ def test_draftlab_json_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load(tmp_path, torch.zeros(VOCAB, HIDDEN))
 
 
-def test_the_config_knows_its_feature_width() -> None:
-    assert make_config().feature_size == 4 * 20
-    with pytest.raises(ValueError, match="schema"):
-        make_config(schema=3)
-
-
-def test_a_rope_that_cannot_be_computed_is_named(folder: Path) -> None:
-    path = folder / "draftlab.json"
-    fields = json.loads(path.read_text())
-    fields["rope_parameters"] = {"rope_type": "llama3", "rope_theta": 1e4}
-    path.write_text(json.dumps(fields))
-    with pytest.raises(UserError, match="factor"):
-        load_config(folder)
-
-
-def test_embeddings_that_are_said_to_be_the_targets_are_not_replaced(folder: Path) -> None:
-    path = folder / "draftlab.json"
-    fields = json.loads(path.read_text()) | {"embeddings": "target"}
-    path.write_text(json.dumps(fields))
-    with pytest.raises(UserError, match=r"embed_tokens\.weight is shared"):
-        load(folder, torch.zeros(1, 1))
+def test_a_head_of_an_older_version_loads_to_the_same_bytes(tmp_path: Path) -> None:
+    """Its draftlab.json lacks the keys of families with more than a layer."""
+    folder = tmp_path / "before"
+    shutil.copytree(reference_head(), folder)
+    fields = json.loads((folder / "draftlab.json").read_text())
+    for name in ("num_layers", "qk_norm", "mask_token_id"):
+        del fields[name]
+    (folder / "draftlab.json").write_text(json.dumps(fields))
+    config = load_config(folder)
+    embeddings = torch.zeros(config.vocab_size, config.hidden_size)
+    head = load_head(folder, embeddings=embeddings, dtype=torch.bfloat16, device="cpu")
+    assert type(head) is Eagle3Head
+    save_head(tmp_path, head, torch.bfloat16)
+    for name in (FILE, "config.json"):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()

@@ -73,10 +73,10 @@ def test_rope_frequencies_are_those_of_transformers(
             "high_freq_factor": low + width,
             "original_max_position_embeddings": old,
         }
-    found = rope_frequencies(head_dim, parameters)
-    assert found.dtype == torch.float32
+    frequencies = rope_frequencies(head_dim, parameters)
+    assert frequencies.dtype == torch.float32
     torch.testing.assert_close(
-        found, transformers_frequencies(head_dim, parameters), rtol=1e-5, atol=0
+        frequencies, transformers_frequencies(head_dim, parameters), rtol=1e-5, atol=0
     )
 
 

@@ -1,4 +1,4 @@
-"""Small heads with loud weights."""
+"""Small heads with large random weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-
-
 PEAGLE = {"family": "peagle", "mask_token_id": 7, "embeddings": "own", "num_layers": 2}
+EAGLE = {"family": "eagle", "boundaries": (5,), "target_hidden_size": 24, "draft_vocab_size": 50}
 
 
-def make_config(**changed: object) -> HeadConfig:
+def make_config(**changes: object) -> HeadConfig:
     fields = {
         "boundaries": (0, 2, 3, 5),
         "target_num_layers": 5,
@@ -45,12 +44,12 @@ def make_config(**changed: object) -> HeadConfig:
             template_sha256="c",
         ),
     }
-    return make_head_config(**(fields | changed))
+    return make_head_config(**(fields | changes))
 
 
-def make_head(seed: int = 0, **changed: object) -> Eagle3Head:
-    """A head in float64 whose weights are loud: quiet ones hide RoPE and norm mistakes."""
-    head = new_head(make_config(**changed)).double()
+def make_head(seed: int = 0, **changes: object) -> Eagle3Head:
+    """Return a float64 head with large weights: small ones would hide wrong RoPE and norms."""
+    head = new_head(make_config(**changes)).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():
