@@ -58,18 +58,11 @@ def last_rows_kernel(
     )
 
 
-def chain_layout(
-    positions: Tensor, counts: Tensor, block_table: Tensor, block_size: int, num_later: int
-) -> ChainLayout:
+def chain_layout(positions, counts, block_table, block_size, num_later) -> ChainLayout:
     """Launch `chain_layout.chain_layout`."""
     rows, width = positions.shape
     block_table = block_table.contiguous()
-    layout = ChainLayout(
-        width,
-        positions.new_empty(rows),
-        positions.new_empty(rows * (width + num_later)),
-        positions.new_empty(rows * (width + num_later)),
-    )
+    outputs = positions.new_empty(rows), *positions.new_empty(2, rows * (width + num_later))
     with torch.cuda.device_of(positions):
         chain_layout_kernel[(rows, triton.cdiv(width + num_later, _COLUMNS))](
             positions,
@@ -81,16 +74,14 @@ def chain_layout(
             width,
             num_later,
             rows,
-            layout.last,
-            layout.positions,
-            layout.slots,
+            *outputs,
             TILE=_COLUMNS,
             **launch_options(positions.device),
         )
-    return layout
+    return ChainLayout(width, *outputs)
 
 
-def last_rows(x: Tensor, counts: Tensor, num_columns: int = 1) -> Tensor:
+def last_rows(x, counts, num_columns=1) -> Tensor:
     """Launch `chain_layout.last_rows`."""
     x = x.contiguous()
     rows, width = x.shape[:2]

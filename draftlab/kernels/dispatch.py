@@ -3,7 +3,8 @@
 A function decorated with `triton_operator` states an operator once: its signature, its contract
 and, as its body, the eager reference, which runs on a CPU and defines the result. CUDA tensors go
 to the function of the same name in the named Triton module. That module is imported at the first
-such call, because machines without a GPU need no triton.
+such call, because machines without a GPU need no triton. The launcher has the same parameters;
+their types and meaning are those of the reference.
 """
 
 from __future__ import annotations

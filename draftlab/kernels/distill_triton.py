@@ -20,11 +20,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from draftlab.kernels.dependent_launch import FP_FUSION
-from draftlab.kernels.distill_plan import RowPlan
-from draftlab.kernels.distill_types import Distilled, Loss, Teacher
 
 TILE = 2048
 WARPS = 8
@@ -136,16 +133,7 @@ def distill_kernel(
 
 
 def distill_rows(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    rows: slice,
-    plan: RowPlan,
-    teacher: Teacher,
-    weight: Tensor,
-    kl_weight: Tensor | None,
-    loss: Loss,
-    gradients: bool,
-    out: Distilled,
+    logits, teacher_logits, rows, plan, teacher, weight, kl_weight, loss, gradients, out
 ) -> None:
     """Launch `distill.distill_rows`."""
     with torch.cuda.device_of(logits):

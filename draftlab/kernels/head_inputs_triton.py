@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from draftlab.kernels.dependent_launch import launch_options
-from draftlab.kernels.step_types import MaskedColumns
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -62,18 +61,9 @@ def head_inputs_kernel(
 
 
 def head_inputs(
-    tokens: Tensor,
-    hidden: Tensor,
-    embeddings: Tensor,
-    embedding_norm: Tensor,
-    hidden_norm: Tensor,
-    eps: float,
-    *,
-    norm_before_residual: bool,
-    counts: Tensor | None = None,
-    num_columns: int = 1,
-    masks: MaskedColumns | None = None,
-) -> tuple[Tensor, Tensor]:
+    tokens, hidden, embeddings, embedding_norm, hidden_norm, eps, *, norm_before_residual,
+    counts=None, num_columns=1, masks=None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch `head_inputs.head_inputs`."""
     hidden, embeddings = hidden.contiguous(), embeddings.contiguous()
     (rows, width), (hidden_width, size) = tokens.shape, hidden.shape[1:]
@@ -94,8 +84,7 @@ def head_inputs(
             x,
             residual if copies else None,
             counts,
-            None if masks is None else masks.is_mask.contiguous(),
-            None if masks is None else masks.hidden,
+            *((None, None) if masks is None else (masks.is_mask.contiguous(), masks.hidden)),
             width,
             hidden_width,
             residual_width,

@@ -69,24 +69,16 @@ def _multiprocessors(device: torch.device) -> int:
     )
 
 
-def write_paged(
-    key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slots: Tensor
-) -> None:
+def write_paged(key, value, key_pool, value_pool, slots) -> None:
     """Launch `paged_attention.write_paged`."""
     num_rows, num_tokens, num_kv_heads, head_dim = key.shape
-    slots = slots.contiguous()
+    tensors = key, value, key_pool, value_pool
     with torch.cuda.device_of(key):
         write_kernel[num_tokens, num_rows](
-            key,
-            value,
-            key_pool,
-            value_pool,
-            slots,
+            *tensors,
+            slots.contiguous(),
             num_tokens,
-            *key.stride()[:3],
-            *value.stride()[:3],
-            *key_pool.stride()[:3],
-            *value_pool.stride()[:3],
+            *(stride for tensor in tensors for stride in tensor.stride()[:3]),
             BLOCK_SIZE=key_pool.shape[1],
             KV_HEADS=num_kv_heads,
             KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
@@ -97,20 +89,9 @@ def write_paged(
 
 
 def attend_paged(
-    query: Tensor,
-    key_pool: Tensor,
-    value_pool: Tensor,
-    block_table: Tensor,
-    positions: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    prefetch_weight: Tensor | None = None,
-    plan: Plan | None = None,
-) -> Tensor:
+    query, key_pool, value_pool, block_table, positions, *, scale, window=None, chunk=None,
+    softcap=None, sinks=None, prefetch_weight=None, plan: Plan | None = None,
+) -> Tensor:  # fmt: skip
     """Launch `paged_attention.attend_paged`; `plan` replaces the tiling chosen by shape."""
     check_heads(query, key_pool)
     num_rows, num_tokens, num_heads, head_dim = query.shape

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from draftlab.kernels.dependent_launch import FP_FUSION
 from draftlab.kernels.step_types import ParallelLayout
@@ -47,33 +46,18 @@ def layout_kernel(
 
 
 def parallel_layout(
-    out_tokens: Tensor,
-    accepted: Tensor,
-    start: Tensor,
-    block_table: Tensor,
-    *,
-    block_size: int,
-    max_length: int,
-    mask_token_id: int,
-    k: int,
+    out_tokens, accepted, start, block_table, *, block_size, max_length, mask_token_id, k
 ) -> ParallelLayout:
     """Launch `parallel_layout.parallel_layout`."""
     num_rows, width = out_tokens.shape
     columns, table_width = width + k - 1, block_table.shape[1]
-    tokens, positions, slots = out_tokens.new_empty(3, num_rows, columns)
     is_mask = out_tokens.new_empty(num_rows, columns, dtype=torch.bool)
-    layout = ParallelLayout(tokens, positions, slots, is_mask, out_tokens.new_empty(num_rows, k))
+    sample_index = out_tokens.new_empty(num_rows, k)
+    outputs = *out_tokens.new_empty(3, num_rows, columns), is_mask, sample_index
     tile = min(_TILE, triton.next_power_of_2(columns))
     layout_kernel[(num_rows, triton.cdiv(columns, tile))](
-        out_tokens.contiguous(),
-        accepted.contiguous(),
-        start.contiguous(),
-        block_table.contiguous(),
-        layout.tokens,
-        layout.positions,
-        layout.slots,
-        layout.is_mask,
-        layout.sample_index,
+        *(x.contiguous() for x in (out_tokens, accepted, start, block_table)),
+        *outputs,
         width,
         table_width,
         block_size,
@@ -85,4 +69,4 @@ def parallel_layout(
         num_warps=1 if tile <= 64 else 4,
         **FP_FUSION,
     )
-    return layout
+    return ParallelLayout(*outputs)

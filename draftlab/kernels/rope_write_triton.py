@@ -97,9 +97,7 @@ def rope_write_kernel(
             tl.store(target + HALF, second.to(key_pool.dtype.element_ty), mask=inside)
 
 
-def rope_angles(
-    positions: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def rope_angles(positions, inv_freq, scaling, dtype) -> tuple[Tensor, Tensor]:
     """Launch `rope_write.rope_angles`."""
     positions, half = positions.contiguous(), len(inv_freq)
     cos, sin = (positions.new_empty(len(positions), half, dtype=dtype) for _ in range(2))
@@ -119,27 +117,17 @@ def rope_angles(
 
 
 def rope_write(
-    qkv: Tensor,
-    angles: tuple[Tensor, Tensor],
-    key_pool: Tensor,
-    value_pool: Tensor,
-    slots: Tensor,
-    *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
+    qkv, angles, key_pool, value_pool, slots, *, q_norm=None, k_norm=None, eps=0.0
 ) -> Tensor:
     """Launch `rope_write.rope_write`."""
     block_size, num_kv_heads, head_dim = key_pool.shape[1:]
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     query = qkv.new_empty(len(qkv), num_heads, head_dim)
-    cos, sin = angles
     parts = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
     with torch.cuda.device_of(qkv):
         rope_write_kernel[(len(qkv), parts)](
             qkv,
-            cos,
-            sin,
+            *angles,
             qkv if q_norm is None else q_norm,
             qkv if k_norm is None else k_norm,
             slots.contiguous(),

@@ -123,16 +123,18 @@ def reduce_blocks(
 
 def _sample(
     logits: Tensor,
-    positions: Tensor | None,
-    offset: int,
-    rows: SamplingMetadata | None,
-    temperature: Tensor | None,
-    sampled: Tensor | None,
-    ids: Tensor | None,
     purpose: tl.constexpr,
-    out: tuple[Tensor, Tensor] | None,
+    keys: tuple[Tensor | int | None, ...] = (None, 0, None, None),
+    temperature: Tensor | None = None,
+    sampled: Tensor | None = None,
+    ids: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch both kernels; without a temperature every row takes its argmax."""
+    """Launch both kernels; without a temperature every row takes its argmax.
+
+    Args:
+        keys: positions and their offset, seeds, prompts.
+    """
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     num_rows, vocab = logits.shape
     num_blocks = triton.cdiv(vocab, BLOCK)
@@ -149,11 +151,8 @@ def _sample(
             logits,
             logits.stride(0),
             vocab,
-            None if positions is None else positions.contiguous(),
-            offset,
-            None if rows is None else rows.seed.contiguous(),
-            None if rows is None else rows.prompt.contiguous(),
-            None if temperature is None else temperature.contiguous(),
+            *keys,
+            temperature,
             sampled,
             *sums_and_values,
             *indices,
@@ -163,7 +162,7 @@ def _sample(
             **options,
         )
         reduce_blocks[(num_rows,)](
-            None if temperature is None else temperature.contiguous(),
+            temperature,
             sampled,
             *sums_and_values,
             *indices,
@@ -177,32 +176,27 @@ def _sample(
     return out
 
 
-def sample_token(
-    logits: Tensor, positions: Tensor, rows: SamplingMetadata, *, limited: bool | None = None
-) -> Tensor:
+def sample_token(logits, positions, rows, *, limited=None) -> Tensor:
     """Launch `sampling.sample_token`."""
     if uses_top_k_top_p(rows, limited):
         logits = apply_top_k_top_p(logits[:, None], rows)[:, 0]
-    return _sample(logits, positions, 0, rows, rows.temperature, None, None, EMIT, None)[0]
+    return _sample(logits, EMIT, _keys(positions, 0, rows), rows.temperature.contiguous())[0]
 
 
 def sample_draft(
-    logits: Tensor,
-    positions: Tensor,
-    rows: SamplingMetadata,
-    temperature: Tensor,
-    sampled: Tensor,
-    *,
-    ids: Tensor | None = None,
-    offset: int = 0,
-    out: tuple[Tensor, Tensor] | None = None,
+    logits, positions, rows, temperature, sampled, *, ids=None, offset=0, out=None
 ) -> tuple[Tensor, Tensor]:
     """Launch `sampling.sample_draft`."""
-    flags = sampled.contiguous()
-    return _sample(logits, positions, offset, rows, temperature, flags, ids, DRAFT, out)
+    keys, of_rows = _keys(positions, offset, rows), (temperature.contiguous(), sampled.contiguous())
+    return _sample(logits, DRAFT, keys, *of_rows, ids, out)
 
 
-def argmax_draft(logits: Tensor, *, ids: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def argmax_draft(logits, *, ids=None, out=None) -> Tensor:
     """Launch `sampling.argmax_draft`."""
     outputs = None if out is None else (out, out)  # there is no second result
-    return _sample(logits, None, 0, None, None, None, ids, DRAFT, outputs)[0]
+    return _sample(logits, DRAFT, ids=ids, out=outputs)[0]
+
+
+def _keys(positions: Tensor, offset: int, rows: SamplingMetadata) -> tuple[Tensor | int, ...]:
+    """Return the kernel's arguments of the noise."""
+    return positions.contiguous(), offset, rows.seed.contiguous(), rows.prompt.contiguous()

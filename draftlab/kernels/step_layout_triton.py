@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from draftlab.kernels.dependent_launch import launch_options
-from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
-from draftlab.kernels.step_types import SlotBuffers, StepLayout, StepOutput
+from draftlab.kernels.sampling_types import SamplingMetadata
+from draftlab.kernels.step_types import StepLayout, StepOutput
 
 _TABLE_TILE = 256  # entries of a block table copied at once
 _LOGITS_TILE = 8192  # draft logits one program copies
@@ -140,9 +139,7 @@ def store_drafts_kernel(
         tl.store(slot_logits + (slot * K + depth) * vocab + at, x, mask=at < vocab)
 
 
-def gather_batch(
-    slots: SlotBuffers, index: Tensor, *, max_length: int, block_size: int
-) -> StepLayout:
+def gather_batch(slots, index, *, max_length, block_size) -> StepLayout:
     """Launch `step_layout.gather_batch`."""
     rows, width = len(index), slots.drafts.shape[1] + 1
     keys, sampling = slots.keys, slots.sampling
@@ -187,16 +184,12 @@ def gather_batch(
     return layout
 
 
-def commit(slots: SlotBuffers, layout: StepLayout, result: VerifyResult) -> StepOutput:
+def commit(slots, layout, result) -> StepOutput:
     """Launch `step_layout.commit`."""
     tokens = layout.tokens
     rows, width = tokens.shape
-    output = StepOutput(
-        torch.empty_like(tokens),
-        torch.empty_like(tokens),
-        tokens.new_empty(rows),
-        tokens.new_empty(rows, 2 * width + 1, dtype=torch.int32),
-    )
+    packed = tokens.new_empty(rows, 2 * width + 1, dtype=torch.int32)
+    outputs = *tokens.new_empty(2, rows, width), tokens.new_empty(rows), packed
     with torch.cuda.device_of(tokens):
         commit_kernel[(rows,)](
             layout.index,
@@ -204,30 +197,19 @@ def commit(slots: SlotBuffers, layout: StepLayout, result: VerifyResult) -> Step
             tokens,
             layout.positions,
             layout.num_drafts,
-            result.accepted.contiguous(),
-            result.emitted.contiguous(),
-            result.probability.contiguous(),
+            *(x.contiguous() for x in (result.accepted, result.emitted, result.probability)),
             slots.length,
             slots.newest,
-            output.tokens,
-            output.positions,
-            output.counts,
-            output.packed_results,
+            *outputs,
             WIDTH=width,
             DEPTHS=triton.next_power_of_2(width),
             num_warps=1,
             **launch_options(tokens.device),
         )
-    return output
+    return StepOutput(*outputs)
 
 
-def store_drafts(
-    slots: SlotBuffers,
-    index: Tensor,
-    drafts: Tensor,
-    logits: Tensor | None = None,
-    log_sum: Tensor | None = None,
-) -> None:
+def store_drafts(slots, index, drafts, logits=None, log_sum=None) -> None:
     """Launch `step_layout.store_drafts`."""
     rows, k = drafts.shape
     vocab = blocks = 0

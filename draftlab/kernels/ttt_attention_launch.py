@@ -17,7 +17,7 @@ from draftlab.kernels.ttt_attention_backward_triton import (
     delta_kernel,
 )
 from draftlab.kernels.ttt_attention_triton import LOG2_E, forward_kernel
-from draftlab.kernels.ttt_attention_types import StepKeyValues, check_inputs
+from draftlab.kernels.ttt_attention_types import check_inputs
 
 STEPS_AT_ONCE = 8  # a kernel is compiled for up to 8 steps, up to 16, 24, …
 SCAN = 1024  # rows scanned together
@@ -58,16 +58,7 @@ def plan_ttt_attention(query: Tensor, group: int) -> Plan:
     return Plan(*(tiles._replace(rows=max(tiles.rows, least)) for tiles in plan))
 
 
-def ttt_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    index: Tensor,
-    starts: Tensor,
-    steps: StepKeyValues | None = None,
-    *,
-    plan: Plan | None = None,
-) -> Tensor:
+def ttt_attention(query, key, value, index, starts, steps=None, *, plan: Plan | None = None):
     """Launch `ttt_attention.ttt_attention`; `plan` replaces the tiling chosen by shape."""
     check_inputs(query, key, value, steps)
     plan = plan or plan_ttt_attention(query, query.shape[2] // key.shape[2])

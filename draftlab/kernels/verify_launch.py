@@ -7,12 +7,7 @@ import triton
 from torch import Tensor
 
 from draftlab.kernels.dependent_launch import launch_options
-from draftlab.kernels.sampling_types import (
-    DraftDistribution,
-    SamplingMetadata,
-    VerifyResult,
-    draft_index,
-)
+from draftlab.kernels.sampling_types import VerifyResult, draft_index
 from draftlab.kernels.top_k_top_p import apply_top_k_top_p, uses_top_k_top_p
 from draftlab.kernels.verify_triton import finalize, reduce_logits, reject_and_resample
 
@@ -21,15 +16,7 @@ RACE_BLOCK = 1024  # tokens of one program of `reject_and_resample`
 
 
 def verify(
-    logits: Tensor,
-    drafts: Tensor,
-    num_drafts: Tensor,
-    distribution: DraftDistribution | None,
-    positions: Tensor,
-    rows: SamplingMetadata,
-    *,
-    limited: bool | None = None,
-    expect: bool = True,
+    logits, drafts, num_drafts, distribution, positions, rows, *, limited=None, expect=True
 ) -> VerifyResult:
     """Launch `verify.verify`.
 
@@ -40,75 +27,53 @@ def verify(
         logits = apply_top_k_top_p(logits, rows)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     num_rows, width, vocab = logits.shape
-    q = distribution if width > 1 else None
-    q_logits, num_overlaps = None, 0
+    num_blocks, num_races = triton.cdiv(vocab, REDUCE_BLOCK), triton.cdiv(vocab, RACE_BLOCK)
+    q, num_overlaps = distribution if width > 1 else None, 0
+    sampled, of_logits, of_rows, of_ids = None, (None, None, 0, 0), (None, None), (None, None, 0)
     if q is not None:
         index = draft_index(q.ids, vocab) if q.index is None else q.index
         if len(index) != vocab:
             raise ValueError(f"expected a draft index of {vocab} target ids, found {len(index)}")
         q_logits = q.logits if q.logits.stride(-1) == 1 else q.logits.contiguous()
+        of_logits = q.rows, q_logits, *q_logits.stride()[:2]
+        of_rows = q.log_sum.contiguous(), q.temperature.contiguous()
+        sampled, of_ids = q.sampled.contiguous(), (q.ids, index, len(q.ids))
         num_overlaps = triton.cdiv(len(q.ids), RACE_BLOCK) if expect else 0
-    num_blocks, num_races = triton.cdiv(vocab, REDUCE_BLOCK), triton.cdiv(vocab, RACE_BLOCK)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    block_max, block_sum = scratch(2, num_rows, width, num_blocks)
     block_argmax = scratch(num_rows, width, num_blocks, dtype=torch.int32)
-    race_values = scratch(num_rows, 2, num_races)
     race_tokens = scratch(num_rows, 2, num_races, dtype=torch.int32)
     overlaps = scratch(num_rows, width - 1, num_overlaps)
-    accepted = scratch(num_rows, dtype=torch.int64)
-    emitted = scratch(num_rows, dtype=torch.int64)
+    accepted, emitted = scratch(num_rows, dtype=torch.int64), scratch(num_rows, dtype=torch.int64)
     probability = scratch(num_rows, width - 1)
-    target = (logits, logits.stride(0), logits.stride(1), vocab)
+    # The arguments that several kernels take, in their order.
+    target = logits, logits.stride(0), logits.stride(1), vocab
+    blocks = *scratch(2, num_rows, width, num_blocks), block_argmax, num_blocks
+    races = scratch(num_rows, 2, num_races), race_tokens, num_races, overlaps, num_overlaps
     temperatures, num_drafts = rows.temperature.contiguous(), num_drafts.contiguous()
-    sampled = None if q is None else q.sampled.contiguous()
-    depths = triton.next_power_of_2(width)
     drafts = drafts if drafts.stride(-1) == 1 else drafts.contiguous()
-    options = launch_options(logits.device)
+    depths, options = triton.next_power_of_2(width), launch_options(logits.device)
     reduce_logits[(num_rows * width, num_blocks)](
-        *target,
-        temperatures,
-        block_max,
-        block_sum,
-        block_argmax,
-        num_blocks,
-        WIDTH=width,
-        SIZE=REDUCE_BLOCK,
-        num_warps=8,
-        **options,
+        *target, temperatures, *blocks, WIDTH=width, SIZE=REDUCE_BLOCK, num_warps=8, **options
     )
     reject_and_resample[(num_rows, num_races + (width - 1) * num_overlaps)](
         *target,
         drafts,
         drafts.stride(0),
         num_drafts,
-        positions.contiguous(),
-        rows.seed.contiguous(),
-        rows.prompt.contiguous(),
+        *(x.contiguous() for x in (positions, rows.seed, rows.prompt)),
         temperatures,
-        None if q is None else q.rows,
-        q_logits,
-        *((0, 0) if q_logits is None else q_logits.stride()[:2]),
-        None if q is None else q.log_sum.contiguous(),
-        None if q is None else q.temperature.contiguous(),
+        *of_logits,
+        *of_rows,
         sampled,
-        None if q is None else q.ids,
-        None if q is None else index,
-        0 if q is None else len(q.ids),
-        block_max,
-        block_sum,
-        block_argmax,
-        num_blocks,
+        *of_ids,
+        *blocks,
         accepted,
         emitted,
         probability,
-        race_values,
-        race_tokens,
-        num_races,
-        overlaps,
-        num_overlaps,
+        *races,
         WIDTH=width,
         DEPTHS=depths,
         BLOCKS=triton.next_power_of_2(num_blocks),
@@ -122,11 +87,7 @@ def verify(
         sampled,
         emitted,
         probability,
-        race_values,
-        race_tokens,
-        num_races,
-        overlaps,
-        num_overlaps,
+        *races,
         WIDTH=width,
         DEPTHS=depths,
         RACES=triton.next_power_of_2(num_races),
