@@ -6,9 +6,9 @@ their reference.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from draftlab.heads.head import DraftHead
 from draftlab.heads.layers import Angles
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.paged_attention import attend_paged, write_paged
+from draftlab.kernels.rope_write import rope_angles
 from draftlab.kernels.step_types import MaskedColumns
 
 Pools = Sequence[tuple[Tensor, Tensor]]
@@ -53,21 +54,28 @@ class PassLayout:
         yield self.counts, self.output_positions
 
 
-class HeadRunner(Protocol):
+class HeadRunner(ABC):
     """Implementation of a head's decode pass."""
+
+    def __init__(self, head: DraftHead) -> None:
+        self.head = head
 
     def project_features(self, features: Tensor) -> Tensor:
         """Return `DraftHead.project_features` of features [..., F]."""
+        return self.head.project_features(features)
 
+    @abstractmethod
     def angles(self, positions: Tensor) -> Angles:
         """Return cosines and sines, each [T, …], of positions [T]; −1 is padding.
 
         A head's family may add tensors of its own.
         """
 
+    @abstractmethod
     def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return `DraftHead.logits` [N, W] of outputs [N, H], written to `out` if it is given."""
 
+    @abstractmethod
     def forward(
         self, tokens: Tensor, hidden: Tensor, layout: PassLayout, block_table: Tensor, pools: Pools
     ) -> Tensor:
@@ -84,14 +92,32 @@ class HeadRunner(Protocol):
         """
 
 
-class EagerHead(HeadRunner):
-    """The decode pass of a head in its own modules."""
+class ProductRunner(HeadRunner):
+    """Base class of decode passes that replace a head's products and its rotary embedding."""
 
     def __init__(self, head: DraftHead) -> None:
-        self.head = head
+        super().__init__(head)
+        self.embeddings, self.eps = head.embedding_table(), head.config.rms_norm_eps
+
+    @abstractmethod
+    def fc(self, x: Tensor) -> Tensor:
+        """Return fc [N, H] of rows [N, …]."""
 
     def project_features(self, features: Tensor) -> Tensor:
-        return self.head.project_features(features)
+        if self.head.fc_in_every_pass:
+            return super().project_features(features)
+        return self.fc_of_rows(self.head.normed_features(features))
+
+    def fc_of_rows(self, x: Tensor) -> Tensor:
+        """Return fc [B, M, H] of x [B, M, …]."""
+        return self.fc(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+
+    def angles(self, positions: Tensor) -> Angles:
+        return rope_angles(positions, self.head.rope.frequencies, 1.0, self.head.fc.weight.dtype)
+
+
+class EagerHead(HeadRunner):
+    """The decode pass of a head in its own modules."""
 
     def angles(self, positions: Tensor) -> Angles:
         return self.head.rope.angles(positions.clamp(min=0))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 
-from draftlab.target_model.fused_decoder import has_known_layers
+from draftlab.target_model.known_layers import has_known_layers
 from draftlab.target_model.model import Target
 
 _ROTATE = "apply_rotary_pos_emb"  # a global of the modules of attention

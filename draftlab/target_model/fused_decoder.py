@@ -1,11 +1,11 @@
 """A fast decode path on CUDA: six kernels a layer, for architectures whose layers are known.
 
 transformers runs a decoder layer as about twenty kernels; at one token a row, launching and
-draining them takes as long as reading the weights. For the layers in `_LAYERS` the same computation
-is written here with the kernels of `kernels/`: qkv, rotation and cache write, attention, output
-product plus residual, gated product, down product plus residual; the last two also begin the next
-norm. Prompts use the same path: their products are cuBLAS's, and few calls a layer keep the GPU
-busy. Other targets run through transformers (`fused_decoder` returns None).
+draining them takes as long as reading the weights. For the layers in `known_layers.py` the same
+computation is written here with the kernels of `kernels/`: qkv, rotation and cache write,
+attention, output product plus residual, gated product, down product plus residual; the last two
+also begin the next norm. Prompts use the same path: their products are cuBLAS's, and few calls a
+layer keep the GPU busy. Other targets run through transformers (`fused_decoder` returns None).
 
 `check_decode_path` compares both when a target is loaded, so a change in a release of transformers
 shows as an error and not as lower acceptance.
@@ -13,64 +13,116 @@ shows as an error and not as lower acceptance.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftlab.kernels.linear import linear, linear_then_norm, swiglu_linear
+from draftlab.kernels.linear import DeferredNorm, linear, linear_then_norm, swiglu_linear
 from draftlab.kernels.paged_attention import attend_paged
 from draftlab.kernels.rope_write import rope_angles, rope_write
+from draftlab.target_model.known_layers import LayerWeights, has_known_layers, window_of
 from draftlab.target_model.model import HiddenStates, Target
 from draftlab.target_model.paged_cache import PagedCache
 from draftlab.target_model.path_check import check_decode_path
 
-_LAYERS = {"Llama", "Mistral", "Qwen2", "Qwen3"}
-_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # frequencies do not depend on the input
+Pair = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A decoder layer's parameters, which share the loaded modules' storage."""
-
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    mlp_norm: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-    scale: float
-    window: int | None
-
-
-class FusedDecoder:
-    """The decoder of a supported target (see `fused_decoder`).
-
-    Queries, keys and values become one product: their weights move into one tensor, of which the
-    modules keep views, so neither memory nor the state dict changes.
+class FusedLayer:
+    """A Llama-style decoder layer in fused kernels.
 
     Args:
-        target: a target with `has_known_layers`; on a CPU the kernels' references run.
+        weights: of the layer, whose storage is shared.
+        eps: of its norms.
+        scale, window: of attention, as in `attend_paged`.
+        next_norm: weight of the norm that follows the layer; None: no norm does.
     """
 
-    @torch.no_grad()
+    def __init__(
+        self,
+        weights: LayerWeights,
+        eps: float,
+        scale: float,
+        *,
+        window: int | None = None,
+        next_norm: Tensor | None = None,
+    ) -> None:
+        self.weights, self.eps, self.next_norm = weights, eps, next_norm
+        self.scale, self.window = scale, window
+
+    def write_cache(
+        self,
+        x: Tensor | DeferredNorm,
+        angles: Pair,
+        pool: Pair,
+        slots: Tensor,
+        *,
+        norm_weight: Tensor | None = None,
+    ) -> Tensor:
+        """Write keys and values to the pool; return rotated queries [T, heads, head_dim].
+
+        Args:
+            x: [T, Kin], which `norm_weight` norms; None: it is normed.
+            angles: `rope_angles` of the T positions.
+            pool: keys and values [P, S, kv heads, head_dim].
+            slots: int64 [T]; −1 writes nothing.
+        """
+        w = self.weights
+        qkv = linear(x, w.qkv, bias=w.qkv_bias, norm_weight=norm_weight, eps=self.eps)
+        return rope_write(qkv, angles, *pool, slots, q_norm=w.q_norm, k_norm=w.k_norm, eps=self.eps)
+
+    def output(
+        self, query: Tensor, residual: Tensor, pool: Pair, block_table: Tensor, positions: Tensor
+    ) -> tuple[Tensor, DeferredNorm | None]:
+        """Return the output [T, H], and its norm if one follows.
+
+        Args:
+            query: [B, M, heads, head_dim], T = B · M.
+            residual: [T, H].
+        """
+        w = self.weights
+        attended = attend_paged(
+            query,
+            *pool,
+            block_table,
+            positions,
+            scale=self.scale,
+            window=self.window,
+            prefetch_weight=w.out,
+        )
+        y, normed = linear_then_norm(
+            attended.flatten(2).flatten(0, 1),
+            w.out,
+            w.mlp_norm,
+            self.eps,
+            residual=residual,
+            bias=w.out_bias,
+        )
+        inner = swiglu_linear(normed, w.gate, w.up)
+        if self.next_norm is None:
+            return linear(inner, w.down, residual=y), None
+        return linear_then_norm(inner, w.down, self.next_norm, self.eps, residual=y)
+
+
+class KnownDecoder(ABC):
+    """The decoder of a target with known layers (see `has_known_layers`); a `DecodePath`."""
+
     def __init__(self, target: Target) -> None:
-        self.parts = target.parts
-        rope = target.decoder.rotary_emb
+        self.embeddings, rope = target.parts.embeddings, target.decoder.rotary_emb
         self.inv_freq, self.scaling = rope.inv_freq.float(), float(rope.attention_scaling)
         self.eps = float(target.norm.variance_epsilon)
-        self.layers = [_read_layer(layer, target.config) for layer in target.layers]
-        self.norms = [*(layer.input_norm for layer in self.layers), target.norm.weight]
         attention = target.layers[0].self_attn
         self.head_dim: int = attention.head_dim
         self.num_kv_heads = attention.k_proj.out_features // self.head_dim
+
+    @abstractmethod
+    def _run(
+        self, x: Tensor, angles: Pair, shape: tuple[int, int], cache: PagedCache
+    ) -> Iterator[Tensor]:
+        """Yield each layer's input [T, H] and the last state, from embeddings of tokens [B, M]."""
 
     @torch.inference_mode()
     def states(
@@ -82,54 +134,61 @@ class FusedDecoder:
         cache: PagedCache,
     ) -> HiddenStates:
         """Run the decoder without synchronising with the host; see `DecodePath`."""
-        x = F.embedding(token_ids.flatten(), self.parts.embeddings)
+        x = F.embedding(token_ids.flatten(), self.embeddings)
         angles = rope_angles(positions.flatten(), self.inv_freq, self.scaling, x.dtype)
-        slots = cache.slot_mapping.flatten()
-        features, normed = [], None
-        for number, (layer, pool) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            if number in boundaries:
-                features.append(x)
+        empty = x.new_empty(1, self.num_kv_heads, 0, self.head_dim)
+        for pool in cache.layers:
             if not pool.is_initialized:
-                empty = x.new_empty(1, self.num_kv_heads, 0, self.head_dim)
                 pool.lazy_initialization(empty, empty)
-            norm = {} if normed else {"norm_weight": layer.input_norm, "eps": self.eps}
-            qkv = linear(normed or x, layer.qkv, bias=layer.qkv_bias, **norm)
-            query = rope_write(
-                qkv,
-                angles,
-                pool.keys,
-                pool.values,
-                slots,
-                q_norm=layer.q_norm,
-                k_norm=layer.k_norm,
-                eps=self.eps,
+        features = []
+        for number, state in enumerate(self._run(x, angles, token_ids.shape, cache)):
+            if number in boundaries:
+                features.append(state)
+        return HiddenStates.of(features, state.view(*token_ids.shape, -1))
+
+
+class FusedDecoder(KnownDecoder):
+    """The decoder in fused kernels (see `fused_decoder`); on a CPU their references run.
+
+    Queries, keys and values become one product: their weights move into one tensor, of which the
+    modules keep views, so neither memory nor the state dict changes.
+    """
+
+    @torch.no_grad()
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self.lm_head, self.norm = target.parts.lm_head, target.norm.weight
+        weights = [LayerWeights(layer, _stack_in_place) for layer in target.layers]
+        next_norms = [*(w.input_norm for w in weights[1:]), self.norm]
+        self.layers = [
+            FusedLayer(
+                w,
+                self.eps,
+                float(layer.self_attn.scaling),
+                window=window_of(layer.self_attn, target.config),
+                next_norm=next_norm,
             )
-            attended = attend_paged(
-                query.view(*token_ids.shape, *query.shape[1:]),
-                pool.keys,
-                pool.values,
-                cache.block_table,
-                cache.positions,
-                scale=layer.scale,
-                window=layer.window,
-                prefetch_weight=layer.out,
-            ).view(len(x), -1)
-            x, normed = linear_then_norm(
-                attended, layer.out, layer.mlp_norm, self.eps, residual=x, bias=layer.out_bias
-            )
-            inner = swiglu_linear(normed, layer.gate, layer.up)
-            x, normed = linear_then_norm(
-                inner, layer.down, self.norms[number + 1], self.eps, residual=x
-            )
-        if len(self.layers) in boundaries:
-            features.append(x)
-        return HiddenStates.of(features, x.view(*token_ids.shape, -1))
+            for layer, w, next_norm in zip(target.layers, weights, next_norms, strict=True)
+        ]
+
+    def _run(
+        self, x: Tensor, angles: Pair, shape: tuple[int, int], cache: PagedCache
+    ) -> Iterator[Tensor]:
+        slots, tables = cache.slot_mapping.flatten(), (cache.block_table, cache.positions)
+        normed, norm_weight = x, self.layers[0].weights.input_norm
+        for layer, cached in zip(self.layers, cache.layers, strict=True):
+            yield x
+            pool = cached.keys, cached.values
+            query = layer.write_cache(normed, angles, pool, slots, norm_weight=norm_weight)
+            query = query.view(*shape, *query.shape[1:])
+            (x, normed), norm_weight = layer.output(query, x, pool, *tables), None
+        yield x
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:
         """Return logits [..., V] of last states [..., Ht], in their dtype (`Target`'s: float32)."""
-        norm, rows = self.norms[-1], last.flatten(0, -2)
-        logits = linear(rows, self.parts.lm_head, norm_weight=norm, eps=self.eps)
+        rows = last.flatten(0, -2)
+        logits = linear(rows, self.lm_head, norm_weight=self.norm, eps=self.eps)
         return logits.view(*last.shape[:-1], -1)
 
 
@@ -148,91 +207,6 @@ def fused_decoder(target: Target) -> FusedDecoder | None:
             check_decode_path(target, decoder, "the fused decode path")
             target.decode_paths["fused"] = decoder
     return target.decode_paths["fused"]
-
-
-def has_known_layers(target: Target) -> bool:
-    """Return whether the layers are, module by module, those of a listed architecture."""
-    kind = type(target.decoder).__name__.removesuffix("Model")
-    if kind not in _LAYERS or target.parts.scale != 1 or target.parts.softcap is not None:
-        return False
-    if getattr(target.config, "hidden_act", None) != "silu":
-        return False
-    if getattr(target.decoder.rotary_emb, "rope_type", None) not in _ROPE_TYPES:
-        return False
-    module = f"transformers.models.{kind.lower()}.modeling_{kind.lower()}"
-    classes = {"": "DecoderLayer", "self_attn": "Attention", "mlp": "MLP"}
-    classes |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), "RMSNorm")
-    if kind == "Qwen3":
-        classes |= {"self_attn.q_norm": "RMSNorm", "self_attn.k_norm": "RMSNorm"}
-    mlp_products = {f"mlp.{n}_proj" for n in ("gate", "up", "down")}
-    products = mlp_products | {f"self_attn.{n}_proj" for n in "qkvo"}
-    for layer in target.layers:
-        modules = dict(layer.named_modules())
-        modules.pop("mlp.act_fn", None)
-        if modules.keys() != classes.keys() | products:
-            return False
-        for name, ending in classes.items():
-            cls = type(modules[name])
-            if (cls.__module__, cls.__name__) != (module, kind + ending):
-                return False
-        if not all(type(modules[name]) is nn.Linear for name in products):
-            return False
-        if any(modules[name].bias is not None for name in mlp_products):
-            return False
-        if len({modules[f"self_attn.{n}_proj"].bias is None for n in "qkv"}) > 1:
-            return False
-    modules = [target.decoder.rotary_emb, target.norm, *target.layers.modules()]
-    return _are_unmodified(modules) and _is_uniform(target)
-
-
-def _are_unmodified(modules: list[nn.Module]) -> bool:
-    """Return whether no module has hooks or a replaced forward."""
-    return not any(
-        m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules
-    )
-
-
-def _is_uniform(target: Target) -> bool:
-    """Return whether weights are plain tensors (not quantised) of one device, dtype and eps."""
-    parameters = [*target.layers.parameters(), target.norm.weight, target.parts.lm_head]
-    norms = [m for m in target.layers.modules() if hasattr(m, "variance_epsilon")]
-    return (
-        len({(type(p.data), p.device, p.dtype) for p in parameters}) == 1
-        and type(parameters[0].data) is Tensor
-        and {m.variance_epsilon for m in norms} == {target.norm.variance_epsilon}
-        and getattr(target.norm, "weight", None) is not None
-    )
-
-
-def _read_layer(layer: Any, config: Any) -> _Layer:
-    """Read a layer's parameters; move its q, k and v weights into one tensor."""
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-    qkv = _stack_in_place([p.weight for p in projections])
-    bias = projections[0].bias is not None
-    q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    return _Layer(
-        input_norm=layer.input_layernorm.weight,
-        qkv=qkv,
-        qkv_bias=_stack_in_place([p.bias for p in projections]) if bias else None,
-        q_norm=None if q_norm is None else q_norm.weight,
-        k_norm=None if k_norm is None else k_norm.weight,
-        out=attention.o_proj.weight,
-        out_bias=attention.o_proj.bias,
-        mlp_norm=layer.post_attention_layernorm.weight,
-        gate=mlp.gate_proj.weight,
-        up=mlp.up_proj.weight,
-        down=mlp.down_proj.weight,
-        scale=float(attention.scaling),
-        window=window_of(attention, config),
-    )
-
-
-def window_of(attention: Any, config: Any) -> int | None:
-    """Return a layer's sliding window: Mistral sets it in the config, Qwen in the layer."""
-    if type(attention).__name__ == "MistralAttention":
-        return config.sliding_window
-    return getattr(attention, "sliding_window", None)
 
 
 def _stack_in_place(parameters: list[nn.Parameter]) -> Tensor:

@@ -65,5 +65,5 @@ def check_decode_path(target: Target, path: DecodePath, name: str) -> None:
                     f"expected at most {tolerance:.3g}): {type(target.layers[0]).__name__} "
                     "computes something that draftlab does not know",
                     where=target.folder,
-                    do="remove its architecture from the list in fused_decoder.py, or fix the path",
+                    do="remove its architecture from the list in known_layers.py, or fix the path",
                 )

@@ -2,7 +2,7 @@
 
 At a few tokens a row, half of the time of transformers' layers is spent in the calls between
 products; and verifying K drafts in float32 costs K + 1 rows (see
-`kernels/cpu_prepacked_linear.py`). For the architectures of `target_model/fused_decoder.py` the
+`kernels/cpu_prepacked_linear.py`). For the architectures of `target_model/known_layers.py` the
 same computation is written here with prepacked products, one for queries, keys and values, and
 values that all layers share are computed once a step. The model does not change: weights are
 copied, which doubles their memory.
@@ -13,12 +13,10 @@ several; `docs/benchmarks.md` says how often a token differs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.kernels.cpu_prepacked_linear import (
@@ -27,63 +25,77 @@ from draftlab.kernels.cpu_prepacked_linear import (
     RowNorm,
     why_no_prepacking,
 )
-from draftlab.kernels.paged_plan import Writes, attend_reads, write_rows
-from draftlab.kernels.rope_write import rope_angles
-from draftlab.target_model.fused_decoder import has_known_layers, window_of
-from draftlab.target_model.model import HiddenStates, Target
+from draftlab.kernels.paged_plan import Read, Writes, attend_reads, write_rows
+from draftlab.target_model.fused_decoder import KnownDecoder, Pair
+from draftlab.target_model.known_layers import LayerWeights, has_known_layers, window_of
+from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
 from draftlab.target_model.path_check import check_decode_path
 
 
-def rotation_factors(angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def rotation_factors(angles: Pair) -> Pair:
     """Return the factors [T, 1, head_dim] of `rotate` from cosines and sines [T, head_dim / 2]."""
     cos, sin = angles
     return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
 
-def rotate(heads: Tensor, factors: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(heads: Tensor, factors: Pair) -> Tensor:
     """Rotate heads [T, n, head_dim], half-split: x · cos + (second, first half) · ±sin."""
     cos, sin = factors
     return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A decoder layer's prepacked products and other parameters."""
+class PrepackedLayer:
+    """A Llama-style decoder layer with prepacked products; the arguments are `FusedLayer`'s."""
 
-    input_norm: RowNorm
-    qkv: PrepackedLinear
-    q_norm: RowNorm | None
-    k_norm: RowNorm | None
-    out: PrepackedLinear
-    mlp_norm: RowNorm
-    mlp: PrepackedSwiGLU
-    scale: float
-    window: int | None
+    def __init__(
+        self, weights: LayerWeights, eps: float, scale: float, window: int | None = None
+    ) -> None:
+        w, self.scale, self.window = weights, scale, window
+        self.input_norm, self.q_norm, self.k_norm, self.mlp_norm = (
+            None if norm is None else RowNorm(norm, eps)
+            for norm in (w.input_norm, w.q_norm, w.k_norm, w.mlp_norm)
+        )
+        self.qkv = PrepackedLinear(w.qkv, w.qkv_bias)
+        self.out = PrepackedLinear(w.out, w.out_bias)
+        self.mlp = PrepackedSwiGLU(w.gate, w.up, w.down)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the prepacked copies."""
         return self.qkv.num_bytes + self.out.num_bytes + self.mlp.num_bytes
 
+    def write_cache(self, x: Tensor, factors: Pair, pool: Pair, writes: Writes) -> Tensor:
+        """Do `FusedLayer.write_cache` by `rotation_factors` and a plan of writes; x is normed."""
+        num_kv_heads, head_dim = pool[0].shape[2:]
+        heads = self.qkv(x).view(len(x), -1, head_dim)
+        rotated, value = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = rotated[:, :-num_kv_heads], rotated[:, -num_kv_heads:]
+            rotated = torch.cat([self.q_norm(query), self.k_norm(key)], 1)
+        rotated = rotate(rotated, factors)
+        write_rows(rotated[:, -num_kv_heads:], value, *pool, writes)
+        return rotated[:, :-num_kv_heads]
 
-class PrepackedDecoder:
-    """The decoder of a supported target on a CPU (see `prepacked_decoder`).
+    def output(self, query: Tensor, residual: Tensor, pool: Pair, reads: list[Read]) -> Tensor:
+        """Return the output [T, H] as `FusedLayer.output`, by a plan of reads."""
+        attended = attend_reads(query, *pool, reads, scale=self.scale)
+        x = self.out.add_to(residual, attended.flatten(2).flatten(0, 1))
+        return self.mlp.add_to(x, self.mlp_norm(x))
 
-    Args:
-        target: a target with `has_known_layers`. Later changes of its weights have no effect.
-    """
+
+class PrepackedDecoder(KnownDecoder):
+    """The decoder on copies of the target's weights (see `prepacked_decoder`)."""
 
     @torch.no_grad()
     def __init__(self, target: Target) -> None:
-        self.embeddings, rope = target.parts.embeddings, target.decoder.rotary_emb
-        self.inv_freq, self.scaling = rope.inv_freq.float(), float(rope.attention_scaling)
-        attention = target.layers[0].self_attn
-        self.head_dim: int = attention.head_dim
-        self.num_kv_heads = attention.k_proj.out_features // self.head_dim
-        self.num_heads = attention.q_proj.out_features // self.head_dim
-        self.norm = _norm(target.norm)
-        self.layers = [_pack_layer(layer, target.config) for layer in target.layers]
+        super().__init__(target)
+        self.norm = RowNorm(target.norm.weight, self.eps)
+        self.layers = []
+        for layer in target.layers:
+            scale = float(layer.self_attn.scaling)
+            window = window_of(layer.self_attn, target.config)
+            self.layers.append(PrepackedLayer(LayerWeights(layer), self.eps, scale, window))
         self.lm_head = PrepackedLinear(target.parts.lm_head)
 
     @cached_property
@@ -91,65 +103,23 @@ class PrepackedDecoder:
         """Memory of the prepacked copies."""
         return self.lm_head.num_bytes + sum(layer.num_bytes for layer in self.layers)
 
-    @torch.inference_mode()
-    def states(
-        self,
-        token_ids: Tensor,
-        boundaries: tuple[int, ...] = (),
-        *,
-        positions: Tensor,
-        cache: PagedCache,
-    ) -> HiddenStates:
-        """Run the decoder; see `DecodePath`."""
-        x = F.embedding(token_ids.flatten(), self.embeddings)
-        angles = rope_angles(positions.flatten(), self.inv_freq, self.scaling, x.dtype)
+    def _run(
+        self, x: Tensor, angles: Pair, shape: tuple[int, int], cache: PagedCache
+    ) -> Iterator[Tensor]:
         factors = rotation_factors(angles)
-        group = self.num_heads // self.num_kv_heads
-        features = []
-        for number, (layer, pool) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            if number in boundaries:
-                features.append(x)
-            if not pool.is_initialized:
-                empty = x.new_empty(1, self.num_kv_heads, 0, self.head_dim)
-                pool.lazy_initialization(empty, empty)
-            query = self._write_cache(layer, x, factors, pool.keys, pool.values, cache.writes)
-            attended = attend_reads(
-                query.view(*token_ids.shape, *query.shape[1:]),
-                pool.keys,
-                pool.values,
-                cache.reads(group, x.dtype, layer.window),
-                scale=layer.scale,
-            )
-            x = layer.out.add_to(x, attended.view(x.shape[0], -1))
-            x = layer.mlp.add_to(x, layer.mlp_norm(x))
-        if len(self.layers) in boundaries:
-            features.append(x)
-        return HiddenStates.of(features, x.view(*token_ids.shape, -1))
+        for layer, cached in zip(self.layers, cache.layers, strict=True):
+            yield x
+            pool = cached.keys, cached.values
+            query = layer.write_cache(layer.input_norm(x), factors, pool, cache.writes)
+            reads = cache.reads(query.shape[1] // self.num_kv_heads, x.dtype, layer.window)
+            x = layer.output(query.view(*shape, *query.shape[1:]), x, pool, reads)
+        yield x
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:
         """Return logits [..., V] of last states [..., Ht], in their dtype (`Target`'s: float32)."""
         normed = self.norm(last.flatten(0, -2))
         return self.lm_head(normed).view(*last.shape[:-1], -1)
-
-    def _write_cache(
-        self,
-        layer: _Layer,
-        x: Tensor,
-        factors: tuple[Tensor, Tensor],
-        key_pool: Tensor,
-        value_pool: Tensor,
-        writes: Writes,
-    ) -> Tensor:
-        """Write keys and values to the pools; return rotated queries [T, heads, head_dim]."""
-        heads = layer.qkv(layer.input_norm(x)).view(x.shape[0], -1, self.head_dim)
-        rotated, value = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
-            rotated = torch.cat([layer.q_norm(query), layer.k_norm(key)], 1)
-        rotated = rotate(rotated, factors)
-        write_rows(rotated[:, self.num_heads :], value, key_pool, value_pool, writes)
-        return rotated[:, : self.num_heads]
 
 
 def prepacked_decoder(target: Target) -> PrepackedDecoder | None:
@@ -180,29 +150,3 @@ def why_not_prepacked(target: Target) -> str | None:
     if reason is None and not has_known_layers(target):
         reason = f"layers of {type(target.decoder).__name__} run as transformers writes them"
     return reason
-
-
-def _norm(module: Any) -> RowNorm:
-    """Return the norm of a transformers RMSNorm module."""
-    return RowNorm(module.weight, float(module.variance_epsilon))
-
-
-def _pack_layer(layer: Any, config: Any) -> _Layer:
-    """Read a layer's parameters and prepack its products."""
-    attention, mlp = layer.self_attn, layer.mlp
-    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-    biases = [p.bias for p in projections if p.bias is not None]
-    q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    return _Layer(
-        input_norm=_norm(layer.input_layernorm),
-        qkv=PrepackedLinear(
-            torch.cat([p.weight for p in projections]), torch.cat(biases) if biases else None
-        ),
-        q_norm=None if q_norm is None else _norm(q_norm),
-        k_norm=None if k_norm is None else _norm(k_norm),
-        out=PrepackedLinear(attention.o_proj.weight, attention.o_proj.bias),
-        mlp_norm=_norm(layer.post_attention_layernorm),
-        mlp=PrepackedSwiGLU(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight),
-        scale=float(attention.scaling),
-        window=window_of(attention, config),
-    )

@@ -118,10 +118,11 @@ def test_the_fused_path_shares_the_models_memory(target: Target) -> None:
         p.weight.untyped_storage().data_ptr()
         for p in (attention.q_proj, attention.k_proj, attention.v_proj)
     }
-    assert storages == {fused.layers[0].qkv.untyped_storage().data_ptr()}
+    assert storages == {fused.layers[0].weights.qkv.untyped_storage().data_ptr()}
     for one, other in zip(FusedDecoder(target).layers, fused.layers, strict=True):
-        assert one.qkv.data_ptr() == other.qkv.data_ptr()
-        assert torch.equal(one.qkv, other.qkv)
+        one, other = one.weights.qkv, other.weights.qkv
+        assert one.data_ptr() == other.data_ptr()
+        assert torch.equal(one, other)
 
 
 @needs_prepacked
@@ -198,13 +199,14 @@ def test_the_check_finds_faults_of_the_fused_path(fault: str, llama: Target) -> 
     if fault == "scale":
         attention.scaling *= 1.1
     elif fault == "window":
-        object.__setattr__(fused.layers[1], "window", 6)
+        fused.layers[1].window = 6
     elif fault == "eps":
         fused.eps += 0.05
     elif fault == "rope":
         fused.scaling = 1.05
     else:
-        object.__setattr__(fused.layers[3], "mlp_norm", fused.layers[3].mlp_norm + 0.02)
+        weights = fused.layers[3].weights
+        weights.mlp_norm = weights.mlp_norm + 0.02
     with pytest.raises(UserError, match="differ in their"):
         check_decode_path(llama, fused, "the fused path")
 
@@ -216,7 +218,7 @@ def test_the_check_finds_faults_of_the_prepacked_path(fault: str, llama: Target)
     check_decode_path(llama, path, "the path")
     layer: Any = path.layers[2]
     if fault == "scale":
-        object.__setattr__(layer, "scale", layer.scale * 1.1)
+        layer.scale *= 1.1
     elif fault == "norm":
         path.norm.scaled = path.norm.scaled * 1.001
     else:

@@ -1,0 +1,98 @@
+"""The architectures whose layers draftlab's decode paths compute, and their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftlab.target_model.model import Target
+
+_LAYERS = {"Llama", "Mistral", "Qwen2", "Qwen3"}
+_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # frequencies do not depend on the input
+
+
+def has_known_layers(target: Target) -> bool:
+    """Return whether the layers are, module by module, those of a listed architecture."""
+    kind = type(target.decoder).__name__.removesuffix("Model")
+    if kind not in _LAYERS or target.parts.scale != 1 or target.parts.softcap is not None:
+        return False
+    if getattr(target.config, "hidden_act", None) != "silu":
+        return False
+    if getattr(target.decoder.rotary_emb, "rope_type", None) not in _ROPE_TYPES:
+        return False
+    module = f"transformers.models.{kind.lower()}.modeling_{kind.lower()}"
+    classes = {"": "DecoderLayer", "self_attn": "Attention", "mlp": "MLP"}
+    classes |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), "RMSNorm")
+    if kind == "Qwen3":
+        classes |= {"self_attn.q_norm": "RMSNorm", "self_attn.k_norm": "RMSNorm"}
+    mlp_products = {f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+    products = mlp_products | {f"self_attn.{n}_proj" for n in "qkvo"}
+    for layer in target.layers:
+        modules = dict(layer.named_modules())
+        modules.pop("mlp.act_fn", None)
+        if modules.keys() != classes.keys() | products:
+            return False
+        for name, ending in classes.items():
+            cls = type(modules[name])
+            if (cls.__module__, cls.__name__) != (module, kind + ending):
+                return False
+        if not all(type(modules[name]) is nn.Linear for name in products):
+            return False
+        if any(modules[name].bias is not None for name in mlp_products):
+            return False
+        if len({modules[f"self_attn.{n}_proj"].bias is None for n in "qkv"}) > 1:
+            return False
+    modules = [target.decoder.rotary_emb, target.norm, *target.layers.modules()]
+    return _are_unmodified(modules) and _is_uniform(target)
+
+
+def _are_unmodified(modules: list[nn.Module]) -> bool:
+    """Return whether no module has hooks or a replaced forward."""
+    return not any(
+        m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules
+    )
+
+
+def _is_uniform(target: Target) -> bool:
+    """Return whether weights are plain tensors (not quantised) of one device, dtype and eps."""
+    parameters = [*target.layers.parameters(), target.norm.weight, target.parts.lm_head]
+    norms = [m for m in target.layers.modules() if hasattr(m, "variance_epsilon")]
+    return (
+        len({(type(p.data), p.device, p.dtype) for p in parameters}) == 1
+        and type(parameters[0].data) is Tensor
+        and {m.variance_epsilon for m in norms} == {target.norm.variance_epsilon}
+        and getattr(target.norm, "weight", None) is not None
+    )
+
+
+def window_of(attention: Any, config: Any) -> int | None:
+    """Return a layer's sliding window: Mistral sets it in the config, Qwen in the layer."""
+    if type(attention).__name__ == "MistralAttention":
+        return config.sliding_window
+    return getattr(attention, "sliding_window", None)
+
+
+class LayerWeights:
+    """The parameters of a Llama-style layer of transformers or of a head; None: it has none.
+
+    Args:
+        layer: the module; all of its norms have one eps.
+        stack: joins those of queries, keys and values.
+    """
+
+    def __init__(self, layer: Any, stack: Callable[[list[Tensor]], Tensor] = torch.cat) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        biases = [p.bias for p in projections if p.bias is not None]
+        norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+        self.q_norm, self.k_norm = (getattr(norm, "weight", None) for norm in norms)
+        self.input_norm: Tensor | None = getattr(layer.input_layernorm, "weight", None)
+        self.qkv = stack([p.weight for p in projections])
+        self.qkv_bias = stack(biases) if biases else None
+        self.out, self.out_bias = attention.o_proj.weight, attention.o_proj.bias
+        self.mlp_norm = layer.post_attention_layernorm.weight
+        self.gate, self.up = mlp.gate_proj.weight, mlp.up_proj.weight
+        self.down = mlp.down_proj.weight
