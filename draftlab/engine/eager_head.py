@@ -7,7 +7,7 @@ their reference.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -93,15 +93,17 @@ class HeadRunner(ABC):
 
 
 class ProductRunner(HeadRunner):
-    """Base class of decode passes that replace a head's products and its rotary embedding."""
+    """Base class of decode passes that replace a head's products and its rotary embedding.
+
+    Attributes:
+        fc: returns the head's fc [N, H] of rows [N, …].
+    """
+
+    fc: Callable[[Tensor], Tensor]
 
     def __init__(self, head: DraftHead) -> None:
         super().__init__(head)
         self.embeddings, self.eps = head.embedding_table(), head.config.rms_norm_eps
-
-    @abstractmethod
-    def fc(self, x: Tensor) -> Tensor:
-        """Return fc [N, H] of rows [N, …]."""
 
     def project_features(self, features: Tensor) -> Tensor:
         if self.head.fc_in_every_pass:
