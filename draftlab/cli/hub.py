@@ -61,13 +61,14 @@ def push(
             ExportSettings(), values, where="command line", options=options, do=_HELP
         )
         from draftlab.hub.upload import upload
-        from draftlab.hub.upload_folder import PushSettings, write_upload_folder
+        from draftlab.hub.upload_folder import write_upload_folder
         from draftlab.pipeline.head_workspace import open_head
 
         workspace = open_head(run_name, None, None)
         path = out or workspace.folder / "hub" / repo.replace("/", "--")
-        settings = PushSettings(repo, exports, base_model, licence)
-        folder = write_upload_folder(workspace, settings, path, monitor)
+        folder = write_upload_folder(
+            workspace, repo, exports, path, monitor, base_model=base_model, licence=licence
+        )
         if dry_run:
             monitor.say(f"push: {folder} would be sent to {repo}; nothing was sent")
             return

@@ -1,9 +1,13 @@
-"""The model card (README.md): the head, its target, the measurements, serving and training."""
+"""The model card (README.md): the head, its target, the measurements, serving and training.
+
+The text is `card.md.jinja`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -13,65 +17,63 @@ from draftlab.heads.family import get_family
 from draftlab.hub.upload import TAG
 from draftlab.report import formatting
 
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
 
-@dataclass(frozen=True)
-class CardContent:
-    """The content of a model card.
 
-    Attributes:
+def model_card(
+    repo: str,
+    head: HeadConfig,
+    report: Report,
+    rows: list[Row],
+    *,
+    base_model: str | None = None,
+    licence: str | None = None,
+    launch: str,
+    **content: Any,
+) -> str:
+    """Return README.md: YAML front matter as the Hub reads it, then Markdown.
+
+    Args:
         repo: the repository's id, "org/name".
         rows: the report's rows of this head and of plain decoding.
-        layout: the title of the export's layout.
-        launch: the text of launch.md, with the repository as the head's path.
         base_model: the target's Hub id, if it has one.
         licence: the licence's id on the Hub, such as "apache-2.0".
-        data: (name, value) pairs about the training data.
-        plots: the file names of the plots.
+        launch: the text of launch.md, with the repository as the head's path.
+        content: `layout`, the title of the export's layout; `recipe`, its text; `data`, (name,
+            value) pairs about the training data; `plots`, the file names of the plots.
     """
-
-    repo: str
-    head: HeadConfig
-    report: Report
-    rows: list[Row]
-    layout: str
-    launch: str
-    recipe: str
-    base_model: str | None = None
-    licence: str | None = None
-    data: list[tuple[str, str]] = field(default_factory=list)
-    plots: list[str] = field(default_factory=list)
-
-
-def model_card(content: CardContent) -> str:
-    """Return README.md: YAML front matter as the Hub reads it, then Markdown."""
-    sections = [
-        _description(content),
-        _results(content),
-        _certificates(content.report),
-        _serving(content),
-        _training(content),
-    ]
-    text = "\n".join(section for section in sections if section)
-    return str(ModelCard(f"---\n{metadata(content).to_yaml()}\n---\n\n{text}")).rstrip() + "\n"
-
-
-def metadata(content: CardContent) -> ModelCardData:
-    """Return the front matter, without unknown values."""
-    drafted = [row for row in content.rows if formatting.has_drafter(row)]
-    results = [result for row in drafted for result in _eval_results(row)]
-    return ModelCardData(
-        base_model=content.base_model,
-        license=content.licence,
+    results = [result for row in rows for result in _eval_results(row)]
+    metadata = ModelCardData(
+        base_model=base_model,
+        license=licence,
         library_name=TAG,
         pipeline_tag="text-generation",
-        tags=[TAG, "speculative-decoding", "draft-model", content.head.family],
+        tags=[TAG, "speculative-decoding", "draft-model", head.family],
         # The Hub requires a model name for results.
-        model_name=content.repo.split("/")[-1] if results else None,
+        model_name=repo.split("/")[-1] if results else None,
         eval_results=results or None,
     )
+    card = ModelCard.from_template(
+        metadata,
+        str(TEMPLATE),
+        **content,
+        repo=repo,
+        head=head,
+        family=get_family(head.family),
+        report=report,
+        base_model=base_model,
+        licence=licence,
+        launch=launch.split("\n", 1)[1] if launch.startswith("# ") else launch,  # without its title
+        cells=[_result_cells(row) for row in rows],
+        conditions=_conditions(rows, report.environment),
+        certificates=formatting.certificates(report),
+    )
+    return str(card).rstrip() + "\n"
 
 
 def _eval_results(row: Row) -> Iterator[EvalResult]:
+    if not formatting.has_drafter(row):
+        return
     probs = {"on": ", draft probabilities on", "off": ", draft probabilities off"}
     condition = f"K = {row.k}, T = {formatting.temperature(row.temperature)}"
     condition += probs.get(formatting.draft_probs(row), "")
@@ -88,33 +90,6 @@ def _eval_results(row: Row) -> Iterator[EvalResult]:
                 metric_name=f"{name} ({condition})",
                 metric_value=round(value, 3),
             )
-
-
-def _table(rows: Iterable[tuple[str, str]]) -> str:
-    return "| | |\n|---|---|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows)
-
-
-def _description(content: CardContent) -> str:
-    head, base_model = content.head, content.base_model
-    target = f"`{content.report.target.get('name', 'a local target')}`"
-    if base_model:
-        target = f"[{base_model}](https://huggingface.co/{base_model})"
-    hashes = (head.target.tokenizer_sha256, head.target.template_sha256)
-    properties = [
-        ("kind", get_family(head.family).description),
-        ("target", f"{target}, {head.target.architecture}, {head.target_num_layers} layers"),
-        ("target's fingerprint", f"`{head.target.fingerprint}`"),
-        ("tokenizer, template", ", ".join(f"`{text[:12]}`" for text in hashes)),
-        ("boundaries", f"{list(head.boundaries)}, each the input of that layer"),
-        ("draft vocabulary", f"{head.draft_vocab_size:,} of {head.vocab_size:,} tokens"),
-        ("trained for", f"{head.k_trained} draft tokens"),
-        ("layout", content.layout),
-    ]
-    return (
-        f"# {content.repo.split('/')[-1]}\n\n"
-        f"A draft head for speculative decoding of {target}. It proposes tokens and the target "
-        "verifies them; the output is what the target alone would write.\n\n" + _table(properties)
-    )
 
 
 def _result_cells(row: Row) -> dict[str, str]:
@@ -138,21 +113,8 @@ def _result_cells(row: Row) -> dict[str, str]:
     }
 
 
-def _results(content: CardContent) -> str:
-    rows = [_result_cells(row) for row in content.rows]
-    lines = [" | ".join(rows[0]), "---|" * len(rows[0]), *(" | ".join(r.values()) for r in rows)]
-    plots = (f"![{p.removesuffix('.png').replace('_', ' ')}]({p})\n" for p in content.plots)
-    return (
-        "## Measured\n\n"
-        + "\n".join(f"|{line}" if line.startswith("---") else f"| {line} |" for line in lines)
-        + "\n\nAL = 1 + accepted / drafts, as vLLM counts it; intervals over prompts. "
-        "TPOT: ms per output token after the first.\n\n"
-        f"Conditions:\n\n{_table(_conditions(content))}\n{''.join(plots)}"
-    )
-
-
-def _conditions(content: CardContent) -> list[tuple[str, str]]:
-    row, environment = content.rows[0], content.report.environment
+def _conditions(rows: list[Row], environment: dict[str, Any]) -> list[tuple[str, str]]:
+    row = rows[0]
     conditions = [
         ("engine", f"{row.engine} {row.engine_version}"),
         ("device, dtype", f"{row.device}, {row.dtype}"),
@@ -167,30 +129,5 @@ def _conditions(content: CardContent) -> list[tuple[str, str]]:
         conditions.append(("times", text))
     versions = {k: v for k, v in environment.items() if isinstance(v, str) and k != "device"}
     conditions.append(("versions", ", ".join(f"{k} {v}" for k, v in versions.items())))
-    warnings = dict.fromkeys(text for row in content.rows for text in row.warnings)
+    warnings = dict.fromkeys(text for row in rows for text in row.warnings)
     return conditions + [("warning", text) for text in warnings]
-
-
-def _certificates(report: Report) -> str:
-    certificates = formatting.certificates(report)
-    if not certificates:
-        return ""
-    blocks = ("\n".join(f"    {line}" for line in lines) for _, lines in certificates)
-    return "## Losslessness certificate\n\n" + "\n\n".join(blocks) + "\n"
-
-
-def _serving(content: CardContent) -> str:
-    launch = content.launch
-    body = launch.split("\n", 1)[1] if launch.startswith("# ") else launch  # without its title
-    return f"## Serving\n\n{body.strip()}\n"
-
-
-def _training(content: CardContent) -> str:
-    licence = content.licence or "not stated; the target's own licence may apply"
-    return (
-        f"## Training\n\n{_table(content.data)}\nLicence: {licence}.\n\n"
-        "<details><summary>recipe.yaml</summary>\n\n```yaml\n"
-        f"{content.recipe.rstrip()}\n```\n\n</details>\n\n"
-        "Files: `report.json` has every figure above, `head.json` the head's configuration. "
-        f"`draftlab import {content.repo}` converts the head to draftlab's format.\n"
-    )

@@ -5,7 +5,6 @@ None of its files contains an absolute path of the machine on which it was writt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from draftlab.export.layout import layout_for
 from draftlab.files import read_json, write_json, write_text
 from draftlab.formatting import plain_values
 from draftlab.heads.folder import CONFIG, NATIVE, load_config
-from draftlab.hub.card import CardContent, model_card
+from draftlab.hub.card import model_card
 from draftlab.hub.upload import check_repo_id
 from draftlab.pipeline.head_workspace import HeadWorkspace
 from draftlab.progress import Monitor
@@ -32,27 +31,23 @@ HEAD = "head.json"
 folder, but the folder is an export (which `draftlab import` reads)."""
 
 
-@dataclass(frozen=True)
-class PushSettings:
-    """What is pushed, and what the card says that no file contains.
+def write_upload_folder(
+    workspace: HeadWorkspace,
+    repo: str,
+    exports: ExportSettings,
+    path: Path,
+    monitor: Monitor,
+    *,
+    base_model: str | None = None,
+    licence: str | None = None,
+) -> Path:
+    """Write the folder that is uploaded, replace an earlier one, and return its path.
 
-    Attributes:
+    Args:
         repo: the repository's id, "org/name".
         exports: the layout of the files (one), and how they are written.
         base_model: the target's Hub id; None: the recipe's target, if that is a Hub id.
         licence: the licence's id on the Hub, such as "apache-2.0".
-    """
-
-    repo: str
-    exports: ExportSettings
-    base_model: str | None = None
-    licence: str | None = None
-
-
-def write_upload_folder(
-    workspace: HeadWorkspace, settings: PushSettings, path: Path, monitor: Monitor
-) -> Path:
-    """Write the folder that is uploaded, replace an earlier one, and return its path.
 
     Raises:
         UserError: the run has no report, the layout does not support the head, or the folder has
@@ -68,42 +63,42 @@ def write_upload_folder(
     results = workspace.folder / "eval"
     report, rows = _read_report(workspace)
     target = workspace.target.path
-    if settings.base_model is not None:
-        check_repo_id(settings.base_model, "--base-model")
-    base_model = settings.base_model or (target if is_hub_id(target) else None)
+    if base_model is not None:
+        check_repo_id(base_model, "--base-model")
+    base_model = base_model or (target if is_hub_id(target) else None)
     if base_model is None:
         monitor.say(
             "warning: push: the target is not a model on the Hub, so the card has no base_model "
             "and the serving commands name no target: give --base-model ORG/NAME"
         )
-    if settings.licence is None:
+    if licence is None:
         monitor.say("warning: push: the card states no licence: give --license, as apache-2.0")
     head = load_config(workspace.head)
-    layout = layout_for(settings.exports.formats[0], head.family)
+    layout = layout_for(exports.formats[0], head.family)
     recipe = without_paths(yaml.safe_load((workspace.folder / RECIPE).read_text(encoding="utf-8")))
     recipe_text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
     with atomic_folder(path) as folder:
-        launch = _export(workspace, settings, base_model, folder, monitor)
+        launch = _export(workspace, repo, exports, base_model, folder, monitor)
         plots = sorted(file.name for file in results.glob("*.png"))
         for name in plots:
             (folder / name).write_bytes((results / name).read_bytes())
         write_text(folder / RECIPE, recipe_text)
         write_json(folder / REPORT, without_paths(read_json(results / REPORT)))
         write_json(folder / HEAD, without_paths(read_json(workspace.head / CONFIG)))
-        card = CardContent(
-            settings.repo,
+        card = model_card(
+            repo,
             head,
             report.model_copy(update={"target": without_paths(report.target)}),
             rows,
-            layout.title(),
-            launch,
-            recipe_text,
-            base_model,
-            settings.licence,
-            _training_data(recipe) + plain_values(head.provenance),
-            plots,
+            base_model=base_model,
+            licence=licence,
+            launch=launch,
+            layout=layout.title(),
+            recipe=recipe_text,
+            data=_training_data(recipe) + plain_values(head.provenance),
+            plots=plots,
         )
-        write_text(folder / README, model_card(card))
+        write_text(folder / README, card)
     return path
 
 
@@ -136,7 +131,8 @@ def _read_report(workspace: HeadWorkspace) -> tuple[Report, list[Row]]:
 
 def _export(
     workspace: HeadWorkspace,
-    settings: PushSettings,
+    repo: str,
+    exports: ExportSettings,
     base_model: str | None,
     folder: Path,
     monitor: Monitor,
@@ -147,11 +143,11 @@ def _export(
         workspace.head,
         target,
         folder / "export",
-        settings.exports.formats[0],
+        exports.formats[0],
         target_name=base_model or workspace.target.path,
-        k=settings.exports.k,
-        dtype=settings.exports.dtype,
-        max_shard=settings.exports.max_shard,
+        k=exports.k,
+        dtype=exports.dtype,
+        max_shard=exports.max_shard,
         monitor=monitor,
         trust_remote_code=workspace.target.trust_remote_code,
     )
@@ -159,7 +155,7 @@ def _export(
         file.rename(folder / file.name)
     export.rmdir()
     launch = (folder / LAUNCH).read_text(encoding="utf-8")
-    launch = launch.replace(str(export.resolve()), settings.repo)
+    launch = launch.replace(str(export.resolve()), repo)
     if base_model is None:
         launch = launch.replace(str(target.resolve()), "TARGET")
     write_text(folder / LAUNCH, launch)

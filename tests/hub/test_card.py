@@ -6,7 +6,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from draftlab.heads.folder import load_config
-from draftlab.hub.card import CardContent, model_card
+from draftlab.hub.card import model_card
 from draftlab.pipeline.resolve import reference_head
 from tests.helpers.sample_report import report
 
@@ -35,7 +35,7 @@ def card(**changes: object) -> str:
         "data": [("prompts", "embedded")],
         "plots": ["tpot.png"],
     }
-    return model_card(CardContent(**fields | changes))
+    return model_card(**fields | changes)
 
 
 def test_the_hub_can_read_the_front_matter() -> None:
