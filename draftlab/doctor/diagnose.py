@@ -9,7 +9,6 @@ from draftlab.doctor.findings import Diagnosis, fault
 from draftlab.doctor.foreign_head import read_foreign_head
 from draftlab.doctor.head_files import HeadFiles, complete_tensors, read_draftlab_head
 from draftlab.doctor.head_variant import HeadVariant
-from draftlab.doctor.hypotheses import hypotheses
 from draftlab.doctor.hypothesis import HypothesisContext
 from draftlab.doctor.identity import (
     config_findings,
@@ -19,7 +18,7 @@ from draftlab.doctor.identity import (
 )
 from draftlab.doctor.score import Scorer
 from draftlab.doctor.scoring_set import input_norm
-from draftlab.doctor.search import VariantSearch, search_variants
+from draftlab.doctor.search import VariantSearch, hypotheses, search_variants
 from draftlab.doctor.target_session import TargetSession
 from draftlab.doctor.verdict import make_diagnosis
 from draftlab.errors import UserError

@@ -1,18 +1,40 @@
-"""The search for the variant of a head that fits its target: single changes, then pairs."""
+"""The search for the variant of a head that fits its target: single changes, then pairs.
+
+A hypothesis is a mistake that is made between training and serving, with the variant of the head
+that corrects it. Hypotheses are a function of a variant, so a second mistake is found by proposing
+hypotheses about the best variant of the first search.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from draftlab.doctor import input_hypotheses as inputs
+from draftlab.doctor import weight_hypotheses as weights
 from draftlab.doctor.findings import ScoredVariant
 from draftlab.doctor.head_variant import HeadVariant
-from draftlab.doctor.hypotheses import hypotheses
-from draftlab.doctor.hypothesis import MARGIN, Hypothesis, HypothesisContext
+from draftlab.doctor.hypothesis import MARGIN, Hypothesis, HypothesisContext, Propose
 from draftlab.doctor.score import Score
 from draftlab.progress import Monitor
 
 POOR_ACCEPTANCE_LENGTH = 1.5  # below it a variant may hide a second mistake
+
+PROPOSALS: tuple[Propose, ...] = (
+    inputs.boundaries,
+    inputs.features,
+    inputs.prompts,
+    weights.norms,
+    weights.rope,
+    weights.layouts,
+    weights.vocabularies,
+    weights.masks,
+)
+
+
+def hypotheses(variant: HeadVariant, context: HypothesisContext) -> list[Hypothesis]:
+    """Return every hypothesis that the head's shapes allow."""
+    return [hypothesis for propose in PROPOSALS for hypothesis in propose(variant, context)]
 
 
 @dataclass(frozen=True)

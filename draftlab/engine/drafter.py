@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class VerifiedFeatures:
         counts: int64 [B], entries of each row before padding (1 if a row is padding only).
         block_table: int32 [B, N], the cache blocks of the rows.
         keys: sampling parameters and noise keys of the rows.
-        sampling: `Drafter.sampling(keys)`, if it has been computed already.
+        sampling: `HeadDrafter.sampling(keys)`, if it has been computed already.
     """
 
     tokens: Tensor
@@ -55,58 +56,12 @@ class Proposal:
     distribution: DraftDistribution | None = None
 
 
-class Drafter(Protocol):
-    """Proposer of K draft tokens for each row.
+class HeadDrafter(ABC):
+    """Proposer of K draft tokens for each row by a draft head.
 
     The engine calls `start` once and `extend_cache` for each chunk of a prompt, without the
     prompt's last pair. It calls `propose` with that pair, then after each decode step. All of them
     launch work on the device and do not wait for it.
-
-    Attributes:
-        drafting: "chain": one token a pass; "parallel": all tokens in one pass.
-        k: draft tokens a step.
-        boundaries: boundaries of the target whose states are the features.
-        draft_ids: int64 [W], target ids of the draft vocabulary; draft_index: int32 [V], its
-            inverse.
-        draft_vocab: size and dtype of the draft distributions; None: drafts are greedy.
-        pools: keys and values of each layer, in the blocks of the target's block tables.
-    """
-
-    drafting: Literal["chain", "parallel"]
-    k: int
-    boundaries: tuple[int, ...]
-    draft_ids: Tensor
-    draft_index: Tensor
-    draft_vocab: tuple[int, torch.dtype] | None
-    pools: Pools
-
-    def start(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        max_length: int | None = None,
-        cpu_prepacked: bool = False,
-    ) -> None:
-        """Allocate the draft KV cache: `num_blocks` blocks, as in the target's block tables.
-
-        Args:
-            max_length: most positions of a row; None: as many as the blocks hold.
-            cpu_prepacked: on a CPU, run on weights prepacked for oneDNN.
-        """
-
-    def extend_cache(self, verified: VerifiedFeatures) -> None:
-        """Write the keys and values of verified positions to the draft KV cache."""
-
-    def propose(self, verified: VerifiedFeatures) -> Proposal:
-        """Extend the cache like `extend_cache`, and draft K tokens after each row's last pair."""
-
-    def sampling(self, keys: SamplingMetadata) -> tuple[Tensor, Tensor]:
-        """Return the draft temperature, float32 [B], and which rows sample drafts, bool [B]."""
-
-
-class HeadDrafter:
-    """Base class of drafters that run a draft head: KV cache, prompts and sampling parameters.
 
     Args:
         head: the draft head.
@@ -115,7 +70,15 @@ class HeadDrafter:
             q = softmax(logits / temperature); otherwise every draft is the argmax.
         draft_temperature: temperature of q; None: that of the row.
         greedy_below: rows with a lower temperature draft greedily (q one-hot).
+
+    Attributes:
+        drafting: "chain": one token a pass; "parallel": all tokens in one pass.
+        boundaries: boundaries of the target whose states are the features.
+        draft_ids: int64 [W], target ids of the draft vocabulary; draft_index: int32 [V], its
+            inverse.
     """
+
+    drafting: Literal["chain", "parallel"]
 
     def __init__(
         self,
@@ -141,11 +104,12 @@ class HeadDrafter:
 
     @property
     def draft_vocab(self) -> tuple[int, torch.dtype] | None:
+        """Return size and dtype of the draft distributions; None: drafts are greedy."""
         return (len(self.draft_ids), self.dtype) if self.draft_probs else None
 
     @property
     def pools(self) -> Pools:
-        """Return the keys and values of each layer."""
+        """Return the keys and values of each layer, in the blocks of the target's tables."""
         return list(zip(self.key_pools, self.value_pools, strict=True))
 
     def start(
@@ -156,6 +120,12 @@ class HeadDrafter:
         max_length: int | None = None,
         cpu_prepacked: bool = False,
     ) -> None:
+        """Allocate the draft KV cache: `num_blocks` blocks, as in the target's block tables.
+
+        Args:
+            max_length: most positions of a row; None: as many as the blocks hold.
+            cpu_prepacked: on a CPU, run on weights prepacked for oneDNN.
+        """
         config = self.head.config
         shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
         self.block_size, self.max_length = block_size, max_length or num_blocks * block_size
@@ -174,8 +144,13 @@ class HeadDrafter:
             self.runner = PrepackedHead(self.head)
         else:
             self.runner = EagerHead(self.head)
+        self.prepare_runner()
+
+    def prepare_runner(self) -> None:  # noqa: B027 (most need nothing)
+        """Compute what no pass changes."""
 
     def sampling(self, keys: SamplingMetadata) -> tuple[Tensor, Tensor]:
+        """Return the draft temperature, float32 [B], and which rows sample drafts, bool [B]."""
         sampled = (keys.temperature > 0) & (keys.temperature >= self.greedy_below)
         temperature = keys.temperature
         if self.draft_temperature is not None:
@@ -184,7 +159,12 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def extend_cache(self, verified: VerifiedFeatures) -> None:
+        """Write the keys and values of verified positions to the draft KV cache."""
         self._run_verified(verified, self._pass_layouts(verified, num_later=0)[0])
+
+    @abstractmethod
+    def propose(self, verified: VerifiedFeatures) -> Proposal:
+        """Extend the cache like `extend_cache`, and draft K tokens after each row's last pair."""
 
     def _pass_layouts(self, verified: VerifiedFeatures, *, num_later: int) -> list[PassLayout]:
         """Return the layouts of the pass over verified positions and of the `num_later` after it.

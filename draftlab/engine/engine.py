@@ -20,14 +20,12 @@ from functools import partial
 
 import torch
 
-from draftlab.engine.block_pool import BlockPool
-from draftlab.engine.drafter import Drafter
-from draftlab.engine.generation_state import check_prompts
+from draftlab.engine.drafter import HeadDrafter
+from draftlab.engine.generation_state import Sequence, check_prompts
 from draftlab.engine.input_batch import InputBatch
 from draftlab.engine.prefill import prefill
 from draftlab.engine.sampling import Generation, Request
-from draftlab.engine.scheduler import Scheduler
-from draftlab.engine.sequence import Sequence
+from draftlab.engine.scheduler import BlockPool, Scheduler
 from draftlab.engine.step import GraphedStep, Step, StepResult, Verifier
 from draftlab.errors import UserError
 from draftlab.kernels.cuda_device import use_device
@@ -77,7 +75,7 @@ class Engine:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter | None = None,
+        drafter: HeadDrafter | None = None,
         *,
         batch: int,
         max_length: int,

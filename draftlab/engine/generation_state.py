@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request
@@ -47,7 +47,7 @@ class GenerationState:
         """Seconds since its prefill began."""
         return time.perf_counter() - (self.started or 0.0)
 
-    def count_step(self, num_drafts: int, accepted: int, probability: Sequence[float]) -> None:
+    def count_step(self, num_drafts: int, accepted: int, probability: list[float]) -> None:
         """Count a verify step, before tokens are truncated (methods §6).
 
         Args:
@@ -58,7 +58,7 @@ class GenerationState:
         for i in range(min(accepted + 1, num_drafts)):
             self.expected[i] += probability[i]
 
-    def append_tokens(self, tokens: Sequence[int], max_length: int) -> None:
+    def append_tokens(self, tokens: list[int], max_length: int) -> None:
         """Append tokens up to a stop token or a limit; count the truncated ones."""
         for i, token in enumerate(tokens):
             self.tokens.append(token)
@@ -83,3 +83,60 @@ class GenerationState:
             self.first_token_s,
             self.elapsed,
         )
+
+
+class Sequence(GenerationState):
+    """A request's state in the paged engine, its slot in the input batch and its cache blocks.
+
+    Attributes:
+        blocks: numbers of its blocks.
+        slot: its slot in the input batch; −1 while it waits.
+        epoch: how often it has entered or left the batch; results of an earlier epoch are stale.
+    """
+
+    def __init__(self, request: Request, k: int) -> None:
+        super().__init__(request, k)
+        self.blocks: list[int] = []
+        self.slot, self.epoch = -1, 0
+
+    @property
+    def limited(self) -> bool:
+        """True if it samples with top-k or top-p."""
+        sampling = self.request.sampling
+        return sampling.temperature > 0 and (
+            sampling.top_k is not None or (sampling.top_p or 1.0) < 1
+        )
+
+    @property
+    def resumed(self) -> bool:
+        """True if it has emitted tokens; after a preemption its newest token is known."""
+        return len(self.tokens) > len(self.request.prompt_ids)
+
+    def enter(self, slot: int) -> None:
+        """Enter the batch."""
+        self.slot = slot
+        self.epoch += 1
+        if self.started is None:
+            self.started = time.perf_counter()
+
+    def leave(self) -> None:
+        """Leave the batch."""
+        self.slot = -1
+        self.epoch += 1
+
+    def add_result(
+        self,
+        tokens: list[int],
+        accepted: int,
+        num_drafts: int,
+        probability: list[float],
+        max_length: int,
+    ) -> None:
+        """Count and append the result of a verify step, or of a prefill (`num_drafts` = −1)."""
+        if num_drafts >= 0:
+            self.count_step(num_drafts, accepted, probability)
+        elif self.resumed:
+            return  # the prefill after a preemption emits nothing new
+        else:
+            self.first_token_s = self.elapsed
+        self.append_tokens(tokens, max_length)

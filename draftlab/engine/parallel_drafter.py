@@ -32,17 +32,9 @@ class ParallelDrafter(HeadDrafter):
         super().__init__(head, k, **options)
         self.mask_token_id = head.mask_token_id
 
-    def start(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        max_length: int | None = None,
-        cpu_prepacked: bool = False,
-    ) -> None:
-        super().start(num_blocks, block_size, max_length=max_length, cpu_prepacked=cpu_prepacked)
-        with torch.inference_mode():
-            self.mask_state = self.runner.project_features(self.head.mask_hidden)[0]
+    @torch.inference_mode()
+    def prepare_runner(self) -> None:
+        self.mask_state = self.runner.project_features(self.head.mask_hidden)[0]
 
     @torch.inference_mode()
     def propose(self, verified: VerifiedFeatures) -> Proposal:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.drafter import VerifiedFeatures
-from draftlab.engine.sequence import Sequence
+from draftlab.engine.generation_state import Sequence
 from draftlab.engine.step import Step, StepResult
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.kernels.sampling import sample_token

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafter import Drafter, Proposal, VerifiedFeatures
+from draftlab.engine.drafter import HeadDrafter, Proposal, VerifiedFeatures
 from draftlab.engine.input_batch import InputBatch
 from draftlab.kernels.sampling_types import DraftDistribution, VerifyResult
 from draftlab.kernels.step_layout import commit, gather_batch, store_drafts
@@ -73,7 +73,7 @@ class Step:
         target: Target,
         cache: PagedCache,
         input_batch: InputBatch,
-        drafter: Drafter | None,
+        drafter: HeadDrafter | None,
         *,
         max_length: int,
         verifier: Verifier = verify,

@@ -11,7 +11,7 @@ from draftlab.export.layout import Export
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.version import package_version
-from draftlab.vllm.vllm_client.config_overrides import generation_override
+from draftlab.vllm.vllm_client.loading import generation_override
 
 
 def is_hub_id(name: str) -> bool:

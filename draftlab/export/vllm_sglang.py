@@ -1,8 +1,9 @@
-"""The native layouts of vLLM and SGLang, which share an architecture.
+"""The native layouts of vLLM and SGLang (servers §1.1, §1.2, §1.3, §6, §7).
 
-Both are `LlamaForCausalLMEagle3` with the head's tensors (servers §1.3, §6, §7). A head of one
-layer is written as `midlayer.*`, which every version of every program reads; `layers.0.*` is newer.
-Embeddings are left out if they are the target's, since both programs share those then.
+Heads of EAGLE3's kind are `LlamaForCausalLMEagle3` in both programs. A head of one layer is written
+as `midlayer.*`, which every version of every program reads; `layers.0.*` is newer. Embeddings are
+left out if they are the target's, since both programs share those then. With heads of EAGLE's first
+generation both programs use the target's embeddings and lm_head, and no norm.
 """
 
 from __future__ import annotations
@@ -105,6 +106,55 @@ class Sglang(Native):
 
     def launch(self, export: Export, path: Path) -> str:
         return sglang_text(export, path)
+
+
+class VllmEagle(HeadFolderLayout):
+    """vLLM's layout of first-generation EAGLE heads."""
+
+    def title(self) -> str:
+        return "vLLM layout (`LlamaForCausalLM`, served with method eagle)"
+
+    def check(self, export: Export) -> None:
+        check_width(export, "vLLM's")
+
+
+class SglangEagle(VllmEagle):
+    """SGLang's layout of first-generation EAGLE heads.
+
+    It has another architecture name. SGLang's fc has a bias, which is initialised at random if it
+    is missing; vLLM's has none, and refuses one.
+    """
+
+    def title(self) -> str:
+        return "SGLang layout (`LlamaForCausalLMEagle`)"
+
+    def check(self, export: Export) -> None:
+        check_width(export, "SGLang's")
+        refuse_own_embeddings(export.head)
+
+    def config(self, export: Export) -> dict[str, Any]:
+        return super().config(export) | {"architectures": ["LlamaForCausalLMEagle"]}
+
+    def tensors(self, tensors: dict[str, Tensor], export: Export) -> dict[str, Tensor]:
+        weight = tensors["fc.weight"]
+        return tensors | {"fc.bias": weight.new_zeros(len(weight))}
+
+    def launch(self, export: Export, path: Path) -> str:
+        return sglang_text(export, path, algorithm="EAGLE")
+
+
+class VllmLlama4(HeadFolderLayout):
+    """vLLM's layout of the dense Llama 4 drafter, which it loads as EagleLlama4ForCausalLM.
+
+    The head folder is in this layout already: Llama 4's names, RoPE on neighbouring pairs, a
+    config.json with the keys that have no default there. The export adds the target's embeddings,
+    since older versions require a checkpoint to hold every tensor.
+    """
+
+    ships_embeddings = True
+
+    def title(self) -> str:
+        return "vLLM layout (`Llama4ForCausalLM`, served as `EagleLlama4ForCausalLM`)"
 
 
 def refuse_flags(head: HeadConfig, reasons: dict[str, str], program: str) -> None:

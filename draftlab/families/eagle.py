@@ -50,7 +50,7 @@ class Eagle(Family):
         return ChainDrafter(head, k, **options)
 
     def layouts(self) -> dict[str, Layout | str]:
-        from draftlab.export.vllm_sglang_eagle import SglangEagle, VllmEagle
+        from draftlab.export.vllm_sglang import SglangEagle, VllmEagle
 
         return {
             "speculators": "vLLM reads speculators' eagle3 and peagle, not its eagle: use "

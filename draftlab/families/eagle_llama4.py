@@ -35,7 +35,7 @@ class EagleLlama4(Eagle):
         return EagleLlama4Head(config)
 
     def layouts(self) -> dict[str, Layout | str]:
-        from draftlab.export.vllm_llama4 import VllmLlama4
+        from draftlab.export.vllm_sglang import VllmLlama4
 
         return {
             "speculators": "the format has Llama's layers and Qwen3's, not Llama 4's: use "

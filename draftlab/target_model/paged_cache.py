@@ -1,7 +1,7 @@
 """A paged KV cache: blocks of positions from one pool, found through a block table.
 
 The key of position p of row b is in block `block_table[b, p // S]` at offset p % S. The engine
-allocates blocks (`engine/block_pool.py`); `at` sets the tables for a forward pass. No row owns
+allocates blocks (`engine/scheduler.py`); `at` sets the tables for a forward pass. No row owns
 block 0. Slot −1 writes nothing, so padding and positions past the end leave no trace.
 """
 

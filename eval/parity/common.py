@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from draftlab.engine.counters import Counters
-from draftlab.engine.drafter import Drafter
+from draftlab.engine.drafter import HeadDrafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
@@ -126,7 +126,7 @@ def choose(head: str | None, target: str | None) -> HeadWorkspace:
 def decoded(
     target: Target,
     requests: Sequence[Request],
-    drafter: Drafter | None,
+    drafter: HeadDrafter | None,
     *,
     batch: int,
     max_length: int,

@@ -32,7 +32,7 @@ from parity_vllm import EXACT, Bench, total
 
 from draftlab.files import read_json
 from draftlab.vllm.engine import drafting_method
-from draftlab.vllm.vllm_client.config_overrides import engine_options
+from draftlab.vllm.vllm_client.loading import engine_options
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftlab.vllm.vllm_client.config_overrides import engine_options
+from draftlab.vllm.vllm_client.loading import engine_options
 from tests.helpers.zoo import zoo_folder
 
 

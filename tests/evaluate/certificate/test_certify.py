@@ -16,8 +16,8 @@ import torch
 
 from draftlab.engine.drafter import ChainDrafter
 from draftlab.engine.engine import Engine
+from draftlab.engine.generation_state import Sequence
 from draftlab.engine.reference import ReferenceEngine
-from draftlab.engine.sequence import Sequence
 from draftlab.errors import UserError
 from draftlab.evaluate.certificate import certify as certify_module
 from draftlab.evaluate.certificate.certify import Certificate, CertifySettings, certify
