@@ -19,8 +19,8 @@ from draftlab.doctor.diagnose import diagnose
 from draftlab.doctor.settings import DoctorSettings
 from draftlab.doctor.target_session import TargetSession
 from draftlab.errors import UserError
-from draftlab.export import write_export
 from draftlab.export.importing import import_head
+from draftlab.export.write import write_export
 from draftlab.heads.folder import CONFIG, WEIGHTS, load_head
 from draftlab.pipeline.head_spec import target_config
 from draftlab.pipeline.resolve import reference_head

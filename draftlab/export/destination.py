@@ -26,15 +26,11 @@ def check_destination(destination: Path) -> None:
     if nearest != destination:
         return
     names = sorted(p.name for p in destination.iterdir())
-    if foreign := [name for name in names if not _EXPORT_FILES.fullmatch(name)]:
+    foreign = [name for name in names if not _EXPORT_FILES.fullmatch(name)]
+    if foreign or (names and "launch.md" not in names):  # every export has one
         raise UserError(
-            f"expected a new folder or an earlier export, found {', '.join(foreign[:5])}",
-            where=destination,
-            do="give another folder, or an empty one",
-        )
-    if names and "launch.md" not in names:  # every export has one
-        raise UserError(
-            "expected a new folder or an earlier export, found a model without launch.md",
+            "expected a new folder or an earlier export, found "
+            + (", ".join(foreign[:5]) or "a model without launch.md"),
             where=destination,
             do="give another folder, or an empty one",
         )

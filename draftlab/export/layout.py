@@ -81,10 +81,6 @@ class Layout(ABC):
     def launch(self, export: Export, path: Path) -> str:
         """Return launch.md: the commands that serve the export at `path`."""
 
-    def read_options(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return those of `Export`'s k and target_name that config.json holds."""
-        return {}
-
 
 def check_width(export: Export, owner: str) -> None:
     """Check that a Llama config can describe the head; `owner` names the program in the message.

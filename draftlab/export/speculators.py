@@ -108,13 +108,6 @@ class Speculators(Layout):
     def launch(self, export: Export, path: Path) -> str:
         return vllm_text(export, path, alone=is_hub_id(export.target_name))
 
-    def read_options(self, config: dict[str, Any]) -> dict[str, Any]:
-        options = config["speculators_config"]
-        return {
-            "k": options["proposal_methods"][0]["speculative_tokens"],
-            "target_name": options["verifier"]["name_or_path"],
-        }
-
 
 def _has_mask_token(head: HeadConfig) -> bool:
     return get_family(head.family).has_mask_token

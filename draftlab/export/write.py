@@ -97,16 +97,22 @@ def write_export(
         write_text(folder / README, readme_text(head, export.target_name, layout.title()))
         del tensors  # the comparison reads them again
         verify_export(
-            folder, head_folder, target_folder, program, trust_remote_code=trust_remote_code
+            folder,
+            layout,
+            export,
+            head_folder,
+            target_folder,
+            trust_remote_code=trust_remote_code,
         )
     return Path(out)
 
 
 def verify_export(
     out: Path,
+    layout: Layout,
+    export: Export,
     head_folder: Path,
     target_folder: Path,
-    program: str,
     *,
     trust_remote_code: bool = False,
 ) -> None:
@@ -114,32 +120,13 @@ def verify_export(
 
     Args:
         out: the export.
-        head_folder: the exported head; its files are read again.
-        target_folder: the head's target, for its embeddings and its config.
-        program: the layout's name.
+        head_folder, target_folder: their files are read again.
         trust_remote_code: whether code shipped with the target may run.
 
     Raises:
         UserError: the first difference, or a file that cannot be read.
     """
-    config = read_json(out / CONFIG, kind=f"{program} config.json")
-    head = load_config(head_folder)
-    layout = layout_for(program, head.family)
-    try:
-        options = {"k": head.k_trained, "target_name": head.target.name}
-        options |= layout.read_options(config)
-        dtype = floating_dtype(config["dtype"])
-    except (KeyError, IndexError, TypeError) as error:
-        raise UserError(
-            f"the export's config lacks a required key: {error!r}", where=out / CONFIG
-        ) from None
-    k, name = options["k"], options["target_name"]
-    if not (isinstance(k, int) and k >= 1 and isinstance(name, str) and name):
-        raise UserError(
-            f"expected speculative_tokens >= 1 and a verifier's name, found {k!r} and {name!r}",
-            where=out / CONFIG,
-        )
-    export = Export(head, _target_config(head, target_folder), name, k, dtype)
+    config = read_json(out / CONFIG, kind="export's config.json")
     if difference := first_difference(layout.config(export), config):
         raise UserError(f"the export's config differs: {difference}", where=out / CONFIG)
     compare_tensors(
@@ -156,7 +143,15 @@ def _export_tensors(
         head = new_head(export.head)
     refuse_faults(tensor_faults(head, tensors), folder / WEIGHTS)
     if layout.ships_embeddings and export.head.embeddings == "target":
-        tensors[EMBEDDINGS] = _target_embeddings(target_folder, trust_remote_code)
+        try:
+            parts = load_parts(Path(target_folder), trust_remote_code=trust_remote_code)
+        except UserError:
+            raise
+        except Exception as error:  # transformers and safetensors raise many types
+            raise UserError(
+                f"the target's embeddings cannot be read: {error}", where=target_folder
+            ) from None
+        tensors[EMBEDDINGS] = parts.embeddings
     cast = {name: _cast(name, tensor, export.dtype) for name, tensor in tensors.items()}
     return layout.tensors(cast, export)
 
@@ -201,13 +196,3 @@ def _target_config(head: HeadConfig, folder: Path) -> dict[str, Any]:
             do=f"give the target the head was trained for: {head.target.name}",
         )
     return config
-
-
-def _target_embeddings(folder: Path, trust_remote_code: bool) -> Tensor:
-    """Return the target's embeddings [V, H]."""
-    try:
-        return load_parts(Path(folder), trust_remote_code=trust_remote_code).embeddings
-    except UserError:
-        raise
-    except Exception as error:  # transformers and safetensors raise many types
-        raise UserError(f"the target's embeddings cannot be read: {error}", where=folder) from None

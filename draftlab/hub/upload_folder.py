@@ -12,10 +12,11 @@ import yaml
 
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report, Row
-from draftlab.export import ExportSettings, write_export
 from draftlab.export.destination import atomic_folder
 from draftlab.export.launch_text import is_hub_id
 from draftlab.export.layout import layout_for
+from draftlab.export.settings import ExportSettings
+from draftlab.export.write import write_export
 from draftlab.files import read_json, write_json, write_text
 from draftlab.formatting import plain_values
 from draftlab.heads.folder import CONFIG, NATIVE, load_config

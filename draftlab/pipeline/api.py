@@ -10,8 +10,9 @@ from draftlab.errors import UserError
 from draftlab.evaluate.evaluator import EvalSettings, Evaluator, NamedHead
 from draftlab.evaluate.results import Report
 from draftlab.evaluate.vllm_compare import check_settings
-from draftlab.export import ExportSettings, write_export
 from draftlab.export.gguf import convert, find_converter
+from draftlab.export.settings import ExportSettings
+from draftlab.export.write import write_export
 from draftlab.files import check_folder, read_json
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config, load_head

@@ -11,7 +11,7 @@ from typing import Any
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report
 from draftlab.evaluate.settings import EvalSettings
-from draftlab.export import ExportSettings
+from draftlab.export.settings import ExportSettings
 from draftlab.files import check_folder, sha256_file
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.pipeline.api import export_head, new_evaluator, write_report

@@ -10,7 +10,7 @@ import pytest
 from draftlab.doctor.diagnose import diagnose
 from draftlab.doctor.foreign_head import read_foreign_head
 from draftlab.doctor.target_session import TargetSession
-from draftlab.export import write_export
+from draftlab.export.write import write_export
 from draftlab.pipeline.resolve import reference_head
 from tests.helpers.diagnosis import fault_kinds
 

@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftlab.export import verify_export, write_export
+from draftlab.export.layout import Export, layout_for
+from draftlab.export.weight_files import floating_dtype
+from draftlab.export.write import verify_export, write_export
 from draftlab.heads.config import TargetIdentity, make_head_config
-from draftlab.heads.folder import new_head, save_head
+from draftlab.heads.folder import load_config, new_head, save_head
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
@@ -113,7 +115,12 @@ class ExportedHead:
         return (self.folder / "launch.md").read_text()
 
     def verify(self) -> None:
-        verify_export(self.folder, self.head, self.target, self.program)
+        """Compare it with the head, as an export for org/target with the head's own K."""
+        fields, dtype = load_config(self.head), floating_dtype(self.config["dtype"])
+        target = read_config(self.target)
+        export = Export(fields, target, "org/target", fields.k_trained, dtype)
+        layout = layout_for(self.program, fields.family)
+        verify_export(self.folder, layout, export, self.head, self.target)
 
 
 ExportHead = Callable[..., ExportedHead]
