@@ -56,7 +56,7 @@ class VariantResult:
 
     @property
     def better(self) -> bool:
-        """Whether it fits significantly better than the stored head."""
+        """True if it fits significantly better than the stored head."""
         if self.baseline is None:
             return False
         return improves(self.score, self.baseline, max(h.margin for h in self.hypotheses))

@@ -47,7 +47,7 @@ class TargetSession:
 
     @property
     def has_template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
+        """True if the tokenizer has a chat template."""
         return self.tokenizer.chat_template is not None
 
     @cached_property

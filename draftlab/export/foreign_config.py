@@ -91,7 +91,7 @@ class ForeignConfig(BaseModel):
 
     @property
     def names_mask_token(self) -> bool:
-        """Whether it names a mask token, as configs of parallel heads do."""
+        """True if it names a mask token, as configs of parallel heads do."""
         return any(getattr(self, name) is not None for name in MASK_TOKEN_KEYS)
 
 

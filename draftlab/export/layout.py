@@ -56,7 +56,7 @@ class Layout(ABC):
     """A program's layout of one family's heads. It renames and fills; it never computes."""
 
     ships_embeddings = False
-    """Whether the target's embeddings are written if the head has none of its own."""
+    """True if the target's embeddings are written where the head has none of its own."""
 
     @abstractmethod
     def title(self) -> str:

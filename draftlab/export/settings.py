@@ -17,11 +17,11 @@ MAX_SHARD = "5GB"
 
 
 def check_program(name: str) -> None:
-    """Raises a `UserError` for an unknown program, with the nearest known name."""
+    """Raise a `UserError` for an unknown program, with the nearest known name."""
     if name in PROGRAMS:
         return
-    wanted = {"gguf": "llamacpp"}.get(name.lower(), name.lower())
-    near = difflib.get_close_matches(wanted, PROGRAMS, n=1, cutoff=0.5)
+    meant = {"gguf": "llamacpp"}.get(name.lower(), name.lower())
+    near = difflib.get_close_matches(meant, PROGRAMS, n=1, cutoff=0.5)
     raise UserError(
         f"expected a layout out of {', '.join(sorted(PROGRAMS))}; found {name!r}",
         do=f"did you mean {near[0]!r}?" if near else "",

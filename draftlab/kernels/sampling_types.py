@@ -27,13 +27,7 @@ class SamplingMetadata:
     prompt: Tensor
 
     def __getitem__(self, index: Tensor) -> SamplingMetadata:
-        return SamplingMetadata(
-            self.temperature[index],
-            self.top_k[index],
-            self.top_p[index],
-            self.seed[index],
-            self.prompt[index],
-        )
+        return SamplingMetadata(*(values[index] for values in vars(self).values()))
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.kernels.dispatch import on_cuda_below_float64, triton_operator
+from draftlab.kernels.distill_types import at_least_float32
 
 
 @triton_operator("swiglu_triton", when=on_cuda_below_float64)
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) · up [n, I] of gate and up side by side [n, 2 I], rounded once."""
-    gate, up = _at_least_float32(gate_up).chunk(2, -1)
+    gate, up = at_least_float32(gate_up).chunk(2, -1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
@@ -31,16 +32,11 @@ def swiglu_backward_(gate_up: Tensor, gradient: Tensor) -> Tensor:
         gate_up: [n, 2 I].
         gradient: [n, I], contiguous; it is overwritten by `swiglu(gate_up)`, equal bit for bit.
     """
-    gate, up = _at_least_float32(gate_up).chunk(2, -1)
-    d_y, silu = _at_least_float32(gradient), F.silu(gate)
+    gate, up = at_least_float32(gate_up).chunk(2, -1)
+    d_y, silu = at_least_float32(gradient), F.silu(gate)
     d_gate_up = torch.empty_like(gate_up)
     d_gate, d_up = d_gate_up.chunk(2, -1)
     d_gate.copy_(torch.ops.aten.silu_backward(d_y * up, gate))
     d_up.copy_(d_y * silu)
     gradient.copy_(silu * up)
     return d_gate_up
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    """Return x, in float32 if it has 16 bits."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftlab.kernels.paged_plan import check_heads
+
 
 @dataclass(frozen=True)
 class StepKeyValues:
@@ -42,10 +44,7 @@ class StepKeyValues:
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, steps: StepKeyValues | None) -> None:
     """Raise ValueError if the heads are no multiple of the kv heads, or dtypes differ."""
-    if query.shape[2] % key.shape[2]:
-        raise ValueError(
-            f"{query.shape[2]} query heads cannot share {key.shape[2]} kv heads evenly"
-        )
+    check_heads(query, key)
     tensors = () if steps is None else (*steps.keys, *steps.values)
     dtypes = {t.dtype for t in (query, key, value, *tensors)}
     if len(dtypes) > 1:

@@ -10,7 +10,7 @@ which the kernels apply. Stale keys of rejected drafts have later positions and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from draftlab.target_model.paged_cache import PagedCache
 
 ATTENTION = "draftlab"
-_positions: ContextVar[Tensor | None] = ContextVar("positions", default=None)
-_paged_cache: ContextVar[PagedCache | None] = ContextVar("paged_cache", default=None)
-_packed_row: ContextVar[PackedRow | None] = ContextVar("packed_row", default=None)
 
 
 @dataclass(frozen=True)
@@ -42,29 +39,33 @@ class MaskRule:
     chunk: int | None = None
 
 
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What a forward pass sets for its attention layers, beside their own arguments.
+
+    Attributes:
+        positions: [B, M] of the tokens, which mask the keys of a `RowCache`.
+        paged_cache: cache that keys and values are read from.
+        packed_row: conversations that do not see each other.
+    """
+
+    positions: Tensor | None = None
+    paged_cache: PagedCache | None = None
+    packed_row: PackedRow | None = None
+
+
+_NO_INPUTS = AttentionInputs()
+_inputs: ContextVar[AttentionInputs] = ContextVar("inputs", default=_NO_INPUTS)
+
+
 @contextmanager
-def _set_within(variable: ContextVar[Any], value: object) -> Iterator[None]:
-    """Set a context variable inside the block."""
-    token = variable.set(value)
+def attention_inputs(**inputs: Any) -> Iterator[None]:
+    """Set `AttentionInputs` inside the block."""
+    token = _inputs.set(AttentionInputs(**inputs))
     try:
         yield
     finally:
-        variable.reset(token)
-
-
-def use_positions(positions: Tensor) -> AbstractContextManager[None]:
-    """Mask by the token positions [B, M] inside the block."""
-    return _set_within(_positions, positions)
-
-
-def use_paged_cache(cache: PagedCache) -> AbstractContextManager[None]:
-    """Read keys and values from `cache` inside the block."""
-    return _set_within(_paged_cache, cache)
-
-
-def use_packed_row(packed_row: PackedRow) -> AbstractContextManager[None]:
-    """Separate the conversations of `packed_row` inside the block."""
-    return _set_within(_packed_row, packed_row)
+        _inputs.reset(token)
 
 
 def _mask_rule(local_size: int | None, config: Any) -> MaskRule:
@@ -88,10 +89,10 @@ def _build_mask(local_size: int | None = None, **options: Any) -> Tensor | MaskR
         local_size: size of a sliding window or a chunk.
         options: transformers' other arguments of a mask function.
     """
-    if _paged_cache.get() is not None or _packed_row.get() is not None:
+    inputs = _inputs.get()
+    if inputs.paged_cache is not None or inputs.packed_row is not None:
         return _mask_rule(local_size, options.get("config"))
-    positions = _positions.get()
-    if positions is None:
+    if (positions := inputs.positions) is None:
         return sdpa_mask(local_size=local_size, **options)
     device = options["device"]
     rows = torch.arange(options["batch_size"], device=device)[:, None, None, None]
@@ -116,21 +117,16 @@ def _attention(
     Returns:
         [B, M, heads, head_dim], and None for the weights.
     """
-    tensors = query, key, value
+    tensors, inputs = (query, key, value), _inputs.get()
     scores = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
-    if (cache := _paged_cache.get()) is not None:
-        return _attend_paged_cache(cache, *tensors, _require_rule(attention_mask), **scores), None
-    if (packed_row := _packed_row.get()) is not None:
-        rule, options = _require_rule(attention_mask), options | scores
-        return _attend_packed_row(packed_row, module, *tensors, rule, **options), None
-    return _attend_rows(module, *tensors, attention_mask, **scores, **options), None
-
-
-def _require_rule(attention_mask: Any) -> MaskRule:
-    """Return a layer's mask; raise if the model made something else of `_build_mask`'s rule."""
-    if not isinstance(attention_mask, MaskRule):
+    if inputs.paged_cache is None and inputs.packed_row is None:
+        return _attend_rows(module, *tensors, attention_mask, **scores, **options), None
+    if not isinstance(attention_mask, MaskRule):  # the model changed what `_build_mask` returned
         raise TypeError(f"expected a mask rule, found {type(attention_mask)}")
-    return attention_mask
+    if inputs.paged_cache is not None:
+        return _attend_paged_cache(inputs.paged_cache, *tensors, attention_mask, **scores), None
+    options |= scores
+    return _attend_packed_row(inputs.packed_row, module, *tensors, attention_mask, **options), None
 
 
 def _attend_paged_cache(

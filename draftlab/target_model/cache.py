@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftlab.target_model.attention import use_positions
+from draftlab.target_model.attention import attention_inputs
 
 
 class _RowLayer(CacheLayerMixin):
@@ -94,7 +94,7 @@ class RowCache(Cache):
 
     def attention_context(self, positions: Tensor) -> AbstractContextManager[None]:
         """Mask by the tokens' positions inside the block."""
-        return use_positions(positions)
+        return attention_inputs(positions=positions)
 
     @torch.inference_mode()
     def move(self, source: int, destination: int) -> None:

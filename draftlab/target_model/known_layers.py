@@ -46,14 +46,9 @@ def has_known_layers(target: Target) -> bool:
         if len({modules[f"self_attn.{n}_proj"].bias is None for n in "qkv"}) > 1:
             return False
     modules = [target.decoder.rotary_emb, target.norm, *target.layers.modules()]
-    return _are_unmodified(modules) and _is_uniform(target)
-
-
-def _are_unmodified(modules: list[nn.Module]) -> bool:
-    """Return whether no module has hooks or a replaced forward."""
-    return not any(
-        m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules
-    )
+    if any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules):
+        return False
+    return _is_uniform(target)
 
 
 def _is_uniform(target: Target) -> bool:

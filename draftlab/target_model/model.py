@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.target_model.attention import use_packed_row
+from draftlab.target_model.attention import attention_inputs
 from draftlab.target_model.cache import RowCache
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.packed_rows import PackedRow
@@ -101,7 +101,7 @@ class Target:
 
     @property
     def pipeline_parallel(self) -> bool:
-        """Whether layers are on several devices."""
+        """True if layers are on several devices."""
         return any(p.device != self.device for p in self.layers.parameters())
 
     @property
@@ -178,7 +178,7 @@ class Target:
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
             if packed_row is not None:
-                stack.enter_context(use_packed_row(packed_row))
+                stack.enter_context(attention_inputs(packed_row=packed_row))
                 # Without a mask transformers searches for packed sequences and waits for the GPU.
                 self.decoder(
                     input_ids=token_ids,

@@ -7,8 +7,7 @@ block 0. Slot −1 writes nothing, so padding and positions past the end leave n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftlab.kernels.paged_attention import write_paged
 from draftlab.kernels.paged_plan import Read, Writes, plan_reads, plan_writes, write_rows
-from draftlab.target_model.attention import use_paged_cache, use_positions
+from draftlab.target_model.attention import attention_inputs
 
 
 class _PagedLayer(CacheLayerMixin):
@@ -116,11 +115,9 @@ class PagedCache(Cache):
             self._writes = plan_writes(self.slot_mapping)
         return self._writes
 
-    @contextmanager
-    def attention_context(self, positions: Tensor) -> Iterator[None]:
+    def attention_context(self, positions: Tensor) -> AbstractContextManager[None]:
         """Make the model's attention read this cache inside the block."""
-        with use_positions(positions), use_paged_cache(self):
-            yield
+        return attention_inputs(positions=positions, paged_cache=self)
 
     @property
     def key_pool(self) -> list[Tensor]:

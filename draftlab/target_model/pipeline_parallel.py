@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
-from torch import Tensor, nn
+from accelerate.utils import send_to_device
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from draftlab.errors import UserError
@@ -109,17 +110,6 @@ def _input_mover(device: torch.device) -> Any:
     """Return a forward pre-hook that moves all inputs to `device`."""
 
     def move(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return _move(args, device), _move(kwargs, device)
+        return send_to_device((args, kwargs), device, non_blocking=True)
 
     return move
-
-
-def _move(value: Any, device: torch.device) -> Any:
-    """Move tensors, and tuples and dictionaries of them; return anything else unchanged."""
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if type(value) is tuple:
-        return tuple(_move(v, device) for v in value)
-    if type(value) is dict:
-        return {k: _move(v, device) for k, v in value.items()}
-    return value
