@@ -19,7 +19,7 @@ from draftlab.engine.drafter import HeadDrafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
-from draftlab.export import ExportSettings
+from draftlab.export.settings import ExportSettings
 from draftlab.files import write_json, write_text
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import load_head

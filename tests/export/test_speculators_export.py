@@ -13,8 +13,8 @@ from safetensors import safe_open
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from draftlab.errors import UserError
-from draftlab.export import ExportSettings, layout_for
-from draftlab.export.settings import PROGRAMS
+from draftlab.export.layout import layout_for
+from draftlab.export.settings import PROGRAMS, ExportSettings
 from draftlab.heads.family import get_family
 from tests.helpers.export_toys import (
     BOUNDARIES,
