@@ -12,6 +12,7 @@ from torch import Tensor
 from draftlab.doctor.findings import Finding, fault, note
 from draftlab.doctor.head_files import vocabulary_mask
 from draftlab.errors import UserError
+from draftlab.files import same_fingerprint
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD
@@ -110,7 +111,7 @@ def identity_findings(head: HeadConfig, fingerprint: str, tokenizer: Any) -> lis
             "give the checkpoint it was trained for, or train a head for this one",
         )
         for kind, (trained, actual, effect) in pairs.items()
-        if trained and trained != actual  # empty in heads of other programs
+        if trained and not same_fingerprint(trained, actual)  # empty in heads of other programs
     ]
 
 

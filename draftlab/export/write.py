@@ -15,7 +15,7 @@ from draftlab.export.launch_text import is_hub_id, readme_text
 from draftlab.export.layout import CONFIG, LAUNCH, README, Export, Layout, layout_for
 from draftlab.export.settings import MAX_SHARD, check_program
 from draftlab.export.weight_files import common_dtype, floating_dtype, read_file, write_weights
-from draftlab.files import read_json, write_json, write_text
+from draftlab.files import read_json, same_fingerprint, write_json, write_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, WEIGHTS, load_config, new_head
 from draftlab.heads.validate import refuse_faults, tensor_faults
@@ -189,7 +189,8 @@ def _target_config(head: HeadConfig, folder: Path) -> dict[str, Any]:
                 where=where,
                 do=f"give the target the head was trained for: {head.target.name}",
             )
-    if (actual := fingerprint(Path(folder))) != head.target.fingerprint:
+    actual = fingerprint(Path(folder))
+    if not same_fingerprint(actual, head.target.fingerprint):
         raise UserError(
             f"expected the target with fingerprint {head.target.fingerprint}, found {actual}",
             where=folder,

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from draftlab.errors import UserError
+from draftlab.files import same_fingerprint
 from draftlab.formatting import count_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
@@ -54,7 +55,8 @@ def check_start(new: HeadConfig, trained: HeadConfig, where: Path | str) -> None
         faults.append(
             f"num_layers: the new head has {new.num_layers}, this one {trained.num_layers}"
         )
-    if new.target.fingerprint not in ("", trained.target.fingerprint):
+    planned = new.target.fingerprint
+    if planned and not same_fingerprint(planned, trained.target.fingerprint):
         # First, since other differences mostly follow from it.
         faults.insert(
             0,

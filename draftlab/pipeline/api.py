@@ -13,7 +13,7 @@ from draftlab.evaluate.vllm_compare import check_settings
 from draftlab.export.gguf import convert, find_converter
 from draftlab.export.settings import ExportSettings
 from draftlab.export.write import write_export
-from draftlab.files import check_folder, read_json
+from draftlab.files import check_folder, read_json, same_fingerprint
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config, load_head
 from draftlab.pipeline.resolve import REFERENCE, find_head, name_in_reports
@@ -47,7 +47,7 @@ def check_trained_for(
     differences = [
         f"{name}: the head was trained with {trained[:12]}, found {actual[:12]}"
         for name, (trained, actual) in pairs.items()
-        if trained != actual
+        if not same_fingerprint(trained, actual)
     ]
     if differences:
         raise UserError(

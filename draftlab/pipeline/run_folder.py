@@ -15,6 +15,7 @@ from draftlab.errors import UserError
 from draftlab.files import (
     canonical_json,
     read_json,
+    same_fingerprint,
     sha256_file,
     sha256_text,
     write_json,
@@ -89,7 +90,7 @@ class Run:
         changes = {
             key: (former.get(key), inputs.get(key))
             for key in sorted(former.keys() | inputs.keys())
-            if former.get(key) != inputs.get(key)
+            if not same_fingerprint(former.get(key), inputs.get(key))
         }
         if changes:
             return Status(stage, "changed", changes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftlab.errors import UserError
-from draftlab.files import read_json
+from draftlab.files import read_json, same_fingerprint
 from draftlab.settings import describe_errors
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class StoreIdentity:
         differences = [
             f"{key}: expected {_as_text(expected_fields[key])}, found {_as_text(value)}"
             for key, value in actual_fields.items()
-            if key != "target_name" and value != expected_fields[key]
+            if key != "target_name" and not same_fingerprint(value, expected_fields[key])
         ]
         if differences:
             raise UserError(

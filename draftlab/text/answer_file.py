@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, canonical_json, read_json, sha256_file, write_json
+from draftlab.files import (
+    atomic_path,
+    canonical_json,
+    read_json,
+    same_fingerprint,
+    sha256_file,
+    write_json,
+)
 from draftlab.progress import Monitor
 from draftlab.text.conversations import Conversation, parse_conversation
 
@@ -173,7 +180,7 @@ class AnswerFile:
         differences = [
             f"{key}: {identity.get(key)!r} in the file, {self.identity.get(key)!r} now"
             for key in {**self.identity, **identity}
-            if identity.get(key) != self.identity.get(key)
+            if not same_fingerprint(identity.get(key), self.identity.get(key))
         ]
         if differences:
             raise UserError(
