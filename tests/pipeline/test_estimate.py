@@ -168,13 +168,6 @@ def test_the_table(llama_8b: Path, tmp_path: Path) -> None:
     assert estimate_stages(compared)[-1].note.startswith("14 rows ")  # 1 + 2 · 2, and 1 + 2 · 2 · 2
 
 
-def test_long_times_have_no_exponent(llama_8b: Path, tmp_path: Path) -> None:
-    settings = recipe(llama_8b, hardware={"gpu": "H200"}, train={"steps": 10**7})
-    lines = list(estimate_table(settings, tmp_path / "runs", STAGES))
-    assert any(re.search(r"\d,\d+ hours", line) for line in lines)
-    assert not any("e+" in line for line in lines)
-
-
 def test_conversations_are_truncated_in_the_store_and_not_when_answered(
     llama_8b: Path, tmp_path: Path
 ) -> None:

@@ -126,11 +126,3 @@ def test_a_recipe_that_does_not_fit_is_refused_by_the_plan_and_by_the_run(
         with pytest.raises(UserError) as caught:
             check(recipe)
         assert message in str(caught.value)
-
-
-def test_max_length_may_exceed_the_targets_positions() -> None:
-    """It is an upper bound, so that a recipe fits other targets of the same architecture."""
-    recipe = parse_recipe({"name": "r", "record": {"max_length": 4096}})
-    check_before_run(recipe)
-    (store,) = (row for row in estimate_stages(recipe) if row.name == "store")
-    assert store.note.endswith("conversations of at most the target's 2,048 positions")
