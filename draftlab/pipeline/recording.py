@@ -19,16 +19,17 @@ from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.online import OnlineStore
 from draftlab.store.plan import plan_recording
 from draftlab.store.record import Role, record
-from draftlab.store.store import Sample, Store, StoreIdentity
+from draftlab.store.samples import SampleTable, Selection
+from draftlab.store.store import Store, StoreIdentity
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.text.answer_workers import Decode, start_answer_workers
 from draftlab.text.answers import regenerate
 from draftlab.text.chat_template import template_sha256, tokenizer_sha256
-from draftlab.text.conversations import Conversation, read_conversations
+from draftlab.text.conversations import Conversation
 from draftlab.text.prompts import load_prompts
-from draftlab.text.samples import build_samples
+from draftlab.text.samples import open_samples
 from draftlab.text.server_answers import ServerAnswers
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.vllm.answers import VllmAnswers
@@ -141,7 +142,7 @@ class Recording:
             open_source=open_source,
         )
 
-    def _samples(self, monitor: Monitor) -> tuple[StoreIdentity, list[Sample]]:
+    def _samples(self, monitor: Monitor) -> tuple[StoreIdentity, SampleTable]:
         """Return the identity and the samples of the store."""
         target = self._recorded_target
         boundaries = choose_boundaries(self.recipe, target.num_layers, monitor)
@@ -152,10 +153,10 @@ class Recording:
             boundaries=boundaries,
             dtype=self.recipe.record.dtype,
         )
-        answers = read_conversations(self.run / STAGES["answers"].artefact)
-        return identity, build_samples(answers, self.tokenizer, monitor)
+        answers = self.run / STAGES["answers"].artefact
+        return identity, open_samples(answers, self.tokenizer, monitor)
 
-    def _plan(self, monitor: Monitor) -> tuple[Manifest, list[Sample]]:
+    def _plan(self, monitor: Monitor) -> tuple[Manifest, Selection]:
         """Return the plan of the store, and its samples."""
         identity, samples = self._samples(monitor)
         return plan_recording(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,8 @@ from draftlab.errors import UserError
 from draftlab.store.fp8 import E4M3, quantise
 from draftlab.store.manifest import Manifest, Shard, StoreIdentity
 from draftlab.store.plan import SIDE_BY_SIDE
-from draftlab.store.store import DTYPES, NO_TEACHER, Sample, teacher_mask
+from draftlab.store.samples import Sample
+from draftlab.store.store import DTYPES, NO_TEACHER, teacher_mask
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.target_model.packed_rows import PackedRow, copy_to_device
@@ -109,7 +111,7 @@ class HiddenStateExtractor:
     def _forward_packed(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Return features [n, F] and last states [n, Ht] from all samples in one packed row."""
         device = self.target.device
-        ids = torch.tensor([token for sample in samples for token in sample.token_ids])
+        ids = torch.from_numpy(np.concatenate([sample.token_ids for sample in samples])).long()
         packed_row = PackedRow.of([len(sample.token_ids) for sample in samples], device)
         states = self.target.states(
             copy_to_device(ids[None], device), self.identity.boundaries, packed_row=packed_row

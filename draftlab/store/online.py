@@ -18,8 +18,9 @@ from draftlab.kernels.cuda_device import use_device
 from draftlab.store.batches import cut_batches
 from draftlab.store.extraction import HiddenStateExtractor
 from draftlab.store.manifest import Manifest, Shard
+from draftlab.store.samples import Sample
 from draftlab.store.shard_writer import ShardBuffer
-from draftlab.store.store import Record, Sample, Store
+from draftlab.store.store import Record, Store
 from draftlab.target_model.model import Target
 
 
@@ -69,4 +70,5 @@ class OnlineStore(Store):
 
     def tokens_and_spans(self, index: int) -> tuple[Tensor, Tensor]:
         sample = self.samples[index]
-        return torch.tensor(sample.token_ids), torch.tensor(sample.spans)
+        tokens, spans = torch.tensor(sample.token_ids), torch.tensor(sample.spans)
+        return tokens.long(), spans.long()

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store.batches import cut_batches, group_consecutive
 from draftlab.store.manifest import Counts, Dropped, Manifest, Shard, StoreIdentity
+from draftlab.store.samples import Sample, SampleTable, Selection
 from draftlab.store.settings import RecordSettings
-from draftlab.store.store import Sample, prediction_mask
 from draftlab.target_model.boundaries import check_boundaries
 from draftlab.target_model.metadata import TargetMetadata
 
@@ -35,7 +34,7 @@ def plan_recording(
     identity: StoreIdentity,
     *,
     monitor: Monitor,
-) -> tuple[Manifest, list[Sample]]:
+) -> tuple[Manifest, Selection]:
     """Plan a recording. The same arguments give the same plan.
 
     Returns:
@@ -50,32 +49,25 @@ def plan_recording(
     if padding_reason is not None:
         monitor.say(f"forward passes are of right-padded rows: the target {padding_reason}")
     padded, max_length = padding_reason is not None, _max_length(target, settings, monitor)
-    if not samples:
+    if not len(samples):
         raise UserError("expected conversations to record, found none", do="check the data set")
-    digest, ids = hashlib.sha256(), set()
-    recorded: list[Sample] = []
-    num_overlong = num_unanswered = num_unanswered_by_cut = num_truncated = 0
-    for sample in samples:
-        _check_sample(sample, identity.vocab_size)
-        if sample.id in ids:
-            raise UserError("expected unique sample ids, found one twice", where=f"{sample.id!r}")
-        ids.add(sample.id)
-        header = f"{sample.id!r} {sample.temperature!r} {len(sample.token_ids)}\n"
-        digest.update(header.encode())
-        digest.update(np.array([sample.token_ids, sample.spans], dtype="<i4").tobytes())
-        too_long = len(sample.token_ids) > max_length
-        if too_long and settings.overlong == "skip":
-            num_overlong += 1
-            continue
-        if too_long:
-            token_ids, spans = sample.token_ids[:max_length], sample.spans[:max_length]
-            sample = replace(sample, token_ids=token_ids, spans=spans)
-        if not bool(prediction_mask(torch.tensor(sample.spans)).any()):
-            num_unanswered += 1
-            num_unanswered_by_cut += too_long
-            continue
-        num_truncated += too_long
-        recorded.append(sample)
+    table = SampleTable.of(samples)
+    _check_samples(table, identity.vocab_size)
+    too_long = table.lengths > max_length
+    overlong = too_long & (settings.overlong == "skip")
+    unanswered = ~overlong & (table.first_label >= np.minimum(table.lengths, max_length))
+    rows = np.flatnonzero(~overlong & ~unanswered)
+    recorded = Selection(table, rows, max_length)
+    truncated = rows[too_long[rows]]
+    num_overlong, num_unanswered, num_truncated = (
+        int(overlong.sum()),
+        int(unanswered.sum()),
+        len(truncated),
+    )
+    num_unanswered_by_cut = int((unanswered & too_long).sum())
+    loss_tokens = int(table.loss_tokens[rows[~too_long[rows]]].sum())
+    loss_tokens += sum(np.count_nonzero(table[row].spans[:max_length]) for row in truncated)
+    lengths = np.minimum(table.lengths[rows], max_length)
     no_answer = "dropped: they have no answer of two tokens or more, so there is nothing to predict"
     if num_unanswered_by_cut:
         no_answer += f"; {num_unanswered_by_cut:,} of them after truncation"
@@ -96,7 +88,7 @@ def plan_recording(
     manifest = Manifest(
         complete=False,
         identity=identity,
-        samples_sha256=digest.hexdigest(),
+        samples_sha256=table.sha256,
         settings={
             "max_length": max_length,
             "overlong": settings.overlong,
@@ -108,14 +100,10 @@ def plan_recording(
             **({} if settings.backend == "transformers" else {"backend": settings.backend}),
             **({} if padded else {SIDE_BY_SIDE: True}),
         },
-        counts=Counts(
-            records=len(recorded),
-            tokens=sum(len(sample.token_ids) for sample in recorded),
-            loss_tokens=sum(span > 0 for sample in recorded for span in sample.spans),
-        ),
+        counts=Counts(records=len(recorded), tokens=int(lengths.sum()), loss_tokens=loss_tokens),
         dropped=Dropped(overlong=num_overlong, nothing_to_predict=num_unanswered),
         truncated=num_truncated,
-        shards=_shards(recorded, settings, padded),
+        shards=_shards(recorded, lengths.tolist(), settings, padded),
     )
     return manifest, recorded
 
@@ -187,31 +175,31 @@ def _max_length(target: Target | TargetMetadata, settings: RecordSettings, monit
     return min(max_length or positions, positions)
 
 
-def _check_sample(sample: Sample, vocab_size: int) -> None:
-    where = f"sample {sample.id!r}"
-    if len(sample.token_ids) != len(sample.spans):
+def _check_samples(table: SampleTable, vocab_size: int) -> None:
+    bad = np.flatnonzero((table.lowest < 0) | (table.highest >= vocab_size))
+    if len(bad):
+        token = table.lowest[bad[0]] or table.highest[bad[0]]
         raise UserError(
-            f"expected a span for each of {len(sample.token_ids)} tokens, found "
-            f"{len(sample.spans)}",
-            where=where,
+            f"expected token ids below the target's {vocab_size}, found {token}",
+            where=f"sample {table.ids[bad[0]]!r}",
+            do="the tokenizer does not belong to this target, or has tokens added to it",
         )
-    for token in sample.token_ids:
-        if not 0 <= token < vocab_size:
-            raise UserError(
-                f"expected token ids below the target's {vocab_size}, found {token}",
-                where=where,
-                do="the tokenizer does not belong to this target, or has tokens added to it",
-            )
+    if len(set(table.ids)) < len(table):
+        id_ = Counter(table.ids).most_common(1)[0][0]
+        raise UserError("expected unique sample ids, found one twice", where=f"{id_!r}")
 
 
-def _shards(samples: Sequence[Sample], settings: RecordSettings, padded: bool) -> list[Shard]:
-    lengths = [len(sample.token_ids) for sample in samples]
+def _shards(
+    selection: Selection, lengths: list[int], settings: RecordSettings, padded: bool
+) -> list[Shard]:
+    ids, rows = selection.table.ids, selection.rows.tolist()
+    temperatures = [None if t != t else t for t in selection.table.temperatures.tolist()]
     return [
         Shard(
             file=f"shard-{number:05d}.safetensors",
-            ids=[samples[i].id for i in group],
+            ids=[ids[rows[i]] for i in group],
             lengths=[lengths[i] for i in group],
-            temperatures=[samples[i].temperature for i in group],
+            temperatures=[temperatures[rows[i]] for i in group],
             batches=cut_batches([lengths[i] for i in group], settings.batch_tokens, padded=padded),
         )
         for number, group in enumerate(group_consecutive(lengths, settings.shard_tokens))

@@ -23,9 +23,10 @@ from draftlab.store.extraction import HiddenStateExtractor, StateSource
 from draftlab.store.manifest import MANIFEST, Manifest, Shard, StoreIdentity
 from draftlab.store.plan import check_same_recording, plan_recording
 from draftlab.store.receipts import Receipts, lock_folder, resume_plan
+from draftlab.store.samples import Sample
 from draftlab.store.settings import RecordSettings
 from draftlab.store.shard_writer import ShardWriters
-from draftlab.store.store import Sample, Store
+from draftlab.store.store import Store
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 
@@ -122,7 +123,7 @@ def _wait_for_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Receipts |
 
 def _record_missing(
     source: StateSource,
-    samples: list[Sample],
+    samples: Sequence[Sample],
     receipts: Receipts,
     settings: RecordSettings,
     monitor: Monitor,

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -23,8 +24,9 @@ from draftlab.store.extraction import StatesFuture, find_not_finite
 from draftlab.store.fp8 import E4M3, relative_errors
 from draftlab.store.manifest import Shard, StoreIdentity
 from draftlab.store.receipts import Receipts
+from draftlab.store.samples import Sample
 from draftlab.store.settings import NotFinitePolicy
-from draftlab.store.store import DTYPES, NO_TEACHER, Sample
+from draftlab.store.store import DTYPES, NO_TEACHER
 
 SHARDS_AT_ONCE = 3  # filled or written at the same time; each is held in memory
 QUEUED_BATCHES = 2  # computed and not yet copied into their shard
@@ -172,17 +174,18 @@ class ShardBuffer:
             **({"scales": torch.float32} if dtypes.features is E4M3 else {}),
         }
         self.states = {name: torch.empty(shapes[name], dtype=dt) for name, dt in states.items()}
-        self.spans = torch.tensor([i for s in samples for i in s.spans], dtype=torch.int32)
+        spans = np.concatenate([sample.spans for sample in samples])
+        self.spans = torch.from_numpy(spans.astype(np.int32))
         self.error = self.square = torch.zeros(shapes["features"][1], dtype=torch.float64)
         self.not_finite: dict[str, str] = {}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the shard's file."""
-        ids = [token for sample in self.samples for token in sample.token_ids]
+        ids = np.concatenate([sample.token_ids for sample in self.samples])
         return {
             "offsets": self.offsets,
-            "tokens": torch.tensor(ids, dtype=torch.int32),
+            "tokens": torch.from_numpy(ids.astype(np.int32)),
             "spans": self.spans,
             **self.states,
         }

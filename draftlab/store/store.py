@@ -23,7 +23,7 @@ from draftlab.files import canonical_json, sha256_file, sha256_text
 from draftlab.store.fp8 import E4M3, dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 
-__all__ = ["Record", "Sample", "Store", "StoreIdentity", "prediction_mask"]
+__all__ = ["Record", "Store", "StoreIdentity", "prediction_mask"]
 
 
 class StateDtypes(NamedTuple):
@@ -41,23 +41,6 @@ DTYPES = {
 NO_TEACHER = (float("nan"), -1)
 """logsumexp and argmax of positions outside `teacher_mask`, where they are not computed."""
 _RECORD_AGAIN = "record again into this folder: only missing shards are computed"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A rendered conversation, to be recorded.
-
-    Attributes:
-        id: unique in its data set.
-        token_ids: [T] of the target's vocabulary.
-        spans: [T], 0 outside answers; 1, 2, … in the first, second … answer, closing tag included.
-        temperature: the sampling temperature of the answers; None: unknown, or not the target's.
-    """
-
-    id: str
-    token_ids: tuple[int, ...]
-    spans: tuple[int, ...]
-    temperature: float | None = None
 
 
 @dataclass(frozen=True)

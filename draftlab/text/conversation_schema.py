@@ -78,18 +78,21 @@ class Message(StrictModel):
         return {part.type.removesuffix("_url") for part in self.content} - {"text"}
 
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
 class AnswerLine(StrictModel):
     """The tokens of one answer that the target generated."""
 
-    prompt_ids: list[int]
-    token_ids: list[int]
+    prompt_ids: list[TokenId]
+    token_ids: list[TokenId]
     finish: Literal["stop", "length"]
 
 
 class ConversationLine(StrictModel):
     """One conversation."""
 
-    id: Annotated[str, Field(min_length=1)] | None = None
+    id: Annotated[str, Field(min_length=1)] | int | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
     source: str | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None

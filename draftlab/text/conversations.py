@@ -87,10 +87,15 @@ def answer_id(prompt_id: str, sample: int) -> str:
     return f"{prompt_id}~{sample}" if sample else prompt_id
 
 
-def parse_conversation(line: bytes, path: Path, number: int) -> tuple[Conversation, set[str]]:
+def parse_conversation(
+    line: bytes, path: Path, number: int, *, do: str = LINE_HELP
+) -> tuple[Conversation, set[str]]:
     """Parse line `number` of `path`; return the conversation and its keys.
 
     A conversation without an id gets the id file:number.
+
+    Args:
+        do: the advice of errors.
 
     Raises:
         UserError: the line is not valid; the error names file and line.
@@ -104,20 +109,20 @@ def parse_conversation(line: bytes, path: Path, number: int) -> tuple[Conversati
             "expected a JSON object in UTF-8 on each line, found "
             f"{line[:60].decode(errors='replace').strip() or 'an empty line'!r}: {error}",
             where=where,
-            do=LINE_HELP,
+            do=do,
         ) from None
     try:
         parsed = ConversationLine.model_validate(value)
         for message in parsed.messages:
             message.text.encode()
     except ValidationError as error:
-        raise UserError(_describe(error), where=where, do=LINE_HELP) from None
+        raise UserError(_describe(error), where=where, do=do) from None
     except UnicodeEncodeError as error:
         raise UserError(
-            f"expected Unicode text, found half a surrogate pair: {error}", where=where
+            f"expected Unicode text, found half a surrogate pair: {error}", where=where, do=do
         ) from None
     conversation = Conversation(
-        parsed.id or f"{path.stem}:{number}",
+        f"{path.stem}:{number}" if parsed.id is None else str(parsed.id),
         [message.for_template() for message in parsed.messages],
         parsed.source or path.name,
         parsed.temperature,
@@ -137,11 +142,22 @@ def _describe(error: ValidationError) -> str:
     expected = first["msg"].replace("Input should be", "expected")
     if first["type"] in ("model_type", "dict_type"):
         expected = "expected an object"
-    return f"{key}: {expected}, found {str(first['input'])[:60]!r}"
+    return f"{key}: {expected}, found {_in_words(first['input'])}"
 
 
-def iterate_conversations(path: Path) -> Iterator[Conversation]:
+def _in_words(value: Any) -> str:
+    """Return a JSON value, shortened, with the kind of one that looks like another."""
+    if isinstance(value, str):
+        return repr(value[:60])
+    kind = "the number " if type(value) in (int, float) else ""
+    return kind + json.dumps(value, ensure_ascii=False)[:60]
+
+
+def iterate_conversations(path: Path, *, do: str = LINE_HELP) -> Iterator[Conversation]:
     """Yield the conversations of a JSONL file, line by line.
+
+    Args:
+        do: the advice of errors in a line.
 
     Raises:
         UserError: a line is not valid, has other keys than the first, or repeats an id.
@@ -152,7 +168,7 @@ def iterate_conversations(path: Path) -> Iterator[Conversation]:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 where = f"{path}:{number}"
-                conversation, keys = parse_conversation(line, path, number)
+                conversation, keys = parse_conversation(line, path, number, do=do)
                 keys = keys - {"tools"}
                 expected_keys = keys if expected_keys is None else expected_keys
                 if keys != expected_keys:

@@ -2,24 +2,125 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import fcntl
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
+from draftlab.files import read_json, sha256_file
 from draftlab.progress import Monitor
-from draftlab.store.store import Sample
-from draftlab.text.chat_template import RenderError
-from draftlab.text.conversations import Answer, Conversation
+from draftlab.store.samples import Sample, SampleTable, read_index, write_index
+from draftlab.text.chat_template import (
+    RenderError,
+    omitted_roles,
+    render_text,
+    template_sha256,
+    tokenizer_sha256,
+)
+from draftlab.text.conversations import Answer, Conversation, iterate_conversations
 from draftlab.text.loss_mask import REGENERATE, AssistantTurn, assistant_turns
+from draftlab.text.reasons import Reasons
+
+ANSWERS_HELP = (
+    "remove this line to go on without it, or remove the file: `draftlab prepare` then generates "
+    "all answers again"
+)
+
+
+def open_samples(
+    answers: Path, tokenizer: PreTrainedTokenizerBase, monitor: Monitor
+) -> SampleTable:
+    """Return the samples of an answers file from the index beside it; report how they were made.
+
+    The index is made first if it is missing or was made of another file, tokenizer or template.
+    Other processes wait for the one that makes it.
+
+    Raises:
+        UserError: as `build_samples`, or a line of the file is not valid.
+    """
+    made_of, folder = index_key(answers, tokenizer), answers.with_suffix(".index")
+    table = read_index(folder, made_of)
+    if table is None:
+        with _locked(answers, monitor):
+            table = read_index(folder, made_of)  # another process may have made it meanwhile
+            if table is None:
+                monitor.say(f"samples: indexing {answers} in {folder}")
+                notes = _Notes(monitor)
+                samples = build_samples(
+                    _checked(answers, made_of["answers"], notes), tokenizer, notes
+                )
+                write_index(samples, folder, made_of, notes.lines)
+                table = read_index(folder, made_of)
+    if table is None:
+        raise UserError(
+            "expected the index that was just written, found it damaged",
+            where=folder,
+            do="check the disk",
+        )
+    for note in table.notes:
+        monitor.say(note)
+    return table
+
+
+def index_key(answers: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the hashes of what decides the samples of an answers file."""
+    try:
+        sha256 = sha256_file(answers)
+    except OSError as error:
+        raise UserError(f"expected the answers of a run: {error.strerror}", where=answers) from None
+    return {
+        "version": 1,
+        "answers": sha256,
+        "tokenizer": tokenizer_sha256(tokenizer),
+        "template": template_sha256(tokenizer),
+    }
+
+
+class _Notes(Monitor):
+    """A monitor that keeps its lines and passes progress on."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.lines: list[str] = []
+        self.say, self.progress = self.lines.append, monitor.progress
+
+
+@contextmanager
+def _locked(answers: Path, monitor: Monitor) -> Iterator[None]:
+    """Hold the lock of the process that indexes a file of answers."""
+    with open(answers, "rb+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            monitor.say(f"waiting for another process that indexes {answers}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _checked(answers: Path, sha256: str, monitor: Monitor) -> Iterator[Conversation]:
+    """Yield the conversations of an answers file; report if they differ from its manifest."""
+    manifest, count = answers.with_suffix(".json"), 0
+    written = read_json(manifest, kind="manifest of answers") if manifest.exists() else {}
+    total = written.get("conversations", 0)
+    for count, conversation in enumerate(iterate_conversations(answers, do=ANSWERS_HELP), 1):
+        monitor.progress("samples", count, max(count, total))
+        yield conversation
+    if written.get("sha256", sha256) != sha256:
+        monitor.say(
+            f"warning: samples: {answers} was changed after it was written, from {total:,} to "
+            f"{count:,} conversations. To restore it, remove it: `draftlab prepare` generates all "
+            "answers again"
+        )
 
 
 def build_samples(
-    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, monitor: Monitor
-) -> list[Sample]:
-    """Return the samples of conversations, in order; report how many were dropped, and why.
+    conversations: Iterable[Conversation], tokenizer: PreTrainedTokenizerBase, monitor: Monitor
+) -> Iterator[Sample]:
+    """Yield the samples of conversations, in order; report how many were dropped, and why.
 
     The target's own answers keep the token ids that it read and wrote. Given answers are rendered
     with its chat template. If a later prompt does not begin with the tokens before it (the template
@@ -27,40 +128,44 @@ def build_samples(
     samples of their own, `<id>#2`, `<id>#3` …, each with the prompt that the target saw.
 
     Raises:
-        UserError: no sample is left, or two samples have one id.
+        UserError: there is no sample.
     """
-    samples: list[Sample] = []
-    dropped: Counter[str] = Counter()
-    first: dict[str, str] = {}
+    num_samples = 0
+    dropped, omitted = Reasons(), Reasons()
     for conversation in conversations:
         try:
-            answers = conversation.answers or assistant_turns(
-                tokenizer, conversation.messages, conversation.tools, where=conversation.id
-            )
-            samples += _join_answers(conversation, answers)
-            if answers:
-                continue
-            reason = "no assistant turn"
+            answers = conversation.answers or _rendered_answers(conversation, tokenizer, omitted)
         except RenderError as error:
-            reason = error.what
-        dropped[reason] += 1
-        first.setdefault(reason, conversation.id)
-    # Reasons quote texts, so there may be many of them.
-    for reason, count in dropped.most_common(5):
-        monitor.say(f"samples: dropped {count:,} (first: {first[reason]}): {reason}")
-    if len(dropped) > 5:
-        monitor.say(f"samples: dropped {dropped.total():,} in all")
-    if not samples:
-        reason = dropped.most_common(1)[0][0] if dropped else "there are no conversations"
+            dropped.add(error.what, conversation.id)
+            continue
+        for sample in _join_answers(conversation, answers):
+            num_samples += 1
+            yield sample
+        if not answers:
+            dropped.add("no assistant turn", conversation.id)
+    for line in dropped.lines("samples: dropped {}"):
+        monitor.say(line)
+    for line in omitted.lines("warning: samples: {} conversations"):
+        monitor.say(line)
+    if not num_samples:
+        reason = next(iter(dropped.counts), "there are no conversations")
         raise UserError(
             f"expected conversations with answers to train on, found none: {reason}",
-            where=first.get(reason, ""),
+            where=dropped.first.get(reason, ""),
             do=REGENERATE,
         )
-    duplicates = [i for i, count in Counter(sample.id for sample in samples).items() if count > 1]
-    if duplicates:
-        raise UserError(f"expected unique ids of samples, found {duplicates[0]!r} twice")
-    return samples
+
+
+def _rendered_answers(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, omitted: Reasons
+) -> list[AssistantTurn]:
+    """Return the answers of a conversation as the target would write them."""
+    id_, messages, tools = conversation.id, conversation.messages, conversation.tools
+    turns = assistant_turns(tokenizer, messages, tools, where=id_)
+    if turns:
+        for role in omitted_roles(render_text(tokenizer, messages, tools), messages):
+            omitted.add(f"the chat template leaves out the {role} message", id_)
+    return turns
 
 
 def _join_answers(

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -33,9 +34,9 @@ from draftlab.store.extraction import (
 )
 from draftlab.store.manifest import Manifest, Shard
 from draftlab.store.receipts import lock_folder
+from draftlab.store.samples import Sample
 from draftlab.store.settings import RecordSettings
 from draftlab.store.shard_writer import SHARDS_AT_ONCE
-from draftlab.store.store import Sample
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.vllm.process import VllmProcess
 
@@ -82,7 +83,9 @@ class VllmStateSource:
 
     def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[StatesFuture]:
         """Yield the states of each batch (see `StateSource`), after one request for the shard."""
-        answer = self._process.request({"prompts": [list(s.token_ids) for s in samples]})
+        answer = self._process.request(
+            {"prompts": [np.asarray(s.token_ids).tolist() for s in samples]}
+        )
         files = [Path(file) for file in answer["files"]]
         for batch in shard.batches:
             yield partial(self._load, [samples[i] for i in batch], [files[i] for i in batch])
@@ -150,7 +153,7 @@ class VllmStateSource:
             return ExtractedStates(host, finite.cpu())
 
 
-def _read_states(file: Path, token_ids: Sequence[int]) -> Tensor:
+def _read_states(file: Path, token_ids: Sequence[int] | np.ndarray) -> Tensor:
     """Wait for the states [tokens, boundaries, Ht] of a prompt, read them and remove the file.
 
     Raises:
@@ -170,7 +173,7 @@ def _read_states(file: Path, token_ids: Sequence[int]) -> Tensor:
         ) from None
     for path in (file, lock):
         path.unlink(missing_ok=True)
-    if tensors["token_ids"].tolist() != list(token_ids):
+    if not np.array_equal(tensors["token_ids"], token_ids):
         raise UserError("expected the states of a prompt, found those of other tokens", where=file)
     return tensors["hidden_states"]
 

@@ -32,7 +32,8 @@ from draftlab.store.extraction import summarise_logits
 from draftlab.store.fp8 import dequantise, quantise
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.record import RecordSettings, record
-from draftlab.store.store import Sample, Store, teacher_mask
+from draftlab.store.samples import Sample
+from draftlab.store.store import Store, teacher_mask
 from draftlab.target_model.attention import ATTENTION
 from draftlab.target_model.boundaries import default_boundaries
 from draftlab.target_model.model import Target

@@ -15,7 +15,8 @@ from draftlab.progress import Monitor
 from draftlab.store.online import OnlineStore
 from draftlab.store.plan import plan_recording
 from draftlab.store.record import RecordSettings, Role, record
-from draftlab.store.store import Sample, Store, StoreIdentity
+from draftlab.store.samples import Sample
+from draftlab.store.store import Store, StoreIdentity
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings

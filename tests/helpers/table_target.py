@@ -10,7 +10,8 @@ import torch
 
 from draftlab.progress import Monitor
 from draftlab.store.record import RecordSettings, record
-from draftlab.store.store import Sample, Store, StoreIdentity
+from draftlab.store.samples import Sample
+from draftlab.store.store import Store, StoreIdentity
 from draftlab.target_model.model import HiddenStates
 from draftlab.target_model.packed_rows import PackedRow
 

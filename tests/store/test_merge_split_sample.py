@@ -12,7 +12,8 @@ from draftlab.errors import UserError
 from draftlab.pipeline.store_statistics import length_histogram, store_statistics
 from draftlab.progress import Monitor
 from draftlab.store.merge_split_sample import merge, select
-from draftlab.store.store import Sample, Store
+from draftlab.store.samples import Sample
+from draftlab.store.store import Store
 from tests.helpers.small_run import copy_of_finished, draftlab
 from tests.helpers.table_target import record_table, samples_of_lengths
 

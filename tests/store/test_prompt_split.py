@@ -11,7 +11,8 @@ import pytest
 from draftlab.progress import Monitor
 from draftlab.store.merge_split_sample import select
 from draftlab.store.prompt_split import group_by_prompt, hold_out, split_groups
-from draftlab.store.store import Sample, Store
+from draftlab.store.samples import Sample
+from draftlab.store.store import Store
 from draftlab.text.conversations import Conversation, answer_id
 from draftlab.text.samples import build_samples
 from tests.helpers.small_run import draftlab

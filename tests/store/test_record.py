@@ -22,7 +22,8 @@ from draftlab.progress import Monitor
 from draftlab.store import extraction
 from draftlab.store import record as record_module
 from draftlab.store.record import RecordSettings, record
-from draftlab.store.store import Sample, Store, teacher_mask
+from draftlab.store.samples import Sample
+from draftlab.store.store import Store, teacher_mask
 from draftlab.target_model.model import Target
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.recordings import (

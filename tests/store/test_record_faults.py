@@ -23,7 +23,8 @@ from draftlab.store import shard_writer
 from draftlab.store.plan import plan_recording
 from draftlab.store.receipts import Receipts
 from draftlab.store.record import RecordSettings
-from draftlab.store.store import Sample, Store
+from draftlab.store.samples import Sample
+from draftlab.store.store import Store
 from draftlab.target_model.model import Target
 from draftlab.train.batch.loss_rows import loss_reach
 from tests.helpers.monitors import RecordingMonitor

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from draftlab.errors import UserError
-from draftlab.store.store import Sample, Store, StoreIdentity, prediction_mask, teacher_mask
+from draftlab.store.samples import Sample
+from draftlab.store.store import Store, StoreIdentity, prediction_mask, teacher_mask
 from draftlab.train.batch.loss_rows import loss_reach
 from tests.helpers.table_target import (
     BOUNDARIES,

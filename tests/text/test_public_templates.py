@@ -194,7 +194,8 @@ def test_answers_share_a_sample_if_the_template_keeps_history(
 ) -> None:
     tokenizer = tokenizer_for(family, arguments)
     tools = TOOLS if THINK_CALL in chat else ()
-    samples = build_samples([Conversation("c", chat, "s", tools=tools)], tokenizer, Monitor())
+    conversations = [Conversation("c", chat, "s", tools=tools)]
+    samples = list(build_samples(conversations, tokenizer, Monitor()))
     assert [len(set(s.spans) - {0}) for s in samples] == lengths
     assert [s.id for s in samples] == ["c", "c#2"][: len(lengths)]
     spans = [

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.store.store import Sample
+from draftlab.store.samples import Sample
 from draftlab.text.chat_template import prompt_ids
-from draftlab.text.conversations import Answer, Conversation
+from draftlab.text.conversations import Answer, Conversation, write_conversations
 from draftlab.text.loss_mask import assistant_turns
-from draftlab.text.samples import build_samples, highlight_answers
+from draftlab.text.samples import ANSWERS_HELP, build_samples, highlight_answers, open_samples
+from tests.helpers.fake_decoder import generate
 from tests.helpers.messages import assistant, user
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.toys import CHATML_TEMPLATE, toy_tokenizer
@@ -31,7 +38,7 @@ def test_own_answers_keep_their_tokens_and_given_ones_are_rendered():
     assert given_sample == Sample("given", turn.prompt_ids + turn.token_ids, spans, None)
     assert "dropped 1 (first: silent)" in monitor.lines[0]
     with pytest.raises(UserError, match="no assistant turn"):
-        build_samples([unanswered], tokenizer, monitor)
+        list(build_samples([unanswered], tokenizer, monitor))
 
 
 def test_rounds_share_a_sample_only_if_the_tokens_agree():
@@ -44,7 +51,8 @@ def test_rounds_share_a_sample_only_if_the_tokens_agree():
 
     def samples(token_ids: tuple[int, ...], finish: str) -> list[Sample]:
         answers = (Answer(prompt, token_ids, finish), Answer(next_prompt, (65, end), "stop"))
-        return build_samples([Conversation("c", chat, "s", 0.0, answers)], tokenizer, Monitor())
+        conversation = Conversation("c", chat, "s", 0.0, answers)
+        return list(build_samples([conversation], tokenizer, Monitor()))
 
     (joined,) = samples((word, end), "stop")
     assert joined.token_ids == (*next_prompt, 65, end)
@@ -56,6 +64,89 @@ def test_rounds_share_a_sample_only_if_the_tokens_agree():
     assert (first.id, first.token_ids) == ("c", (*prompt, *split, end))
     assert (second.id, second.token_ids) == ("c#2", (*next_prompt, 65, end))
     assert second.spans == (0,) * len(next_prompt) + (1, 1)
+
+
+def as_lists(samples: Iterable[Sample]) -> list[tuple]:
+    return [(s.id, list(s.token_ids), list(s.spans), s.temperature) for s in samples]
+
+
+def test_the_index_holds_the_samples_and_is_made_again_when_anything_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, tokenizer = tmp_path / "answers.jsonl", toy_tokenizer()
+    conversations = [*generate(path), Conversation("silent", [user("q")], "s")]
+    write_conversations(path, conversations)
+    path.with_suffix(".json").unlink()
+    expected = as_lists(build_samples(conversations, tokenizer, Monitor()))
+
+    def opened(tokenizer=tokenizer) -> tuple[list[tuple], RecordingMonitor]:
+        monitor = RecordingMonitor()
+        return as_lists(open_samples(path, tokenizer, monitor)), monitor
+
+    samples, monitor = opened()
+    assert samples == expected
+    assert "indexing" in monitor.lines[0]
+    with monkeypatch.context() as patch:  # a second process reads no line of the file
+        patch.setattr("draftlab.text.samples.iterate_conversations", None)
+        samples, monitor = opened()
+        assert samples == expected
+        assert monitor.lines == ["samples: dropped 1 (first: silent): no assistant turn"]
+    part = tmp_path / "answers.index" / "00000.safetensors"
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    samples, monitor = opened()
+    assert samples == expected
+    assert "indexing" in monitor.lines[0]
+    assert "indexing" in opened(toy_tokenizer(CHATML_TEMPLATE))[1].lines[0]
+    write_conversations(path, conversations[:1])
+    assert opened()[0] == expected[:1]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.index", "answers.jsonl"]
+
+
+def test_one_process_indexes_and_the_others_wait(tmp_path: Path):
+    path = tmp_path / "answers.jsonl"
+    generate(path)
+    with open(path, "rb+") as file, ThreadPoolExecutor() as pool:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        monitors = [RecordingMonitor(), RecordingMonitor()]
+        futures = [pool.submit(open_samples, path, toy_tokenizer(), m) for m in monitors]
+        while not all(monitor.lines for monitor in monitors):
+            time.sleep(0.01)
+        fcntl.flock(file, fcntl.LOCK_UN)
+        tables = [as_lists(future.result()) for future in futures]
+    assert tables[0] == tables[1]
+    lines = [line for monitor in monitors for line in monitor.lines]
+    assert sum("waiting for another process" in line for line in lines) == 2
+    assert sum("indexing" in line and "waiting" not in line for line in lines) == 1
+
+
+def test_answers_that_lack_a_line_are_noticed_and_a_cut_line_names_its_remedy(tmp_path: Path):
+    path, monitor = tmp_path / "answers.jsonl", RecordingMonitor()
+    generate(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]))
+    for _ in range(2):  # also where the index is there
+        open_samples(path, toy_tokenizer(), monitor)
+        assert "was changed after it was written, from 10 to 9 conversations" in monitor.lines[-1]
+        assert "`draftlab prepare` generates all answers again" in monitor.lines[-1]
+    path.write_bytes(b"".join(lines)[:-40])
+    with pytest.raises(UserError) as caught:
+        open_samples(path, toy_tokenizer(), monitor)
+    assert caught.value.where == f"{path}:10"
+    assert caught.value.do == ANSWERS_HELP
+
+
+def test_a_template_without_a_message_is_counted(tmp_path: Path):
+    template = CHATML_TEMPLATE.replace("messages %}", "messages if message.role != 'system' %}")
+    tokenizer, monitor = toy_tokenizer(template, eos="<|im_end|>"), RecordingMonitor()
+    chat = [{"role": "system", "content": "SYSTEM"}, user("q"), assistant("def")]
+    conversations = [Conversation(str(i), chat[i:], "s") for i in (0, 1)]
+    assert len(list(build_samples(conversations, tokenizer, monitor))) == 2
+    assert monitor.lines == [
+        "warning: samples: 1 conversations (first: 0): the chat template leaves out the system "
+        "message"
+    ]
 
 
 def test_highlighting_shows_every_token_and_colours_only_answers():

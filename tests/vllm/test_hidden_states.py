@@ -17,8 +17,9 @@ import torch
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store.record import Role, record
+from draftlab.store.samples import Sample
 from draftlab.store.settings import RecordSettings
-from draftlab.store.store import Sample, Store
+from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target

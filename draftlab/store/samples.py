@@ -1,0 +1,230 @@
+"""Samples: rendered conversations to be recorded, in memory or in an index on disk.
+
+A `SampleTable` holds its samples in flat columns, a few large tensors instead of millions of Python
+objects. Those of an index (docs/formats.md) are mapped from its files, so a process that opens it
+reads only the samples that it records.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from draftlab.errors import UserError
+from draftlab.files import read_json, save_tensors, sha256_file, write_json
+from draftlab.store.store import prediction_mask
+
+Columns = dict[str, np.ndarray]
+INDEX_FILE = "index.json"
+PART_TOKENS = 2**22
+"""Tokens of a file of an index, at least, except in the last one."""
+NEVER = 2**31 - 1
+_COLUMNS = {
+    "lengths": np.int32,
+    "temperatures": np.float64,  # NaN: unknown
+    "loss_tokens": np.int32,  # positions in answers
+    "first_label": np.int32,  # position of the first `prediction_mask` token; NEVER: there is none
+    "lowest": np.int32,  # token id, or 0 if all are above
+    "highest": np.int32,
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A rendered conversation, to be recorded.
+
+    Attributes:
+        id: unique in its data set.
+        token_ids: [T] of the target's vocabulary.
+        spans: [T], 0 outside answers; 1, 2, … in the first, second … answer, closing tag included.
+        temperature: the sampling temperature of the answers; None: unknown, or not the target's.
+    """
+
+    id: str
+    token_ids: Sequence[int] | np.ndarray
+    spans: Sequence[int] | np.ndarray
+    temperature: float | None = None
+
+
+class SampleTable(Sequence[Sample]):
+    """Samples in columns.
+
+    Args:
+        parts: the columns of consecutive samples: tokens int32 [T], spans int16 [T], ids as JSON
+            in uint8, and `_COLUMNS` [n].
+        sha256: hash of all samples: ids, token ids, spans, temperatures.
+        notes: lines on how the samples were made.
+
+    Attributes:
+        lengths, temperatures, loss_tokens, first_label, lowest, highest: `_COLUMNS` of all samples.
+    """
+
+    def __init__(self, parts: Sequence[Columns], sha256: str, notes: Sequence[str] = ()) -> None:
+        self.parts, self.sha256, self.notes = parts, sha256, notes
+        self.lengths, self.temperatures, self.loss_tokens, self.first_label, *bounds = (
+            np.concatenate([np.zeros(0, dtype), *(part[name] for part in parts)])
+            for name, dtype in _COLUMNS.items()
+        )
+        self.lowest, self.highest = bounds
+        self._first = [0, *accumulate(len(part["lengths"]) for part in parts)]
+        self._starts = [np.cumsum([0, *part["lengths"]]) for part in parts]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> SampleTable:
+        """Return samples as a table, in memory.
+
+        Raises:
+            UserError: a sample has not as many spans as tokens.
+        """
+        if isinstance(samples, SampleTable):
+            return samples
+        digest = hashlib.sha256()
+        return cls(list(_make_parts(samples, digest)), digest.hexdigest())
+
+    @cached_property
+    def ids(self) -> list[str]:
+        """The samples' ids."""
+        return [id_ for part in self.parts for id_ in json.loads(part["ids"].tobytes())]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        number = bisect_right(self._first, index) - 1
+        part, row = self.parts[number], index - self._first[number]
+        window = slice(*self._starts[number][row : row + 2])
+        temperature = float(self.temperatures[index])
+        return Sample(
+            self.ids[index],
+            part["tokens"][window],
+            part["spans"][window].astype(np.int32),
+            None if np.isnan(temperature) else temperature,
+        )
+
+
+class Selection(Sequence[Sample]):
+    """Some samples of a table, the longer ones truncated.
+
+    Args:
+        rows: their numbers in the table, in order.
+        max_length: in tokens.
+    """
+
+    def __init__(self, table: SampleTable, rows: np.ndarray, max_length: int) -> None:
+        self.table, self.rows, self.max_length = table, rows, max_length
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        sample, n = self.table[int(self.rows[index])], self.max_length
+        return Sample(sample.id, sample.token_ids[:n], sample.spans[:n], sample.temperature)
+
+
+def write_index(
+    samples: Iterable[Sample], folder: Path, made_of: dict[str, Any], notes: Sequence[str]
+) -> None:
+    """Write an index of samples atomically. Any index in `folder` is replaced.
+
+    Args:
+        made_of: hashes of what the samples are made of; JSON values.
+        notes: lines on how they are made; `samples` may add to them until it ends.
+    """
+    new = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    digest, files = hashlib.sha256(), {}
+    for number, part in enumerate(_make_parts(samples, digest)):
+        path = new / f"{number:05d}.safetensors"
+        save_tensors({name: torch.from_numpy(column) for name, column in part.items()}, path)
+        files[path.name] = sha256_file(path)
+    fields = {"samples_sha256": digest.hexdigest(), "files": files, "notes": list(notes)}
+    write_json(new / INDEX_FILE, {"made_of": made_of, **fields})
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(new, folder)
+
+
+def read_index(folder: Path, made_of: dict[str, Any]) -> SampleTable | None:
+    """Return the samples of an index; None if it is missing, damaged or made of something else."""
+    try:
+        index = read_json(folder / INDEX_FILE)
+        if index["made_of"] != made_of:
+            return None
+        parts = []
+        for name, sha256 in index["files"].items():
+            if sha256_file(folder / name) != sha256:
+                return None
+            file = safe_open(folder / name, "pt")  # maps the tensors
+            parts.append({key: file.get_tensor(key).numpy() for key in file.keys()})  # noqa: SIM118
+        return SampleTable(parts, index["samples_sha256"], index["notes"])
+    except (UserError, OSError, SafetensorError, KeyError, TypeError):
+        return None
+
+
+def _make_parts(samples: Iterable[Sample], digest: Any) -> Iterator[Columns]:
+    """Yield the columns of consecutive samples; add the samples to a hash."""
+    part: list[Sample] = []
+    tokens = 0
+    for sample in samples:
+        part.append(sample)
+        tokens += len(sample.token_ids)
+        if tokens >= PART_TOKENS:
+            yield _make_columns(part, digest)
+            part, tokens = [], 0
+    if part:
+        yield _make_columns(part, digest)
+
+
+def _make_columns(samples: Sequence[Sample], digest: Any) -> Columns:
+    rows, tokens, spans = [], [], []
+    for sample in samples:
+        length = len(sample.token_ids)
+        if length != len(sample.spans):
+            raise UserError(
+                f"expected a span for each of {length} tokens, found {len(sample.spans)}",
+                where=f"sample {sample.id!r}",
+            )
+        header = f"{sample.id!r} {sample.temperature!r} {length}\n"
+        values = np.array([sample.token_ids, sample.spans], dtype="<i4")
+        digest.update(header.encode() + values.tobytes())
+        labels = prediction_mask(torch.from_numpy(values[1])).nonzero()
+        temperature = np.nan if sample.temperature is None else sample.temperature
+        first_label = int(labels[0]) if len(labels) else NEVER
+        bounds = (values[0].min(initial=0), values[0].max(initial=0))
+        rows.append((length, temperature, np.count_nonzero(values[1]), first_label, *bounds))
+        tokens.append(values[0])
+        spans.append(values[1].astype(np.int16))
+    columns = zip(_COLUMNS.items(), zip(*rows, strict=True), strict=True)
+    ids = json.dumps([sample.id for sample in samples]).encode()
+    return {
+        "ids": np.frombuffer(ids, np.uint8).copy(),
+        "tokens": np.concatenate(tokens),
+        "spans": np.concatenate(spans),
+        **{name: np.array(values, dtype) for (name, dtype), values in columns},
+    }
