@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class StrictModel(BaseModel):
@@ -89,10 +89,17 @@ class AnswerLine(StrictModel):
     finish: Literal["stop", "length"]
 
 
+Id = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    Field(min_length=1),
+]
+
+
 class ConversationLine(StrictModel):
     """One conversation."""
 
-    id: Annotated[str, Field(min_length=1)] | int | None = None
+    id: Id | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
     source: str | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None

@@ -122,7 +122,7 @@ def parse_conversation(
             f"expected Unicode text, found half a surrogate pair: {error}", where=where, do=do
         ) from None
     conversation = Conversation(
-        f"{path.stem}:{number}" if parsed.id is None else str(parsed.id),
+        parsed.id or f"{path.stem}:{number}",
         [message.for_template() for message in parsed.messages],
         parsed.source or path.name,
         parsed.temperature,

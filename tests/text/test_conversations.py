@@ -88,7 +88,10 @@ def turn(role: str = "user", content: object = "q", **fields) -> dict:
         (line(id="b", messages=[]), "messages"),
         (line(id="b", messages=None, conversations=[]), "messages"),
         (line(id="b", sorce="x"), "sorce"),
-        (line(id=3), "id"),
+        (line(id=True), "id: expected a valid string, found true"),
+        (turn(content=5), "content.str: expected a valid string, found the number 5"),
+        (turn(content=None), "content.str: expected a valid string, found null"),
+        (turn("human"), "found 'human'"),
         (line(id=None), "keys of line 1"),
         (line(id="b", temperature=0.5), "keys of line 1"),
         (line(), "here and on line 1"),
@@ -100,6 +103,14 @@ def test_a_bad_line_is_an_error_with_file_and_line(tmp_path: Path, bad, words):
         read_conversations(path)
     assert words in caught.value.what
     assert caught.value.where == f"{path}:2"
+
+
+def test_ids_may_be_integers(tmp_path: Path):
+    path = write(tmp_path / "c.jsonl", line(id=0), line(id=-7), line(id="x"))
+    assert [c.id for c in read_conversations(path)] == ["0", "-7", "x"]
+    write(path, line(id=7), line(id="7"))
+    with pytest.raises(UserError, match="expected unique ids, found '7' here and on line 1"):
+        read_conversations(path)
 
 
 def test_a_byte_order_mark_is_skipped(tmp_path: Path):
