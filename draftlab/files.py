@@ -109,10 +109,16 @@ def read_json(path: Path, *, kind: str = "JSON file") -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"expected a {kind}, found nothing", where=path) from None
+        raise UserError(
+            f"expected a {kind}, found nothing",
+            where=path,
+            do="check the path, or repeat the command that writes the file",
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(
-            f"expected a {kind}, found text that is not JSON: {error}", where=path
+            f"expected a {kind}, found text that is not JSON: {error}",
+            where=path,
+            do="restore the file, or repeat the command that wrote it",
         ) from None
 
 

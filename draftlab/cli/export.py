@@ -117,5 +117,7 @@ def _boundaries(text: str | None) -> tuple[int, ...] | None:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UserError(
-            f"expected boundaries such as 2,16,29, found {text!r}", where="--boundaries"
+            f"expected boundaries such as 2,16,29, found {text!r}",
+            where="--boundaries",
+            do="give numbers of layers in ascending order, separated by commas",
         ) from None

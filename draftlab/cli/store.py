@@ -83,6 +83,7 @@ def sample(
             raise UserError(
                 f"expected at most the store's {len(opened):,} records, found {records:,}",
                 where="--records",
+                do="lower --records",
             )
         groups = [[record] for record in range(len(opened))]
         chosen = split_groups(groups, [records, len(opened) - records], seed)[0]
@@ -113,7 +114,11 @@ def _shares(text: str | None, parts: int) -> list[float]:
 def _check_parts(out: list[Path], parts: list[list[int]], records: int, prompts: int) -> None:
     """Check all parts before the first one is written."""
     if len({folder.resolve() for folder in out}) < len(out):
-        raise UserError("expected a folder for each part, found the same one twice", where="--out")
+        raise UserError(
+            "expected a folder for each part, found the same one twice",
+            where="--out",
+            do="name as many different folders as there are parts",
+        )
     do = "give it a larger share"
     if prompts < len(out):
         number = count_text(prompts, "prompt")

@@ -39,7 +39,11 @@ def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
         UserError: no such folder, a target that does not load, prompts that cannot be used.
     """
     if not folder.is_dir():
-        raise UserError("expected a head's folder, found none", where=folder)
+        raise UserError(
+            "expected a head's folder, found none",
+            where=folder,
+            do="give a folder with a head, or the name of a run",
+        )
     text_config = session.text_config  # raises here: it is no fault of the head
     conclude = partial(make_diagnosis, str(folder), session.target_settings.path)
     try:

@@ -65,7 +65,11 @@ class Evaluator:
     ) -> None:
         prompts = suite.prompts[: settings.max_prompts]
         if not prompts:
-            raise UserError("expected prompts to evaluate, found none", where=suite.name)
+            raise UserError(
+                "expected prompts to evaluate, found none",
+                where=suite.name,
+                do="raise eval.max_prompts, or name another eval.suite",
+            )
         self.workload = Workload(
             target, tuple(heads), replace(suite, prompts=prompts), stop_ids, settings, monitor
         )

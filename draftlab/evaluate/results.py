@@ -167,7 +167,11 @@ class Report(BaseModel):
         """
         fields = read_json(path, kind="report.json of draftlab")
         if not isinstance(fields, dict) or not {"schema", "rows"} <= fields.keys():
-            raise UserError("expected a report.json of draftlab, found other JSON", where=path)
+            raise UserError(
+                "expected a report.json of draftlab, found other JSON",
+                where=path,
+                do="`draftlab eval` writes the report again",
+            )
         version = fields.pop("schema")
         if version not in READABLE_VERSIONS:
             expected = " or ".join(map(str, READABLE_VERSIONS))
@@ -183,4 +187,5 @@ class Report(BaseModel):
                 f"expected a report.json of schema {version}, but the file does not match it:\n  "
                 + describe_errors(error),
                 where=path,
+                do="`draftlab eval` writes the report again",
             ) from None

@@ -29,7 +29,11 @@ def compare_tensors(expected: dict[str, Tensor], folder: Path) -> None:
     where = files[0] if len(files) == 1 else folder
     if names := sorted(expected.keys() ^ actual.keys()):
         fault = "missing from" if names[0] in expected else "unknown in"
-        raise UserError(f"tensor {names[0]} is {fault} the export", where=where)
+        raise UserError(
+            f"tensor {names[0]} is {fault} the export",
+            where=where,
+            do="`draftlab export` writes the export again",
+        )
     for name, tensor in expected.items():
         _compare(name, tensor, actual[name], where)
     for file in files:
@@ -39,13 +43,18 @@ def compare_tensors(expected: dict[str, Tensor], folder: Path) -> None:
                     f"expected safetensors metadata {SAFETENSORS_METADATA}, found "
                     f"{opened.metadata()}",
                     where=file,
+                    do="`draftlab export` writes the export again",
                 )
 
 
 def _compare(name: str, expected: Tensor, actual: Tensor, where: Path) -> None:
     for attribute in ("dtype", "shape"):
         if (a := getattr(expected, attribute)) != (b := getattr(actual, attribute)):
-            raise UserError(f"{name}: expected {attribute} {a}, found {b}", where=where)
+            raise UserError(
+                f"{name}: expected {attribute} {a}, found {b}",
+                where=where,
+                do="`draftlab export` writes the export again",
+            )
     # Bytes, since 0 == -0 and NaN != NaN.
     left, right = (t.contiguous().flatten().view(torch.uint8) for t in (expected, actual))
     if not torch.equal(left, right):

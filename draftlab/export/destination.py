@@ -22,7 +22,11 @@ def check_destination(destination: Path) -> None:
     """Raise a `UserError` if a folder (absolute) cannot be created or is not an earlier export."""
     nearest = next(p for p in (destination, *destination.parents) if p.exists())
     if not nearest.is_dir():
-        raise UserError("expected a folder to export into, found a file", where=nearest)
+        raise UserError(
+            "expected a folder to export into, found a file",
+            where=nearest,
+            do="name a folder: --out FOLDER",
+        )
     if nearest != destination:
         return
     names = sorted(p.name for p in destination.iterdir())
@@ -48,7 +52,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"the folder cannot be created: {error.strerror}", where=path) from None
+        raise UserError(
+            f"the folder cannot be created: {error.strerror}",
+            where=path,
+            do="name a folder that you can write to, or change its permissions",
+        ) from None
     try:
         yield temporary
         if path.exists():

@@ -149,7 +149,11 @@ def read_foreign_config(
         )
     config = read_json(where, kind="head's config.json")
     if not isinstance(config, dict):
-        raise UserError("expected a head's config.json, found no object in it", where=where)
+        raise UserError(
+            "expected a head's config.json, found no object in it",
+            where=where,
+            do="export the head again with the program that wrote it",
+        )
     if not any(name.endswith("fc.weight") for name in tensors):
         raise UserError(
             "expected a draft head, found no fc.weight among its tensors",
@@ -171,6 +175,7 @@ def _read_speculators(config: dict[str, Any], where: Path, ignore: frozenset[str
         raise UserError(
             f"expected a speculators_model_type out of {', '.join(by_type)}, found {model_type!r}",
             where=where,
+            do="draftlab imports heads of these types only",
         )
     try:
         k = int(options["proposal_methods"][0]["speculative_tokens"])
@@ -179,14 +184,22 @@ def _read_speculators(config: dict[str, Any], where: Path, ignore: frozenset[str
             raise ValueError
     except (KeyError, IndexError, TypeError, ValueError):
         raise UserError(
-            "expected speculators_config with proposal_methods and a verifier", where=where
+            "expected speculators_config with proposal_methods and a verifier",
+            where=where,
+            do="export the head again with the program that wrote it",
         ) from None
     if not isinstance(layers, dict):
-        raise UserError("expected a transformer_layer_config, found none", where=where)
+        raise UserError(
+            "expected a transformer_layer_config, found none",
+            where=where,
+            do="export the head again with the program that wrote it",
+        )
     # Only the dtype, tying and versions may be in both.
     if duplicates := sorted((config.keys() & layers.keys()) - _IGNORED_KEYS):
         raise UserError(
-            f"{duplicates[0]} is both at the top and in transformer_layer_config", where=where
+            f"{duplicates[0]} is both at the top and in transformer_layer_config",
+            where=where,
+            do="remove one of the two from config.json",
         )
     parsed = _parse(config | layers, where, ignore)
     return ForeignHead("speculators", by_type[model_type], parsed, k, verifier)
@@ -240,7 +253,7 @@ def _parse(config: dict[str, Any], where: Path, ignore: frozenset[str]) -> Forei
         raise UserError(
             "the config is not one of a head that draftlab can compute:\n  " + "\n  ".join(lines),
             where=where,
-            do=f"if you know that it changes nothing: {do}" if do else "",
+            do=f"if you know that it changes nothing: {do}" if do else "correct config.json",
         ) from None
 
 

@@ -85,7 +85,11 @@ def import_head(
     log = (monitor or Monitor()).say
     destination = Path(out).expanduser().resolve()
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise UserError("expected a new or an empty folder to import into", where=destination)
+        raise UserError(
+            "expected a new or an empty folder to import into",
+            where=destination,
+            do="name another folder: --out FOLDER",
+        )
     torch_dtype = None if dtype is None else floating_dtype(dtype)
     folder = resolve_target(TargetSettings(path=str(source)))
     stored = read_weights(folder, "head's weights")
@@ -166,7 +170,9 @@ def foreign_head_config(
         )
     except Exception as error:  # OSError, ValueError, and what remote code raises
         raise UserError(
-            f"the target's config does not load: {error}", where=target_folder
+            f"the target's config does not load: {error}",
+            where=target_folder,
+            do="check that the folder is complete and that transformers knows the architecture",
         ) from None
     text = target_config.get_text_config()
     sizes = {
@@ -189,12 +195,17 @@ def foreign_head_config(
             f"num_aux_hidden_states is {config.num_aux_hidden_states}, but there are "
             f"{len(boundaries)} boundaries: {list(boundaries)}",
             where=where,
+            do="name the boundaries that the head was trained with: --boundaries",
         )
     try:
         rope, has_rope_base = read_rope(config)
         mask_token = foreign.mask_token()
     except ValueError as error:
-        raise UserError(f"the config contradicts itself: {error}", where=where) from None
+        raise UserError(
+            f"the config contradicts itself: {error}",
+            where=where,
+            do="correct config.json: see what the program that trained the head was given",
+        ) from None
     if not has_rope_base:
         default = f"{DEFAULT_ROPE_THETA:g}"
         log(f"import: no RoPE base in the config, so {default}, every program's default")
@@ -254,7 +265,11 @@ def foreign_head_config(
     except (ValidationError, ValueError, TypeError) as error:
         faults = error.errors() if isinstance(error, ValidationError) else []
         reason = "; ".join(f["msg"].removeprefix("Value error, ") for f in faults) or str(error)
-        raise UserError(f"draftlab cannot compute this head: {reason}", where=where) from None
+        raise UserError(
+            f"draftlab cannot compute this head: {reason}",
+            where=where,
+            do="docs/servers.md lists the heads that draftlab can compute",
+        ) from None
 
 
 def _norm_before_residual(foreign: ForeignHead, requested: bool | None, where: Path) -> bool:

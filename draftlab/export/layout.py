@@ -92,7 +92,8 @@ def check_width(export: Export, owner: str) -> None:
     if not head.options().get("qk_norm") and head.hidden_size % head.num_attention_heads:
         raise UserError(
             f"{owner} Llama layers need num_attention_heads to divide hidden_size; this head "
-            f"has {head.num_attention_heads} and {head.hidden_size}"
+            f"has {head.num_attention_heads} and {head.hidden_size}",
+            do="train with a head.num_attention_heads that divides it, or use another layout",
         )
 
 
@@ -106,4 +107,7 @@ def layout_for(program: str, family: str) -> Layout:
     layout = get_family(family).layouts().get(program, "no layout has been written for them")
     if isinstance(layout, Layout):
         return layout
-    raise UserError(f"{program} cannot hold {get_family(family).title} heads: {layout}")
+    raise UserError(
+        f"{program} cannot hold {get_family(family).title} heads: {layout}",
+        do="name another layout; docs/guide/exporting.md says which program loads which head",
+    )

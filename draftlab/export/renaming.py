@@ -45,7 +45,9 @@ def rename_tensors(stored: dict[str, Tensor], where: Path, log: Log) -> dict[str
             log(f"import: {original} is left out: it is zero")
         elif name in tensors:
             raise UserError(
-                f"the head holds {name} under two names, one of them {original}", where=where
+                f"the head holds {name} under two names, one of them {original}",
+                where=where,
+                do="remove one of the two tensors",
             )
         else:
             tensors[name] = tensor
@@ -77,13 +79,16 @@ def normalise_vocabulary(
         identity = torch.arange(size)
         if d2t is not None and bool(d2t.any()) and not torch.equal(d2t.long(), identity):
             raise UserError(
-                "d2t reorders the full vocabulary, which draftlab's heads cannot do", where=where
+                "d2t reorders the full vocabulary, which draftlab's heads cannot do",
+                where=where,
+                do="draftlab imports such a head only with d2t in ascending order",
             )
         return rest
     if d2t is None:
         raise UserError(
             f"missing d2t: a draft vocabulary of {size:,} of {vocab_size:,} tokens needs it",
             where=where,
+            do="export the head again with its d2t; without it nobody knows which tokens it drafts",
         )
     for name, tensor, length in (("d2t", d2t, size), ("t2d", t2d, vocab_size)):
         if tensor is not None and (tensor.shape != (length,) or tensor.is_floating_point()):
@@ -91,6 +96,7 @@ def normalise_vocabulary(
                 f"{name}: expected integers of shape [{length}], found {tensor.dtype} "
                 f"{list(tensor.shape)}",
                 where=where,
+                do="export the head again with the program that wrote it",
             )
     readings = draft_vocabulary_readings(d2t, t2d, vocab_size)
     if len(readings) != 1:
@@ -99,7 +105,9 @@ def normalise_vocabulary(
             f"d2t can be read {ways} of a vocabulary of {vocab_size:,}"
             + ("" if t2d is None else " whose members t2d marks"),
             where=where,
-            do="add t2d (bool, [V]), which marks the draft vocabulary" if readings else "",
+            do="add t2d (bool, [V]), which marks the draft vocabulary"
+            if readings
+            else "correct d2t: entry i holds (target id of draft token i) − i, or the target id",
         )
     ((kind, ids),) = readings.items()
     if kind == "ids":
@@ -135,11 +143,15 @@ def add_target_tensors(
     if own is None and config.hidden_size != config.target_hidden_size:
         raise UserError(
             f"missing {name}: the target's are {config.target_hidden_size} wide, the head "
-            f"{config.hidden_size}"
+            f"{config.hidden_size}",
+            do="export the head again with the program that wrote it",
         )
     if own is None:
         if family.has_mask_token:
-            raise UserError(f"missing {name}, in which a parallel head has a trained mask token")
+            raise UserError(
+                f"missing {name}, in which a parallel head has a trained mask token",
+                do="export the head again with the program that wrote it",
+            )
         log("import: the head has no embeddings and uses the target's")
     elif not family.has_mask_token:
         if own.shape == embeddings.shape and torch.equal(own, embeddings.to(own.dtype)):

@@ -24,7 +24,7 @@ def check_program(name: str) -> None:
     near = difflib.get_close_matches(meant, PROGRAMS, n=1, cutoff=0.5)
     raise UserError(
         f"expected a layout out of {', '.join(sorted(PROGRAMS))}; found {name!r}",
-        do=f"did you mean {near[0]!r}?" if near else "",
+        do=f"did you mean {near[0]!r}?" if near else "name one of these layouts",
     )
 
 

@@ -29,6 +29,7 @@ def write_weights(tensors: dict[str, Tensor], folder: Path, max_shard: str) -> N
         raise UserError(
             f"expected the largest size of a file such as 5GB or 500MB, found {max_shard!r}",
             where="export.max_shard",
+            do="write a number and its unit: KB, MB or GB",
         ) from error
     for name, members in split.filename_to_tensors.items():
         with atomic_path(folder / name) as file:
@@ -55,6 +56,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise UserError(
             f"expected {WEIGHTS}, or {INDEX}, found {', '.join(f.name for f in files[:5])}",
             where=folder,
+            do="keep the files of one head in the folder, or add their index",
         )
     pickled = sorted(f.name for kind in ("*.bin", "*.pt", "*.pth") for f in folder.glob(kind))
     if pickled:
@@ -67,7 +69,9 @@ def weight_files(folder: Path) -> list[Path]:
             'save_file({k: v.contiguous() for k, v in t.items()}, "model.safetensors", '
             'metadata={"format": "pt"})\'',
         )
-    raise UserError("expected safetensors, found none", where=folder)
+    raise UserError(
+        "expected safetensors, found none", where=folder, do="give a folder with model.safetensors"
+    )
 
 
 def _files_of_index(folder: Path) -> list[Path]:
@@ -76,15 +80,25 @@ def _files_of_index(folder: Path) -> list[Path]:
     index = read_json(where, kind="safetensors index")
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not (isinstance(names, dict) and names and all(isinstance(n, str) for n in names.values())):
-        raise UserError('expected an index with a "weight_map" of file names', where=where)
+        raise UserError(
+            'expected an index with a "weight_map" of file names',
+            where=where,
+            do="copy or download the folder again",
+        )
     files = sorted(set(names.values()))
     for name in files:
         if name != Path(name).name or not name.endswith(".safetensors"):
             raise UserError(
-                f"expected names of safetensors files beside the index, found {name!r}", where=where
+                f"expected names of safetensors files beside the index, found {name!r}",
+                where=where,
+                do="copy or download the folder again",
             )
         if not (folder / name).is_file():
-            raise UserError(f"the index names {name}, but there is no such file", where=where)
+            raise UserError(
+                f"the index names {name}, but there is no such file",
+                where=where,
+                do="copy or download the folder again: a file is missing",
+            )
     return [folder / name for name in files]
 
 
@@ -93,7 +107,9 @@ def read_file(file: Path, kind: str) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except Exception as error:  # safetensors raises its own types
-        raise UserError(f"the {kind} cannot be read: {error}", where=file) from None
+        raise UserError(
+            f"the {kind} cannot be read: {error}", where=file, do="copy or download the file again"
+        ) from None
 
 
 def read_weights(folder: Path, kind: str) -> dict[str, Tensor]:
@@ -109,7 +125,9 @@ def read_weights(folder: Path, kind: str) -> dict[str, Tensor]:
     for file in weight_files(folder):
         for name, tensor in read_file(file, kind).items():
             if name in tensors:
-                raise UserError(f"the {kind} hold {name} twice", where=file)
+                raise UserError(
+                    f"the {kind} hold {name} twice", where=file, do="remove one of the two files"
+                )
             tensors[name] = tensor
     return tensors
 
@@ -122,7 +140,10 @@ def floating_dtype(name: torch.dtype | str) -> torch.dtype:
     """Return one of `FLOATING_DTYPES` by its name; raise a `UserError` for another dtype."""
     dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name), None)
     if dtype not in FLOATING_DTYPES:
-        raise UserError(f"expected the dtype float32, bfloat16 or float16, found {name!r}")
+        raise UserError(
+            f"expected the dtype float32, bfloat16 or float16, found {name!r}",
+            do="name one of these three dtypes",
+        )
     return dtype
 
 

@@ -70,7 +70,7 @@ def write_export(
         k = head.k_trained
         log(f"export: {k} speculative tokens, as the head was trained for")
     elif k < 1:
-        raise UserError(f"expected at least 1 speculative token, found {k}")
+        raise UserError(f"expected at least 1 speculative token, found {k}", do="raise export.k")
     elif k > head.k_trained:
         log(
             f"warning: export: {k} speculative tokens, but the head was trained for "
@@ -87,6 +87,7 @@ def write_export(
             f"expected fewer speculative tokens than the target's {export.positions} positions, "
             f"found {k}: a server drafts only if all of them fit",
             where="export.k",
+            do="lower export.k",
         )
     layout.check(export)
     tensors = _export_tensors(layout, export, head_folder, target_folder, trust_remote_code)
@@ -128,7 +129,11 @@ def verify_export(
     """
     config = read_json(out / CONFIG, kind="export's config.json")
     if difference := first_difference(layout.config(export), config):
-        raise UserError(f"the export's config differs: {difference}", where=out / CONFIG)
+        raise UserError(
+            f"the export's config differs: {difference}",
+            where=out / CONFIG,
+            do="`draftlab export` writes the export again",
+        )
     compare_tensors(
         _export_tensors(layout, export, head_folder, target_folder, trust_remote_code), out
     )
@@ -175,7 +180,11 @@ def _target_config(head: HeadConfig, folder: Path) -> dict[str, Any]:
     where = Path(folder) / CONFIG
     config = read_json(where, kind="target's config.json")
     if not isinstance(config, dict):
-        raise UserError("expected a JSON object in the target's config.json", where=where)
+        raise UserError(
+            "expected a JSON object in the target's config.json",
+            where=where,
+            do="copy or download the target again",
+        )
     text = config.get("text_config", config)
     sizes = {
         "num_hidden_layers": head.target_num_layers,

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -38,6 +38,9 @@ class TargetIdentity(BaseModel):
     template_sha256: str
 
 
+Size = Annotated[int, Field(ge=1)]
+
+
 class HeadConfig(BaseModel):
     """Shape, boundaries and conventions of a head of any family (methods §2, §4).
 
@@ -51,21 +54,21 @@ class HeadConfig(BaseModel):
     family: str
     boundaries: tuple[int, ...]
     boundary_meaning: Literal["input-of-layer"] = "input-of-layer"
-    target_num_layers: int
-    target_hidden_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
+    target_num_layers: Size
+    target_hidden_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Annotated[Size, Field(multiple_of=2)]
+    rms_norm_eps: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     rope_parameters: dict[str, Any]
-    max_position_embeddings: int
-    vocab_size: int
-    draft_vocab_size: int
+    max_position_embeddings: Size
+    vocab_size: Size
+    draft_vocab_size: Size
     num_layers: int = Field(default=1, ge=1)
     embeddings: Literal["target", "own"] = "target"
-    k_trained: int
+    k_trained: Size
     target: TargetIdentity
     provenance: dict[str, Any] = {}
 

@@ -78,7 +78,11 @@ def load_config(folder: Path) -> HeadConfig:
         )
     fields = read_json(folder / CONFIG, kind="head's draftlab.json")
     if not isinstance(fields, dict):
-        raise UserError("expected an object in draftlab.json, found none", where=folder / CONFIG)
+        raise UserError(
+            "expected an object in draftlab.json, found none",
+            where=folder / CONFIG,
+            do="restore draftlab.json from the run or the repository that the head came from",
+        )
     try:
         return make_head_config(**fields)
     except UserError as error:  # the family is unknown
@@ -87,6 +91,7 @@ def load_config(folder: Path) -> HeadConfig:
         raise UserError(
             f"draftlab.json does not describe a head:\n  {describe_errors(error)}",
             where=folder / CONFIG,
+            do="restore draftlab.json from the run or the repository that the head came from",
         ) from None
 
 
@@ -96,7 +101,11 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise UserError("expected the head's weights, found nothing", where=path) from None
+        raise UserError(
+            "expected the head's weights, found nothing",
+            where=path,
+            do="copy model.safetensors beside draftlab.json",
+        ) from None
     except Exception as error:  # safetensors raises its own type for a truncated file
         raise UserError(
             f"the head's weights are unreadable: {error}",
@@ -148,7 +157,9 @@ def load_head(
     for name in sorted(head.shared_tensors()):
         if name not in available:
             raise UserError(
-                f"the head needs its target's {_SHARED[name]}, and none were given", where=folder
+                f"the head needs its target's {_SHARED[name]}, and none were given",
+                where=folder,
+                do="name the target that the head was trained for: --target",
             )
         shared[name] = available[name]
         expected = head.tensors()[name].shape

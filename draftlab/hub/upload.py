@@ -31,7 +31,9 @@ def check_repo_id(repo: str, where: str = "command line") -> None:
             raise HFValidationError("its owner is missing")
     except HFValidationError as error:
         raise UserError(
-            f'expected a repository such as "org/name", found {repo!r}: {error}', where=where
+            f'expected a repository such as "org/name", found {repo!r}: {error}',
+            where=where,
+            do="write owner and name: --repo OWNER/NAME",
         ) from None
 
 

@@ -43,7 +43,11 @@ def target_config(target: TargetSettings) -> Any:
     except Exception as error:  # OSError, ValueError, and what remote code raises
         if folder is None:
             raise hub_error(target, "the target's config", error, answers) from None
-        raise UserError(f"the target's config does not load: {error}", where=folder) from None
+        raise UserError(
+            f"the target's config does not load: {error}",
+            where=folder,
+            do="check that the folder is complete and that transformers knows the architecture",
+        ) from None
 
 
 def choose_boundaries(recipe: Recipe, num_layers: int, monitor: Monitor) -> tuple[int, ...]:

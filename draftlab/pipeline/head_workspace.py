@@ -127,7 +127,9 @@ def open_head(run_name: str | None, head: str | None, target: str | None) -> Hea
         )
     if run_name is not None:
         raise UserError(
-            f"expected a run or a head, found both: {run_name} and {head}", where="command line"
+            f"expected a run or a head, found both: {run_name} and {head}",
+            where="command line",
+            do="leave one of the two out",
         )
     path = find_head(head)
     name = name_in_reports(path)

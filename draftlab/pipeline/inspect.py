@@ -218,7 +218,9 @@ def _store(store: Store, console: Console, verify: bool) -> None:
 def _conversation(store: Store, tokenizer: Any, index: int, console: Console) -> None:
     if not 0 <= index < len(store):
         raise UserError(
-            f"expected a sample in 0..{len(store) - 1}, found {index}", where="--sample"
+            f"expected a sample in 0..{len(store) - 1}, found {index}",
+            where="--sample",
+            do="choose a number in this range",
         )
     tokens, spans = store.tokens_and_spans(index)
     console.print(f"\nconversation {store.ids[index]}: the target's answer is coloured")

@@ -124,15 +124,29 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (FileNotFoundError, IsADirectoryError):
-        raise UserError("expected a recipe, found no such file", where=path) from None
+        raise UserError(
+            "expected a recipe, found no such file",
+            where=path,
+            do="check the path; the shipped recipes are in recipes/",
+        ) from None
     except OSError as error:
         raise UserError(
-            f"expected a readable recipe, found: {error.strerror}", where=path
+            f"expected a readable recipe, found: {error.strerror}",
+            where=path,
+            do="change its permissions, or copy it",
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"expected YAML, found text that is not: {error}", where=path) from None
+        raise UserError(
+            f"expected YAML, found text that is not: {error}",
+            where=path,
+            do="correct the line that the message names",
+        ) from None
     if not isinstance(tree, dict):
-        raise UserError(f"expected a mapping of settings, found {type(tree).__name__}", where=path)
+        raise UserError(
+            f"expected a mapping of settings, found {type(tree).__name__}",
+            where=path,
+            do="write settings as `train: {steps: 200}`; recipes/quickstart.yaml is an example",
+        )
     return tree
 
 
@@ -169,7 +183,9 @@ def _override(tree: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UserError(
-            f"expected an override such as train.steps=200, found {text!r}", where="command line"
+            f"expected an override such as train.steps=200, found {text!r}",
+            where="command line",
+            do="write SETTING=VALUE; `draftlab recipe schema` prints every setting",
         )
     *parents, leaf = key.strip().split(".")
     node = tree
@@ -183,7 +199,9 @@ def _override(tree: dict[str, Any], text: str) -> None:
         parsed = yaml.load(value, _Loader)
     except yaml.YAMLError:
         raise UserError(
-            f"the value of {key} is not YAML: {value!r}", where="command line"
+            f"the value of {key} is not YAML: {value!r}",
+            where="command line",
+            do="write the value as in a recipe, in quotes for the shell",
         ) from None
     if key == "name":  # names such as 7 and 2025-01-01 stay texts
         parsed = value

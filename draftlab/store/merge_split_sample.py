@@ -81,7 +81,11 @@ def select(
         UserError: there are no records, a shard is damaged, or the folder is not empty.
     """
     if not records:
-        raise UserError("expected records to write, found none", where=folder)
+        raise UserError(
+            "expected records to write, found none",
+            where=folder,
+            do="choose a larger share, or another source",
+        )
     groups = group_consecutive([store.lengths[record] for record in records], shard_tokens)
     not_finite = {
         id_: location for s in store.manifest.shards for id_, location in s.not_finite.items()
@@ -143,7 +147,11 @@ def check_new_folder(folder: Path) -> None:
     """
     check_folder(folder)
     if folder.exists() and any(folder.iterdir()):
-        raise UserError("expected a new folder to write to, found one with files", where=folder)
+        raise UserError(
+            "expected a new folder to write to, found one with files",
+            where=folder,
+            do="name another folder: --out FOLDER",
+        )
 
 
 @contextmanager

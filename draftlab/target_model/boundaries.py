@@ -17,9 +17,13 @@ def default_boundaries(num_layers: int) -> tuple[int, ...]:
 def check_boundaries(boundaries: tuple[int, ...], num_layers: int) -> None:
     """Raise a `UserError` if boundaries are unsorted, repeated or outside 0..num_layers."""
     if not boundaries or list(boundaries) != sorted(set(boundaries)):
-        raise UserError(f"expected sorted unique boundaries, found {list(boundaries)}")
+        raise UserError(
+            f"expected sorted unique boundaries, found {list(boundaries)}",
+            do="write each layer once, in ascending order",
+        )
     if boundaries[0] < 0 or boundaries[-1] > num_layers:
         raise UserError(
             f"expected boundaries in 0..{num_layers} (the target has {num_layers} layers; "
-            f"{num_layers} is the state before the final norm), found {list(boundaries)}"
+            f"{num_layers} is the state before the final norm), found {list(boundaries)}",
+            do="choose layers that the target has",
         )

@@ -40,7 +40,11 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
             folder, trust_remote_code=settings.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"the target's tokenizer does not load: {error}", where=folder) from None
+        raise UserError(
+            f"the target's tokenizer does not load: {error}",
+            where=folder,
+            do="copy the tokenizer files there, such as tokenizer.json",
+        ) from None
     template = tokenizer.chat_template
     if isinstance(template, str):
         tokenizer.chat_template = settings.template(template)
@@ -102,7 +106,9 @@ def load_model(
         raise
     except Exception as error:  # transformers and safetensors raise many types for a bad checkpoint
         raise UserError(
-            f"the target does not load: {type(error).__name__}: {error}", where=folder
+            f"the target does not load: {type(error).__name__}: {error}",
+            where=folder,
+            do="check that config.json fits the weights and that all files are complete",
         ) from None
     if missing := sorted(info["missing_keys"]):
         raise UserError(

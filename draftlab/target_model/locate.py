@@ -112,10 +112,14 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(
-            f"expected a device such as cpu or cuda:0, found {name!r}: {error}"
+            f"expected a device such as cpu or cuda:0, found {name!r}: {error}",
+            do="use device: auto, cpu or cuda:0",
         ) from None
     if device.type not in ("cpu", "cuda"):
-        raise UserError(f"expected a device such as cpu or cuda:0, found {name!r}")
+        raise UserError(
+            f"expected a device such as cpu or cuda:0, found {name!r}",
+            do="use device: auto, cpu or cuda:0",
+        )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(
             f"expected device {name!r}, found {torch.cuda.device_count()} GPUs",

@@ -44,7 +44,9 @@ class TargetMetadata:
             )
         except (OSError, ValueError) as error:
             raise UserError(
-                f"the target's config does not load: {error}", where=self.folder
+                f"the target's config does not load: {error}",
+                where=self.folder,
+                do="check that the folder is complete and that transformers knows the architecture",
             ) from None
         self.config: Any = config.get_text_config()
         self._config_dtype = getattr(config, "dtype", None) or getattr(self.config, "dtype", None)

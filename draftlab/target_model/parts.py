@@ -84,7 +84,10 @@ def model_parts(model: PreTrainedModel) -> TargetParts:
     """Return the parts of a loaded model; tensors are shared, not copied."""
     lm_head = model.get_output_embeddings()
     if getattr(lm_head, "bias", None) is not None:
-        raise UserError("expected an lm_head without bias, found one with a bias")
+        raise UserError(
+            "expected an lm_head without bias, found one with a bias",
+            do="draftlab supports targets whose lm_head has no bias",
+        )
     embeddings = model.get_input_embeddings().weight.detach()
     return _parts(embeddings, text_decoder(model)[2], lm_head.weight.detach(), model.config)
 
@@ -192,7 +195,9 @@ def read_tensor(folder: Path, name: str) -> Tensor:
     matches = matches or [k for k in files if k.endswith("." + name) or name.endswith("." + k)]
     if len(matches) != 1:
         raise UserError(
-            f"expected one tensor named {name}, found {matches or 'none'}", where=folder
+            f"expected one tensor named {name}, found {matches or 'none'}",
+            where=folder,
+            do="check that the checkpoint is complete",
         )
     file = str(files[matches[0]])
     if file != Path(file).name:  # whatever an index says, nothing outside the folder is opened

@@ -107,7 +107,9 @@ class AnswerFile:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise UserError(
-                    "another process is writing these answers", where=self.partial
+                    "another process is writing these answers",
+                    where=self.partial,
+                    do="wait until it ends, or stop it",
                 ) from None
             file.seek(0)
             header = file.readline()

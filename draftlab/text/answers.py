@@ -77,7 +77,10 @@ def regenerate(
         monitor.say(f"answers: {len(answered):,} given conversations, not the target's own")
         return
     if target is None:
-        raise UserError("expected a target to answer the prompts, found none")
+        raise UserError(
+            "expected a target to answer the prompts, found none",
+            do="set regenerate.enabled=false for given answers",
+        )
     decode = decode or engine_decode(target, settings.batch)
     stops = stop_ids(tokenizer, target.folder)
     identity = {
@@ -175,7 +178,10 @@ def _start_drafts(
         monitor.say(line)
     if not drafts:
         reasons = "; ".join(dropped.counts)
-        raise UserError(f"expected prompts the target can answer, found none: {reasons}")
+        raise UserError(
+            f"expected prompts the target can answer, found none: {reasons}",
+            do="change the prompts, or the chat template (target.template_arguments)",
+        )
     id_, count = Counter(draft.prompt.id for draft in drafts).most_common(1)[0]
     if count > 1:  # a prompt has the id of another prompt's second or later answer
         raise UserError(

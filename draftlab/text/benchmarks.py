@@ -92,11 +92,14 @@ class BenchmarkSource:
                 raise UserError(
                     f"expected a file in {', '.join(SUFFIXES)}, found {self.path.name}",
                     where=self.path,
+                    do="give a file of one of these kinds, or a folder with them",
                 )
             return [self.path]
         if not self.path.is_dir():
             raise UserError(
-                f"expected a file or folder of {self.name}, found neither", where=self.path
+                f"expected a file or folder of {self.name}, found neither",
+                where=self.path,
+                do="check the path",
             )
         files = sorted(
             file
@@ -190,7 +193,11 @@ def read_rows(source: BenchmarkSource) -> list[tuple[str, str | None, str]]:
                 f"expected rows of the category {source.category}, found "
                 f"{', '.join(sorted(categories)) or 'rows without a category'}"
             )
-        raise UserError(what, where=source.path or layout.hub or source.name)
+        raise UserError(
+            what,
+            where=source.path or layout.hub or source.name,
+            do="check the name of the category, or the file",
+        )
     return list(rows.values())
 
 
@@ -241,7 +248,9 @@ def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"expected JSON in UTF-8, found: {error}", where=file) from None
+        raise UserError(
+            f"expected JSON in UTF-8, found: {error}", where=file, do="save the file in UTF-8"
+        ) from None
     if text.lstrip().startswith("["):
         rows = [(f"{file}, item {n}", row) for n, row in enumerate(_parse(text, str(file)), 1)]
     else:
@@ -250,7 +259,9 @@ def _json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for where, row in rows:
         if not isinstance(row, dict):
             raise UserError(
-                f"expected a JSON object a row, found {type(row).__name__}", where=where
+                f"expected a JSON object a row, found {type(row).__name__}",
+                where=where,
+                do="correct the row, or remove it",
             )
         yield where, row
 
@@ -259,7 +270,11 @@ def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"expected JSON, found {text[:60]!r}: {error}", where=where) from None
+        raise UserError(
+            f"expected JSON, found {text[:60]!r}: {error}",
+            where=where,
+            do="correct the line, or remove it",
+        ) from None
 
 
 def _first_turn(source: BenchmarkSource, row: dict[str, Any], where: str) -> str:
@@ -268,6 +283,7 @@ def _first_turn(source: BenchmarkSource, row: dict[str, Any], where: str) -> str
         raise UserError(
             f"expected the field {column} of {source.name}, found {', '.join(row) or 'no field'}",
             where=where,
+            do="check that the file is the benchmark that its name says",
         )
     turn = row[column]
     if isinstance(turn, list) and turn:
@@ -278,6 +294,7 @@ def _first_turn(source: BenchmarkSource, row: dict[str, Any], where: str) -> str
         raise UserError(
             f"expected a text, turns or messages in {column}, found {str(row[column])[:60]!r}",
             where=where,
+            do="correct the row, or remove it",
         )
     if _PLACEHOLDER in turn:
         raise UserError(

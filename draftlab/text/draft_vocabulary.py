@@ -96,7 +96,10 @@ def _choose(counts: np.ndarray, allowed: np.ndarray, required: set[int], size: i
             do="raise draft_vocab.size",
         )
     if allowed.sum() < size:
-        raise UserError(f"a draft vocabulary of {size} leaves no room for the mask token")
+        raise UserError(
+            f"a draft vocabulary of {size} leaves no room for the mask token",
+            do="lower draft_vocab.size by one",
+        )
     # The last key counts first: allowed ids, then required ids, then frequent ids, then low ids.
     # Tokens that never occur have count 0, so the lowest unused ids follow.
     order = np.lexsort((np.arange(len(counts)), -counts, ~first, ~allowed))

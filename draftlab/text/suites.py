@@ -129,7 +129,11 @@ def _encode(
         )
     ids = tuple(tokenizer(messages[0]["content"], verbose=False)["input_ids"])
     if not ids:
-        raise UserError("expected text, found a prompt without a token", where=where)
+        raise UserError(
+            "expected text, found a prompt without a token",
+            where=where,
+            do="remove the prompt from the suite",
+        )
     return ids
 
 

@@ -151,7 +151,11 @@ class VllmProcess:
             )
         self._log.seek(0)
         log = self._log.read().decode("utf-8", "replace").strip()
-        raise UserError(f"vLLM ended with status {status}:\n{log_tail(log)}", where=self.python)
+        raise UserError(
+            f"vLLM ended with status {status}:\n{log_tail(log)}",
+            where=self.python,
+            do="the log above says why; less memory: lower memory_share or the batch",
+        )
 
     def close(self) -> None:
         """End the process. A second call does nothing."""

@@ -77,7 +77,10 @@ def certify(
         UserError: there are no prompts, or no context can be tested.
     """
     if not prompts:
-        raise UserError("expected prompts to certify the engine on, found none")
+        raise UserError(
+            "expected prompts to certify the engine on, found none",
+            do="raise eval.max_prompts, or name another eval.suite",
+        )
     certification = _Certification(target, head, engine, stop_ids, settings, monitor)
     return certification.run(prompts[: settings.equal_prompts], k)
 

@@ -62,7 +62,10 @@ class Zero(ShardedBackend):
         )
         self._check_wrapper(module, deepspeed.DeepSpeedEngine)
         if (stage := module.zero_optimization_stage()) != self.stage:
-            raise UserError(f"expected DeepSpeed's ZeRO stage {self.stage}, found {stage}")
+            raise UserError(
+                f"expected DeepSpeed's ZeRO stage {self.stage}, found {stage}",
+                do="install the DeepSpeed that the extra names: pip install 'draftlab[deepspeed]'",
+            )
         _create_moments(optimizer)
         return module, optimizer
 
