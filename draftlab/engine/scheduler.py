@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from draftlab.engine.generation_state import Sequence
 from draftlab.engine.sampling import Request
-from draftlab.errors import UserError
 
 
 class BlockPool:
@@ -40,10 +39,10 @@ class BlockPool:
         """Free all blocks of an owner; `blocks` is empty afterwards.
 
         Raises:
-            UserError: a block is free already (a bug: two owners would share it).
+            RuntimeError: a block is free already, and two sequences would share it.
         """
         if unknown := set(blocks) - self._allocated:
-            raise UserError(f"blocks {sorted(unknown)} were freed twice: please report this")
+            raise RuntimeError(f"blocks {sorted(unknown)} were freed twice")
         self._allocated.difference_update(blocks)
         self._free.extend(sorted(blocks, reverse=True))
         blocks.clear()

@@ -154,7 +154,9 @@ def _export_tensors(
             raise
         except Exception as error:  # transformers and safetensors raise many types
             raise UserError(
-                f"the target's embeddings cannot be read: {error}", where=target_folder
+                f"the target's embeddings cannot be read: {error}",
+                where=target_folder,
+                do="copy or download the target again",
             ) from None
         tensors[EMBEDDINGS] = parts.embeddings
     cast = {name: _cast(name, tensor, export.dtype) for name, tensor in tensors.items()}

@@ -143,14 +143,14 @@ def _drop_long(prompts: Prompts, max_tokens: int, source: str, monitor: Monitor)
     if long:
         examples = ", ".join(f"{i} ({length:,})" for i, length in long[:5])
         line = (
-            f"{len(long):,} of {len(prompts):,} prompts have more than the {max_tokens:,} tokens "
-            f"that leave room for an answer: {examples}{', …' if len(long) > 5 else ''}"
+            f"{len(long):,} of {len(prompts):,} prompts, which have more than the {max_tokens:,} "
+            f"tokens that leave room for an answer: {examples}{', …' if len(long) > 5 else ''}"
         )
         if len(long) == len(prompts):
             raise UserError(
-                f"expected prompts that fit, found none: {line}",
+                f"expected prompts that fit, found {line}",
                 where=source,
                 do="lower eval.max_new_tokens, or use a target with a longer context",
             )
-        monitor.say(f"error: suite: left out {line}")
+        monitor.say(f"warning: eval.suite: left out {line}")
     return tuple(prompt for prompt in prompts if len(prompt[1]) <= max_tokens)

@@ -272,11 +272,11 @@ def test_long_prompts_are_left_out_and_reported(tokenizer, tmp_path: Path) -> No
     prompts = load(source, tokenizer, monitor, max_prompt_tokens=lengths[2])
     assert [i for i, _ in prompts] == ["gsm8k/1", "gsm8k/3"]
     for words in (
-        f"error: suite: left out 2 of 4 prompts have more than the {lengths[2]} tokens",
+        f"left out 2 of 4 prompts, which have more than the {lengths[2]} tokens",
         f"gsm8k/2 ({lengths[1]}), gsm8k/4 ({lengths[3]})",
     ):
         assert words in monitor.lines[-1]
-    with pytest.raises(UserError, match="expected prompts that fit, found none: 4 of 4"):
+    with pytest.raises(UserError, match="expected prompts that fit, found 4 of 4"):
         load(source, tokenizer, max_prompt_tokens=1)
 
 
