@@ -110,7 +110,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise UserError(
             f"the head's weights are unreadable: {error}",
             where=path,
-            do="remove this file and repeat `draftlab train`: the last checkpoint gives the same bytes"
+            do="remove this file; `draftlab train` makes it again from the last checkpoint"
             if (path.parents[1] / "train").is_dir()
             else "copy the file again from where the head came from",
         ) from None
