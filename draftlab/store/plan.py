@@ -186,7 +186,11 @@ def _check_samples(table: SampleTable, vocab_size: int) -> None:
         )
     if len(set(table.ids)) < len(table):
         id_ = Counter(table.ids).most_common(1)[0][0]
-        raise UserError("expected unique sample ids, found one twice", where=f"{id_!r}")
+        raise UserError(
+            "expected unique sample ids, found one twice",
+            where=f"{id_!r}",
+            do="rename one of the two prompts and make the answers again",
+        )
 
 
 def _shards(

@@ -209,6 +209,7 @@ def _make_columns(samples: Sequence[Sample], digest: Any) -> Columns:
             raise UserError(
                 f"expected a span for each of {length} tokens, found {len(sample.spans)}",
                 where=f"sample {sample.id!r}",
+                do="make the answers again: `draftlab prepare --force`",
             )
         header = f"{sample.id!r} {sample.temperature!r} {length}\n"
         values = np.array([sample.token_ids, sample.spans], dtype="<i4")

@@ -72,7 +72,11 @@ def index_key(answers: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, An
     try:
         sha256 = sha256_file(answers)
     except OSError as error:
-        raise UserError(f"expected the answers of a run: {error.strerror}", where=answers) from None
+        raise UserError(
+            f"expected the answers of a run: {error.strerror}",
+            where=answers,
+            do="`draftlab prepare RECIPE` makes them",
+        ) from None
     return {
         "version": 1,
         "answers": sha256,

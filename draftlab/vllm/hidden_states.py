@@ -174,7 +174,11 @@ def _read_states(file: Path, token_ids: Sequence[int] | np.ndarray) -> Tensor:
     for path in (file, lock):
         path.unlink(missing_ok=True)
     if not np.array_equal(tensors["token_ids"], token_ids):
-        raise UserError("expected the states of a prompt, found those of other tokens", where=file)
+        raise UserError(
+            "expected the states of a prompt, found those of other tokens",
+            where=file,
+            do="repeat the command; if it happens again, record with record.backend=transformers",
+        )
     return tensors["hidden_states"]
 
 
