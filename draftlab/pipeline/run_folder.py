@@ -25,6 +25,7 @@ from draftlab.heads.family import get_family
 from draftlab.pipeline.recipe import RENAMED_SETTINGS
 from draftlab.pipeline.stages import FORMER_DEFAULTS, SETTINGS_WITHOUT_EFFECT, STAGES, Stage
 from draftlab.store.store import check_store
+from draftlab.train.settings import is_free
 
 RUNS = Path("runs")
 LATEST = "latest"
@@ -86,7 +87,7 @@ class Run:
             return Status(stage, "missing", {})
         record, inputs = read_record(path), self.inputs(stage)
         former = {key: FORMER_DEFAULTS[key] for key in FORMER_DEFAULTS.keys() & inputs.keys()}
-        former |= _with_current_names(record["inputs"])
+        former |= _with_effect(_with_current_names(record["inputs"]))
         changes = {
             key: (former.get(key), inputs.get(key))
             for key in sorted(former.keys() | inputs.keys())
@@ -213,7 +214,13 @@ class Run:
 
 def _with_effect(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that a stage's result depends on."""
-    return {key: settings[key] for key in settings if key not in SETTINGS_WITHOUT_EFFECT}
+    loss = settings.get("train.loss", "")
+    return {
+        key: value
+        for key, value in settings.items()
+        if key not in SETTINGS_WITHOUT_EFFECT
+        and not (key.startswith("train.") and is_free(key.removeprefix("train."), loss))
+    }
 
 
 def record_path(folder: Path, stage: Stage) -> Path:

@@ -8,7 +8,6 @@ from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.store.manifest import MANIFEST
 from draftlab.target_model.settings import VllmSettings
 from draftlab.text.settings import ServerSettings
-from draftlab.train.settings import FREE_SETTINGS
 
 REPORT = "report.json"
 
@@ -63,11 +62,11 @@ SETTINGS_WITHOUT_EFFECT = {
     "target.device",
     "target.gpus",
     "target.compile",
-    *(f"train.{name}" for name in FREE_SETTINGS),
     *(f"regenerate.server.{name}" for name in ServerSettings.model_fields),
     *(f"{s}.vllm.{name}" for s in ("regenerate", "record") for name in VllmSettings.model_fields),
 }
-"""Settings that change how a stage runs and not its result."""
+"""Settings that change how a stage runs and not its result, beside those of training
+(`train.settings.is_free`)."""
 FORMER_DEFAULTS = {
     "prompts.deduplicate": False,
     "prompts.per_source": None,

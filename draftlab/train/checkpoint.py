@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,17 +78,20 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name))
 
 
-def read_checkpoint(path: Path, *, key: str) -> Checkpoint:
+def read_checkpoint(path: Path, *, keys: Sequence[str]) -> Checkpoint:
     """Read a checkpoint.
+
+    Args:
+        keys: the training's key, and keys that older checkpoints of it have.
 
     Raises:
         UserError: it belongs to another recipe or store, or is damaged.
     """
     state = read_json(path / STATE, kind="checkpoint's state.json")
-    if state["key"] != key:
+    if state["key"] not in keys:
         raise UserError(
             f"the checkpoint belongs to another recipe or store (key {state['key'][:12]}, "
-            f"expected {key[:12]})",
+            f"expected {keys[0][:12]})",
             where=path,
             do="train with --force, or under a new name",
         )
@@ -99,4 +103,4 @@ def read_checkpoint(path: Path, *, key: str) -> Checkpoint:
             where=path,
             do="remove it to resume from an older one",
         ) from None
-    return Checkpoint(state["step"], state["tokens_seen"], key, weights, moments)
+    return Checkpoint(state["step"], state["tokens_seen"], keys[0], weights, moments)

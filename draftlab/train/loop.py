@@ -31,7 +31,7 @@ from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import uses_one_row
 from draftlab.train.checkpoint import Checkpoint, checkpoints, read_checkpoint, save_checkpoint
 from draftlab.train.distillation_module import DistillationModule
-from draftlab.train.distributed.ranks import Ranks, assign_micro_batches
+from draftlab.train.distributed.ranks import Ranks, assign_micro_batches, idle_note
 from draftlab.train.distributed.wrap import wrap
 from draftlab.train.flops import dense_flops, matrix_rate, mean_context
 from draftlab.train.metrics import MetricsLog, Window, speed_line
@@ -102,17 +102,16 @@ class Trainer:
         self.target = DraftTeacher.of(parts, head, torch.float32)
         module = DistillationModule(head, self.target, settings, self.dtype)
         self.backend = wrap(module, settings, self.ranks)
-        self.key = sha256_text(
-            canonical_json(
-                [
-                    settings.identity(),
-                    config.identity(),
-                    vocabulary.target_ids.tolist(),
-                    store.manifest.model_dump(mode="json"),
-                    seed,
-                    fingerprint(initial) if initial is not None else None,
-                ]
-            )
+        inputs = [
+            config.identity(),
+            vocabulary.target_ids.tolist(),
+            store.manifest.model_dump(mode="json"),
+            seed,
+            fingerprint(initial) if initial is not None else None,
+        ]
+        self.key, self.former_key = (
+            sha256_text(canonical_json([identity, *inputs]))
+            for identity in (settings.identity(), settings.former_identity())
         )
         self.step = self.tokens_seen = 0
         self.log = MetricsLog(folder, settings, muted=not self.ranks.is_main)
@@ -122,27 +121,32 @@ class Trainer:
         self.verification = ShardVerification(store, folder, self.ranks.rank, self.ranks.size)
 
     def _report_setup(self, module: DistillationModule) -> None:
-        """Measure the device's matrix rate, which MFU refers to, and print how training runs."""
-        lengths = [self.store.lengths[i] for i in self.training]
-        context, num_steps = mean_context(lengths), self.settings.ttt_steps
-        self.dense_flops = dense_flops(self.head.config, num_steps, context)
-        self.ceiling = matrix_rate(self.device, self.dtype) * self.ranks.size
+        """Print how training runs; on a GPU measure the rate of products, which MFU refers to."""
         self.monitor.say(
-            f"training on {self.backend.describe()}, products in {str(self.dtype)[6:]}: "
-            f"{rounded_text(self.dense_flops / 1e9)} GFLOP a token if every position ran every "
-            f"step; large products reach {rounded_text(self.ceiling / 1e12)} TFLOP/s here (dense "
-            "MFU: the share of that; rows without loss are left out, which lifts it, above 100% "
-            "even)"
+            f"training on {self.backend.describe()}, products in {str(self.dtype)[6:]}"
         )
         self.monitor.say(
             f"how steps are run: {module.description}; batches are packed by "
             f"{self.loader.describe()}"
         )
+        self.working = min(self.ranks.size, self.settings.batch_rows)
+        if note := idle_note(self.settings.batch_rows, self.ranks.size):
+            self.monitor.say(note)
+        self.token_mfu: float | None = None
+        if self.device.type == "cuda":
+            context = mean_context([self.store.lengths[i] for i in self.training])
+            flops = dense_flops(self.head.config, self.settings.ttt_steps, context)
+            rate = matrix_rate(self.device, self.dtype)
+            self.token_mfu = flops / (rate * self.working)
+            self.monitor.say(
+                f"MFU: {rounded_text(flops / 1e9)} GFLOP a token, over {rounded_text(rate / 1e12)} "
+                f"TFLOP/s of a large product on each working GPU ({self.working})"
+            )
 
     def _resume(self) -> None:
         """Continue after the last checkpoint, if there is one."""
         for path in self.ranks.broadcast(checkpoints(self.folder / "checkpoints")[-1:]):
-            checkpoint = read_checkpoint(path, key=self.key)
+            checkpoint = read_checkpoint(path, keys=[self.key, self.former_key])
             self.backend.load(checkpoint.weights, checkpoint.moments)
             self.step, self.tokens_seen = checkpoint.step, checkpoint.tokens_seen
             self.monitor.say(f"resuming training after step {self.step}")
@@ -237,16 +241,14 @@ class Trainer:
         """Write a line of metrics.jsonl about the steps since the last one, and report progress."""
         sums = torch.stack(self.window.sums.tensors()).cpu()
         self.window.sums = Sums(*self.ranks.all_reduce(sums))
-        metrics = self.window.compute(
-            self.timer, dense_flops=self.dense_flops, ceiling=self.ceiling
-        )
+        metrics = self.window.compute(self.timer, token_mfu=self.token_mfu)
         largest = float(self.window.largest_norm)
         self.window = Window.empty(self.settings.ttt_steps, self.device)
         if not all(map(math.isfinite, (largest, *metrics["loss"]))):
             self._raise_not_finite(f"losses {metrics['loss']} and a gradient of norm {largest}")
         progress = {"step": self.step, "tokens_seen": self.tokens_seen}
         rate = learning_rate(self.step - 1, self.settings)
-        self.log.write({**progress, **metrics, "lr": rate})
+        self.log.write({**progress, **metrics, "lr": rate, "working_processes": self.working})
         self.monitor.progress("train", self.step, self.settings.steps, speed_line(metrics))
 
     def validate(self) -> Validation:

@@ -47,13 +47,12 @@ class Window:
         self.grad_norm = grad_norm
         self.largest_norm = torch.maximum(self.largest_norm, grad_norm)
 
-    def compute(self, timer: PhaseTimer, *, dense_flops: float, ceiling: float) -> dict[str, Any]:
+    def compute(self, timer: PhaseTimer, *, token_mfu: float | None) -> dict[str, Any]:
         """Return the numbers of a line; the host waits for the device once.
 
         Args:
             timer: has run since the window was opened; it restarts.
-            dense_flops: operations of a token, if every position ran every step.
-            ceiling: operations a second of large matrix products on the device.
+            token_mfu: the MFU at one token a second; None: it is left out, as on a CPU.
         """
         loss, alpha, hits = (
             (x / self.sums.count.clamp(min=1)).tolist() for x in self.sums.tensors()[:3]
@@ -61,15 +60,16 @@ class Window:
         phases = timer.read()
         phases.pop(NOT_TRAINING, None)
         seconds = sum(phases.values())
+        tokens_per_s = self.tokens / seconds
         return {
             "loss": loss,
             "alpha": alpha,
             "accuracy": hits,
             "grad_norm": float(self.grad_norm),
-            "tokens_per_s": self.tokens / seconds,
+            "tokens_per_s": tokens_per_s,
             "loss_tokens_per_s": self.counts[0] / seconds,
             "predictions_per_s": sum(self.counts) / seconds,
-            "mfu": self.tokens / seconds * dense_flops / ceiling,
+            **({} if token_mfu is None else {"mfu": tokens_per_s * token_mfu}),
             "phases": {name: part / seconds for name, part in phases.items()},
             "peak_memory_gib": peak_memory(self.grad_norm.device) / 2**30,
         }
@@ -84,9 +84,10 @@ def peak_memory(device: torch.device) -> int:
 
 def speed_line(row: dict[str, Any]) -> str:
     """Return a line's speed, loss and share of time without data, for the console."""
+    mfu = f"MFU {row['mfu']:.0%} · " if "mfu" in row else ""
     return (
         f"{row['tokens_per_s']:,.0f} tokens/s ({row['loss_tokens_per_s']:,.0f} with loss) · "
-        f"loss {row['loss'][0]:.3f} · α {row['alpha'][0]:.3f} · dense MFU {row['mfu']:.0%} · "
+        f"loss {row['loss'][0]:.3f} · α {row['alpha'][0]:.3f} · {mfu}"
         f"data {row['phases'].get('data', 0):.1%} of the time · {row['peak_memory_gib']:.1f} GiB"
     )
 

@@ -15,17 +15,21 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
     """Return the learning rate of a step: linear warm-up, then decay to a share of the peak.
 
     The cosine schedule decays over all other steps; wsd (warm-up, stable, decay) stays at the peak
-    and decays linearly over the last steps.
+    and decays linearly over the last steps. The last warm-up step has the peak, and the last step
+    of all has `final_learning_rate` of it.
     """
-    warmup = max(1, round(settings.warmup * settings.steps))
+    steps = settings.steps
+    warmup = min(max(1, round(settings.warmup * steps)), steps - 1)
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
-    floor = settings.final_learning_rate
+    length = steps - warmup  # of the decay
     if settings.schedule == "wsd":
-        left = (settings.steps - step) / max(1, round(settings.decay * settings.steps))
-        return settings.learning_rate * (floor + (1 - floor) * min(1.0, left))
-    progress = (step - warmup) / max(1, settings.steps - warmup)
-    return settings.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+        length = min(length, max(1, round(settings.decay * steps)))
+    left = min(1.0, (steps - 1 - step) / length)
+    if settings.schedule == "cosine":
+        left = 0.5 * (1 - math.cos(math.pi * left))
+    floor = settings.final_learning_rate
+    return settings.learning_rate * (floor + (1 - floor) * left)
 
 
 def new_optimizer(

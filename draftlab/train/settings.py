@@ -24,6 +24,9 @@ FREE_SETTINGS = frozenset(
     }
 )
 """Settings of `TrainSettings` that change how training runs, but not the trained weights."""
+PASS_SETTINGS: dict[str, Any] = {"micro_rows": None, "anchor_parts": 1}
+"""Settings that split an optimizer step into passes, with their defaults. Denominators are those of
+the whole step, so that only the loss lk, which reads the α of a pass, depends on them."""
 
 FIRST_NAMES = {"acceptance_weighting": "reach"}
 """Settings of `TrainSettings` that were renamed, with their original names."""
@@ -119,7 +122,8 @@ class TrainSettings(Settings):
     batch_rows: int = Field(default=8, ge=1)
     """Packed rows of an optimizer step, summed over all processes."""
     micro_rows: int | None = Field(default=None, ge=1)
-    """Rows of one forward pass; None: all. With fewer, gradients accumulate to the same result."""
+    """Most rows of one forward pass; None: all. With fewer, gradients accumulate to the same
+    result. Several processes take fewer if more of them then have work."""
     ttt_steps: int = Field(default=7, ge=1)
     """Draft length that the head is trained for: unrolled steps, or depths of a parallel head."""
     loss: Literal["soft_ce", "lk"] = "soft_ce"
@@ -195,5 +199,14 @@ class TrainSettings(Settings):
 
         Renamed settings keep their original name, so that older checkpoints can be resumed.
         """
+        return self.former_identity() | ({} if self.loss == "lk" else PASS_SETTINGS)
+
+    def former_identity(self) -> dict[str, Any]:
+        """Return the `identity` of older checkpoints, which had all `PASS_SETTINGS` in it."""
         fields = self.model_dump(exclude=set(FREE_SETTINGS))
         return {FIRST_NAMES.get(name, name): value for name, value in fields.items()}
+
+
+def is_free(name: str, loss: str) -> bool:
+    """Return whether a setting of `TrainSettings` changes no trained weights under a loss."""
+    return name in FREE_SETTINGS or (name in PASS_SETTINGS and loss != "lk")

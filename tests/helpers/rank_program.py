@@ -32,7 +32,7 @@ SETTINGS = {name: {"learning_rate": 1e30, "warmup": 0.0} for name in DIVERGING}
 def train(
     folder: Path, family: str = "eagle3", **settings: Any
 ) -> tuple[Trainer, RecordingMonitor]:
-    """Train on 21 answers; steps have 3 micro-batches, the last step of an epoch has fewer."""
+    """Train on 21 answers; steps have 3 micro-batches, so that one of 2 ranks has an idle one."""
     target, monitor = orthogonal_parts(), RecordingMonitor()
     store = ListStore([toy_answer(target, i) for i in range(21)])
     fields = {

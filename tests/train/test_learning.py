@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 
 from draftlab.errors import UserError
-from draftlab.progress import Monitor
 from draftlab.target_model.parts import TargetParts
 from draftlab.text.conversations import answer_id
 from draftlab.train.batch.packing import pack
@@ -22,6 +22,7 @@ from draftlab.train.validation import walk
 from tests.helpers.list_store import ListStore
 from tests.helpers.loss_rows import reach_mask_t, reach_mask_t_k
 from tests.helpers.monitors import RecordingMonitor
+from tests.helpers.small_run import InterruptingMonitor
 from tests.helpers.synthetic import spans_of
 from tests.helpers.toy_training import ANSWER, PROMPT, orthogonal_parts, toy_answer, trained
 
@@ -64,14 +65,9 @@ def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
     store = ListStore([toy_answer(target, i) for i in range(40)])
     whole = trained(tmp_path / "whole", store, target, steps=12)
 
-    class Interrupts(Monitor):
-        def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
-            if done == 9:
-                raise KeyboardInterrupt
-
     settings = {"steps": 12, "checkpoint_every": 4, "log_every": 1}
     with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "cut", store, target, monitor=Interrupts(), **settings)
+        trained(tmp_path / "cut", store, target, InterruptingMonitor("train", 9), **settings)
     resumed = trained(tmp_path / "cut", store, target, **settings)
     for (name, a), (_, b) in zip(
         whole.head.state_dict().items(), resumed.head.state_dict().items(), strict=True
@@ -93,6 +89,49 @@ def test_accumulation_changes_nothing(tmp_path: Path) -> None:
         whole.head.state_dict().items(), parts.head.state_dict().items(), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
+
+
+OLD_KEY = "cd1a03e407c9f20153d81b9d7907b98cbe06bc30a1655cf2bcbdb4b6916df2a5"
+"""Key that a checkpoint of `CUT` had while micro_rows and anchor_parts were part of it."""
+CUT = {"steps": 1, "micro_rows": 2, "anchor_parts": 3}
+
+
+def test_a_training_continues_with_other_passes(tmp_path: Path) -> None:
+    """Few GPUs or too little memory must not mean a training from step 0."""
+    target, monitor = orthogonal_parts(), RecordingMonitor()
+    store = ListStore([toy_answer(target, i) for i in range(40)])
+    settings = {"steps": 12, "checkpoint_every": 4, "log_every": 1}
+    whole = trained(tmp_path / "whole", store, target, **settings)
+    interrupting = InterruptingMonitor("train", 9)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path / "cut", store, target, interrupting, micro_rows=4, **settings)
+    other = {"micro_rows": 1, "anchor_parts": 3}
+    resumed = trained(tmp_path / "cut", store, target, monitor, **settings, **other)
+    assert "resuming training after step 8" in monitor.lines
+    for (name, a), (_, b) in zip(
+        whole.head.state_dict().items(), resumed.head.state_dict().items(), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_passes_are_part_of_the_key_where_the_loss_depends_on_them(tmp_path: Path) -> None:
+    target = orthogonal_parts()
+    store = ListStore([toy_answer(target, i) for i in range(40)])
+    trained(tmp_path, store, target, steps=1, loss="lk", micro_rows=2)
+    with pytest.raises(UserError, match="another recipe"):
+        trained(tmp_path, store, target, steps=1, loss="lk", micro_rows=1)
+
+
+def test_an_older_checkpoint_continues(tmp_path: Path) -> None:
+    target, monitor = orthogonal_parts(), RecordingMonitor()
+    store = ListStore([toy_answer(target, i) for i in range(40)])
+    trained(tmp_path, store, target, **CUT)
+    path = tmp_path / "checkpoints/step-0000001/state.json"
+    state = json.loads(path.read_text())
+    assert state["key"] != OLD_KEY
+    path.write_text(json.dumps(state | {"key": OLD_KEY}))
+    trained(tmp_path, store, target, monitor, **CUT)
+    assert "resuming training after step 1" in monitor.lines
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path) -> None:

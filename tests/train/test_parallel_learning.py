@@ -10,7 +10,6 @@ import torch
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, load_head, save_head
 from draftlab.heads.peagle import PeagleHead
-from draftlab.progress import Monitor
 from draftlab.train.batch.packer import OptimizerStep
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.distributed.ranks import assign_micro_batches
@@ -20,6 +19,8 @@ from draftlab.train.token_scores import score
 from draftlab.train.validation import validate
 from tests.helpers import synthetic
 from tests.helpers.list_store import ListStore
+from tests.helpers.monitors import RecordingMonitor
+from tests.helpers.small_run import InterruptingMonitor
 from tests.helpers.toy_training import (
     ANSWER,
     PROMPT,
@@ -131,14 +132,9 @@ def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
     }
     whole = trained(tmp_path / "whole", store(40), target, **fields)
 
-    class Interrupts(Monitor):
-        def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
-            if done == 9:
-                raise KeyboardInterrupt
-
     settings = fields | {"checkpoint_every": 4, "log_every": 1}
     with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "cut", store(40), target, monitor=Interrupts(), **settings)
+        trained(tmp_path / "cut", store(40), target, InterruptingMonitor("train", 9), **settings)
     same(whole, trained(tmp_path / "cut", store(40), target, **settings))
 
 
@@ -212,17 +208,12 @@ def test_validation_sees_every_depth_of_every_anchor(tmp_path: Path) -> None:
 def test_a_trained_chain_head_is_a_beginning(tmp_path: Path) -> None:
     target = orthogonal_parts()
     chain = trained(tmp_path / "chain", store(300), target, steps=120)
-    said: list[str] = []
-
-    class Says(Monitor):
-        def say(self, line: str) -> None:
-            said.append(line)
-
+    monitor = RecordingMonitor()
     fields = {"config": peagle_config(num_layers=2), "ttt_steps": DEPTHS, "steps": 1, "warmup": 0.9}
     trainer = trained(
-        tmp_path / "peagle", store(300), target, monitor=Says(), initial=chain.head, **fields
+        tmp_path / "peagle", store(300), target, monitor=monitor, initial=chain.head, **fields
     )
-    assert "1 more begins as the identity" in said[0]
+    assert "1 more begins as the identity" in monitor.lines[0]
     records = [toy_answer(target, 1000 + i) for i in range(30)]
     batch = pack([[r] for r in records], 64, DEPTHS)
     fresh = trained(tmp_path / "fresh", store(300), target, **fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from itertools import chain, count, islice
 
 import numpy as np
 
@@ -48,10 +49,12 @@ def epoch_rows(
 def batches(
     lengths: Sequence[int], row_tokens: int, batch_rows: int, *, seed: int
 ) -> Iterator[list[list[int]]]:
-    """Yield the rows of record indices of each optimizer step, without end; every epoch has each
-    record once."""
-    epoch = 0
+    """Yield the `batch_rows` rows of record indices of each optimizer step, without end.
+
+    Every epoch has each record once. A step that an epoch's last rows do not fill continues with
+    the first rows of the next epoch, since few rows would move the weights as far as many.
+    """
+    epochs = (epoch_rows(lengths, row_tokens, seed=seed, epoch=epoch) for epoch in count())
+    rows = chain.from_iterable(epochs)
     while True:
-        rows = epoch_rows(lengths, row_tokens, seed=seed, epoch=epoch)
-        yield from (rows[i : i + batch_rows] for i in range(0, len(rows), batch_rows))
-        epoch += 1
+        yield list(islice(rows, batch_rows))

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -180,18 +181,33 @@ def assign_micro_batches(
 ) -> list[tuple[list[T], bool]]:
     """Split an optimizer step's rows into micro-batches, and assign them to ranks in turn.
 
-    All ranks get equally many, since they reduce gradients together: a rank that would have fewer
-    runs the first micro-batch again, as an idle one.
+    The ranks run as few micro-batches each as `micro_rows` allows, and the step has as many as give
+    work to all of them. All ranks get equally many, since they reduce gradients together: where
+    rows are too few, a rank runs the first micro-batch again, as an idle one.
 
     Args:
         rows: of the step, equal on every rank.
-        micro_rows: rows of a micro-batch; None: as many as give each rank one.
+        micro_rows: most rows of a micro-batch; None: no limit.
 
     Returns:
         This rank's micro-batches, and whether each is idle.
     """
-    micro_rows = micro_rows or -(-len(rows) // ranks.size)
-    micro = [rows[start : start + micro_rows] for start in range(0, len(rows), micro_rows)]
+    of_rank = -(-len(rows) // ((micro_rows or len(rows)) * ranks.size))
+    count = min(len(rows), of_rank * ranks.size)
+    ends = [len(rows) * number // count for number in range(count + 1)]
+    micro = [rows[start:end] for start, end in pairwise(ends)]
     assigned = [(batch, False) for batch in micro[ranks.rank :: ranks.size]]
-    missing = -(-len(micro) // ranks.size) - len(assigned)
-    return assigned + [(micro[0], True)] * missing
+    return assigned + [(micro[0], True)] * (of_rank - len(assigned))
+
+
+def idle_note(batch_rows: int, num_ranks: int) -> str | None:
+    """Return a remark if some of the ranks have no row of a step, or fewer than others."""
+    if batch_rows % num_ranks == 0:
+        return None
+    effect = "some processes have a row more than others, which wait for them"
+    if batch_rows < num_ranks:
+        effect = f"{num_ranks - batch_rows} of {num_ranks} processes have nothing to do"
+    return (
+        f"{effect}, since a step has {batch_rows} rows: a train.batch_rows that is a multiple of "
+        f"{num_ranks} uses all of them"
+    )

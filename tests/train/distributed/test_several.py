@@ -19,7 +19,12 @@ from draftlab.errors import UserError
 from draftlab.train.batch.packing import pack
 from draftlab.train.checkpoint import trainable
 from draftlab.train.distillation_module import DistillationModule
-from draftlab.train.distributed.ranks import Ranks, assign_micro_batches, check_gpus
+from draftlab.train.distributed.ranks import (
+    Ranks,
+    assign_micro_batches,
+    check_gpus,
+    idle_note,
+)
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.settings import TrainSettings
 from tests.helpers import synthetic
@@ -147,10 +152,26 @@ def test_rows_are_dealt_once_and_evenly(rows: int, micro: int | None, size: int)
     assert len({len(mine) for mine in dealt}) == 1
     counting = [batch for mine in dealt for batch, idle in mine if not idle]
     assert sorted(row for batch in counting for row in batch) == list(range(rows))
-    assert all(len(batch) <= (micro or -(-rows // size)) for batch in counting)
+    assert all(len(batch) <= (micro or rows) for batch in counting)
+    assert len(dealt[0]) == -(-rows // (size * (micro or rows)))  # passes of a rank
+    working = sum(any(not idle for _, idle in mine) for mine in dealt)
+    assert working == min(rows, size)
     # The order of the micro-batches is that of one process: rank r has r, r + size, …
     in_turn = [mine[at] for at in range(len(dealt[0])) for mine in dealt]
     assert [row for batch, idle in in_turn if not idle for row in batch] == list(range(rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "note"),
+    [
+        (8, 8, None),
+        (4, 8, "4 of 8 processes have nothing to do, since a step has 4 rows"),
+        (9, 8, "some processes have a row more than others"),
+    ],
+)
+def test_ranks_without_work_are_named(rows: int, size: int, note: str | None) -> None:
+    printed = idle_note(rows, size)
+    assert printed is None if note is None else printed.startswith(note)
 
 
 def test_a_pass_without_loss_gives_every_parameter_a_gradient() -> None:

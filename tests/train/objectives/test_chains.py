@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from draftlab.store.store import Record
@@ -181,11 +183,29 @@ def test_schedules_rise_and_fall_where_they_should(schedule: str) -> None:
     assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
     assert rates[9] == max(rates) == 2.0
     end = 2.0 * settings.final_learning_rate
-    assert rates[-1] == pytest.approx(end, abs=0.12)
+    assert rates[-1] == pytest.approx(end, rel=1e-6)
+    assert all(a > b for a, b in itertools.pairwise(rates[79:]))
     assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
     if schedule == "wsd":
-        assert set(rates[9:81]) == {2.0}
-        falls = [a - b for a, b in itertools.pairwise(rates[80:])]
-        assert falls == pytest.approx([falls[0]] * len(falls))
+        assert set(rates[9:80]) == {2.0}
+        falls = [a - b for a, b in itertools.pairwise(rates[79:])]
+        assert falls == pytest.approx([falls[0]] * 20)
     else:
-        assert rates[10 + 45] == pytest.approx((2.0 + end) / 2)
+        assert rates[9 + 45] == pytest.approx((2.0 + end) / 2)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@given(st.integers(1, 3000), st.floats(0, 0.99), st.floats(0.01, 1), st.floats(0, 1))
+def test_the_last_step_has_the_final_learning_rate(
+    schedule: str, steps: int, warmup: float, decay: float, final: float
+) -> None:
+    settings = TrainSettings(
+        steps=steps,
+        schedule=schedule,
+        warmup=warmup,
+        decay=decay,
+        learning_rate=3e-4,
+        final_learning_rate=final,
+    )
+    assert learning_rate(steps - 1, settings) == pytest.approx(3e-4 * final, rel=1e-6, abs=1e-20)
+    assert all(0 <= learning_rate(step, settings) <= 3e-4 for step in range(0, steps, 97))

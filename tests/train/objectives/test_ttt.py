@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 
 import pytest
 import torch
@@ -204,5 +205,17 @@ def test_epochs_differ_and_leave_nothing_out() -> None:
     seen: list[int] = []
     while len(seen) < 80:
         seen += [i for row in next(steps) for i in row]
-    assert sorted(seen[:40]) == list(range(40)) == sorted(seen[40:])
-    assert seen[:40] != seen[40:]
+    assert sorted(seen[:40]) == list(range(40)) == sorted(seen[40:80])
+    assert seen[:40] != seen[40:80]
+
+
+def test_every_step_has_all_its_rows() -> None:
+    """The rest of an epoch, here 2 of 130 rows, goes on with the next epoch."""
+    steps = list(islice(batches([50] * 130, 64, 64, seed=3), 9))
+    assert [len(rows) for rows in steps] == [64] * 9
+    records = [row[0] for rows in steps for row in rows]
+    epochs = [records[start : start + 130] for start in range(0, 520, 130)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(130))] * 4
+    assert epochs == [
+        [row[0] for row in epoch_rows([50] * 130, 64, seed=3, epoch=epoch)] for epoch in range(4)
+    ]
