@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import time
 import traceback
@@ -23,6 +24,7 @@ from rich.text import Text
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
+from draftlab.signals import on_ending_signal
 
 if TYPE_CHECKING:
     from draftlab.evaluate.results import Report
@@ -145,14 +147,23 @@ def user_errors(
 ) -> Iterator[None]:
     """Print a `UserError` and exit with code 2; print other errors and exit with code 1.
 
+    SIGTERM and SIGHUP end the process with a line and 128 + their number.
+
     Args:
         monitor: prints to its console, after its progress bar is removed.
         debug: whether to print the traceback.
         interrupted: the effect of an interruption, for the message.
     """
     console = monitor.console
+
+    def end(number: int) -> None:
+        monitor.close()
+        console.print(f"{signal.Signals(number).name}; {interrupted}")
+        raise SystemExit(128 + number)
+
     try:
-        yield
+        with on_ending_signal(end):
+            yield
     except UserError as error:
         monitor.close()
         _print_traceback(console, debug)

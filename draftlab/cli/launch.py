@@ -6,23 +6,25 @@ Rank 0 writes to the terminal; the others write logs, which are kept if a proces
 
 from __future__ import annotations
 
+import math
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from typing import NoReturn
 
 from draftlab.formatting import exit_text
 from draftlab.progress import Monitor
+from draftlab.signals import ENDING_SIGNALS, on_ending_signal
 
 DRAFTLAB = (sys.executable, "-m", "draftlab.cli")
 POLL_S = 0.2
-NO_FAILURE = (0, 130, 128 + signal.SIGTERM)
+NO_FAILURE = (0, 130, *(128 + number for number in ENDING_SIGNALS))
 """Exit codes of processes that succeeded or were interrupted."""
 GRACE_S = 5.0
 """How long processes may take to end after an interruption, or after one of them failed."""
@@ -33,26 +35,34 @@ def launch(
 ) -> int:
     """Run `draftlab ARGUMENTS` in `count` processes that can connect; wait for them.
 
-    If a process fails, the others are terminated.
+    If a process fails, the others are terminated. SIGTERM and SIGHUP are passed on to all, which
+    then write a checkpoint; a second one ends them at once.
 
     Returns:
         The exit code: 0, or that of the process that failed first.
     """
     logs = Path(tempfile.mkdtemp(prefix="draftlab-ranks-"))
     processes: list[subprocess.Popen[bytes]] = []
-    code, handler = 128 + signal.SIGTERM, signal.signal(signal.SIGTERM, _exit)
-    try:
-        command, port = [*program, *arguments], _free_port()
-        for rank in range(count):
-            processes.append(_start(command, rank, count, port, logs))
-        code = _wait(processes, logs, monitor)
-    except KeyboardInterrupt:  # the terminal sent it to all processes
-        _wait_for_exit(processes)
-        code = 130
-    finally:
-        _end(processes)
-        signal.signal(signal.SIGTERM, handler)
-        _remove_logs(logs, keep=code not in NO_FAILURE)
+    code = 1
+    with on_ending_signal(_exit):
+        try:
+            command, port = [*program, *arguments], _free_port()
+            for rank in range(count):
+                processes.append(_start(command, rank, count, port, logs))
+            code = _wait(processes, logs, monitor)
+        except KeyboardInterrupt:  # the terminal sent it to all processes
+            _wait_for_exit(processes)
+            code = 130
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+            for process in processes:
+                process.send_signal(code - 128)
+            with suppress(SystemExit):
+                _wait_for_exit(processes, math.inf)
+            raise
+        finally:
+            _end(processes)
+            _remove_logs(logs, keep=code not in NO_FAILURE)
     return code
 
 
@@ -65,8 +75,8 @@ def _remove_logs(logs: Path, *, keep: bool) -> None:
         logs.rmdir()
 
 
-def _exit(_signal: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + signal.SIGTERM)
+def _exit(number: int) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _start(
@@ -123,9 +133,9 @@ def _last_line(log: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def _wait_for_exit(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Wait until all processes have ended, for at most GRACE_S."""
-    until = time.monotonic() + GRACE_S
+def _wait_for_exit(processes: list[subprocess.Popen[bytes]], seconds: float | None = None) -> None:
+    """Wait until all processes have ended, for at most so many seconds (None: GRACE_S)."""
+    until = time.monotonic() + (GRACE_S if seconds is None else seconds)
     while time.monotonic() < until and any(p.poll() is None for p in processes):
         time.sleep(POLL_S)
 

@@ -142,17 +142,24 @@ class Pipeline:
             self.ranks = Ranks.join(self.recipe.train.device)
         if self.ranks is None:
             self._run_stages(*last, force=force)
-        elif not self.ranks.is_main:
-            self._train_with_main(self.ranks)
         else:
             try:
-                self._run_stages(*last, force=force)
-            finally:
-                if not self._training:  # otherwise the other ranks are not waiting for a broadcast
-                    self.ranks.broadcast(None)
-        if self.ranks is not None:
+                self._run_with_ranks(self.ranks, *last, force=force)
+            except SystemExit:  # a signal, at which all ranks end after the same step
+                self.ranks.leave()
+                raise
             self.ranks.leave()
         return self.folder / STAGES[last[-1]].artefact
+
+    def _run_with_ranks(self, ranks: Ranks, *last: str, force: bool) -> None:
+        if not ranks.is_main:
+            self._train_with_main(ranks)
+            return
+        try:
+            self._run_stages(*last, force=force)
+        finally:
+            if not self._training:  # otherwise the other ranks are not waiting for a broadcast
+                ranks.broadcast(None)
 
     def _train_with_main(self, ranks: Ranks) -> None:
         """Wait until rank 0 trains, and train with it; for all other ranks."""

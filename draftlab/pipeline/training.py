@@ -46,6 +46,7 @@ def train_head(
         resolve_target(recipe.target), trust_remote_code=recipe.target.trust_remote_code
     )
     config = head_config(recipe, store.identity, len(vocabulary.target_ids), monitor, mask=mask)
+    data = {"records": len(store), "tokens": sum(store.lengths)}
     ranks = ranks or Ranks.join(recipe.train.device)
     with use_device(ranks.device):
         trainer = Trainer(
@@ -58,6 +59,7 @@ def train_head(
             folder=folder,
             monitor=monitor,
             initial=_initial_head(recipe, parts),
+            tracked_config={**recipe.model_dump(mode="json"), "data": data},
             ranks=ranks,
         )
         validation = trainer.run()

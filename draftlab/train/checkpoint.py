@@ -17,7 +17,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from draftlab.errors import UserError
-from draftlab.files import read_json, save_tensors, write_json
+from draftlab.files import canonical_json, read_json, save_tensors, sha256_text, write_json
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.initial import fingerprint
+from draftlab.store.store import Store
+from draftlab.text.draft_vocabulary import DraftVocabulary
+from draftlab.train.settings import TrainSettings
 
 _NAME = re.compile(r"step-(\d{7})")
 STATE, WEIGHTS, MOMENTS = "state.json", "weights.safetensors", "optimizer.safetensors"
@@ -39,6 +44,26 @@ class Checkpoint:
     key: str
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]
+
+
+def training_keys(
+    settings: TrainSettings,
+    config: HeadConfig,
+    vocabulary: DraftVocabulary,
+    store: Store,
+    seed: int,
+    initial: nn.Module | None,
+) -> list[str]:
+    """Return a hash of all that the weights depend on, and hashes that older checkpoints have."""
+    inputs = [
+        config.identity(),
+        vocabulary.target_ids.tolist(),
+        store.manifest.model_dump(mode="json"),
+        seed,
+        fingerprint(initial) if initial is not None else None,
+    ]
+    identities = settings.identity(), settings.former_identity()
+    return [sha256_text(canonical_json([identity, *inputs])) for identity in identities]
 
 
 def trainable(head: nn.Module) -> dict[str, nn.Parameter]:

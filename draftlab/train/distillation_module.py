@@ -14,6 +14,13 @@ from draftlab.train.objectives.loss import DraftTeacher, Sums, weighted_loss
 from draftlab.train.settings import TrainSettings
 
 
+def product_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of products that `train.precision` means on a device."""
+    if precision == "auto":
+        precision = "float32" if device.type == "cpu" else "bfloat16"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
+
+
 class DistillationModule(nn.Module):
     """The module that the training loop calls, and that DDP, FSDP2 or ZeRO wrap.
 

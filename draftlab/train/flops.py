@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from draftlab.formatting import rounded_text
 from draftlab.heads.config import HeadConfig
 
 SIDE = {"cuda": 8192, "cpu": 1024}
@@ -67,6 +68,22 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
         factor @ factor
         seconds.append(_now(device) - start)
     return 2 * side**3 / min(seconds)
+
+
+def measure_mfu(
+    flops: float, device: torch.device, dtype: torch.dtype, num_gpus: int
+) -> tuple[float, str]:
+    """Return the MFU at one token a second on all GPUs that have work, and a line about it.
+
+    Args:
+        flops: of a token, by `dense_flops`.
+        num_gpus: GPUs that have work.
+    """
+    rate = matrix_rate(device, dtype)
+    return flops / (rate * num_gpus), (
+        f"MFU: {rounded_text(flops / 1e9)} GFLOP a token, over {rounded_text(rate / 1e12)} TFLOP/s "
+        f"of a large product on each of the GPUs that have work ({num_gpus})"
+    )
 
 
 def _now(device: torch.device) -> float:

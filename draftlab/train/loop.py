@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, sha256_text
-from draftlab.formatting import rounded_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead, initialise_head
-from draftlab.heads.initial import fingerprint, start_from
+from draftlab.heads.initial import start_from
 from draftlab.progress import Monitor
-from draftlab.store.prompt_split import hold_out
 from draftlab.store.store import Store
 from draftlab.store.verification import ShardVerification
 from draftlab.target_model.parts import TargetParts
@@ -29,17 +26,24 @@ from draftlab.train.batch.loader import BatchLoader, MicroBatch
 from draftlab.train.batch.order import batches
 from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import uses_one_row
-from draftlab.train.checkpoint import Checkpoint, checkpoints, read_checkpoint, save_checkpoint
-from draftlab.train.distillation_module import DistillationModule
+from draftlab.train.checkpoint import (
+    Checkpoint,
+    checkpoints,
+    read_checkpoint,
+    save_checkpoint,
+    training_keys,
+)
+from draftlab.train.distillation_module import DistillationModule, product_dtype
+from draftlab.train.distributed.ending import EndingSignal
 from draftlab.train.distributed.ranks import Ranks, assign_micro_batches, idle_note
 from draftlab.train.distributed.wrap import wrap
-from draftlab.train.flops import dense_flops, matrix_rate, mean_context
+from draftlab.train.flops import dense_flops, mean_context, measure_mfu
 from draftlab.train.metrics import MetricsLog, Window, speed_line
 from draftlab.train.objectives.loss import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
 from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
 from draftlab.train.settings import TrainSettings
-from draftlab.train.validation import Validation, validate
+from draftlab.train.validation import Validation, split_records, validate
 
 
 class Trainer:
@@ -55,6 +59,7 @@ class Trainer:
         folder: folder of metrics.jsonl and checkpoints/.
         monitor: for messages and progress.
         initial: a trained head to start from.
+        tracked_config: all settings of the run, for trackers.
         ranks: processes that train together; None: those of the launcher's environment.
     """
 
@@ -70,17 +75,17 @@ class Trainer:
         folder: Path,
         monitor: Monitor,
         initial: DraftHead | None = None,
+        tracked_config: Mapping[str, Any] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.store, self.settings, self.seed = store, settings, seed
         self.folder, self.monitor = folder, monitor
+        self.tracked_config = tracked_config or {}
         self.objective = get_family(config.family).objective()
         self.ranks = ranks or Ranks.join(settings.device)
         self.device = self.ranks.device
         self.dtype = product_dtype(settings.precision, self.device)
-        self.training, self.held_out = hold_out(store.ids, settings.validation_share, seed)
-        if settings.validation_share and not self.held_out:
-            monitor.say("validation: none, since all records answer one prompt")
+        self.training, self.held_out = split_records(store.ids, settings, seed, monitor)
         drops, imitates = self.objective.drops_anchors, self.objective.imitates_states
         one_row = uses_one_row(self.device)
         packer = Packer(store, settings, seed, drops, imitates, one_row)
@@ -102,19 +107,12 @@ class Trainer:
         self.target = DraftTeacher.of(parts, head, torch.float32)
         module = DistillationModule(head, self.target, settings, self.dtype)
         self.backend = wrap(module, settings, self.ranks)
-        inputs = [
-            config.identity(),
-            vocabulary.target_ids.tolist(),
-            store.manifest.model_dump(mode="json"),
-            seed,
-            fingerprint(initial) if initial is not None else None,
-        ]
-        self.key, self.former_key = (
-            sha256_text(canonical_json([identity, *inputs]))
-            for identity in (settings.identity(), settings.former_identity())
+        self.key, *self.former_keys = training_keys(
+            settings, config, vocabulary, store, seed, initial
         )
         self.step = self.tokens_seen = 0
-        self.log = MetricsLog(folder, settings, muted=not self.ranks.is_main)
+        self.log = MetricsLog(folder, muted=not self.ranks.is_main)
+        self.ending = EndingSignal(self.ranks)
         self.timer = PhaseTimer(self.device)
         self._report_setup(module)
         self._resume()
@@ -136,37 +134,38 @@ class Trainer:
         if self.device.type == "cuda":
             context = mean_context([self.store.lengths[i] for i in self.training])
             flops = dense_flops(self.head.config, self.settings.ttt_steps, context)
-            rate = matrix_rate(self.device, self.dtype)
-            self.token_mfu = flops / (rate * self.working)
-            self.monitor.say(
-                f"MFU: {rounded_text(flops / 1e9)} GFLOP a token, over {rounded_text(rate / 1e12)} "
-                f"TFLOP/s of a large product on each working GPU ({self.working})"
-            )
+            self.token_mfu, line = measure_mfu(flops, self.device, self.dtype, self.working)
+            self.monitor.say(line)
 
     def _resume(self) -> None:
         """Continue after the last checkpoint, if there is one."""
         for path in self.ranks.broadcast(checkpoints(self.folder / "checkpoints")[-1:]):
-            checkpoint = read_checkpoint(path, keys=[self.key, self.former_key])
+            checkpoint = read_checkpoint(path, keys=[self.key, *self.former_keys])
             self.backend.load(checkpoint.weights, checkpoint.moments)
             self.step, self.tokens_seen = checkpoint.step, checkpoint.tokens_seen
             self.monitor.say(f"resuming training after step {self.step}")
-        self.log.truncate(self.step)
+        self.log.truncate(self.step, last=self.step == self.settings.steps)
 
     def run(self) -> Validation | None:
         """Train to the last step; return the final validation (None: no records are held out)."""
-        with closing(self.verification), self.ranks.report_lost_rank():
-            self._train()
+        tracked = self.log.tracked(self.settings, self.key, self.tracked_config, self.step)
+        with closing(self.verification), self.ranks.report_lost_rank(), tracked:
+            with self.ending.postponed():
+                self._train()
+            self.save()
             validation = None
             if self.held_out:
                 validation = self.validate()
                 if self.ranks.is_main and (line := self.log.overfitting_warning()):
                     self.monitor.say(line)
-            self.save()
-        self.log.close()
         return validation
 
     def _train(self) -> None:
-        """Run the remaining steps."""
+        """Run the remaining steps.
+
+        Raises:
+            SystemExit: a rank received SIGTERM or SIGHUP; a checkpoint is written.
+        """
         settings = self.settings
         self.window = Window.empty(settings.ttt_steps, self.device)
         self.timer.start()
@@ -183,13 +182,14 @@ class Trainer:
                 last = self.step == settings.steps
                 if self.step % settings.log_every == 0 or last:
                     self._log()
-                if (
-                    settings.validate_every
-                    and self.step % settings.validate_every == 0
-                    and not last
-                ):
+                if last or self.ranks.size == 1:  # otherwise the ranks agree as a step begins
+                    self.ending.sum([])
+                self._end_on_signal()
+                if last:
+                    continue
+                if settings.validate_every and self.step % settings.validate_every == 0:
                     self.validate()
-                if self.step % settings.checkpoint_every == 0 and not last:
+                if self.step % settings.checkpoint_every == 0:
                     self.save()
 
     def _optimizer_steps(self) -> Iterator[OptimizerStep]:
@@ -209,15 +209,23 @@ class Trainer:
 
     def _start_step(self, micro: MicroBatch) -> None:
         """Sum an optimizer step's counts over all ranks; processes wait for each other here."""
-        *counts, tokens = self.ranks.all_reduce(
-            torch.tensor([*micro.counts, micro.tokens])
-        ).tolist()
+        *counts, tokens = self.ending.sum([*micro.counts, micro.tokens])
         self.anchors = counts[0]
         self.weights = self.objective.step_weights(self.settings.gamma, counts)
         self.window.add_step(counts, tokens)
         self.tokens_seen += tokens
         if self.ranks.size > 1:
             self.timer.mark("ranks")
+
+    def _end_on_signal(self) -> None:
+        """Write a checkpoint and end the process if a rank received SIGTERM or SIGHUP."""
+        if (number := self.ending.agreed) is not None:
+            self.save()
+            self.monitor.say(
+                f"{number.name}: a checkpoint of step {self.step} is written; the same command "
+                "continues from it"
+            )
+            raise SystemExit(128 + number)
 
     def _accumulate(self, micro: MicroBatch) -> None:
         """Add a micro-batch's gradients; the loss is normalised by the counts of the whole step."""
@@ -292,10 +300,3 @@ class Trainer:
             checkpoint = Checkpoint(self.step, self.tokens_seen, self.key, weights, moments)
             save_checkpoint(self.folder / "checkpoints", checkpoint)
         self.timer.mark(NOT_TRAINING)
-
-
-def product_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of products that `train.precision` means on a device."""
-    if precision == "auto":
-        precision = "float32" if device.type == "cpu" else "bfloat16"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]

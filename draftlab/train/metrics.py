@@ -1,10 +1,11 @@
-"""The metrics of training: metrics.jsonl, and Weights & Biases if `train.wandb` is set."""
+"""The metrics of training, in metrics.jsonl and in trackers."""
 
 from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftlab.errors import UserError
 from draftlab.train.objectives.loss import Sums
 from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
 from draftlab.train.settings import TrainSettings
+from draftlab.train.trackers import Tracker, open_trackers
 
 
 @dataclass
@@ -93,19 +94,32 @@ def speed_line(row: dict[str, Any]) -> str:
 
 
 class MetricsLog:
-    """Writer of `folder`/metrics.jsonl and of a tracker.
+    """Writer of `folder`/metrics.jsonl and of trackers.
 
     Args:
         folder: the run's train/ folder.
-        settings: `wandb` names the tracker's project.
         muted: whether to write nothing, as on all ranks but one.
+
+    Attributes:
+        trackers: they receive all later rows.
     """
 
-    def __init__(self, folder: Path, settings: TrainSettings, *, muted: bool = False) -> None:
+    def __init__(self, folder: Path, *, muted: bool = False) -> None:
         self.path, self.muted = folder / "metrics.jsonl", muted
+        self.trackers: Sequence[Tracker] = ()
         if not muted:
             folder.mkdir(parents=True, exist_ok=True)
-        self.tracker = None if muted else _wandb_run(settings, folder)
+
+    @contextmanager
+    def tracked(
+        self, settings: TrainSettings, key: str, config: Mapping[str, Any], step: int
+    ) -> Iterator[None]:
+        """Send rows to the trackers that the settings name; arguments as in `open_trackers`."""
+        if self.muted:
+            yield
+            return
+        with open_trackers(settings, self.path.parent, key, config, step) as self.trackers:
+            yield
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row, which has a `step`."""
@@ -113,15 +127,23 @@ class MetricsLog:
             return
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        if self.tracker is not None:
-            self.tracker.log(_flat(row), step=row["step"])
+        for tracker in self.trackers:
+            tracker.log(_flat(row), row["step"])
 
-    def truncate(self, step: int) -> None:
-        """Drop rows behind the checkpoint that training resumes from, and a torn last line."""
+    def truncate(self, step: int, *, last: bool) -> None:
+        """Drop rows behind the checkpoint that training resumes from, and a torn last line.
+
+        Args:
+            last: whether `step` is the last one; its validation is then done again.
+        """
         if self.muted or not self.path.exists():
             return
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        valid = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        rows = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
+        again = step if last else step + 1  # from this step on validations are dropped
+        valid = [
+            line for line, row in rows if row["step"] < (again if "validation" in row else step + 1)
+        ]
         self.path.write_text("".join(valid), encoding="utf-8")
 
     def overfitting_warning(self) -> str | None:
@@ -142,11 +164,6 @@ class MetricsLog:
             "train.weight_decay or fewer train.steps help"
         )
 
-    def close(self) -> None:
-        """Finish the tracker's run."""
-        if self.tracker is not None:
-            self.tracker.finish()
-
 
 def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
     """Return nested numbers and lists under slash-separated names."""
@@ -159,21 +176,3 @@ def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
         elif value is not None:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _wandb_run(settings: TrainSettings, folder: Path) -> Any:
-    """Start a Weights & Biases run if `train.wandb` is set."""
-    if settings.wandb is None:
-        return None
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(
-            "train.wandb is set, and wandb is not installed", do="pip install 'draftlab[wandb]'"
-        ) from None
-    return wandb.init(
-        project=settings.wandb,
-        name=folder.parent.name,
-        config=settings.model_dump(),
-        dir=str(folder),
-    )

@@ -20,7 +20,9 @@ FREE_SETTINGS = frozenset(
         "log_every",
         "data_workers",
         "validate_every",
+        "validation_records",
         "wandb",
+        "tensorboard",
     }
 )
 """Settings of `TrainSettings` that change how training runs, but not the trained weights."""
@@ -176,6 +178,9 @@ class TrainSettings(Settings):
     validation_share: float = Field(default=0.05, ge=0, lt=1)
     """Share of the records held out for validation. Records of one prompt stay together. Above 0,
     at least one prompt is held out if there are several."""
+    validation_records: int = Field(default=2000, ge=1)
+    """Most records that a validation reads: of more held-out records, those whose ids have the
+    smallest SHA-256. A smaller validation_share leaves more records to train on."""
     validate_every: int | None = Field(default=None, ge=1)
     """Steps between validations; None: only at the end."""
     checkpoint_every: int = Field(default=500, ge=1)
@@ -193,6 +198,8 @@ class TrainSettings(Settings):
     process. None: up to 4 for a GPU, since threads would delay its kernel launches; 0 on a CPU."""
     wandb: str | None = None
     """Weights & Biases project to log to; None: no logging there."""
+    tensorboard: bool = False
+    """Whether train/tensorboard/ has event files for TensorBoard."""
 
     def identity(self) -> dict[str, Any]:
         """Return all settings that change the weights; a training checkpoint is tied to them.

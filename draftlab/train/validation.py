@@ -13,19 +13,23 @@ once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftlab.engine.counters import Counters
+from draftlab.files import sha256_text
 from draftlab.heads.head import DraftHead
+from draftlab.progress import Monitor
+from draftlab.store.prompt_split import hold_out
 from draftlab.store.store import Record, Store
 from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import pack
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.objectives.loss import DraftTeacher
+from draftlab.train.settings import TrainSettings
 from draftlab.train.token_scores import TokenScores, score
 
 
@@ -50,7 +54,6 @@ class Validation:
         sampled_al: predicted AL at temperature 1 over sampled answers; None without any.
         by_position: α by position in the conversation; heads get worse at positions beyond those
             they were trained on.
-        steps: (t, accepted) of the walk, by record.
     """
 
     alpha: list[float]
@@ -59,7 +62,6 @@ class Validation:
     walk: Counters
     sampled_al: float | None
     by_position: list[PositionBin]
-    steps: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     def line(self) -> str:
         """Return a line for the console."""
@@ -169,6 +171,22 @@ def _groups(order: Sequence[int], lengths: Sequence[int], rows: int) -> Iterator
     yield group
 
 
+def split_records(
+    ids: Sequence[str], settings: TrainSettings, seed: int, monitor: Monitor
+) -> tuple[list[int], list[int]]:
+    """Return the records to train on, and those of the held-out records that validations read."""
+    training, held_out = hold_out(ids, settings.validation_share, seed)
+    if settings.validation_share and not held_out:
+        monitor.say("validation: none, since all records answer one prompt")
+    if len(held_out) > (most := settings.validation_records):
+        monitor.say(
+            f"validation: {most:,} of {len(held_out):,} held-out records "
+            "(train.validation_records); a smaller train.validation_share trains on more"
+        )
+        held_out = sorted(sorted(held_out, key=lambda i: sha256_text(ids[i]))[:most])
+    return training, held_out
+
+
 @torch.no_grad()
 def validate(
     head: DraftHead,
@@ -191,7 +209,6 @@ def validate(
     by_position = _ByPosition(max(lengths), num_steps, device)
     sums = torch.zeros(4, num_steps, dtype=torch.float64, device=device)  # loss, α, best, rows
     counters = Counters(num_steps)
-    steps: dict[str, list[tuple[int, int]]] = {}
     expected, anchors = 0.0, 0
     training = head.training
     head.eval()
@@ -208,18 +225,15 @@ def validate(
         hits, ratios = scores.hits.cpu(), scores.ratios.cpu()
         for b, record in enumerate(records):
             if not record.temperature:
-                walked, steps[record.id] = walk(
-                    hits[b, : len(record.tokens)], record.spans, num_steps
-                )
-                counters += walked
+                counters += walk(hits[b, : len(record.tokens)], record.spans, num_steps)[0]
             else:
                 complete = loss_reach(record.spans) >= num_steps
                 runs = ratios[b, : len(record.tokens)][complete].cumprod(-1).sum(-1)
                 expected, anchors = expected + float(runs.sum()), anchors + len(runs)
     head.train(training)
     by_position.sums, sums = (ranks.all_reduce(x.cpu()) for x in (by_position.sums, sums))
-    gathered = zip(*ranks.all_gather((counters, steps, expected, anchors)), strict=True)
-    rank_counters, rank_steps, expected, anchors = gathered
+    gathered = ranks.all_gather((counters, expected, anchors))
+    rank_counters, expected, anchors = zip(*gathered, strict=True)
     expected, anchors = sum(expected), sum(anchors)
     *totals, rows = sums.tolist()
     loss, alpha, accuracy = (
@@ -232,5 +246,4 @@ def validate(
         sum(rank_counters, Counters(num_steps)),
         1 + expected / anchors if anchors else None,
         by_position.bins(),
-        {name: accepted for part in rank_steps for name, accepted in part.items()},
     )

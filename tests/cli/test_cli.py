@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from draftlab.evaluate.certificate import certify
 from draftlab.evaluate.evaluator import Evaluator
 from draftlab.evaluate.results import SCHEMA_VERSION, Report
 from draftlab.pipeline import pipeline
+from draftlab.signals import ENDING_SIGNALS, on_ending_signal
 from tests.helpers.small_run import copy_of_finished, draftlab, finished, half_written, snapshot
 
 # fmt: off
@@ -461,6 +463,28 @@ def test_a_full_or_read_only_disk_is_a_user_error(
     assert first == f"error: expected to write a file, found: {os.strerror(number)}"
     assert second.startswith(f"where: {where}")
     assert third == f"do: {do}; the same command continues where it stopped"
+
+
+@pytest.mark.parametrize("number", ENDING_SIGNALS)
+def test_a_signal_ends_the_process_with_a_line(number: signal.Signals) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended, user_errors(ConsoleMonitor(console), debug=False):
+        signal.raise_signal(number)
+    assert ended.value.code == 128 + number
+    line = f"{number.name}; the same command continues where it stopped\n"
+    assert console.file.getvalue() == line
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with on_ending_signal(lambda number: pytest.fail("handled")):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_long_lines_are_not_wrapped_in_a_log() -> None:

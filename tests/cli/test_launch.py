@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from draftlab.cli import launch as launching
 from draftlab.cli.launch import launch
+from draftlab.signals import ENDING_SIGNALS
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import contents, draftlab, new_workshop
 
@@ -78,21 +79,35 @@ def test_rank_0_prints_its_own_error(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "error: mine" in capfd.readouterr().out
 
 
-def test_terminating_the_launcher_ends_its_processes(tmp_path: Path) -> None:
-    child = f"import os, time; open(os.path.join({str(tmp_path)!r}, os.environ['RANK']), 'w')"
-    child += ".write(str(os.getpid())); time.sleep(60)"
+@pytest.mark.parametrize("number", ENDING_SIGNALS)
+def test_a_signal_to_the_launcher_ends_its_processes(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """They have time to write a checkpoint."""
+    child = f"""
+import os, signal, time
+path = os.path.join({str(tmp_path)!r}, os.environ["RANK"])
+def end(number, frame):
+    time.sleep(1)
+    open(path + "-ended", "w").write(str(number))
+    raise SystemExit
+signal.signal({int(number)}, end)
+open(path, "w").write(str(os.getpid()))
+time.sleep(60)
+"""
     program = (
-        "from draftlab.progress import Monitor; from draftlab.cli.launch import launch; "
-        f"launch([{child!r}], 2, Monitor(), program={PYTHON!r})"
+        "from draftlab.progress import Monitor; from draftlab.cli import launch; "
+        f"launch.GRACE_S = 0.1; launch.launch([{child!r}], 2, Monitor(), program={PYTHON!r})"
     )
     launcher = subprocess.Popen([*PYTHON, program], env=os.environ | {"TMPDIR": str(tmp_path)})
     until = time.monotonic() + 30
     while time.monotonic() < until and not all((tmp_path / r).exists() for r in "01"):
         time.sleep(0.05)
     time.sleep(0.2)
-    launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(timeout=30) == 128 + signal.SIGTERM
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=30) == 128 + number
     for rank in "01":
+        assert (tmp_path / f"{rank}-ended").read_text() == str(int(number))
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / rank).read_text()), 0)
     assert not list(tmp_path.glob("draftlab-ranks-*"))

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 -m tests.helpers.rank_program FOLDER CASE …
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import weakref
 from pathlib import Path
@@ -19,21 +20,27 @@ from draftlab.train.loop import Trainer
 from tests.helpers import synthetic
 from tests.helpers.list_store import ListStore
 from tests.helpers.monitors import RecordingMonitor
+from tests.helpers.small_run import SignallingMonitor
 from tests.helpers.toy_training import orthogonal_parts, toy_answer, trained
 
 STEPS, CUT = 8, 4
 """Optimizer steps; the checkpoint that another number of processes goes on from."""
 
 
+SIGNALLED = "ddp-eagle3-signalled"
+"""A case in which rank 1 receives a SIGTERM after step 5."""
 DIVERGING = tuple(f"{parallel}-eagle3-diverging" for parallel in ("ddp", "zero1", "zero3"))
 SETTINGS = {name: {"learning_rate": 1e30, "warmup": 0.0} for name in DIVERGING}
 
 
 def train(
-    folder: Path, family: str = "eagle3", **settings: Any
+    folder: Path,
+    family: str = "eagle3",
+    monitor: RecordingMonitor | None = None,
+    **settings: Any,
 ) -> tuple[Trainer, RecordingMonitor]:
     """Train on 21 answers; steps have 3 micro-batches, so that one of 2 ranks has an idle one."""
-    target, monitor = orthogonal_parts(), RecordingMonitor()
+    target = orthogonal_parts()
     store = ListStore([toy_answer(target, i) for i in range(21)])
     fields = {
         "steps": STEPS,
@@ -44,7 +51,7 @@ def train(
         "log_every": 1,
         "weight_decay": 0.01,
     }
-    config = synthetic.config(family=family)
+    config, monitor = synthetic.config(family=family), monitor or RecordingMonitor()
     trainer = trained(folder, store, target, monitor, config, **fields | settings)
     return trainer, monitor
 
@@ -52,18 +59,21 @@ def train(
 def main() -> None:
     """Run the cases (`parallel-family…`), each in its folder, from the last checkpoint if any.
 
-    A case that ends with a UserError leaves a file of its text for each rank.
+    A case that ends with a UserError or a signal leaves a file of its text for each rank.
     """
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
         parallel, family = name.split("-")[:2]
+        rank, monitor = os.environ["RANK"], RecordingMonitor()
+        if name == SIGNALLED and rank == "1":
+            monitor = SignallingMonitor(signal.SIGTERM, 5)
+        settings = {"parallel": parallel, **SETTINGS.get(name, {})}
         try:
-            trainer, monitor = train(
-                folder / name, family, parallel=parallel, **SETTINGS.get(name, {})
-            )
-        except UserError as error:
-            (folder / f"{name}-{os.environ['RANK']}.txt").write_text(str(error))
+            trainer, monitor = train(folder / name, family, monitor, **settings)
+        except (UserError, SystemExit) as error:
+            text = f"{error} {monitor.lines[-1]}" if name == SIGNALLED else str(error)
+            (folder / f"{name}-{rank}.txt").write_text(text)
             continue
         head, ranks = trainer.backend.unwrap(), trainer.ranks
         if ranks.is_main:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import shutil
+import signal
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -54,6 +55,18 @@ class InterruptingMonitor(RecordingMonitor):
     def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
         if stage == self.stage and done >= self.done:
             raise KeyboardInterrupt
+
+
+class SignallingMonitor(RecordingMonitor):
+    """Sends this process a signal once, when the progress of a training reaches a number."""
+
+    def __init__(self, number: int, done: float) -> None:
+        super().__init__()
+        self.number, self.done = number, done
+
+    def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
+        if stage == "train" and done == self.done:
+            signal.raise_signal(self.number)
 
 
 def write_prompts(path: Path, texts: list[str]) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import ChainDrafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
 from draftlab.heads.head import DraftHead
 from draftlab.store.store import Record
 from draftlab.target_model.model import Target
+from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.loss import DraftTeacher
+from draftlab.train.token_scores import score
 from draftlab.train.validation import validate
+from draftlab.train.validation import walk as count_walk
 from tests.helpers.greedy_answers import answers, greedy_records, run
 from tests.helpers.list_store import ListStore
 
@@ -30,7 +34,12 @@ def walk_and_decode(
     pairs = answers(target, 20, seed=100)  # the head was trained on them, so long runs occur
     store: Any = ListStore(records or greedy_records(target, pairs))
     teacher = DraftTeacher.of(target.parts, head)
-    steps = validate(head, teacher, store, range(len(pairs)), num_steps=k).steps
+    steps, counters = {}, Counters(k)
+    for record in store.records:
+        hits = score(head, teacher, pack([[record]], len(record.tokens), k)).hits[0]
+        counted, steps[record.id] = count_walk(hits, record.spans, k)
+        counters += counted
+    assert validate(head, teacher, store, range(len(pairs)), num_steps=k).walk == counters
     engine = Engine(target, ChainDrafter(head, k), batch=batch, max_length=target.max_length)
     generations = run(engine, [request for request, _ in pairs])
     assert [g.token_ids for g in generations] == [g.token_ids for _, g in pairs]

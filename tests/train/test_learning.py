@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,19 +11,19 @@ import pytest
 import torch
 
 from draftlab.errors import UserError
+from draftlab.files import sha256_text
 from draftlab.target_model.parts import TargetParts
 from draftlab.text.conversations import answer_id
 from draftlab.train.batch.packing import pack
 from draftlab.train.loop import Trainer
 from draftlab.train.metrics import MetricsLog
 from draftlab.train.objectives.loss import DraftTeacher
-from draftlab.train.settings import TrainSettings
 from draftlab.train.token_scores import score
 from draftlab.train.validation import walk
 from tests.helpers.list_store import ListStore
 from tests.helpers.loss_rows import reach_mask_t, reach_mask_t_k
 from tests.helpers.monitors import RecordingMonitor
-from tests.helpers.small_run import InterruptingMonitor
+from tests.helpers.small_run import InterruptingMonitor, SignallingMonitor
 from tests.helpers.synthetic import spans_of
 from tests.helpers.toy_training import ANSWER, PROMPT, orthogonal_parts, toy_answer, trained
 
@@ -156,7 +157,7 @@ def test_walk_counts_as_a_server_does() -> None:
 def test_a_validation_that_falls_is_said_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = MetricsLog(tmp_path, TrainSettings())
+    log = MetricsLog(tmp_path)
     assert log.overfitting_warning() is None  # nothing was written
     log.write({"step": 1, "loss": [1.0]})
     for step, length in ((100, 1.5), (200, None), (300, 1.8), (400, 1.79)):
@@ -174,6 +175,51 @@ def test_a_validation_that_falls_is_said_at_the_end(
     monkeypatch.setattr(MetricsLog, "overfitting_warning", lambda self: "it fell")
     trained(tmp_path / "run", store, target, heard, steps=2)
     assert heard.lines[-1] == "it fell"
+
+
+def test_a_validation_reads_a_limited_number_of_records(tmp_path: Path) -> None:
+    target, monitor = orthogonal_parts(), RecordingMonitor()
+    store = ListStore([toy_answer(target, i) for i in range(40)])
+    settings = {"steps": 2, "validation_share": 0.5}
+    whole = trained(tmp_path / "whole", store, target, monitor, **settings)
+    assert not any(line.startswith("validation: ") for line in monitor.lines)
+    part = trained(tmp_path / "part", store, target, monitor, validation_records=5, **settings)
+    assert any(line.startswith("validation: 5 of 20 held-out") for line in monitor.lines)
+    assert part.training == whole.training  # so that the weights do not depend on it
+    assert part.key == whole.key
+    assert len(part.held_out) == 5
+    assert set(part.held_out) < set(whole.held_out)
+    ids = sorted((store.ids[i] for i in whole.held_out), key=sha256_text)
+    assert {store.ids[i] for i in part.held_out} == set(ids[:5])
+    drafts = [
+        json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1])
+        for name in ("whole", "part")
+    ]
+    assert drafts[0]["validation"]["walk_drafts"] > 3 * drafts[1]["validation"]["walk_drafts"] > 0
+
+
+def test_a_signal_ends_training_with_a_checkpoint(tmp_path: Path) -> None:
+    target = orthogonal_parts()
+    store = ListStore([toy_answer(target, i) for i in range(40)])
+    settings = {"steps": 12, "checkpoint_every": 7, "log_every": 1}
+    whole = trained(tmp_path / "whole", store, target, **settings)
+    for step, number in ((9, signal.SIGTERM), (10, signal.SIGHUP), (12, signal.SIGTERM)):
+        monitor = SignallingMonitor(number, step)
+        with pytest.raises(SystemExit) as ended:
+            trained(tmp_path / "cut", store, target, monitor, **settings)
+        assert ended.value.code == 128 + number
+        assert monitor.lines[-1].startswith(f"{number.name}: a checkpoint of step {step} is")
+        assert (tmp_path / f"cut/checkpoints/step-{step:07d}").is_dir()
+    resumed = trained(tmp_path / "cut", store, target, **settings)
+    for (name, a), (_, b) in zip(
+        whole.head.state_dict().items(), resumed.head.state_dict().items(), strict=True
+    ):
+        assert torch.equal(a, b), name
+    path = tmp_path / "cut/metrics.jsonl"
+    for _ in range(2):  # the second time as if the head had been lost
+        steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        assert steps == [*range(1, 13), 12]  # the last is of the validation
+        trained(tmp_path / "cut", store, target, **settings)
 
 
 def test_further_answers_are_on_their_prompts_side(tmp_path: Path) -> None:

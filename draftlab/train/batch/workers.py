@@ -17,6 +17,7 @@ import math
 import mmap
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import traceback
@@ -33,6 +34,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.formatting import exit_text
+from draftlab.signals import ENDING_SIGNALS
 from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import Batch
 
@@ -96,6 +98,8 @@ class _Unpickler(pickle.Unpickler):
 
 def serve(pipe: int, memory: int) -> None:
     """Run a data worker: pack steps until the other end of the pipe is closed."""
+    for number in ENDING_SIGNALS:  # the process that trains ends this one, after its checkpoint
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     shared = SharedMemory(memory)
     with Connection(pipe) as connection, suppress(EOFError, OSError):

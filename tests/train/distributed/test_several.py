@@ -28,7 +28,7 @@ from draftlab.train.distributed.ranks import (
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.settings import TrainSettings
 from tests.helpers import synthetic
-from tests.helpers.rank_program import CUT, DIVERGING, STEPS, train
+from tests.helpers.rank_program import CUT, DIVERGING, SIGNALLED, STEPS, train
 from tests.helpers.toy_training import orthogonal_parts
 
 PRINTED = {
@@ -80,7 +80,7 @@ def together(alone: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     for name in RESUMED:
         shutil.copytree(alone["eagle3"], folder / name)
         shutil.rmtree(folder / name / "checkpoints" / f"step-{STEPS:07d}")
-    torchrun(folder, *DIVERGING, *BEGUN, *RESUMED)
+    torchrun(folder, *DIVERGING, SIGNALLED, *BEGUN, *RESUMED)
     return folder
 
 
@@ -105,6 +105,17 @@ def test_gradients_that_are_not_finite_end_the_training(name: str, together: Pat
     for rank in range(2):
         assert "expected finite numbers" in (together / f"{name}-{rank}.txt").read_text()
     assert len(curve(together / name)) < STEPS
+
+
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(
+    alone: dict[str, Path], together: Path
+) -> None:
+    for rank in range(2):
+        text = (together / f"{SIGNALLED}-{rank}.txt").read_text()
+        assert text.startswith("143 SIGTERM: a checkpoint of step 6 is written")
+    _, monitor = train(together / SIGNALLED)
+    assert "resuming training after step 6" in monitor.lines
+    same(curve(together / SIGNALLED), curve(alone["eagle3"]))
 
 
 @pytest.mark.parametrize("parallel", PRINTED)
