@@ -94,11 +94,13 @@ def _make(
     pipeline.gpus = gpus
     if plan:
         typer.echo(f"run folder: {pipeline.folder}")
-        for line in plan_lines(pipeline.plan(*stages), force=force):
+        statuses = pipeline.plan(*stages)
+        for line in plan_lines(statuses, force=force):
             typer.echo(line)
         for line in pipeline.estimate(*stages):
             typer.echo(line)
         typer.echo("`draftlab recipe show` with the same arguments prints every setting")
+        pipeline.check(statuses, plan=True)
         return None
     pipeline.make(*stages, force=force)
     return pipeline
@@ -153,7 +155,7 @@ def run(
                 _launch(("run",), recipe, overrides, force, debug, gpus, as_json=as_json)
             )
         stages = ("head", "eval", "export")
-        pipeline = _make(stages, recipe, overrides, force, plan, rehearse=rehearse)
+        pipeline = _make(stages, recipe, overrides, force, plan, gpus=gpus, rehearse=rehearse)
         if pipeline and pipeline.is_main:
             from draftlab.evaluate.results import Report
 
@@ -222,7 +224,7 @@ def train(
     with guard(debug):
         if gpus > 1 and not plan:
             raise typer.Exit(_launch(("train",), recipe, overrides, force, debug, gpus))
-        pipeline = _make(("head",), recipe, overrides, force, plan)
+        pipeline = _make(("head",), recipe, overrides, force, plan, gpus=gpus)
         if pipeline and pipeline.is_main:
             monitor.say(f"head: {pipeline.folder / 'head'} · next: draftlab eval, draftlab export")
 

@@ -70,7 +70,7 @@ class EvalSettings(Settings):
     certify: bool = False
     """Also test that drafting changes no output: equal tokens at temperature 0, an equal
     distribution above."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the sampling noise."""
     packed: bool = True
     """On a CPU, let the paged engine multiply with packed weights (oneDNN). It needs a copy of the

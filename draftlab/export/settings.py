@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -53,6 +54,15 @@ class ExportSettings(Settings):
             except UserError as error:
                 raise ValueError("; ".join(filter(None, (error.what, error.do)))) from None
         return formats
+
+    @field_validator("max_shard")
+    @classmethod
+    def _is_a_size(cls, size: str) -> str:
+        if not re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", size, re.IGNORECASE):
+            raise ValueError(
+                f"expected the largest size of a file such as 5GB or 500MB, found {size!r}"
+            )
+        return size
 
     @field_validator("gguf")
     @classmethod

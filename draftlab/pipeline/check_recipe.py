@@ -2,48 +2,112 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.evaluate.vllm_compare import check_settings
 from draftlab.export.layout import layout_for
-from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import load_config
+from draftlab.heads.head import DraftHead
 from draftlab.heads.initial import check_start
-from draftlab.pipeline.head_spec import rope_parameters, target_config
+from draftlab.pipeline.head_spec import (
+    planned_head,
+    planned_identity,
+    rope_parameters,
+    target_config,
+)
+from draftlab.pipeline.head_workspace import input_files
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.resolve import find_head
 from draftlab.target_model.boundaries import check_boundaries, default_boundaries
+from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_tokenizer
-from draftlab.target_model.locate import resolve_target
+from draftlab.target_model.locate import local_target, resolve_device, resolve_target
 from draftlab.target_model.parts import check_llama_style
+from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import stop_ids
 from draftlab.text.mask_token import check_mask_id, choose_mask_token
+from draftlab.text.prompts import prompt_file
+from draftlab.train.trackers import check_trackers
 from draftlab.vllm.process import find_python
 
 
-def check_before_run(recipe: Recipe) -> None:
-    """Check what would otherwise fail after hours of work; reads the target's files.
+def check_before_run(recipe: Recipe, stages: Collection[str], *, plan: bool = False) -> None:
+    """Check what would otherwise fail after hours of work.
+
+    Args:
+        stages: names of the stages that run.
+        plan: whether only files of this machine are read, and nothing is downloaded.
 
     Raises:
-        UserError: as `check_shapes`; the family cannot use the target's lm_head, the mask token
-            is not usable, or a stage needs vLLM, which is not installed.
+        UserError: as `check_shapes` and `check_head`; an input file, a device or a package is
+            missing, the family cannot use the target's lm_head, or the mask token is not usable.
     """
-    _check_vllm(recipe)
-    config = target_config(recipe.target).get_text_config()
-    check_shapes(recipe, config)
-    family = get_family(recipe.head.family)
-    if family.uses_target_lm_head:
-        check_llama_style(
-            resolve_target(recipe.target), trust_remote_code=recipe.target.trust_remote_code
-        )
+    for stage in stages:
+        if error := input_error(recipe, stage):
+            raise error
+    _check_machine(recipe, stages)
+    config = target_config(recipe.target)
+    check_shapes(recipe, config.get_text_config())
+    family, rows = get_family(recipe.head.family), config.get_text_config().vocab_size
+    if plan and not _has_tokenizer(recipe.target):
+        return
+    folder = resolve_target(recipe.target)
+    if family.uses_target_lm_head and not plan:
+        check_llama_style(folder, trust_remote_code=recipe.target.trust_remote_code)
     if family.has_mask_token:
         tokenizer = load_tokenizer(recipe.target)
-        stops = stop_ids(tokenizer, resolve_target(recipe.target))
-        choose_mask_token(recipe.head.mask_token, tokenizer, config.vocab_size, stops, None)
-    if recipe.eval.engine == "vllm":
+        with _at("head.mask_token"):
+            stops = stop_ids(tokenizer, folder)
+            choose_mask_token(recipe.head.mask_token, tokenizer, rows, stops, None)
+    check_head(recipe, config, "" if plan else fingerprint(folder))
+
+
+def input_error(recipe: Recipe, stage: str) -> UserError | None:
+    """Return the error of an input file that a stage reads and that does not exist."""
+    read: dict[str, Callable[[], object]] = {
+        "answers": lambda: prompt_file(recipe.prompts.source),
+        "head": lambda: recipe.head.init and find_head(recipe.head.init),
+        "eval": lambda: input_files(recipe.eval),
+    }
+    try:
+        read.get(stage, lambda: None)()
+    except UserError as error:
+        return error
+    return None
+
+
+def _check_machine(recipe: Recipe, stages: Collection[str]) -> None:
+    """Check devices and packages that the stages need."""
+    _check_vllm(recipe)
+    if "head" in stages:
+        with _at("train.device"):
+            resolve_device(recipe.train.device)
+        check_trackers(recipe.train)
+    if not {"answers", "store", "eval"}.isdisjoint(stages):
+        with _at("target.device"):
+            resolve_device(recipe.target.device)
+    if recipe.eval.engine == "vllm" and "eval" in stages:
         check_settings(recipe.eval)
+
+
+def _has_tokenizer(target: TargetSettings) -> bool:
+    """Return whether the target is a local folder with a tokenizer."""
+    folder = local_target(target)
+    return folder is not None and any(map(Path.is_file, folder.glob("tokenizer.*")))
+
+
+@contextmanager
+def _at(where: str, do: str = "") -> Iterator[None]:
+    """Name the setting that a `UserError` of this block is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(error.what, where=where, do=do or error.do) from None
 
 
 def check_shapes(recipe: Recipe, config: Any) -> None:
@@ -60,16 +124,10 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
     family = get_family(recipe.head.family)
     _check_boundaries(recipe, config.num_hidden_layers)
     rope_parameters(recipe.target, config)
+    formats = "in a recipe --to vllm is export.formats=[vllm]; export.formats=[] exports nothing"
     for program in recipe.export.formats:
-        try:
+        with _at("export.formats", formats):
             layout_for(program, recipe.head.family)
-        except UserError as error:
-            raise UserError(
-                error.what,
-                where="export.formats",
-                do="in a recipe --to vllm is export.formats=[vllm]; "
-                "export.formats=[] exports nothing",
-            ) from None
     if family.has_mask_token:
         check_mask_id(recipe.head.mask_token, config.vocab_size)
     if (
@@ -95,15 +153,11 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
 def _check_boundaries(recipe: Recipe, num_layers: int) -> None:
     if recipe.record.boundaries is None:
         return
-    try:
+    effect = f"takes this target's default ones, {list(default_boundaries(num_layers))}"
+    if get_family(recipe.head.family).reads_last_state:
+        effect = f"records none, which is enough for {recipe.head.family} heads"
+    with _at("record.boundaries", f"record.boundaries=null {effect}"):
         check_boundaries(recipe.record.boundaries, num_layers)
-    except UserError as error:
-        effect = f"takes this target's default ones, {list(default_boundaries(num_layers))}"
-        if get_family(recipe.head.family).reads_last_state:
-            effect = f"records none, which is enough for {recipe.head.family} heads"
-        raise UserError(
-            error.what, where="record.boundaries", do=f"record.boundaries=null {effect}"
-        ) from None
 
 
 def _check_vllm(recipe: Recipe) -> None:
@@ -118,12 +172,19 @@ def _check_vllm(recipe: Recipe) -> None:
         )
 
 
-def check_initial(recipe: Recipe, planned: HeadConfig) -> None:
-    """Check that a planned head can start from the recipe's head.init.
+def check_head(recipe: Recipe, config: Any, fingerprint: str = "") -> DraftHead:
+    """Return the head that the recipe would train, on the meta device.
+
+    Args:
+        config: the target's config.
+        fingerprint: the target's, if its weights are available.
 
     Raises:
-        UserError: there is no such head, or its config differs; the message names the fields.
+        UserError: such a head cannot be, or cannot start from the recipe's head.init; the message
+            names the fields.
     """
+    head = planned_head(recipe, config, planned_identity(recipe, config, fingerprint))
     if recipe.head.init is not None:
         folder = find_head(recipe.head.init)
-        check_start(planned, load_config(folder), folder)
+        check_start(head.config, load_config(folder), folder)
+    return head

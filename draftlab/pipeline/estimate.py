@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftlab.formatting import rounded_text, size_text
-from draftlab.pipeline.check_recipe import check_initial, check_shapes
+from draftlab.pipeline.check_recipe import check_head, check_shapes
 from draftlab.pipeline.hardware import GPUS, Gpu
-from draftlab.pipeline.head_spec import planned_head, planned_identity, target_config
+from draftlab.pipeline.head_spec import planned_identity, target_config
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.sizes import (
     PROMPT_TOKENS,
@@ -25,6 +25,7 @@ from draftlab.pipeline.sizes import (
 )
 from draftlab.store.manifest import StoreIdentity
 from draftlab.target_model.locate import config_folder, shipped_config
+from draftlab.train.distributed.ranks import idle_note
 
 TIME_FACTORS = (2, 4)
 """A stage takes this many times the least time."""
@@ -66,9 +67,7 @@ def estimate_stages(recipe: Recipe) -> list[Estimate]:
     target = TargetSize.of(recipe, config)
     conversations = Conversations.of(recipe, target.max_length)
     identity = planned_identity(recipe, config)
-    planned = planned_head(recipe, config, identity)
-    check_initial(recipe, planned.config)
-    head = HeadSize.of(planned, recipe)
+    head = HeadSize.of(check_head(recipe, config), recipe)
     active = f", {_count(target.active)} active per token" if target.expert_parameters else ""
     quantised = "; quantised, so that its files are smaller" if target.quantised else ""
     name = (config.architectures or [type(config).__name__])[0]
@@ -85,12 +84,15 @@ def estimate_stages(recipe: Recipe) -> list[Estimate]:
     ]
 
 
-def estimate_table(recipe: Recipe, runs: Path, stages: Collection[str]) -> Iterator[str]:
+def estimate_table(
+    recipe: Recipe, runs: Path, stages: Collection[str], num_processes: int = 1
+) -> Iterator[str]:
     """Yield the lines of a table of estimates, and warnings about the machine.
 
     Args:
         runs: folder of all runs.
         stages: names of the stages in the table.
+        num_processes: how many train together, if they are more than `hardware.gpus`.
     """
     rows = [row for row in estimate_stages(recipe) if row.name in ("target", *stages)]
     hardware, num_gpus = recipe.hardware, recipe.target.gpus
@@ -115,8 +117,22 @@ def estimate_table(recipe: Recipe, runs: Path, stages: Collection[str]) -> Itera
     free = shutil.disk_usage(existing).free
     if free < disk:
         yield f"  warning: {_bytes(free)} of disk are free in the folder of runs/"
+    if "head" in stages:
+        yield from _training_warnings(recipe, max(num_processes, hardware.gpus))
     if gpu:
         yield from _memory_warnings(recipe, rows, gpu)
+
+
+def _training_warnings(recipe: Recipe, num_processes: int) -> Iterator[str]:
+    """Yield a warning if GPUs have nothing to do, and if rows may be too short."""
+    if note := idle_note(recipe.train.batch_rows, num_processes):
+        yield f"  warning: {note}"
+    longest = Conversations.longest(recipe)
+    if longest > (row_tokens := recipe.train.row_tokens):
+        yield (
+            f"  warning: the longest conversation may have about {longest:,.0f} tokens, and "
+            f"train.row_tokens is {row_tokens:,}: record.max_length={row_tokens} cuts it"
+        )
 
 
 def _memory_warnings(recipe: Recipe, rows: list[Estimate], gpu: Gpu) -> Iterator[str]:

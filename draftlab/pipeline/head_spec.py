@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from transformers import AutoConfig
 
 from draftlab.errors import UserError
@@ -15,6 +16,7 @@ from draftlab.heads.head import DraftHead
 from draftlab.heads.layers import ROPE_TYPES
 from draftlab.pipeline.recipe import Recipe
 from draftlab.progress import Monitor
+from draftlab.settings import describe_errors
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.store import Store
 from draftlab.target_model.boundaries import check_boundaries, default_boundaries
@@ -146,8 +148,8 @@ def head_config(
             f"{rope['rope_type']}"
         )
         rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    return make_head_config(
-        **family.config_fields(settings, config),
+    fields = dict(
+        family.config_fields(settings, config),
         family=family.name,
         num_layers=settings.num_layers,
         mask_token_id=mask,
@@ -174,6 +176,14 @@ def head_config(
             template_sha256=identity.template_sha256,
         ),
     )
+    try:
+        return make_head_config(**fields)
+    except ValidationError as error:
+        raise UserError(
+            f"such a head cannot be: {describe_errors(error)}",
+            where="head",
+            do="change these settings, or leave them out for the target's shape",
+        ) from None
 
 
 def rope_parameters(target: TargetSettings, config: Any) -> dict[str, Any]:

@@ -12,22 +12,20 @@ and store are computed in `draftlab.pipeline.recording`, the head in `draftlab.p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from draftlab.errors import UserError
 from draftlab.evaluate.evaluator import environment
 from draftlab.files import sha256_file, write_json
 from draftlab.heads.folder import WEIGHTS, save_head
 from draftlab.heads.head import DraftHead
 from draftlab.pipeline.api import evaluate_head, export_head
-from draftlab.pipeline.check_recipe import check_before_run, check_initial
+from draftlab.pipeline.check_recipe import check_before_run, input_error
 from draftlab.pipeline.estimate import estimate_table
-from draftlab.pipeline.head_spec import planned_head, planned_identity, target_config
 from draftlab.pipeline.head_workspace import input_files
 from draftlab.pipeline.recipe import Recipe, flatten, to_yaml
 from draftlab.pipeline.recording import Recording
@@ -110,23 +108,25 @@ class Pipeline:
 
     def _missing_input(self, stage: str) -> str:
         """Return the path of an input file that a stage needs and that does not exist, or ""."""
-        recipe = self.recipe
-        inputs: dict[str, Callable[[], object]] = {
-            "answers": lambda: prompt_file(recipe.prompts.source),
-            "head": lambda: recipe.head.init and find_head(recipe.head.init),
-            "eval": lambda: input_files(recipe.eval),
-        }
-        try:
-            inputs.get(stage, lambda: None)()
-        except UserError as error:
-            if Path(error.where).exists():  # the file exists and has another fault
-                raise
-            return error.where
-        return ""
+        error = input_error(self.recipe, stage)
+        if error and Path(error.where).exists():  # the file exists and has another fault
+            raise error
+        return error.where if error else ""
 
     def estimate(self, *last: str) -> Iterator[str]:
         """Yield a table of disk, memory and time for the stages up to those named `last`."""
-        return estimate_table(self.recipe, self.runs, [s.stage.name for s in self.plan(*last)])
+        names = [status.stage.name for status in self.plan(*last)]
+        return estimate_table(self.recipe, self.runs, names, self.gpus)
+
+    def check(self, statuses: Sequence[Status], *, plan: bool) -> None:
+        """Raise a `UserError` if the stages that are not complete cannot succeed.
+
+        Args:
+            plan: see `check_before_run`.
+        """
+        names = [s.stage.name for s in statuses if s.state not in ("done", "unneeded")]
+        self.recording.trains = "head" in names
+        check_before_run(self.recipe, names, plan=plan)
 
     def make(self, *last: str, force: bool = False) -> Path:
         """Run what is missing up to each stage of `last`; return the artefact of the final one.
@@ -169,15 +169,15 @@ class Pipeline:
 
     def _run_stages(self, *last: str, force: bool) -> None:
         run = self.run
-        check_before_run(self.recipe)
-        self._check_initial()
+        self.check(run.plan(*last), plan=False)
         if run.status(STAGES["answers"]).state != "done":
             _ = self.recording.prompts  # a broken file must not leave a run folder
         with lock(run.folder):
             statuses = run.plan(*last)
             if not force:
                 run.refuse_changes(statuses)
-            run.write_recipe(to_yaml(self.recipe))
+            if note := run.write_recipe(to_yaml(self.recipe)):
+                self.monitor.say(note)
             for status in statuses:
                 stage = status.stage
                 if status.state in ("done", "unneeded"):
@@ -208,14 +208,6 @@ class Pipeline:
         with self.run.recorded_stage(stage) as artefact:
             functions[stage.name](artefact)
         self.monitor.say(f"{stage.name}: done in {time.perf_counter() - start:.0f} s")
-
-    def _check_initial(self) -> None:
-        """Check that the head can start from head.init, before anything is recorded."""
-        recipe = self.recipe
-        if recipe.head.init is not None:
-            config, folder = target_config(recipe.target), resolve_target(recipe.target)
-            identity = planned_identity(recipe, config, fingerprint(folder))
-            check_initial(recipe, planned_head(recipe, config, identity).config)
 
     def _write_provenance(self) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -24,6 +24,10 @@ from draftlab.target_model.settings import TargetSettings
 from draftlab.text.settings import DraftVocabSettings, PromptSettings, RegenerateSettings
 from draftlab.train.settings import HeadSettings, TrainSettings
 
+LATEST = "latest"
+"""Name of the link to the latest run."""
+MAX_NAME = 250
+"""Most letters of a run's name: file systems allow 255, and `eval` adds some."""
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Names that a run can have."""
 _BOOL = "tag:yaml.org,2002:bool"
@@ -59,7 +63,7 @@ class Recipe(Settings):
 
     name: str = Field(pattern=NAME)
     """Name of the run, whose files are in runs/<name>/."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of sampled answers, initial weights and data order; eval.seed is that of evaluation."""
     target: TargetSettings = TargetSettings()
     """The frozen model that the head drafts for. A plain text is its path."""
@@ -85,6 +89,12 @@ class Recipe(Settings):
     @field_validator("name", mode="before")
     @classmethod
     def _check_name(cls, value: Any) -> Any:
+        if value == LATEST:
+            raise ValueError("runs/latest is a link to the latest run: expected another name=")
+        if isinstance(value, str) and len(value) > MAX_NAME:
+            raise ValueError(
+                f"expected a name of at most {MAX_NAME} letters, found one of {len(value)}"
+            )
         if isinstance(value, str) and not re.match(NAME, value):
             raise ValueError(
                 "expected a name of letters, digits, '.', '_' and '-' that begins with a letter or "

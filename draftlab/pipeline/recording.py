@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from draftlab.text.conversations import Conversation
 from draftlab.text.prompts import load_prompts
 from draftlab.text.samples import open_samples
 from draftlab.text.server_answers import ServerAnswers
+from draftlab.train.batch.order import check_row_tokens
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.vllm.answers import VllmAnswers
 from draftlab.vllm.hidden_states import VllmStateSource
@@ -44,11 +45,15 @@ class Recording:
         recipe: the recipe.
         run: the run folder.
         monitor: receives lines and progress.
+
+    Attributes:
+        trains: whether a head is trained next, whose rows have to hold the longest record.
     """
 
     recipe: Recipe
     run: Path
     monitor: Monitor
+    trains: bool = field(default=False, init=False)
 
     @cached_property
     def prompts(self) -> list[Conversation]:
@@ -153,8 +158,17 @@ class Recording:
             boundaries=boundaries,
             dtype=self.recipe.record.dtype,
         )
-        answers = self.run / STAGES["answers"].artefact
-        return identity, open_samples(answers, self.tokenizer, monitor)
+        samples = open_samples(self.run / STAGES["answers"].artefact, self.tokenizer, monitor)
+        if self.trains:
+            settings, lengths = self.recipe.record, samples.lengths
+            limit = min(settings.max_length or target.max_length, target.max_length)
+            kept = (
+                lengths[lengths <= limit]
+                if settings.overlong == "skip"
+                else lengths.clip(max=limit)
+            )
+            check_row_tokens(kept, self.recipe.train.row_tokens)
+        return identity, samples
 
     def _plan(self, monitor: Monitor) -> tuple[Manifest, Selection]:
         """Return the plan of the store, and its samples."""

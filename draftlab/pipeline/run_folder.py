@@ -22,13 +22,12 @@ from draftlab.files import (
     write_text,
 )
 from draftlab.heads.family import get_family
-from draftlab.pipeline.recipe import RENAMED_SETTINGS
+from draftlab.pipeline.recipe import LATEST, RENAMED_SETTINGS
 from draftlab.pipeline.stages import FORMER_DEFAULTS, SETTINGS_WITHOUT_EFFECT, STAGES, Stage
 from draftlab.store.store import check_store
 from draftlab.train.settings import is_free
 
 RUNS = Path("runs")
-LATEST = "latest"
 State = Literal["done", "unfinished", "missing", "changed", "unneeded"]
 
 
@@ -200,16 +199,23 @@ class Run:
                 record.unlink(missing_ok=True)
             raise
 
-    def write_recipe(self, recipe: str) -> None:
-        """Write recipe.yaml and point runs/latest at this run, where they differ."""
+    def write_recipe(self, recipe: str) -> str | None:
+        """Write recipe.yaml and point runs/latest at this run, where they differ.
+
+        Returns:
+            A remark if runs/latest is no link, which stays as it is; else None.
+        """
         path, link = self.folder / "recipe.yaml", self.folder.parent / LATEST
         if not path.exists() or path.read_text(encoding="utf-8") != recipe:
             write_text(path, recipe)
+        if link.exists() and not link.is_symlink():
+            return f"{link} is not a link and stays: name the run for later commands"
         if not (link.is_symlink() and os.readlink(link) == self.folder.name):
             temporary = link.with_name(f".{LATEST}.{os.getpid()}")
             temporary.unlink(missing_ok=True)
             temporary.symlink_to(self.folder.name)
             os.replace(temporary, link)
+        return None
 
 
 def _with_effect(settings: dict[str, Any]) -> dict[str, Any]:

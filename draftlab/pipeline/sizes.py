@@ -6,6 +6,7 @@ Models are built on torch's "meta" device, and their parameters are counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -140,18 +141,35 @@ class Conversations:
             None: there is no file, and the recipe does not limit the number of prompts.
         """
         settings, regenerate = recipe.prompts, recipe.regenerate
-        try:
-            with open(prompt_file(settings.source), "rb") as file:
-                sizes = [len(line) for line in file][: settings.max_prompts]
-            count, prompt = len(sizes), sum(sizes) / max(len(sizes), 1) / BYTES_PER_TOKEN
-        except UserError:
-            if settings.max_prompts is None:
-                return None
-            sizes, count, prompt = [], settings.max_prompts, float(PROMPT_TOKENS)
+        sizes = _prompt_sizes(recipe)
+        if not sizes and settings.max_prompts is None:
+            return None
+        count, prompt = settings.max_prompts or 0, float(PROMPT_TOKENS)
+        if sizes:
+            count, prompt = len(sizes), sum(sizes) / len(sizes)
         answer = regenerate.max_new_tokens if regenerate.enabled else 0
         samples = regenerate.samples if regenerate.enabled else 1
         prompt = min(prompt, max_length)
         return cls(count * samples, prompt, min(answer, max_length - prompt), not sizes)
+
+    @staticmethod
+    def longest(recipe: Recipe) -> float:
+        """Return the most tokens of a recorded conversation, by the file of prompts; 0: no file."""
+        regenerate, limit = recipe.regenerate, recipe.record.max_length
+        prompt = max(_prompt_sizes(recipe), default=0)
+        answer = regenerate.max_new_tokens if regenerate.enabled else 0
+        length = prompt + answer if prompt else 0
+        return min(length, limit or length)
+
+
+def _prompt_sizes(recipe: Recipe) -> list[float]:
+    """Return about how many tokens each prompt has, from its bytes; nothing without a file."""
+    try:
+        path = prompt_file(recipe.prompts.source)
+    except UserError:
+        return []
+    with open(path, "rb") as file:
+        return [len(line) / BYTES_PER_TOKEN for line in islice(file, recipe.prompts.max_prompts)]
 
 
 @dataclass(frozen=True)

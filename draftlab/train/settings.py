@@ -61,13 +61,13 @@ class HeadSettings(Settings):
     packages can register more families."""
     num_layers: int = Field(default=1, ge=1)
     """Number of decoder layers: 1 for eagle3, up to 4 for other families."""
-    intermediate_size: int | None = None
+    intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the feed-forward layer; None: the target's."""
-    num_attention_heads: int | None = None
+    num_attention_heads: int | None = Field(default=None, ge=1)
     """Number of query heads; None: the target's."""
-    num_key_value_heads: int | None = None
+    num_key_value_heads: int | None = Field(default=None, ge=1)
     """Number of key-value heads; None: the target's."""
-    head_dim: int | None = None
+    head_dim: int | None = Field(default=None, ge=1)
     """Width of an attention head; None: the target's."""
     norm_before_residual: bool = False
     """Whether the residual is the normed hidden state. SGLang cannot serve True."""

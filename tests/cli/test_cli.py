@@ -115,6 +115,7 @@ def test_plan_prints_stages_and_writes_nothing() -> None:
     settings = ("name=other", "prompts.source=no.jsonl", "--plan")
     lacking = draftlab(finished(), "train", "small.yaml", *settings)
     assert "answers  would run; it needs no.jsonl, which is not there yet\n" in lacking.stdout
+    assert lacking.exit_code == 2
     assert snapshot(finished()) == before
     assert not (finished() / "runs" / "other").exists()
 

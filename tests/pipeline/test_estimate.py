@@ -19,6 +19,7 @@ from draftlab.pipeline.stages import STAGES
 from draftlab.store.manifest import StoreIdentity
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings
+from draftlab.text.prompts import EMBEDDED_PROMPTS
 from tests.helpers.small_run import RECIPES, draftlab, write_prompts
 from tests.helpers.zoo import zoo_config, zoo_folder
 
@@ -260,7 +261,10 @@ def test_warnings_about_memory_and_disk(llama_8b: Path, tmp_path: Path) -> None:
 def test_every_recipe_can_be_planned_from_a_config(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan needs no weights, tokenizer, prompts or Hub, and writes no run folder."""
+    """A plan needs no weights, tokenizer, prompts or Hub, and writes no run folder.
+
+    Its exit code says whether the prompts are missing.
+    """
 
     def never(*_: object) -> None:
         raise AssertionError("the plan downloaded the target")
@@ -270,7 +274,8 @@ def test_every_recipe_can_be_planned_from_a_config(
     kind = "llama4" if "llama4" in path.stem else "gpt_oss" if "gpt_oss" in path.stem else "llama"
     zoo_config(kind, num_hidden_layers=48, no_rope_layers=None).save_pretrained(tmp_path / "t")
     result = draftlab(tmp_path, "train", str(path), f"target={tmp_path / 't'}", "--plan")
-    assert result.exit_code == 0, result.output
+    missing = load_recipe(path).prompts.source not in EMBEDDED_PROMPTS
+    assert result.exit_code == (2 if missing else 0), result.output
     lines = result.output.splitlines()
     (start,) = (i for i, line in enumerate(lines) if line.startswith("estimate ("))
     assert [line.split()[0] for line in lines[start + 2 : start + 6]] == [

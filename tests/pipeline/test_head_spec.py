@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from draftlab.pipeline.check_recipe import check_before_run
 from draftlab.pipeline.estimate import estimate_stages
 from draftlab.pipeline.head_spec import choose_boundaries
 from draftlab.pipeline.recipe import parse_recipe
+from draftlab.pipeline.stages import STAGES
 from draftlab.train.settings import HeadSettings
 from tests.helpers.monitors import RecordingMonitor
 
@@ -122,7 +124,7 @@ def test_a_recipe_that_does_not_fit_is_refused_by_the_plan_and_by_the_run(
     settings: dict[str, Any], message: str
 ) -> None:
     recipe = parse_recipe({"name": "r", **settings})
-    for check in (check_before_run, estimate_stages):
+    for check in (partial(check_before_run, stages=STAGES), estimate_stages):
         with pytest.raises(UserError) as caught:
             check(recipe)
         assert message in str(caught.value)

@@ -14,6 +14,18 @@ OPEN_ROWS = 64
 """Rows that still accept records. More rows waste less padding, but mix records less well."""
 
 
+def check_row_tokens(lengths: Sequence[int], row_tokens: int) -> None:
+    """Raise a `UserError` if a record does not fit a row."""
+    longest = max(lengths, default=0)
+    if longest > row_tokens:
+        raise UserError(
+            f"expected records of at most train.row_tokens = {row_tokens} tokens, found one of "
+            f"{longest}",
+            where="train.row_tokens",
+            do="raise train.row_tokens or lower record.max_length",
+        )
+
+
 def epoch_rows(
     lengths: Sequence[int], row_tokens: int, *, seed: int, epoch: int
 ) -> list[list[int]]:
@@ -22,13 +34,7 @@ def epoch_rows(
     Records come in random order and go into the fullest open row that has room; a new row closes
     the fullest of `OPEN_ROWS`. The rows are shuffled at the end, since the last rows are emptier.
     """
-    longest = max(lengths)
-    if longest > row_tokens:
-        raise UserError(
-            f"expected records of at most train.row_tokens = {row_tokens} tokens, found one of "
-            f"{longest}",
-            do="raise train.row_tokens or lower record.max_length",
-        )
+    check_row_tokens(lengths, row_tokens)
     generator = np.random.default_rng([seed, epoch])
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (free tokens, row), ascending
