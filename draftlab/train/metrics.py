@@ -169,10 +169,10 @@ def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
     """Return nested numbers and lists under slash-separated names."""
     flat: dict[str, float] = {}
     for key, value in row.items():
+        if isinstance(value, list):
+            value = {str(number): item for number, item in enumerate(value)}
         if isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{key}/")
-        elif isinstance(value, list):
-            flat |= {f"{prefix}{key}/{i}": v for i, v in enumerate(value)}
         elif value is not None:
             flat[f"{prefix}{key}"] = value
     return flat
