@@ -87,8 +87,7 @@ class Trainer:
         self.dtype = product_dtype(settings.precision, self.device)
         self.training, self.held_out = split_records(store.ids, settings, seed, monitor)
         drops, imitates = self.objective.drops_anchors, self.objective.imitates_states
-        one_row = uses_one_row(self.device)
-        packer = Packer(store, settings, seed, drops, imitates, one_row)
+        packer = Packer(store, settings, seed, drops, imitates, uses_one_row(self.device))
         self.loader = BatchLoader(packer, self.ranks)
         head = new_head(config)
         initialise_head(
@@ -107,9 +106,8 @@ class Trainer:
         self.target = DraftTeacher.of(parts, head, torch.float32)
         module = DistillationModule(head, self.target, settings, self.dtype)
         self.backend = wrap(module, settings, self.ranks)
-        self.key, *self.former_keys = training_keys(
-            settings, config, vocabulary, store, seed, initial
-        )
+        self.keys = training_keys(settings, config, vocabulary, store, seed, initial)
+        self.key = self.keys[0]
         self.step = self.tokens_seen = 0
         self.log = MetricsLog(folder, muted=not self.ranks.is_main)
         self.ending = EndingSignal(self.ranks)
@@ -140,7 +138,7 @@ class Trainer:
     def _resume(self) -> None:
         """Continue after the last checkpoint, if there is one."""
         for path in self.ranks.broadcast(checkpoints(self.folder / "checkpoints")[-1:]):
-            checkpoint = read_checkpoint(path, keys=[self.key, *self.former_keys])
+            checkpoint = read_checkpoint(path, keys=self.keys)
             self.backend.load(checkpoint.weights, checkpoint.moments)
             self.step, self.tokens_seen = checkpoint.step, checkpoint.tokens_seen
             self.monitor.say(f"resuming training after step {self.step}")
@@ -269,8 +267,8 @@ class Trainer:
             num_steps=self.settings.ttt_steps,
             ranks=self.ranks,
         )
-        metrics = validation.metrics()
-        self.log.write({"step": self.step, "tokens_seen": self.tokens_seen, "validation": metrics})
+        row = {"step": self.step, "tokens_seen": self.tokens_seen}
+        self.log.write({**row, "validation": validation.metrics()})
         self.monitor.say(f"validation at step {self.step}: {validation.line()}")
         if line := validation.position_line():
             self.monitor.say(line)
