@@ -85,13 +85,6 @@ def test_a_complete_run_is_not_run_again() -> None:
     assert snapshot(finished() / "runs") == before
 
 
-def test_json_prints_only_the_report() -> None:
-    result = draftlab(finished(), "run", "small.yaml", "--json")
-    report = finished() / "runs" / "small" / "eval" / "report.json"
-    assert result.stdout == report.read_text()
-    assert json.loads(result.stdout)["schema"] == SCHEMA_VERSION
-
-
 def test_plan_prints_stages_and_writes_nothing() -> None:
     before = snapshot(finished())
     done = draftlab(finished(), "run", "small.yaml", "--plan")
@@ -332,24 +325,15 @@ def test_inspect_refuses_a_truncated_head(tmp_path: Path) -> None:
         (("eval", "--run", "nothing"), ("expected a run, found none", "none named 'nothing'")),
         (("eval", "--temps", "0,hot"), ("--temps: expected a number, found 'hot'", "eval --help")),
         (
-            ("eval", "--temps", "-1"),
-            ("--temps: expected a number greater than or equal to 0, found '-1'",),
-        ),
-        (
             ("eval", "--k", "0"),
             ("--k: expected a number greater", "found '0'", "command line", "eval --help"),
         ),
-        (("eval", "--batch", "0"), ("--batch: expected ", "found 0")),
         (("eval", "--timing-batches", "8,0"), ("--timing-batches: expected ", "found '0'")),
-        (("eval", "--top-p", "0"), ("--top-p: expected a number greater than 0, found 0",)),
-        (("eval", "--out", "small.yaml"), ("expected a folder to write to, found a file",)),
         (("eval", "--out", "small.yaml/x"), ("expected a folder to write to, found a file",)),
         (("eval", "--k", "3,x"), ("--k: expected a whole number, found 'x'",)),
-        (("eval", "--engine", "fast"), ("engine", "'fast'")),
         (("eval", "--temps", "0,,0.7"), ("--temps", "0,,0.7")),
         (("eval", "--compare", "nothing"), ("expected a head folder", "nothing")),
         (("eval", "--draft-probs", "maybe"), ("--draft-probs: expected 'on', ", "'maybe'")),
-        (("eval", "--prompts", "no.jsonl"), ("no.jsonl",)),
         (("eval", "--head", "nothing"), ("expected a head folder", "nothing")),
         (("recipe", "show", "none.yaml"), ("expected a recipe",)),
     ],
@@ -554,5 +538,6 @@ def test_stdout_of_a_process_has_only_json() -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["rows"]
+    assert done.stdout == (finished() / "runs/small/eval/report.json").read_text()
+    assert json.loads(done.stdout)["schema"] == SCHEMA_VERSION
     assert "eval: there (runs/small/eval)" in done.stderr

@@ -284,17 +284,3 @@ def test_every_recipe_can_be_planned_from_a_config(
     assert not (tmp_path / "runs").exists()
     if load_recipe(path).target.path != "embedded":
         assert load_recipe(path).hardware.gpu, "a recipe for a large target names its hardware"
-
-
-def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def offline(*_: object, **__: object) -> None:
-        raise OSError("no route")
-
-    monkeypatch.setattr("draftlab.pipeline.head_spec.AutoConfig.from_pretrained", offline)
-    file = tmp_path / "r.yaml"
-    file.write_text("target: nobody/nothing-at-all\n")
-    result = draftlab(tmp_path, "train", str(file), "--plan")
-    assert result.exit_code == 2
-    assert "the target's config does not load: no route" in result.output
-    assert "where: nobody/nothing-at-all" in result.output
-    assert "do: check the id, your network and your login" in result.output

@@ -54,7 +54,7 @@ def test_every_setting_is_documented() -> None:
     assert undocumented == []
 
 
-def test_the_schema_is_yaml_that_mentions_every_setting_with_its_deerror_of() -> None:
+def test_the_schema_is_yaml_that_mentions_every_setting_with_its_default() -> None:
     text = "\n".join(schema_lines())
     tree = yaml.safe_load(text)
     tree["name"] = "x"

@@ -53,14 +53,11 @@ def test_each_setting_has_a_row_for_each_suite() -> None:
     assert "…" not in text
 
 
-def test_suites_with_the_same_name_show_their_folder() -> None:
-    text = printed(of_suite("a/q.jsonl"), of_suite("b/q.jsonl"))
+def test_what_differs_between_suites_is_shown() -> None:
+    """Suites with the same name have their folders."""
+    text = printed(of_suite("a/q.jsonl"), of_suite("b/q.jsonl", max_new_tokens=64))
     assert "a/q.jsonl" in text
     assert "b/q.jsonl" in text
-
-
-def test_conditions_that_differ_are_listed() -> None:
-    text = printed(of_suite("a"), of_suite("b", max_new_tokens=64))
     assert "different between rows: max tokens" in " ".join(text.split())
     assert "different between" not in printed(of_suite("a"), of_suite("b"))
 

@@ -96,8 +96,8 @@ def test_conditions_that_differ_get_a_column() -> None:
 
 
 def test_warnings_come_last_and_markup_is_text() -> None:
-    twice = ["6 prompts are few [bold]", "[/] odd"]
-    rows = [sample.row(warnings=twice, head="[red]h[/red]"), sample.row(warnings=twice[:1])]
+    few, odd = "6 prompts are few [bold]", "[/] odd"
+    rows = [sample.row(warnings=[few, odd, few], head="[red]h[/red]"), sample.row(warnings=[few])]
     text = printed(sample.report(rows))
     assert "[red]h[/red]" in text
     tail = text.splitlines()[-2:]
@@ -114,17 +114,6 @@ def test_the_first_table_names_the_heads() -> None:
     assert len(lines_of(text, "2*")) == 2  # no third table repeats it
     assert fmt.HEAD_NOTES["reference"] in " ".join(text.split())
     assert fmt.HEAD_NOTES["reference"] not in " ".join(printed(sample.report()).split())
-
-
-def test_chain_and_parallel_heads_fit_too() -> None:
-    rows = [
-        sample.row(head="quickstart", k=8, temperature=0.8, speedup_ci=(1.5, 1.7)),
-        sample.row(head="quickstart_peagle", k=8, temperature=0.8, drafter="parallel"),
-    ]
-    text = printed(sample.report(rows))
-    assert max(map(len, text.splitlines())) <= 100
-    assert "…" not in text.replace("1…K", "")
-    assert "[1.50, 1.70]" in lines_of(text, "1*")[0]
 
 
 def test_the_first_table_names_the_engines() -> None:
@@ -163,18 +152,21 @@ def test_the_legend_explains_only_what_is_shown() -> None:
 
 @pytest.mark.parametrize("k", [1, 4, 8])
 def test_hundred_columns_are_enough(k: int) -> None:
+    """Chain and parallel heads, with and without a baseline."""
+    wide = {"temperature": 1.25, "k": k, "speedup_ci": (1.5, 1.7)}
     rows = [
         sample.baseline(temperature=1.25, output_tokens=1_000_000, tpot_ms=123.4),
-        sample.row(temperature=1.25, k=k, keep=0.9, speedup_ci=(1.5, 1.7)),
-        sample.row(temperature=1.25, k=k, draft_probs=True, head="a/very-long-name" * 9),
+        sample.row(keep=0.9, **wide),
+        sample.row(draft_probs=True, head="a/very-long-name" * 9, drafter="parallel", **wide),
     ]
-    text = printed(sample.report(rows))
-    assert max(map(len, text.splitlines())) <= 100
-    assert "…" not in text.replace("1…K", "")
-    figures = lines_of(text, "2*")[0]
-    low, high = rows[1].acceptance_length_ci
-    assert f"{rows[1].acceptance_length:.2f} [{low:.2f}, {high:.2f}]" in figures
-    assert len(lines_of(text, "2*")) == 3  # figures, counters, the heads that differ
+    for shown in (rows, rows[1:]):
+        text = printed(sample.report(shown))
+        assert max(map(len, text.splitlines())) <= 100
+        assert "…" not in text.replace("1…K", "")
+        figures = lines_of(text, f"{len(shown) - 1}*")[0]
+        low, high = rows[1].acceptance_length_ci
+        assert f"{rows[1].acceptance_length:.2f} [{low:.2f}, {high:.2f}]" in figures
+        assert "[1.50, 1.70]" in figures
 
 
 def test_missing_values_are_dashes() -> None:
