@@ -34,8 +34,8 @@ def test_the_weights_are_kept_and_norms_have_the_size_of_what_they_norm(
     student = qwen.as_qwen3(teacher, ids)
     assert student.config.tie_word_embeddings
     assert student.config.head_dim == 8
-    found, norms = student.state_dict(), 0
-    for name, tensor in found.items():
+    tensors, norms = student.state_dict(), 0
+    for name, tensor in tensors.items():
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             assert float(tensor.min()) == float(tensor.max()) > 0
             norms += 1
@@ -44,7 +44,7 @@ def test_the_weights_are_kept_and_norms_have_the_size_of_what_they_norm(
     assert norms == 4
     first = teacher.model.layers[0]
     queries = first.self_attn.q_proj(first.input_layernorm(teacher.model.embed_tokens(ids)))
-    size = found["model.layers.0.self_attn.q_norm.weight"][0]
+    size = tensors["model.layers.0.self_attn.q_norm.weight"][0]
     assert float(size) == pytest.approx(float(queries.detach().square().mean().sqrt()))
 
 

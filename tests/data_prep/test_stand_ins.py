@@ -49,8 +49,8 @@ def scripts() -> tuple:
 def pack(scripts: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token arrays as `embedded_target.py pack` writes them, of texts that no edit changes."""
     folder, tokenizer = tmp_path_factory.mktemp("pack"), load_tokenizer(TargetSettings())
-    asked = read_conversations(prompt_file("embedded:heldout"))[:64]
-    texts = [conversation.messages[0]["content"] for conversation in asked]
+    conversations = read_conversations(prompt_file("embedded:heldout"))[:64]
+    texts = [conversation.messages[0]["content"] for conversation in conversations]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     rows = [{"prompt_ids": [tokenizer.bos_token_id, *i[:20]], "answer_ids": i[20:90]} for i in ids]
     for split in ("target", "heldout"):
@@ -74,9 +74,9 @@ def test_a_stand_in_is_a_target(kind: str, scripts: tuple, pack: Path, tmp_path:
     assert max(file.stat().st_size for file in out.glob("*.safetensors")) <= 12e6
 
     settings = TargetSettings(path=str(out), device="cpu")
-    tokenizer, own = load_tokenizer(settings), load_tokenizer(TargetSettings())
-    assert tokenizer_sha256(tokenizer) == tokenizer_sha256(own)
-    assert template_sha256(tokenizer) == template_sha256(own)
+    tokenizer, embedded = load_tokenizer(settings), load_tokenizer(TargetSettings())
+    assert tokenizer_sha256(tokenizer) == tokenizer_sha256(embedded)
+    assert template_sha256(tokenizer) == template_sha256(embedded)
     target = load_target(settings)
     config = AutoConfig.from_pretrained(out)
     assert config.dtype == torch.bfloat16
@@ -85,16 +85,17 @@ def test_a_stand_in_is_a_target(kind: str, scripts: tuple, pack: Path, tmp_path:
         assert names <= config.rope_parameters.keys()
     # float32 decoding, over chunks and windows, is transformers' own.
     prompt = tuple(range(100, 121))
-    asked = [Request("0", prompt, 24)]
-    found = run(Engine(target, None, batch=1, max_length=64, block_size=16), asked)
+    requests = [Request("0", prompt, 24)]
+    engine = Engine(target, None, batch=1, max_length=64, block_size=16)
+    (answer,) = run(engine, requests)
     model = eager_model(out)
     model.generation_config.eos_token_id = None
     if kind == "llama4":
         alone = load_target(TargetSettings(path=f"{out}_text", device="cpu"))
         engine = Engine(alone, None, batch=1, max_length=64, block_size=16)
-        assert run(engine, asked)[0].token_ids == found[0].token_ids
+        assert run(engine, requests)[0].token_ids == answer.token_ids
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
-    assert list(found[0].token_ids) == expected[0, len(prompt) :].tolist()
+    assert list(answer.token_ids) == expected[0, len(prompt) :].tolist()
 
 
 def test_every_expert_at_once_is_transformers_loop_over_experts(scripts: tuple) -> None:

@@ -24,31 +24,31 @@ def test_one_json_line_says_where_the_time_went(
     assert row["phases_ms"].keys() == {"data", "forward", "backward", "optimizer"}
     assert row["tokens_per_s"] == pytest.approx(256e3 / row["step_ms"])
     # 64 positions a row, 19 of them prompt: the last draft of an answer is its last token.
-    asked = 62 if "--dense" in extra else 44
-    assert row["predictions"] == [4 * (asked - k) for k in range(4)]
+    positions = 62 if "--dense" in extra else 44
+    assert row["predictions"] == [4 * (positions - k) for k in range(4)]
 
 
 @pytest.mark.parametrize("ratio", ["0.5", "1"])
 def test_a_parallel_head_of_some_layers_drops_depths(ratio: str) -> None:
-    asked = ["--family", "peagle", "--layers", "2", "--cod-ratio", ratio, "--cod-min", "0.3"]
-    row = bench.main([*TINY, "--repeats", "1", "--warmup", "1", *asked])
+    options = ["--family", "peagle", "--layers", "2", "--cod-ratio", ratio, "--cod-min", "0.3"]
+    row = bench.main([*TINY, "--repeats", "1", "--warmup", "1", *options])
     assert row["shape"]["layers"] == 2
-    every = [4 * (44 - k) for k in range(5)]  # one depth more than a chain has steps
+    whole = [4 * (44 - k) for k in range(5)]  # one depth more than a chain has steps
     if ratio == "1":
-        assert row["predictions"] == every
+        assert row["predictions"] == whole
     else:
-        kept = [a / b for a, b in zip(row["predictions"], every, strict=True)]
-        assert kept == pytest.approx([1, 0.5, 0.3, 0.3, 0.3], abs=0.1)
+        shares = [a / b for a, b in zip(row["predictions"], whole, strict=True)]
+        assert shares == pytest.approx([1, 0.5, 0.3, 0.3, 0.3], abs=0.1)
     assert row["predictions_per_s"] == pytest.approx(sum(row["predictions"]) / row["step_ms"] * 1e3)
 
 
 @pytest.mark.parametrize("family", [[], ["--family", "peagle", "--layers", "2"]])
 def test_training_has_the_loss_of_the_reference_for_20_steps(family: list[str]) -> None:
-    found = bench.main([*TINY, *family, "--same-loss", "20", "--rate", "30"])
-    assert found["same"]
-    assert found["worst_loss_difference"] < 1e-4
-    assert found["least_cosine"] > 0.9999
-    assert found["last_losses"][0] < 0.9 * found["first_losses"][0]  # and it trains
+    row = bench.main([*TINY, *family, "--same-loss", "20", "--rate", "30"])
+    assert row["same"]
+    assert row["worst_loss_difference"] < 1e-4
+    assert row["least_cosine"] > 0.9999
+    assert row["last_losses"][0] < 0.9 * row["first_losses"][0]  # and it trains
 
 
 @pytest.mark.parametrize("family", ["eagle3", "peagle"])
@@ -57,16 +57,18 @@ def test_another_loss_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -
     assert not bench.main([*TINY, "--family", family, "--same-loss", "2"])["same"]
 
 
-def test_a_peer_that_is_not_there_is_named() -> None:
-    with pytest.raises(UserError, match="expected a peer among speculators, specforge"):
-        bench.main([*TINY, "--repeats", "1", "--warmup", "1", "--peer", "other"])
-    with pytest.raises(UserError, match="SpecForge cannot be imported"):
-        bench.main([*TINY, "--repeats", "1", "--warmup", "1", "--peer", "specforge"])
-    parallel = [*TINY, "--family", "peagle", "--repeats", "1", "--warmup", "1"]
-    with pytest.raises(UserError, match="SpecForge trains chains only"):
-        bench.main([*parallel, "--peer", "specforge"])
-    with pytest.raises(UserError, match=r"expected speculators\[:fused\] or"):
-        bench.main([*TINY, "--repeats", "1", "--warmup", "1", "--peer", "speculators:frozen"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--peer", "other"], "expected a peer among speculators, specforge"),
+        (["--peer", "specforge"], "SpecForge cannot be imported"),
+        (["--peer", "specforge", "--family", "peagle"], "SpecForge trains chains only"),
+        (["--peer", "speculators:frozen"], r"expected speculators\[:fused\] or"),
+    ],
+)
+def test_a_peer_that_cannot_be_measured_is_refused(options: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        bench.main([*TINY, "--repeats", "1", "--warmup", "1", *options])
 
 
 def test_dense_formula_is_that_of_the_anchors() -> None:

@@ -20,13 +20,13 @@ def test_variants_are_measured_against_the_base(
     copy_of_finished(tmp_path)
     page = tmp_path / "page.md"
     page.write_text("an older table\n")
-    asked = ["--recipe", "small.yaml", "--out", "runs", "--prompts", "3", "--k", "2"]
-    asked += ["--write", str(page), "--only", "base", "eagle", "one boundary, 9"]
+    arguments = ["--recipe", "small.yaml", "--out", "runs", "--prompts", "3", "--k", "2"]
+    arguments += ["--write", str(page), "--only", "base", "eagle", "one boundary, 9"]
     monkeypatch.setitem(options.VARIANTS, "one boundary, 9", "record.boundaries=[2]")
     with contextlib.chdir(tmp_path):
-        options.main(asked)
+        options.main(arguments)
         before = page.read_text()
-        options.main(asked)
+        options.main(arguments)
     assert page.read_text() == before
     assert "the first 3 held-out prompts, K = 2, float32, CPU." in before
     lines = [line.split(" | ")[0] for line in before.splitlines() if line.startswith("| ")]
@@ -43,25 +43,11 @@ def test_variants_are_measured_against_the_base(
 
 
 def test_only_differences_beyond_chance_are_bold() -> None:
-    drafts = np.full(40, 10)
-    plain, better = (
-        options.Result(
-            name, [], 1, "float32", "CPU", 0.0, 0, [0.5], np.stack([drafts, accepted], 1), [1]
-        )
-        for name, accepted in (("base", drafts * 0 + 5), ("other", drafts * 0 + 6))
-    )
-    assert "**+0.100 [+0.100, +0.100]**" in options.row(better, plain)
-    rng = np.random.default_rng(0)
-    noisy = options.Result(
-        "other",
-        [],
-        1,
-        "float32",
-        "CPU",
-        0.0,
-        0,
-        [0.5],
-        np.stack([drafts, rng.integers(0, 11, 40)], 1),
-        [1],
-    )
-    assert "**" not in options.row(noisy, plain)
+    def result(name: str, accepted: np.ndarray) -> object:
+        prompts = np.stack([np.full(40, 10), accepted], 1)
+        return options.Result(name, [], 1, "float32", "CPU", 0.0, 0, [0.5], prompts, [1])
+
+    base = result("base", np.full(40, 5))
+    assert "**+0.100 [+0.100, +0.100]**" in options.row(result("other", np.full(40, 6)), base)
+    noisy = result("other", np.random.default_rng(0).integers(0, 11, 40))
+    assert "**" not in options.row(noisy, base)

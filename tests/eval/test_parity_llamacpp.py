@@ -6,20 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from draftlab.engine.counters import Counters
-from draftlab.engine.sampling import Generation
-from tests.helpers.drivers import load
+from tests.helpers.drivers import decoded, load
 
 llamacpp = load("parity/parity_llamacpp")
-
-
-def decoded(name: str, steps: tuple[int, ...], k: int = 3, finish: str = "length") -> Generation:
-    counters = Counters(k)
-    for accepted in steps:
-        counters.add_step(k, accepted)
-    tokens = tuple(range(10, 11 + len(steps) + sum(steps)))
-    drafted = tuple((k, accepted) for accepted in steps)
-    return Generation(name, tokens, finish, counters, (), drafted, 0.1, 0.2)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +26,9 @@ def decoded(name: str, steps: tuple[int, ...], k: int = 3, finish: str = "length
 def test_the_end_clips_drafts_and_what_of_them_is_accepted(
     steps: tuple[int, ...], limit: int, draft_tokens: int, accepted_at: list[int]
 ) -> None:
-    found = llamacpp.clipped(decoded("a", steps), 3, limit)
-    assert (found.draft_tokens, found.accepted_at) == (draft_tokens, accepted_at)
-    assert found.accepted == sum(accepted_at)
+    counters = llamacpp.clipped(decoded("a", steps), 3, limit)
+    assert (counters.draft_tokens, counters.accepted_at) == (draft_tokens, accepted_at)
+    assert counters.accepted == sum(accepted_at)
 
 
 @pytest.mark.parametrize(
@@ -58,36 +47,28 @@ def test_a_drafted_stop_token_ends_what_is_accepted(
 ) -> None:
     generation = decoded("a", steps, finish="stop")
     cut = replace(generation, token_ids=generation.token_ids[:tokens])
-    found = llamacpp.clipped(cut, 3, 100)
-    assert (found.draft_tokens, found.accepted_at) == (6, accepted_at)
+    counters = llamacpp.clipped(cut, 3, 100)
+    assert (counters.draft_tokens, counters.accepted_at) == (6, accepted_at)
 
 
-SIDE = [decoded("a", (3, 0, 2)), decoded("b", (1, 1), finish="stop")]
+DRAFTLAB = [decoded("a", (3, 0, 2)), decoded("b", (1, 1), finish="stop")]
 STOPS = frozenset({14})
-CLIPPED = [llamacpp.clipped(g, 3, 100) for g in SIDE]
-
-
-def answer(generation: Generation, counters: Counters) -> llamacpp.Answer:
-    return llamacpp.Answer(
-        generation.token_ids,
-        generation.finish == "stop",
-        counters.draft_tokens,
-        counters.accepted,
-    )
-
-
-THEIRS = [answer(g, c) for g, c in zip(SIDE, CLIPPED, strict=True)]
+CLIPPED = [llamacpp.clipped(g, 3, 100) for g in DRAFTLAB]
+LLAMACPP = [
+    llamacpp.Answer(g.token_ids, g.finish == "stop", counters.draft_tokens, counters.accepted)
+    for g, counters in zip(DRAFTLAB, CLIPPED, strict=True)
+]
 
 
 def test_equal_answers_are_equal_with_and_without_the_stop_token() -> None:
-    assert SIDE[1].token_ids[-1] in STOPS
-    assert llamacpp.first_difference(SIDE, THEIRS, CLIPPED, STOPS) is None
-    bare = [THEIRS[0], replace(THEIRS[1], token_ids=THEIRS[1].token_ids[:-1])]
-    assert llamacpp.first_difference(SIDE, bare, CLIPPED, STOPS) is None
+    assert DRAFTLAB[1].token_ids[-1] in STOPS
+    assert llamacpp.first_difference(DRAFTLAB, LLAMACPP, CLIPPED, STOPS) is None
+    bare = [LLAMACPP[0], replace(LLAMACPP[1], token_ids=LLAMACPP[1].token_ids[:-1])]
+    assert llamacpp.first_difference(DRAFTLAB, bare, CLIPPED, STOPS) is None
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"token_ids": (10, 99, 12, 13)}, "prompt b, token 1: draftlab 11, llama.cpp 99"),
         ({"token_ids": (10, 11)}, "prompt b: draftlab 4 tokens, llama.cpp 2"),
@@ -96,6 +77,6 @@ def test_equal_answers_are_equal_with_and_without_the_stop_token() -> None:
         ({"accepted": 3}, "prompt b, accepted: draftlab 2, llama.cpp 3"),
     ],
 )
-def test_the_first_difference_names_prompt_and_both_values(change: dict, said: str) -> None:
-    theirs = [THEIRS[0], replace(THEIRS[1], **change)]
-    assert said in (llamacpp.first_difference(SIDE, theirs, CLIPPED, STOPS) or "")
+def test_the_first_difference_names_prompt_and_both_values(change: dict, message: str) -> None:
+    answers = [LLAMACPP[0], replace(LLAMACPP[1], **change)]
+    assert message in (llamacpp.first_difference(DRAFTLAB, answers, CLIPPED, STOPS) or "")

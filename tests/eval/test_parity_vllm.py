@@ -11,38 +11,28 @@ from types import SimpleNamespace
 import pytest
 
 from draftlab.engine.counters import Counters
-from draftlab.engine.sampling import Generation
 from draftlab.errors import UserError
-from tests.helpers.drivers import load
+from tests.helpers.drivers import decoded, load
 
 common, random_heads = load("parity/common"), load("parity/random_heads")
 vllm = load("parity/parity_vllm")
 
 
-def decoded(name: str, steps: tuple[int, ...], k: int = 3) -> Generation:
-    counters = Counters(k)
-    for accepted in steps:
-        counters.add_step(k, accepted)
-    tokens = tuple(range(1 + len(steps) + sum(steps)))
-    drafted = tuple((k, accepted) for accepted in steps)
-    return Generation(name, tokens, "length", counters, (), drafted, 0.1, 0.2)
-
-
-SIDE = [decoded("a", (3, 0, 2)), decoded("b", (1, 1)), decoded("c", ())]
+DRAFTLAB = [decoded("a", (3, 0, 2)), decoded("b", (1, 1)), decoded("c", ())]
 
 
 def test_sides_that_say_the_same_are_equal() -> None:
-    undrafted = replace(SIDE[0], steps=(*SIDE[0].steps, (0, 0)), first_token_s=9.0)
-    assert vllm.first_difference(SIDE, [undrafted, *SIDE[1:]]) is None
-    assert vllm.total(SIDE).accepted_at == [4, 2, 1]
+    undrafted = replace(DRAFTLAB[0], steps=(*DRAFTLAB[0].steps, (0, 0)), first_token_s=9.0)
+    assert vllm.first_difference(DRAFTLAB, [undrafted, *DRAFTLAB[1:]]) is None
+    assert vllm.total(DRAFTLAB).accepted_at == [4, 2, 1]
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        ({"token_ids": (0, 1, 9, 3, 4)}, "prompt b, token 2: draftlab 2, vLLM 9"),
-        ({"token_ids": (0, 1, 2, 3)}, "prompt b, token 4: draftlab 4, vLLM nothing"),
-        ({"token_ids": (0, 1, 2, 3, 4, 5)}, "prompt b, token 5: draftlab nothing, vLLM 5"),
+        ({"token_ids": (10, 11, 9, 13)}, "prompt b, token 2: draftlab 12, vLLM 9"),
+        ({"token_ids": (10, 11, 12, 13)}, "prompt b, token 4: draftlab 14, vLLM nothing"),
+        ({"token_ids": (10, 11, 12, 13, 14, 15)}, "prompt b, token 5: draftlab nothing, vLLM 15"),
         (
             {"steps": ((3, 2), (3, 0))},
             "b, accepted drafts of verify step 0: draftlab 1, vLLM 2",
@@ -53,15 +43,15 @@ def test_sides_that_say_the_same_are_equal() -> None:
     ],
 )
 def test_the_first_difference_names_prompt_position_and_both_values(
-    change: dict, said: str
+    change: dict, message: str
 ) -> None:
-    theirs = [SIDE[0], replace(SIDE[1], **change), replace(SIDE[2], finish="stop")]
-    assert said in (vllm.first_difference(SIDE, theirs) or "")
+    answers = [DRAFTLAB[0], replace(DRAFTLAB[1], **change), replace(DRAFTLAB[2], finish="stop")]
+    assert message in (vllm.first_difference(DRAFTLAB, answers) or "")
 
 
 def test_a_missing_prompt_and_another_order_are_differences() -> None:
-    assert vllm.first_difference(SIDE, SIDE[:2])
-    assert vllm.first_difference(SIDE, [SIDE[1], SIDE[0], SIDE[2]])
+    assert vllm.first_difference(DRAFTLAB, DRAFTLAB[:2])
+    assert vllm.first_difference(DRAFTLAB, [DRAFTLAB[1], DRAFTLAB[0], DRAFTLAB[2]])
 
 
 def test_the_interval_of_the_difference_holds_0_for_equal_and_not_for_unequal_acceptance() -> None:
