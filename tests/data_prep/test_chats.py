@@ -51,7 +51,7 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "sharegpt": (
         {
             "id": "Q_0",
-            "conversations": turns(human="naïve “日本語”?", gpt="yes", human2="?", gpt2="y"),
+            "conversations": turns(human="“日本語”?", gpt="yes", human2="?", gpt2="y"),
         },
         [user("“日本語”?"), assistant("yes"), user("?"), assistant("y")],
     ),

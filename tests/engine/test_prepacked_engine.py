@@ -16,8 +16,9 @@ from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.kernels.cpu_prepacked_linear import why_no_prepacking
 from draftlab.target_model.model import Target
 from draftlab.target_model.prepacked_decoder import PrepackedDecoder
-from tests.helpers.evaluation import RecordingMonitor, evaluate
+from tests.helpers.evaluation import evaluate
 from tests.helpers.greedy_answers import outcomes, requests, run
+from tests.helpers.monitors import RecordingMonitor
 
 pytestmark = pytest.mark.skipif(
     why_no_prepacking(torch.device("cpu"), torch.float32) is not None, reason="no packed products"

@@ -10,7 +10,6 @@ import torch
 from draftlab.errors import UserError
 from draftlab.evaluate.certificate import certify as certify_module
 from draftlab.evaluate.evaluator import Evaluator
-from draftlab.evaluate.metrics import environment
 from draftlab.evaluate.results import Report, Timing
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.timing import one_thread, timing_batches
@@ -19,8 +18,9 @@ from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 from tests.helpers import sample_report as sample
-from tests.helpers.evaluation import HEAD_NAMES, RecordingMonitor, evaluate, suite
+from tests.helpers.evaluation import HEAD_NAMES, evaluate, suite
 from tests.helpers.greedy_answers import STOPS, requests
+from tests.helpers.monitors import RecordingMonitor
 
 
 def test_rows_have_conditions_counters_and_times(
@@ -110,12 +110,6 @@ def test_one_thread_inside_the_block_only() -> None:
     torch.set_num_threads(before)
 
 
-def test_environment_holds_versions_and_device() -> None:
-    facts = environment(torch.device("cpu"))
-    assert facts["torch"] == torch.__version__
-    assert facts["device"].startswith("cpu")
-
-
 def configs(report: Report) -> list[tuple[float, str | None, int, bool]]:
     return [(r.temperature, r.head, r.k, r.draft_probs) for r in report.rows]
 
@@ -181,7 +175,7 @@ def test_timing_batches_are_full_and_copies_have_their_own_noise() -> None:
 def test_the_workload_and_warnings_are_announced(target: Target, head: Eagle3Head) -> None:
     monitor = RecordingMonitor()
     evaluate(target, head, monitor=monitor, temperatures=0, max_prompts=4)
-    text = "\n".join(monitor.lines)
+    text = monitor.text
     assert "4 of 6 prompts of toy, up to 16 tokens each; T = 0; K = 3" in text
     assert "few prompts (4)" in text
     assert "few timed prompts (2)" in text

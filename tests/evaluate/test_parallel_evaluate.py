@@ -1,32 +1,17 @@
-"""Evaluation of a parallel head: rows, warnings, bandwidth, certificate; faulty head folders."""
+"""Evaluation of a parallel head: rows, warnings, bandwidth, certificate."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-import pytest
-import torch
-from safetensors.torch import load_file, save_file
-
 from draftlab.engine.engine import Engine
-from draftlab.errors import UserError
 from draftlab.evaluate.bandwidth import head_bytes
 from draftlab.evaluate.certificate.certify import CertifySettings, certify
-from draftlab.evaluate.evaluator import Evaluator
-from draftlab.evaluate.settings import EvalSettings
-from draftlab.heads.config import TargetIdentity
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.heads.folder import save_head
 from draftlab.heads.peagle import PeagleHead
-from draftlab.pipeline.api import new_evaluator
 from draftlab.progress import Monitor
-from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.model import Target
-from draftlab.target_model.settings import TargetSettings
-from tests.helpers.decoding import MASK
-from tests.helpers.evaluation import HEAD_NAMES, RecordingMonitor, evaluate
-from tests.helpers.greedy_answers import BOUNDARIES, requests
+from tests.helpers.evaluation import HEAD_NAMES, evaluate
+from tests.helpers.greedy_answers import requests
+from tests.helpers.monitors import RecordingMonitor
 
 
 def test_chain_and_parallel_in_one_report(
@@ -70,71 +55,6 @@ def test_a_step_reads_a_parallel_head_once_for_any_k(
     weights = [p for n, p in parallel_head.named_parameters() if not n.startswith("embed_tokens")]
     assert head_bytes(parallel_head, 1) == 4 * sum(p.numel() for p in weights)
     assert head_bytes(head, 8) > head_bytes(head, 1)
-
-
-@pytest.fixture
-def folder(target: Target, parallel_head: PeagleHead, tmp_path: Path) -> Path:
-    """The folder of a head that was trained for this target."""
-    from draftlab.text.chat_template import template_sha256, tokenizer_sha256
-
-    tokenizer = load_tokenizer(TargetSettings(path=str(target.folder)))
-    identity = TargetIdentity(
-        name="toy",
-        fingerprint=target.fingerprint,
-        architecture="a",
-        tokenizer_sha256=tokenizer_sha256(tokenizer),
-        template_sha256=template_sha256(tokenizer),
-    )
-    copy = PeagleHead(parallel_head.config.model_copy(update={"target": identity}))
-    copy.load_state_dict(parallel_head.state_dict())
-    save_head(tmp_path / "head", copy, torch.float32)
-    return tmp_path / "head"
-
-
-def evaluator(target: Target, folder: Path, suite: Path) -> Evaluator:
-    suite.write_text('{"id": "1", "messages": [{"role": "user", "content": "hi there"}]}\n')
-    settings = EvalSettings(
-        suite=str(suite), temperatures=(0.0,), max_new_tokens=8, timing_prompts=0, raw=True
-    )
-    target_settings = TargetSettings(path=str(target.folder), device="cpu")
-    return new_evaluator(target_settings, folder, settings, monitor=Monitor(), target=target)
-
-
-def test_a_head_folder_is_evaluated(target: Target, folder: Path, tmp_path: Path) -> None:
-    plain, drafted = evaluator(target, folder, tmp_path / "suite.jsonl").run().rows
-    assert (drafted.drafter, drafted.head, drafted.k, drafted.prompts_equal) == (
-        "parallel", folder.parent.name, 3, 1.0,
-    )  # fmt: skip
-    assert drafted.output_tokens == plain.output_tokens
-
-
-FEATURES = 32 * len(BOUNDARIES)
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("no mask_hidden", "missing mask_hidden"),
-        ("mask beyond", "mask_token_id 289 lies outside the 289 rows"),
-        ("boundaries", rf"\[32, {FEATURES - 32}\], found \[32, {FEATURES}\] \(2 boundaries of 32"),
-    ],
-)
-def test_a_faulty_head_folder_is_refused(
-    fault: str, message: str, target: Target, folder: Path, tmp_path: Path
-) -> None:
-    path = folder / "draftlab.json"
-    config = json.loads(path.read_text())
-    assert config["mask_token_id"] == MASK
-    if fault == "no mask_hidden":
-        tensors = load_file(folder / "model.safetensors")
-        del tensors["mask_hidden"]
-        save_file(tensors, folder / "model.safetensors")
-    elif fault == "mask beyond":
-        path.write_text(json.dumps(config | {"mask_token_id": config["vocab_size"]}))
-    else:
-        path.write_text(json.dumps(config | {"boundaries": list(BOUNDARIES[:2])}))
-    with pytest.raises(UserError, match=message):
-        evaluator(target, folder, tmp_path / "suite.jsonl")
 
 
 def test_a_parallel_head_is_certified(target: Target, parallel_head: PeagleHead) -> None:

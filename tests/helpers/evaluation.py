@@ -1,4 +1,4 @@
-"""A small evaluation, and a monitor that keeps its messages."""
+"""A small evaluation."""
 
 from __future__ import annotations
 
@@ -15,16 +15,6 @@ from draftlab.text.suites import Suite
 from tests.helpers.greedy_answers import STOPS, requests
 
 HEAD_NAMES = ("a head", "another")
-
-
-class RecordingMonitor(Monitor):
-    """A monitor that keeps the lines it receives."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
 
 
 def suite(count: int = 6) -> Suite:
