@@ -83,8 +83,8 @@ class Case:
 
 
 def plans(*cases: tuple[str, str]) -> list[Case]:
-    """Return a case for each override of a plan."""
-    return [Case(f"run small.yaml --plan {override}", words) for override, words in cases]
+    """Return a case for each override of a plan, in a run that does not exist yet."""
+    return [Case(f"run small.yaml --plan name=new {override}", words) for override, words in cases]
 
 
 def recipes(*cases: tuple[str | bytes, str]) -> list[Case]:
@@ -223,8 +223,8 @@ REFUSED = [
     Case("run nowhere.yaml", "expected a recipe, found no such file"),
     Case("run toy", "expected a recipe"),
     *prompts(
-        ("", "found none"),
-        ("\n\n", "found none"),
+        ("", "an empty data set"),
+        ("\n\n", "an empty line"),
         ("{", "p.jsonl:1"),
         (conversation() + "\n{", "p.jsonl:2"),
         ("[]", "p.jsonl:1"),
@@ -249,7 +249,6 @@ REFUSED = [
         (edit(CONFIG, family="x"), "expected a family of heads"),
         (edit(CONFIG, schema=99), "schema"),
         (edit(CONFIG, hidden_size=-1), "hidden_size"),
-        (edit(CONFIG, hidden_size=64), "hidden_size"),
         (edit(CONFIG, hidden_size="wide"), "hidden_size"),
         (edit(CONFIG, head_dim=7), "head_dim"),
         (edit(CONFIG, num_attention_heads=7), "attention heads"),
@@ -270,21 +269,22 @@ REFUSED = [
         (cut(CONFIG, 0), "not JSON"),
         (cut(WEIGHTS, 5000), "weights"),
         (cut(WEIGHTS, 0), "weights"),
-        (remove(WEIGHTS), "weights"),
+        (remove(WEIGHTS), "safetensors"),
     ),
+    *[Case(command, "shape", edit(CONFIG, hidden_size=64)) for command in READERS[1:]],
     Case("eval --head nowhere", "nowhere"),
     Case("eval --head toy", "toy"),
     Case(f"eval --head {HEAD} --target nowhere", "nowhere"),
     Case(f"eval --head {HEAD} --target embedded", "was trained for"),
     Case("eval --run nowhere", "nowhere"),
     Case(f"eval --run small --head {HEAD}", "expected a run or a head, found both"),
-    Case("eval --run small --temps -1", "temperatures"),
-    Case("eval --run small --temps hot", "temperatures"),
+    Case("eval --run small --temps -1", "--temps"),
+    Case("eval --run small --temps hot", "--temps"),
     Case("eval --run small --k 0", "k"),
     Case("eval --run small --k many", "k"),
     Case("eval --run small --suite nowhere", "nowhere"),
-    Case("eval --run small --max-prompts 0", "max_prompts"),
-    Case("eval --run small --top-p 2", "top_p"),
+    Case("eval --run small --max-prompts 0", "--max-prompts"),
+    Case("eval --run small --top-p 2", "--top-p"),
     Case("eval --run small --engine fast", "engine"),
     Case("export --run small --to vlm", "did you mean"),
     Case("export --run small --to vllm --k 0", "k"),
@@ -300,6 +300,7 @@ REFUSED = [
     Case(f"import {RUN}/export/speculators --to h --target toy --boundaries 9", "boundaries"),
     Case(f"import {RUN}/export/speculators --to h --target toy --k 0", "k"),
     Case(f"import {RUN}/export/speculators --to h --target toy --dtype int8", "int8"),
+    Case("inspect small", "shard-00000", cut(SHARD, 200)),
     Case("inspect nowhere", "nowhere"),
     Case("inspect small.yaml", "small.yaml"),
     Case(f"inspect {STORE} --sample 9999", "expected a sample in"),
@@ -309,8 +310,8 @@ REFUSED = [
     Case(f"store merge {STORE} --out toy", "new folder"),
     Case("store merge nowhere --out o", "nowhere"),
     Case("doctor nowhere", "nowhere"),
-    Case("push --run nowhere --repo a/b", "nowhere"),
-    Case("push --run small --repo a", "repository"),
+    Case("push nowhere a/b", "nowhere"),
+    Case("push small a", "repository"),
 ]
 DAMAGED_STORE = [
     Case(command, words, damage)
@@ -344,7 +345,6 @@ ACCEPTED = [
             (conversation() + "\n" + conversation(id="b"), "1 "),
         )
     ],
-    Case("inspect small", "small", cut(SHARD, 200)),
 ]
 
 
