@@ -58,7 +58,7 @@ class ExportSettings(Settings):
     @field_validator("max_shard")
     @classmethod
     def _is_a_size(cls, size: str) -> str:
-        if not re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", size, re.IGNORECASE):
+        if not re.fullmatch(r"0*[1-9]\d*(\.\d+)? ?[KMGT]B", size, re.IGNORECASE):
             raise ValueError(
                 f"expected the largest size of a file such as 5GB or 500MB, found {size!r}"
             )

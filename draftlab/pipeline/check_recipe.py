@@ -117,9 +117,9 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
         config: the config of the target's text model.
 
     Raises:
-        UserError: boundaries or a mask token outside the target, a position encoding that heads
-            do not have, an export format without such heads, record.dtype=fp8 without boundaries,
-            or data workers with record.online.
+        UserError: boundaries, a mask token or a draft vocabulary outside the target, a position
+            encoding that heads do not have, an export format without such heads, record.dtype=fp8
+            without boundaries, or data workers with record.online.
     """
     family = get_family(recipe.head.family)
     _check_boundaries(recipe, config.num_hidden_layers)
@@ -130,6 +130,13 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
             layout_for(program, recipe.head.family)
     if family.has_mask_token:
         check_mask_id(recipe.head.mask_token, config.vocab_size)
+    if (recipe.draft_vocab.size or 0) > config.vocab_size:
+        raise UserError(
+            f"expected at most the target's {config.vocab_size:,} tokens, found "
+            f"{recipe.draft_vocab.size:,}",
+            where="draft_vocab.size",
+            do="lower it, or leave it out for all of the target's tokens",
+        )
     if (
         family.reads_last_state
         and recipe.record.dtype == "fp8"
