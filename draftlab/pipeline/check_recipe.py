@@ -32,20 +32,25 @@ from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import stop_ids
 from draftlab.text.mask_token import check_mask_id, choose_mask_token
 from draftlab.text.prompts import prompt_file
+from draftlab.text.tokenizer_check import check_tokenizer
 from draftlab.train.trackers import check_trackers
 from draftlab.vllm.process import find_python
 
 
-def check_before_run(recipe: Recipe, stages: Collection[str], *, plan: bool = False) -> None:
+def check_before_run(recipe: Recipe, stages: Collection[str], *, plan: bool = False) -> list[str]:
     """Check what would otherwise fail after hours of work.
 
     Args:
         stages: names of the stages that run.
         plan: whether only files of this machine are read, and nothing is downloaded.
 
+    Returns:
+        Warnings of `check_tokenizer`, if one of the stages renders text.
+
     Raises:
-        UserError: as `check_shapes` and `check_head`; an input file, a device or a package is
-            missing, the family cannot use the target's lm_head, or the mask token is not usable.
+        UserError: as `check_shapes`, `check_tokenizer` and `check_head`; an input file, a device or
+            a package is missing, the family cannot use the target's lm_head, or the mask token is
+            not usable.
     """
     for stage in stages:
         if error := input_error(recipe, stage):
@@ -54,17 +59,22 @@ def check_before_run(recipe: Recipe, stages: Collection[str], *, plan: bool = Fa
     config = target_config(recipe.target)
     check_shapes(recipe, config.get_text_config())
     family, rows = get_family(recipe.head.family), config.get_text_config().vocab_size
+    warnings: list[str] = []
     if plan and not _has_tokenizer(recipe.target):
-        return
+        return warnings
     folder = resolve_target(recipe.target)
     if family.uses_target_lm_head and not plan:
         check_llama_style(folder, trust_remote_code=recipe.target.trust_remote_code)
+    tokenizer = load_tokenizer(recipe.target)
+    if not {"answers", "store", "eval"}.isdisjoint(stages):
+        arguments = recipe.target.template_arguments
+        warnings = check_tokenizer(tokenizer, folder, rows, arguments)
     if family.has_mask_token:
-        tokenizer = load_tokenizer(recipe.target)
         with _at("head.mask_token"):
             stops = stop_ids(tokenizer, folder)
             choose_mask_token(recipe.head.mask_token, tokenizer, rows, stops, None)
     check_head(recipe, config, "" if plan else fingerprint(folder))
+    return warnings
 
 
 def input_error(recipe: Recipe, stage: str) -> UserError | None:

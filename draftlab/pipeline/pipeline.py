@@ -119,14 +119,18 @@ class Pipeline:
         return estimate_table(self.recipe, self.runs, names, self.gpus)
 
     def check(self, statuses: Sequence[Status], *, plan: bool) -> None:
-        """Raise a `UserError` if the stages that are not complete cannot succeed.
+        """Check that the stages that are not complete can succeed; report warnings.
 
         Args:
             plan: see `check_before_run`.
+
+        Raises:
+            UserError: as `check_before_run`.
         """
         names = [s.stage.name for s in statuses if s.state not in ("done", "unneeded")]
         self.recording.trains = "head" in names
-        check_before_run(self.recipe, names, plan=plan)
+        for warning in check_before_run(self.recipe, names, plan=plan):
+            self.monitor.say(warning)
 
     def make(self, *last: str, force: bool = False) -> Path:
         """Run what is missing up to each stage of `last`; return the artefact of the final one.

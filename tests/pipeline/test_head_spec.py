@@ -85,6 +85,14 @@ def test_other_families_have_no_such_settings() -> None:
     assert parse_recipe({"name": "r", "head": unset}).head.llama4.use_qk_norm is None
 
 
+def test_template_arguments_that_nothing_reads_are_reported_before_the_run() -> None:
+    target = {"template_arguments": {"enable_thinking": False}}
+    recipe = parse_recipe({"name": "r", "target": target})
+    (warning,) = check_before_run(recipe, ["answers"])
+    assert check_before_run(recipe, []) == []
+    assert "the chat template does not read 'enable_thinking'" in warning
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -122,6 +122,36 @@ def test_several_answers_to_a_prompt_have_their_own_ids_and_temperatures(tmp_pat
     assert not decoder.requests
 
 
+def test_prompts_that_the_template_drops_and_answers_that_are_cut_are_reported(tmp_path: Path):
+    monitor, chat = RecordingMonitor(), [{"role": "system", "content": "SYSTEM"}, user("q")]
+    template = CHATML_TEMPLATE.replace("messages %}", "messages if message.role != 'system' %}")
+    asked = [Conversation(str(i), chat, "s") for i in range(4)]
+    arguments = {"monitor": monitor, "prompts": asked, "tokenizer": toy_tokenizer(template)}
+    settings = SETTINGS.model_copy(update={"max_new_tokens": 1})
+    conversations = generate(tmp_path / "a.jsonl", settings=settings, **arguments)
+    cut = sum(c.answers[0].finish == "length" for c in conversations)
+    assert monitor.lines[:-1] == [
+        "warning: answers: 4 prompts (first: 0): the chat template leaves out the system message",
+        f"warning: answers: {cut / 4:.0%} were cut at regenerate.max_new_tokens = 1 or at the "
+        "target's last position, and a head does not learn from them how answers end: raise "
+        "regenerate.max_new_tokens",
+    ]
+    arguments["tokenizer"] = toy_tokenizer("hello")
+    generate(tmp_path / "b.jsonl", **arguments)
+    assert "4 prompts (first: 0): the chat template leaves out the user message" in monitor.text
+
+
+def test_a_later_turn_that_the_template_drops_is_not_answered(tmp_path: Path):
+    monitor = RecordingMonitor()
+    template = CHATML_TEMPLATE.replace("in messages %}", "in messages[:1] %}")
+    chat = [user("q"), assistant("?"), user("UNSEEN")]
+    arguments = {"tokenizer": toy_tokenizer(template), "monitor": monitor}
+    asked = [Conversation("c", chat, "s")]
+    (conversation,) = generate(tmp_path / "a.jsonl", prompts=asked, **arguments)
+    assert len(conversation.answers) == 1
+    assert "left out 1 later turns (first: c): the chat template leaves out" in monitor.text
+
+
 def test_given_answers_need_no_target(tmp_path: Path):
     monitor, path = RecordingMonitor(), tmp_path / "a.jsonl"
     settings = RegenerateSettings(enabled=False)

@@ -13,6 +13,7 @@ from draftlab.errors import UserError
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import prompt_ids, stop_ids, template_sha256, tokenizer_sha256
+from draftlab.text.tokenizer_check import check_tokenizer
 from tests.helpers.messages import user
 from tests.helpers.template_families import QWEN3
 from tests.helpers.toys import CHATML_TEMPLATE, toy_tokenizer
@@ -45,6 +46,29 @@ def test_stop_ids_join_tokenizer_and_generation_config(tmp_path: Path):
         stop_ids(tokenizer, None)
 
 
+@pytest.mark.parametrize(("vocab_size", "warned"), [(289, False), (294, False), (320, True)])
+def test_a_tokenizer_of_another_size_is_reported(tmp_path: Path, vocab_size, warned):
+    lines = check_tokenizer(toy_tokenizer(), tmp_path, vocab_size, ())
+    assert [f"289 tokens and its vocabulary {vocab_size}" in line for line in lines] == [
+        True
+    ] * warned
+    larger = toy_tokenizer()
+    larger.add_tokens(["<more>"])
+    (line,) = check_tokenizer(larger, tmp_path, 289, ())
+    assert "290 tokens and its vocabulary 289" in line
+
+
+def test_stop_tokens_outside_the_vocabulary_and_none_are_errors(tmp_path: Path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [285, 289, 300]}')
+    with pytest.raises(UserError, match=r"vocabulary of 289, found \[289, 300\]"):
+        check_tokenizer(toy_tokenizer(), tmp_path, 289, ())
+    (tmp_path / "generation_config.json").unlink()
+    tokenizer = toy_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="eos_token_id"):
+        check_tokenizer(tokenizer, tmp_path, 289, ())
+
+
 def test_template_arguments_reach_prompts_and_hash(tmp_path: Path) -> None:
     toy_tokenizer(QWEN3).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -54,5 +78,8 @@ def test_template_arguments_reach_prompts_and_hash(tmp_path: Path) -> None:
     prompt = default.decode(prompt_ids(default, [user("q")]))
     assert changed.decode(prompt_ids(changed, [user("q")])) == prompt + "<think>\n\n</think>\n\n"
     assert template_sha256(changed) != template_sha256(default)
+    assert check_tokenizer(changed, tmp_path, 289, arguments) == []
+    (warning,) = check_tokenizer(changed, tmp_path, 289, [*arguments, "enable_thought"])
+    assert warning.endswith("the chat template does not read 'enable_thought'")
     with pytest.raises(ValidationError, match="pattern"):
         TargetSettings(template_arguments={"a b": 1})

@@ -1,0 +1,53 @@
+"""A check of a target's tokenizer, stop tokens and template arguments, before they are used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from draftlab.errors import UserError
+from draftlab.text.chat_template import chat_template, stop_ids
+
+PADDING = 0.02
+"""Share of a vocabulary that may have no token. Vocabularies are padded, by 0.5 % in gpt-oss."""
+
+
+def check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    vocab_size: int,
+    template_arguments: Iterable[str],
+) -> list[str]:
+    """Return warnings about what a target's tokenizer and chat template do not fit.
+
+    Args:
+        folder: the target's.
+        vocab_size: V of the target.
+        template_arguments: names of variables that are set in the tokenizer's chat template.
+
+    Raises:
+        UserError: no token ends an answer, or one that does is outside the target's vocabulary.
+    """
+    outside = sorted(i for i in stop_ids(tokenizer, folder) if i >= vocab_size)
+    if outside:
+        raise UserError(
+            f"expected stop tokens in the target's vocabulary of {vocab_size:,}, found {outside}",
+            where=folder,
+            do="correct eos_token_id in generation_config.json and the tokenizer's eos_token",
+        )
+    warnings = []
+    if not (1 - PADDING) * vocab_size <= len(tokenizer) <= vocab_size:
+        warnings.append(
+            f"warning: target: its tokenizer has {len(tokenizer):,} tokens and its vocabulary "
+            f"{vocab_size:,}; is it another model's tokenizer?"
+        )
+    for name in template_arguments:
+        # The first occurrence sets the variable.
+        if len(re.findall(rf"\b{name}\b", chat_template(tokenizer))) < 2:
+            warnings.append(
+                f"warning: target.template_arguments: the chat template does not read {name!r}"
+            )
+    return warnings
