@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DraftHead
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.objectives.loss import DraftTeacher, StepOutput, weighted_loss
 from tests.helpers.synthetic import VOCAB, head, parts, record, spans_of
@@ -21,18 +21,21 @@ def ragged_batch(num_steps: int = 4) -> Batch:
     return pack([records[:3], records[3:]], 64, num_steps)
 
 
-def make_loud_head(**changes: object) -> Eagle3Head:
-    """Make a head whose norm weights differ from one."""
+def random_norms_head(**changes: object) -> DraftHead:
+    """Return a head whose norms are not all one and whose masked slots are not initial ones."""
     model = head(parts(), **changes)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.copy_(1 + 0.3 * torch.randn(parameter.shape, generator=generator))
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.startswith("mask_"):
+                parameter.copy_(noise)
+            elif parameter.ndim == 1:
+                parameter.copy_(1 + 0.3 * noise)
     return model
 
 
-def train_step(model: Eagle3Head, outputs: list[StepOutput], batch: Batch) -> dict[str, Tensor]:
+def train_step(model: DraftHead, outputs: list[StepOutput], batch: Batch) -> dict[str, Tensor]:
     """Return the outputs of the steps, and the gradients of a loss on all of them (0 if None)."""
     weights = [0.8**k for k in range(len(batch.steps))]
     loss, _ = weighted_loss(outputs, model, DraftTeacher.of(parts(), model), batch, weights)

@@ -52,8 +52,8 @@ class PlainChain:
         if position is None:
             return y
         angle = [position * self.frequency(i, d) for i in range(d // 2)]
-        turn = torch.tensor([complex(math.cos(a), math.sin(a)) for a in angle])
-        y = torch.complex(y[:, : d // 2], y[:, d // 2 :]) * turn.to(torch.complex128)
+        turn = torch.polar(torch.ones(d // 2).double(), torch.tensor(angle).double())
+        y = torch.complex(y[:, : d // 2], y[:, d // 2 :]) * turn
         return torch.cat([y.real, y.imag], -1)
 
     def frequency(self, i: int, d: int) -> float:

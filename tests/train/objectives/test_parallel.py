@@ -17,11 +17,12 @@ from draftlab.train.batch.loss_rows import loss_reach, sample_depths, split_anch
 from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.loss import DraftTeacher, LossTerms, weighted_loss
 from draftlab.train.objectives.parallel import parallel_outputs, parallel_weights
+from tests.helpers.fast_forward import random_norms_head
 from tests.helpers.loss_rows import server_rows
+from tests.helpers.plain_chain import PlainChain
 from tests.helpers.synthetic import (
     assert_same,
     family_loss,
-    head,
     parts,
     record,
     spans_of,
@@ -37,59 +38,29 @@ def records_of(target: TargetParts) -> list[Record]:
     return [record(spans_of(turns), target, seed) for seed, turns in enumerate(TURNS)]
 
 
-def pass_of(model: PeagleHead, record: Record, anchor: int, depths: int) -> Tensor:
-    """log q [depths, D] of a server's pass (servers §1.5), from methods §4 alone.
+def server_passes(model: PeagleHead, record: Record) -> list[Tensor]:
+    """Return log q [depths, D] of a server's pass at each anchor (servers §1.5, methods §4).
 
     The sequence is the pairs (x_{p+1}, g_p), p ≤ anchor, then depths − 1 mask tokens with
     fc(mask_hidden), at consecutive positions, under plain causal attention.
     """
-    w, config = dict(model.named_parameters()), model.config
-    size, eps = config.head_dim, config.rms_norm_eps
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w[name]
-
-    def rotate(x: Tensor) -> Tensor:  # [M, heads, size]
-        half = size // 2
-        frequency = 10000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
-        angle = (torch.arange(len(x), dtype=x.dtype)[:, None] * frequency)[:, None]
-        a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
-
-    masked = depths - 1
-    features = torch.cat(
-        [record.features[: anchor + 1].to(w["fc.weight"].dtype), w["mask_hidden"].repeat(masked, 1)]
+    w, mask_token = dict(model.named_parameters()), model.mask_token_id
+    w["embed_tokens.weight"] = w["embed_tokens.weight"].index_copy(
+        0, torch.tensor([mask_token]), w["mask_embedding"].view(1, -1)
     )
-    embedded = w["embed_tokens.weight"][record.tokens[1 : anchor + 2]]
-    embedded = torch.cat([embedded, w["mask_embedding"].repeat(masked, 1)])
-    hidden = features @ w["fc.weight"].T
-    for number in range(config.num_layers):
-        at = f"layers.{number}."
-        x, residual = norm(hidden, f"{at}input_layernorm.weight") if number else None, hidden
-        if number == 0:
-            normed = norm(hidden, f"{at}hidden_norm.weight")
-            x = torch.cat([norm(embedded, f"{at}input_layernorm.weight"), normed], -1)
-            residual = normed if config.norm_before_residual else hidden
-
-        def project(name: str, x: Tensor = x, at: str = at) -> Tensor:
-            found = (x @ w[f"{at}self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, size))
-            if config.qk_norm and name != "v":
-                found = norm(found, f"{at}self_attn.{name}_norm.weight")
-            return found if name == "v" else rotate(found)
-
-        groups = config.num_attention_heads // config.num_key_value_heads
-        key, value = (project(n).repeat_interleave(groups, 1) for n in ("k", "v"))
-        scores = torch.einsum("qhd,khd->hqk", project("q"), key) / math.sqrt(size)
-        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-        attended = torch.einsum(
-            "hqk,khd->qhd", scores.masked_fill(later, -math.inf).softmax(-1), value
-        )
-        hidden = residual + attended.flatten(1) @ w[f"{at}self_attn.o_proj.weight"].T
-        x = norm(hidden, f"{at}post_attention_layernorm.weight")
-        gate, up = (x @ w[f"{at}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        hidden = hidden + (F.silu(gate) * up) @ w[f"{at}mlp.down_proj.weight"].T
-    logits = norm(hidden[anchor:], "norm.weight") @ w["lm_head.weight"].T
-    return logits.log_softmax(-1)
+    plain, passes = PlainChain(w, model.config), []
+    features = plain.w["fc.weight"].new_tensor(record.features.tolist())
+    mask_state, true_pairs = plain.project_features(w["mask_hidden"].flatten()), plain.empty
+    for anchor in range(len(record.tokens) - 1):
+        state = plain.project_features(features[anchor])
+        token = int(record.tokens[anchor + 1])
+        _, logits, true_pairs = plain.step(token, state, anchor, true_pairs)
+        rows, caches = [logits], true_pairs
+        for position in range(anchor + 1, anchor + DEPTHS):
+            _, logits, caches = plain.step(mask_token, mask_state, position, caches)
+            rows.append(logits)
+        passes.append(torch.stack(rows).log_softmax(-1))
+    return passes
 
 
 def reference(
@@ -106,12 +77,11 @@ def reference(
     ids = torch.nonzero(model.t2d)[:, 0]
     losses: list[list[Tensor]] = [[] for _ in range(DEPTHS)]
     for r in records:
-        for anchor, asked in itertools.groupby(
-            sorted(server_rows(r.spans, DEPTHS)), lambda e: e[0]
-        ):
-            depths = [d for _, d in asked if d < kept[r.id][anchor]]
-            # What a server drafts beyond the answer's end changes nothing before it.
-            log_q, reached = pass_of(model, r, anchor, DEPTHS), 1.0
+        # What a server drafts beyond the answer's end changes nothing before it.
+        passes = server_passes(model, r)
+        for anchor, rows in itertools.groupby(sorted(server_rows(r.spans, DEPTHS)), lambda e: e[0]):
+            depths = [d for _, d in rows if d < kept[r.id][anchor]]
+            log_q, reached = passes[anchor], 1.0
             for d in depths:
                 logits = teacher_logits(target, r.last[anchor + 1 + d])
                 p = (logits[ids] - logits.logsumexp(-1)).exp().to(log_q.dtype)
@@ -121,22 +91,10 @@ def reference(
     return total, [len(rows) for rows in losses]
 
 
-def loud(**changes: object) -> PeagleHead:
-    """A head whose norms are not all one, and whose masked slots are not zero."""
-    model = head(parts(), family="peagle", **changes)
-    generator = torch.Generator().manual_seed(9)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(parameter + 0.3 * noise)
-    return model
-
-
 def gradients(model: PeagleHead) -> dict[str, Tensor]:
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return grads
 
 
 ALL = {f"r{seed}": torch.full((40,), DEPTHS) for seed in range(len(TURNS))}
@@ -158,7 +116,7 @@ SOME = {f"r{seed}": torch.arange(40) * (seed + 4) % 5 % DEPTHS + 1 for seed in r
 def test_loss_and_gradients_equal_a_server_run_anchor_by_anchor(
     changes: dict, reach: float, kept: dict[str, Tensor]
 ) -> None:
-    target, model = parts(), loud(**changes)
+    target, model = parts(), random_norms_head(family="peagle", **changes)
     records = records_of(target)
     batch = pack(
         [records[:3], records[3:]],
@@ -170,26 +128,27 @@ def test_loss_and_gradients_equal_a_server_run_anchor_by_anchor(
         model, target, batch, gamma=GAMMA, terms=LossTerms(acceptance_weighting=reach)
     )
     (loss / batch.num_anchors).backward()
-    found = gradients(model)
+    actual = gradients(model)
     expected, counts = reference(model, target, records, kept, reach)
     expected.backward()
-    wanted = gradients(model)
+    expected_gradients = gradients(model)
     assert sums.count.tolist() == batch.counts == counts
     assert min(counts) > 2
     assert float(loss.detach()) / batch.num_anchors == pytest.approx(
         float(expected.detach()), rel=1e-12
     )
-    assert found.keys() == wanted.keys() >= {"mask_hidden", "mask_embedding", "fc.weight"}
-    for name, gradient in wanted.items():
+    parameters = {"mask_hidden", "mask_embedding", "fc.weight"}
+    assert actual.keys() == expected_gradients.keys() >= parameters
+    for name, gradient in expected_gradients.items():
         assert gradient.abs().max() > 1e-6, name
-    assert_same(found, wanted)
+    assert_same(actual, expected_gradients)
 
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("changes", [{}, {"num_layers": 3, "qk_norm": True}], ids=str)
 def test_a_whole_pass_of_the_head_is_that_of_a_server(changes: dict) -> None:
     """`PeagleHead.run`, which decoding uses: true pairs, then masked slots, plainly causal."""
-    target, model = parts(), loud(**changes)
+    target, model = parts(), random_norms_head(family="peagle", **changes)
     (r,) = records_of(target)[:1]
     pairs = 5
     tokens = torch.cat([r.tokens[1 : pairs + 1], torch.full((DEPTHS - 1,), model.mask_token_id)])
@@ -199,25 +158,25 @@ def test_a_whole_pass_of_the_head_is_that_of_a_server(changes: dict) -> None:
             model.mask_state().expand(DEPTHS - 1, -1),
         ]
     )
-    seen: list[int] = []
+    layers: list[int] = []
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        seen.append(layer)
+        layers.append(layer)
         query, key, value = (t.transpose(-2, -3) for t in (query, key, value))
-        found = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return found.transpose(-2, -3)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return mixed.transpose(-2, -3)
 
     both = torch.stack([tokens, tokens]), torch.stack([hidden, hidden])
     output = model.run(*both, torch.arange(len(tokens)).expand(2, -1), attend)
-    assert seen == list(range(model.config.num_layers))
-    wanted = pass_of(model, r, pairs - 1, DEPTHS)
+    assert layers == list(range(model.config.num_layers))
+    expected = server_passes(model, r)[pairs - 1]
     for row in output:
-        found = model.logits(row[pairs - 1 :]).log_softmax(-1)
-        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+        actual = model.logits(row[pairs - 1 :]).log_softmax(-1)
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_a_conversation_packed_behind_another_has_the_same_loss() -> None:
-    target, model = parts(), loud(num_layers=3)
+    target, model = parts(), random_norms_head(family="peagle", num_layers=3)
     teacher = DraftTeacher.of(target, model)
     one, two = (record(spans_of([(3, 8)]), target, seed) for seed in (1, 2))
 
@@ -235,7 +194,11 @@ def test_a_conversation_packed_behind_another_has_the_same_loss() -> None:
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("passes", [2, 3, 7])
 def test_parts_of_the_anchors_add_up_to_the_whole(passes: int) -> None:
-    target, model, terms = parts(), loud(num_layers=2), LossTerms(acceptance_weighting=0.9)
+    target, model, terms = (
+        parts(),
+        random_norms_head(family="peagle", num_layers=2),
+        LossTerms(acceptance_weighting=0.9),
+    )
     records = records_of(target)
     rows = [records[:3], records[3:]]
     whole = pack(rows, 64, DEPTHS)
@@ -243,7 +206,7 @@ def test_parts_of_the_anchors_add_up_to_the_whole(passes: int) -> None:
     teacher = DraftTeacher.of(target, model)
     loss, _ = weighted_loss(parallel_outputs(model, whole), model, teacher, whole, weights, terms)
     loss.backward()
-    wanted = gradients(model)
+    expected = gradients(model)
     dealt = pack(rows, 64, DEPTHS, num_passes=passes)
     assert dealt.counts == whole.counts
     total = 0.0
@@ -253,7 +216,7 @@ def test_parts_of_the_anchors_add_up_to_the_whole(passes: int) -> None:
         loss_of_part.backward()
         total += float(loss_of_part.detach())
     assert total == pytest.approx(float(loss.detach()), rel=1e-12)
-    assert_same(gradients(model), wanted)
+    assert_same(gradients(model), expected)
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3, 8])
@@ -275,12 +238,12 @@ def kept(r: Record, *, step: int = 0, seed: int = 0) -> Tensor:
 def test_dropped_depths_follow_the_law() -> None:
     length = 20_000
     r = record([0, *[1] * (length - 1)], parts())
-    found = kept(r)
-    assert int(found.min()) >= 1  # depth 0 is never dropped
+    depths = kept(r)
+    assert int(depths.min()) >= 1  # depth 0 is never dropped
     for depth in range(8):
         share = max(0.8**depth, 0.3)
         slack = 5 * math.sqrt(share * (1 - share) / length)
-        assert float((found > depth).double().mean()) == pytest.approx(share, abs=slack + 1e-12)
+        assert float((depths > depth).double().mean()) == pytest.approx(share, abs=slack + 1e-12)
 
 
 def test_dropping_depends_on_seed_step_record_and_position_alone() -> None:
@@ -308,6 +271,5 @@ def test_a_kept_depth_is_one_that_carries_loss() -> None:
         for t in depth.teacher_index.tolist()
     }
     limit = kept(r)
-    wanted = {(t, d) for t, d in server_rows(r.spans, DEPTHS) if d < limit[t]}
-    assert rows == wanted
+    assert rows == {(t, d) for t, d in server_rows(r.spans, DEPTHS) if d < limit[t]}
     assert 0 < len(rows) < int(loss_reach(r.spans).clamp(max=DEPTHS).sum())

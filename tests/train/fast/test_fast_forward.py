@@ -1,0 +1,176 @@
+"""The fast forward passes have the outputs and gradients of the references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftlab.heads.head import DraftHead
+from draftlab.train.batch.packing import Batch, pack
+from draftlab.train.distillation_module import DistillationModule
+from draftlab.train.fast import choose_forward
+from draftlab.train.fast.choose_forward import compiled_ops
+from draftlab.train.fast.layers import FUSED_OPS, FusedOps
+from draftlab.train.fast.parallel import FastParallel
+from draftlab.train.fast.ttt import FastUnroll
+from draftlab.train.objectives.loss import DraftTeacher
+from draftlab.train.objectives.parallel import parallel_outputs
+from draftlab.train.objectives.ttt import unroll
+from draftlab.train.settings import TrainSettings
+from tests.helpers.fast_forward import EAGLE, ragged_batch, random_norms_head, train_step
+from tests.helpers.synthetic import assert_same, parts, record, spans_of
+
+PEAGLE = {"family": "peagle"}
+REFERENCES = {FastUnroll: unroll, FastParallel: parallel_outputs}
+OPTIONS: list[dict[str, object]] = [
+    {},
+    {"qk_norm": True},
+    {"norm_before_residual": True},
+    {"norm_output": True},
+    {"norm_before_fc": True},
+    {"fc_norm": True},
+    PEAGLE,
+    PEAGLE | {"num_layers": 2},
+    PEAGLE | {"num_layers": 3, "qk_norm": True},
+    PEAGLE | {"norm_before_residual": True, "num_layers": 2},
+    PEAGLE | {"norm_before_fc": True},
+    PEAGLE | {"fc_norm": True},
+]
+
+
+def fast_forward(model: DraftHead) -> Callable:
+    return FastParallel if model.config.family == "peagle" else FastUnroll
+
+
+def reference_step(model: DraftHead, batch: Batch) -> dict[str, Tensor]:
+    """Return the outputs and gradients of the reference."""
+    return train_step(model, list(REFERENCES[fast_forward(model)](model, batch)), batch)
+
+
+def distillation_module(model: DraftHead, **settings: object) -> DistillationModule:
+    teacher = DraftTeacher.of(parts(), model)
+    return DistillationModule(model, teacher, TrainSettings(ttt_steps=4, **settings), torch.float32)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("changes", OPTIONS, ids=str)
+def test_outputs_and_gradients_equal_the_reference(changes: dict[str, object]) -> None:
+    model, batch = random_norms_head(**changes), ragged_batch()
+    fast = fast_forward(model)
+    if fast is FastParallel:
+        batch.tokens[:, ::5] = 5  # mask tokens in conversations, which nothing forbids
+    assert fast.supports(model)
+    actual = train_step(model, fast(torch.float64)(model, batch), batch)
+    assert_same(actual, reference_step(model, batch))
+    if fast is FastUnroll:
+        again = train_step(model, FastUnroll(torch.float64, recompute=True)(model, batch), batch)
+        assert_same(again, actual, 0)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("turns", [[(3, 6)], [(2, 3)], [(1, 2)]])
+@pytest.mark.parametrize("one_row", [False, True])
+def test_few_masked_slots_or_none(turns: list[tuple[int, int]], one_row: bool) -> None:
+    """One conversation of 4 predictions, of one, of none at depth 1: one slot is also a row."""
+    batch = pack([[record(spans_of(turns), parts())]], 16, 3, one_row=one_row)
+    for layers in (1, 2):
+        model = random_norms_head(**PEAGLE, num_layers=layers)
+        actual = train_step(model, FastParallel(torch.float64)(model, batch), batch)
+        assert_same(actual, reference_step(model, batch))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("changes", [{}, PEAGLE | {"num_layers": 2}], ids=str)
+def test_compiled_ops_are_equal_whatever_the_number_of_rows(changes: dict[str, object]) -> None:
+    model = random_norms_head(qk_norm=True, **changes)
+    fast = fast_forward(model)
+    compiled = fast(torch.float64, ops=compiled_ops("aot_eager"))
+    for num_steps in (4, 2, 1):
+        batch = ragged_batch(num_steps)
+        expected = train_step(model, fast(torch.float64)(model, batch), batch)
+        assert_same(train_step(model, compiled(model, batch), batch), expected)
+
+
+@pytest.mark.parametrize("changes", [{}, PEAGLE | {"num_layers": 2}], ids=str)
+def test_in_16_bit_nothing_is_widened(changes: dict[str, object]) -> None:
+    model, batch = random_norms_head(**changes), ragged_batch()
+    dtypes: list[torch.dtype] = []
+
+    def recorded(op: Callable) -> Callable:
+        def call(rows: Tensor, *rest: object) -> object:
+            result = op(rows, *rest)
+            dtypes.extend(t.dtype for t in (result if isinstance(result, tuple) else (result,)))
+            return result
+
+        return call
+
+    ops = FusedOps(*(recorded(op) for op in FUSED_OPS))
+    with torch.autocast("cpu", torch.bfloat16):
+        fast = fast_forward(model)(torch.bfloat16, ops=ops)
+        actual = train_step(model, fast(model, batch), batch)
+    assert set(dtypes) == {torch.bfloat16}
+    for name, value in reference_step(model, batch).items():
+        assert actual[name].dtype == (torch.bfloat16 if "step" in name else torch.float32)
+        error = (actual[name].float() - value).norm() / value.norm()
+        assert error < 0.05, name
+
+
+def test_training_runs_the_fast_unroll(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    call = FastUnroll.__call__
+
+    def recorded(self: FastUnroll, *arguments: object) -> object:
+        calls.append(self.recompute)
+        return call(self, *arguments)
+
+    monkeypatch.setattr(FastUnroll, "__call__", recorded)
+    batch = ragged_batch()
+    for recompute in (False, True):
+        module = distillation_module(random_norms_head(), recompute=recompute)
+        module(batch, [1.0] * 4)
+        assert ("recomputed in the backward pass" in module.description) == recompute
+    assert calls == [False, True]
+    module = distillation_module(random_norms_head(**EAGLE), recompute=True, compile=True)
+    module(batch, [1.0] * 4)
+    assert len(calls) == 2
+    assert "train.compile and train.recompute have no effect" in module.description
+
+
+def test_training_runs_all_depths_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = random_norms_head(**PEAGLE, num_layers=2), ragged_batch()
+    module = distillation_module(model, recompute=True)
+    assert isinstance(module.head_forward, FastParallel)
+    assert "train.recompute has no effect on such heads" in module.description
+    module(batch, [1.0] * 4)
+    monkeypatch.setattr(choose_forward, "compiled_ops", lambda: compiled_ops("aot_eager"))
+    module = distillation_module(model, compile=True)
+    assert module.description == "all depths run side by side, small operations are compiled"
+
+
+@pytest.mark.parametrize("changes", [{}, PEAGLE | {"num_layers": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (lambda *rows: tuple(2 * x for x in FUSED_OPS.add_norm(*rows)), "eager steps differ"),
+        (None, "TypeError"),
+    ],
+)
+def test_failing_or_wrong_compiled_code_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], wrong: object, reason: str
+) -> None:
+    ops = FUSED_OPS._replace(add_norm=wrong)
+    monkeypatch.setattr(choose_forward, "compiled_ops", lambda: ops)
+    module = distillation_module(random_norms_head(**changes), compile=True)
+    assert module.head_forward.ops == FUSED_OPS
+    assert "not compiled" in module.description
+    assert reason in module.description
+
+
+def test_other_heads_are_not_supported() -> None:
+    chain, parallel = random_norms_head(), random_norms_head(**PEAGLE)
+    assert not FastUnroll.supports(parallel)
+    assert not FastUnroll.supports(random_norms_head(**EAGLE))
+    assert not FastParallel.supports(chain)

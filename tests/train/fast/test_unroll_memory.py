@@ -1,0 +1,69 @@
+"""What the fast unroll stores for the backward pass, and when its gradients are whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftlab.train.batch.packing import pack
+from draftlab.train.fast import ttt as fast_unroll
+from draftlab.train.fast.ttt import FastUnroll
+from draftlab.train.flops import kept_bytes
+from tests.helpers.fast_forward import ragged_batch, random_norms_head, train_step
+from tests.helpers.synthetic import head, parts, record, spans_of
+
+
+def test_recomputed_steps_keep_little() -> None:
+    """What the backward pass keeps, beside the weights: as estimated, and little if recomputed."""
+    target, model = parts(), head(parts(), intermediate_size=512)
+    batch = pack([[record(spans_of([(2, 100)]), target)]], 128, 6)
+    rows = sum(len(step.valid_rows) for step in batch.steps)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def kept(recompute: bool) -> int:
+        stored: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            # Of the layer's length are weights that were stacked; the others belong to rows.
+            if storage.data_ptr() not in weights and len(tensor) not in (2 * 512, 32, 64, 128):
+                stored[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            outputs = FastUnroll(torch.float32, recompute=recompute)(model, batch)
+        assert outputs
+        return sum(stored.values())
+
+    expected = rows * kept_bytes(model.config, torch.float32)
+    assert 0.5 < kept(False) / expected < 1.5
+    assert kept(True) < 0.1 * expected
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_are_complete_before_the_backward_pass_ends(
+    recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks reduce what is whole while the backward pass goes on: it must not come at the end.
+
+    What follows attention is last read at step 0, before the backward pass of its attention.
+    """
+    model, batch, events = random_norms_head(), ragged_batch(), []
+    attention = fast_unroll.ttt_attention
+
+    def watched(query: Tensor, *rest: object) -> Tensor:
+        if query.requires_grad:
+            query.register_hook(lambda _: events.append("attention"))
+        return attention(query, *rest)
+
+    monkeypatch.setattr(fast_unroll, "ttt_attention", watched)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+    train_step(model, FastUnroll(torch.float32, recompute=recompute)(model, batch), batch)
+    last = max(number for number, name in enumerate(events) if name == "attention")
+    layer = "layers.0.{}.weight".format
+    early = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"}
+    assert {"lm_head.weight", *map(layer, early)} <= set(events[:last])
+    assert {"fc.weight", layer("self_attn.q_proj"), layer("self_attn.k_proj")} <= set(events[last:])
