@@ -14,13 +14,12 @@ from rich.table import Table
 
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report
-from draftlab.files import read_json
 from draftlab.formatting import count_text, plain_values, size_text
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config, stored_shapes
 from draftlab.pipeline.head_workspace import recipe_of
 from draftlab.pipeline.resolve import REFERENCE, reference_head
-from draftlab.pipeline.run_folder import find_run
+from draftlab.pipeline.run_folder import find_run, read_record, record_path
 from draftlab.pipeline.stages import STAGES
 from draftlab.pipeline.store_statistics import store_statistics
 from draftlab.report import print_report, print_suites
@@ -115,10 +114,10 @@ def _table(title: str, rows: dict[str, Any], console: Console) -> None:
 
 def _run(folder: Path, sample: int, console: Console, verify: bool) -> None:
     stages: dict[str, str] = {}
-    records = [folder / "stages" / f"{name}.json" for name in STAGES]
-    for file in filter(Path.is_file, records):
-        record = read_json(file, kind="stage record")
-        stages[file.stem] = "complete" if record["complete"] else "unfinished"
+    for stage in STAGES.values():
+        if (path := record_path(folder, stage)).is_file():
+            complete = read_record(path)["complete"]
+            stages[stage.name] = "complete" if complete else "unfinished"
     if (folder / STAGES["eval"].artefact / REPORT).is_file() and "eval" in stages:
         report = quote(str(folder / STAGES["eval"].artefact))
         stages["eval"] += f"; `draftlab inspect {report}` prints it"
