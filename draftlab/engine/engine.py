@@ -23,14 +23,15 @@ import torch
 from draftlab.engine.drafter import HeadDrafter
 from draftlab.engine.generation_state import Sequence, check_prompts
 from draftlab.engine.input_batch import InputBatch
+from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
 from draftlab.engine.prefill import prefill
 from draftlab.engine.sampling import Generation, Request
 from draftlab.engine.scheduler import BlockPool, Scheduler
 from draftlab.engine.step import GraphedStep, Step, StepResult, Verifier
-from draftlab.errors import UserError
-from draftlab.kernels.cuda_device import use_device
+from draftlab.kernels.cuda_device import out_of_memory_error, use_device
 from draftlab.kernels.verify import verify
 from draftlab.target_model.model import Target
+from draftlab.target_model.paged_cache import PagedCache
 from draftlab.target_model.probe import can_capture
 
 
@@ -58,7 +59,9 @@ class Engine:
         max_length: positions of a sequence (prompt and answer); drafts are capped near it.
         block_size: positions in a cache block; None: 64 on a GPU, `max_length` on a CPU (so that
             a sequence's keys are contiguous).
-        num_blocks: blocks in the pool; None: enough for `batch` sequences of `max_length`.
+        num_blocks: blocks in the pool; None: enough for `batch` sequences of `max_length`, as far
+            as free memory goes (`engine/kv_pool.py`).
+        cache: a KV cache of `new_kv_pool` to share with engines that take turns; None: a new one.
         prefill_tokens: prompt tokens in a forward pass.
         verifier: decides which drafts are accepted; it has the signature of
             `kernels.verify.verify`.
@@ -81,6 +84,7 @@ class Engine:
         max_length: int,
         block_size: int | None = None,
         num_blocks: int | None = None,
+        cache: PagedCache | None = None,
         prefill_tokens: int = 2048,
         verifier: Verifier = verify,
         expect: bool = True,
@@ -90,17 +94,17 @@ class Engine:
         self.target, self.drafter, self.max_length = target, drafter, max_length
         self.k = drafter.k if drafter else 0
         on_gpu = target.device.type == "cuda"
-        self.block_size = block_size or (64 if on_gpu else max_length)
-        table_width = -(-max_length // self.block_size)
-        self.num_blocks = num_blocks or batch * table_width
-        if self.num_blocks < table_width:
-            raise UserError(
-                f"expected a pool of at least {table_width} blocks of {self.block_size} positions "
-                f"for a sequence of {max_length}, found {self.num_blocks}",
-                do="give the engine more blocks or a shorter max_length",
-            )
-        pool_size = self.num_blocks + 1  # block 0 is never allocated
-        self.cache = target.new_paged_cache(pool_size, self.block_size)
+        head = getattr(drafter, "head", None)
+        self.cache = cache or new_kv_pool(
+            target,
+            batch=batch,
+            max_length=max_length,
+            draft_bytes=draft_kv_bytes(head) if head else 0,
+            block_size=block_size,
+            num_blocks=num_blocks,
+        )
+        self.block_size, pool_size = self.cache.block_size, self.cache.num_blocks
+        self.num_blocks = pool_size - 1  # block 0 is never allocated
         if drafter:
             drafter.start(
                 pool_size, self.block_size, max_length=max_length, cpu_prepacked=cpu_prepacked
@@ -108,7 +112,7 @@ class Engine:
         self.input_batch = InputBatch(
             batch,
             self.k,
-            table_width,
+            -(-max_length // self.block_size),
             target.device,
             draft_vocab=drafter.draft_vocab if drafter else None,
             sampling=drafter.sampling if drafter else None,
@@ -133,9 +137,15 @@ class Engine:
         """Yield each request's generation when it finishes.
 
         Raises:
-            UserError: a prompt is empty or leaves no room for an answer.
+            UserError: a prompt is empty or leaves no room for an answer, or memory runs out.
         """
         check_prompts(requests, self.max_length)
+        with out_of_memory_error(
+            "decoding", "lower regenerate.batch, eval.batch or eval.timing_batches, or the lengths"
+        ):
+            yield from self._generate(requests)
+
+    def _generate(self, requests: Collection[Request]) -> Iterator[Generation]:
         pool = BlockPool(self.num_blocks, self.block_size)
         scheduler = Scheduler(requests, pool, self.input_batch.num_slots, self.k, self.max_length)
         in_flight: deque[_InFlight] = deque()

@@ -3,9 +3,10 @@
 A chain's step needs one pass of the head per draft, a parallel head's step one pass for any K. The
 chain sees its own earlier drafts and is therefore accepted longer. At the same K
 
-    TPOT(parallel) ≤ TPOT(chain)  ⟺  AL(parallel) / AL(chain) ≥ step(parallel) / step(chain),
+    TPOT(parallel) ≤ TPOT(chain)  ⟺  n(parallel) / n(chain) ≥ step(parallel) / step(chain)
 
-so the ratio of the step times is the share of the chain's AL that the parallel head needs.
+with the tokens n of a step. n is AL but for truncated tokens, so the ratio of the step times is
+close to the share of the chain's AL that the parallel head needs.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def _compare(chain: Advice, parallel: Advice) -> BreakEven:
 
 def _compare_at_k(chain: Prediction, parallel: Prediction) -> KComparison:
     assert chain.k == parallel.k  # predictions cover every K from 1
+    share = parallel.acceptance_length / chain.acceptance_length
     return KComparison(
         k=chain.k,
         chain_length=chain.acceptance_length,
@@ -104,8 +106,8 @@ def _compare_at_k(chain: Prediction, parallel: Prediction) -> KComparison:
         parallel_step_ms=parallel.step_ms,
         chain_tpot_ms=chain.tpot_ms,
         parallel_tpot_ms=parallel.tpot_ms,
-        needed=parallel.step_ms / chain.step_ms,
-        share=parallel.acceptance_length / chain.acceptance_length,
+        needed=share * parallel.tpot_ms / chain.tpot_ms,
+        share=share,
     )
 
 

@@ -17,6 +17,7 @@ from draftlab.engine.reference import ReferenceEngine
 from draftlab.errors import UserError
 from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.bandwidth import copy_rate
+from draftlab.evaluate.certificate.result import Sampled
 from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig, NamedHead
 from draftlab.evaluate.measure import ENGINE_NAMES, measure_draftlab
 from draftlab.evaluate.metrics import (
@@ -113,11 +114,6 @@ class Evaluator:
             for t in workload.settings.temperatures
             for config in workload.configs_at(t)
         ]
-        for row in rows:
-            for text in row_warnings(row):
-                probs = ", draft probs on" if row.draft_probs else ""
-                name = f"T = {row.temperature:g}, {row.head}, K = {row.k}{probs}"
-                workload.monitor.say(f"warning: {name}: {text}")
         optional = {
             "products": self._products(),
             "certificates": certificates,
@@ -132,7 +128,7 @@ class Evaluator:
             environment=environment(workload.target.device)
             | {"timing": self._timing_conditions()}
             | {name: value for name, value in optional.items() if value},
-            adviser=advise(rows, [time for one in results for time in one.step_times]),
+            adviser=advise(rows, [probe for one in results for probe in one.probes]),
             rows=rows,
         )
 
@@ -150,23 +146,41 @@ class Evaluator:
             return certificates
         from draftlab.evaluate.certificate.certify import CertifySettings, certify
 
+        settings = workload.settings
         for head in workload.heads:
             certificate = certify(
                 workload.target,
                 head.head,
                 workload.suite.prompts,
                 workload.stop_ids,
-                CertifySettings(seed=workload.settings.seed),
-                k=max(head.ks(workload.settings)),
+                CertifySettings(seed=settings.seed, num_rows=max(len(workload.sampled_configs), 1)),
+                k=max(head.ks(settings)),
+                rows=[
+                    self._sampled(t, config)
+                    for t, config in workload.sampled_configs
+                    if config.head is head
+                ],
                 monitor=workload.monitor,
                 engine=ReferenceEngine
-                if workload.settings.engine == "reference"
-                else partial(Engine, cpu_prepacked=workload.settings.packed),
+                if settings.engine == "reference"
+                else partial(Engine, cpu_prepacked=settings.packed),
             )
             for line in certificate.lines:
                 workload.monitor.say(f"certificate of {head.name}: {line}")
             certificates[head.name] = certificate.model_dump(mode="json")
         return certificates
+
+    def _sampled(self, temperature: float, config: DecodingConfig) -> Sampled:
+        """Return how a row at T > 0 is sampled."""
+        settings = self.workload.settings
+        return Sampled(
+            temperature,
+            config.k,
+            config.draft_probs,
+            settings.draft_temperature if config.draft_probs else None,
+            settings.top_k,
+            settings.top_p,
+        )
 
     def _target(self) -> dict[str, Any]:
         target = self.workload.target
@@ -190,7 +204,7 @@ class Evaluator:
             "prompts": settings.timing_prompts,
             "tokens": settings.timing_tokens,
             "threads": 1 if device.type == "cpu" else None,
-            "stop_tokens": "ignored",
+            "stop_tokens": "end an answer",
             "copy_rate_gb_s": rate and round(rate / 1e9, 1),
         }
 
@@ -215,7 +229,7 @@ class Evaluator:
             temperature=temperature,
             draft_temperature=settings.draft_temperature if head else None,
             draft_probs=config.draft_probs,
-            **acceptance_fields(generations, greedy=greedy),
+            **acceptance_fields(generations, greedy=greedy, rows=len(workload.sampled_configs)),
             **timing_fields(results.timings.get((temperature, config), [])),
             **(equality_fields(generations, plain, dtype) if head and greedy else {}),
             warnings=(self.warnings + k_warnings(head, config.k) if head else [])
@@ -225,13 +239,22 @@ class Evaluator:
 
 
 def _with_certificate(row: Row, certificates: dict[str, dict[str, Any]]) -> Row:
-    """Return the row with its head's certificate if T > 0, where equal tokens prove nothing."""
+    """Return the row with the test of its own sampling, if it has one.
+
+    At T = 0 tokens are compared with plain decoding's in every row.
+    """
     certificate = certificates.get(row.head or "")
     if not certificate or row.temperature == 0 or row.engine not in ENGINE_NAMES.values():
         return row
-    fields = {key: certificate[key] for key in ("level", "test", "p_value", "n")}
+    conditions = (row.temperature, row.k, row.draft_probs)
+    lossless = next(
+        (
+            Lossless(**{name: arm[name] for name in ("level", "test", "p_value", "n")})
+            for arm in certificate["arms"]
+            if (arm["temperature"], arm["k"], arm["draft_probs"]) == conditions
+        ),
+        None,
+    )
     faults = "; ".join(certificate["faults"])
     warnings = [] if certificate["passed"] else [f"certificate failed: {faults}"]
-    return row.model_copy(
-        update={"lossless": Lossless(**fields), "warnings": row.warnings + warnings}
-    )
+    return row.model_copy(update={"lossless": lossless, "warnings": row.warnings + warnings})

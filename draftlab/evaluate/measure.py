@@ -6,22 +6,27 @@ from dataclasses import replace
 
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
+from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
 from draftlab.engine.reference import ReferenceEngine
-from draftlab.evaluate.adviser import StepTime
 from draftlab.evaluate.decoding_config import DecodingConfig
+from draftlab.evaluate.speedup_model import Probe
 from draftlab.evaluate.timing import Decoder
 from draftlab.evaluate.workload import EngineResults, Workload
+from draftlab.target_model.paged_cache import PagedCache
 from draftlab.version import package_version
 
 ENGINE_NAMES = {"paged": "draftlab", "reference": "draftlab-reference", "vllm": "draftlab"}
 """Engine name in rows, by setting; "vllm" also measures the paged engine."""
 
 
-def new_engine(workload: Workload, config: DecodingConfig, batch: int, *, expect: bool) -> Decoder:
+def new_engine(
+    workload: Workload, config: DecodingConfig, batch: int, pool: PagedCache | None, *, expect: bool
+) -> Decoder:
     """Return an engine for a configuration.
 
     Args:
         batch: requests decoded at once.
+        pool: the KV cache that all paged engines share.
         expect: whether to compute expected acceptance; a step is slightly cheaper without it.
     """
     target, settings, drafter = workload.target, workload.settings, None
@@ -36,26 +41,49 @@ def new_engine(workload: Workload, config: DecodingConfig, batch: int, *, expect
     size = {"batch": batch, "max_length": workload.max_length}
     if settings.engine == "reference":
         return ReferenceEngine(target, drafter, **size)
-    return Engine(target, drafter, **size, expect=expect, cpu_prepacked=settings.packed)
+    return Engine(target, drafter, **size, cache=pool, expect=expect, cpu_prepacked=settings.packed)
+
+
+def _shared_pool(workload: Workload) -> PagedCache | None:
+    """Return a KV cache for all engines, which take turns; None for the reference engine.
+
+    CUDA graphs hold its addresses, so it stays while any engine lives. The draft KV caches, of a
+    layer or a few, are each engine's own.
+    """
+    settings = workload.settings
+    if settings.engine == "reference":
+        return None
+    timed = settings.timing_batches if settings.timing_prompts else ()
+    alive = workload.configs + _extra_configs(workload, settings.temperatures[0])
+    return new_kv_pool(
+        workload.target,
+        batch=max((workload.batch, *timed)),
+        max_length=workload.max_length,
+        draft_bytes=sum(draft_kv_bytes(config.head.head) for config in alive if config.head),
+    )
 
 
 def measure_draftlab(workload: Workload) -> EngineResults:
     """Decode and time every configuration with draftlab's engine."""
     settings = workload.settings
     results = EngineResults(ENGINE_NAMES[settings.engine], package_version())
+    pool = _shared_pool(workload)
     for config in workload.configs:
-        workload.decode(results, new_engine(workload, config, workload.batch, expect=True), config)
+        engine = new_engine(workload, config, workload.batch, pool, expect=True)
+        workload.decode(results, engine, config)
     for batch in settings.timing_batches if settings.timing_prompts else ():
-        _time_batch(workload, results, batch)
+        _time_batch(workload, results, batch, pool)
     return results
 
 
-def _time_batch(workload: Workload, results: EngineResults, batch: int) -> None:
-    """Time every configuration at one batch size; add timings and step times to the results."""
+def _time_batch(
+    workload: Workload, results: EngineResults, batch: int, pool: PagedCache | None
+) -> None:
+    """Time every configuration at one batch size; add timings and probes to the results."""
     first = workload.settings.temperatures[0]
     extra = _extra_configs(workload, first)
     engines = {
-        config: new_engine(workload, config, batch, expect=False)
+        config: new_engine(workload, config, batch, pool, expect=False)
         for config in workload.configs + extra
     }
     for t in workload.settings.temperatures:
@@ -65,20 +93,25 @@ def _time_batch(workload: Workload, results: EngineResults, batch: int) -> None:
             timing = workload.timing(runs, config, batch)
             if timing is None:
                 continue
-            if config not in extra:
-                results.timings.setdefault((t, config), []).append(timing)
-            main_mode = config.draft_probs == (workload.settings.draft_probs == "on")
-            if config.head and t == first and main_mode and timing.step_ms:
-                results.step_times.append(
-                    StepTime(results.engine, config.head.name, batch, config.k, timing.step_ms)
+            if config in extra and config.head:
+                results.probes.append(
+                    Probe(results.engine, config.head.name, t, config.draft_probs, config.k, timing)
                 )
+            else:
+                results.timings.setdefault((t, config), []).append(timing)
 
 
 def _extra_configs(workload: Workload, temperature: float) -> list[DecodingConfig]:
-    """Return K = 1 for each head that is not measured there, so that the adviser interpolates."""
+    """Return further K's to time for the adviser, for each head.
+
+    With K = 1 it interpolates; with three K's it can predict one from the others.
+    """
     extra = []
     for head in workload.heads:
         configs = [c for c in workload.configs_at(temperature) if c.head is head]
-        if all(config.k > 1 for config in configs):
-            extra.append(replace(configs[0], k=1))
+        ks = {config.k for config in configs}
+        more = {1} - ks
+        if len(ks | more) < 3:
+            more |= {(max(ks) + 1) // 2} - ks
+        extra += [replace(configs[0], k=k) for k in sorted(more)]
     return extra

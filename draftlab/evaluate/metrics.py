@@ -12,19 +12,28 @@ import torch
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
-from draftlab.evaluate.results import Lossless, Timing
+from draftlab.evaluate.results import Lossless, Row, Timing
 from draftlab.evaluate.self_check import self_check
-from draftlab.evaluate.statistics import acceptance_interval, ratio_interval, repetition_rate
+from draftlab.evaluate.statistics import (
+    acceptance_interval,
+    percentile_interval,
+    ratio_interval,
+    repetition_rate,
+    resample_sums,
+)
 from draftlab.evaluate.timing import TimedRun
 from draftlab.version import package_version
 
 
-def acceptance_fields(generations: Sequence[Generation], *, greedy: bool) -> dict[str, Any]:
+def acceptance_fields(
+    generations: Sequence[Generation], *, greedy: bool, rows: int
+) -> dict[str, Any]:
     """Return a row's raw counters and the fields that follow from the generations alone.
 
     Args:
         generations: one for each prompt of the suite.
         greedy: whether T = 0.
+        rows: rows of the report whose self-checks share one level.
     """
     counters = Counters.total(g.counters for g in generations)
     expected = np.sum([g.expected for g in generations], axis=0)
@@ -34,7 +43,7 @@ def acceptance_fields(generations: Sequence[Generation], *, greedy: bool) -> dic
         "output_tokens": sum(len(g.token_ids) for g in generations),
         **asdict(counters),
         "expected_acceptance": (expected / counters.drafts).tolist() if has_expected else None,
-        "self_check": self_check(generations, counters.k, greedy=greedy),
+        "self_check": self_check(generations, counters.k, greedy=greedy, rows=rows),
         "acceptance_length": counters.acceptance_length,
         "acceptance_length_ci": acceptance_interval([g.counters for g in generations]),
         "repetition_rate": repetition_rate(g.token_ids for g in generations),
@@ -52,45 +61,55 @@ def timing(
         batch: prompts decoded at once.
         floor_ms: bandwidth floor of a step, in milliseconds.
     """
-    tpots = _tpots_ms(run)
-    if not tpots:
+    times, tokens, steps = _decode_sums(run)
+    if not tokens.sum():
         return None
-    steps = sum(len(g.steps) for g in run.generations)
-    decode_s = sum(g.total_s - g.first_token_s for g in run.generations)
-    tokens = sum(len(g.token_ids) for g in run.generations)
-    times = Timing(
-        batch=batch,
-        prompts=len(run.generations),
-        tpot_ms=float(np.mean(tpots)),
-        tpot_ms_ci=ratio_interval(tpots, [1.0] * len(tpots)),
-        ttft_ms=1e3 * float(np.mean([g.first_token_s for g in run.generations])),
-        step_ms=1e3 * decode_s / steps if steps else None,
-        floor_ms=floor_ms,
-        throughput_tok_s=tokens / run.wall_s,
-    )
-    plain_tpots = _tpots_ms(plain) if plain else []
-    if len(plain_tpots) != len(tpots):  # an answer of one token has no TPOT to compare
-        return times
-    baseline = float(np.mean(plain_tpots))
-    return times.model_copy(
-        update={
+    fields: dict[str, Any] = {
+        "batch": batch,
+        "prompts": len(run.generations),
+        "tpot_ms": times.sum() / tokens.sum(),
+        "tpot_ms_ci": ratio_interval(times, tokens),
+        "ttft_ms": 1e3 * float(np.mean([g.first_token_s for g in run.generations])),
+        "step_ms": times.sum() / steps.sum() if steps.sum() else None,
+        "floor_ms": floor_ms,
+        "throughput_tok_s": sum(len(g.token_ids) for g in run.generations) / run.wall_s,
+        "tokens_per_step": tokens.sum() / steps.sum() if steps.sum() else None,
+        "acceptance_at": Counters.total(g.counters for g in run.generations).acceptance_at,
+    }
+    plain_times, plain_tokens, plain_steps = _decode_sums(plain) if plain else (np.zeros(1),) * 3
+    if plain_tokens.sum():
+        baseline = plain_times.sum() / plain_tokens.sum()
+        sums = resample_sums(plain_times, plain_tokens, plain_steps, times, tokens, steps)
+        with np.errstate(invalid="ignore", divide="ignore"):  # a resample may have no second token
+            speedups = sums[0] / sums[1] / (sums[3] / sums[4])
+            step_ratios = sums[3] / sums[5] / (sums[0] / sums[2])
+        fields |= {
             "baseline_tpot_ms": baseline,
-            "speedup": baseline / times.tpot_ms,
-            "speedup_ci": ratio_interval(plain_tpots, tpots),
+            "speedup": baseline / fields["tpot_ms"],
+            "speedup_ci": percentile_interval(speedups, 0.95),
+            "step_ratio_ci": percentile_interval(step_ratios, 0.95) if steps.sum() else None,
         }
-    )
+    return Timing(**fields)
+
+
+def _decode_sums(run: TimedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return each prompt's milliseconds, tokens and steps after the first token, each [P]."""
+    answers = [
+        (1e3 * (g.total_s - g.first_token_s), len(g.token_ids) - 1, len(g.steps))
+        if len(g.token_ids) > 1
+        else (0, 0, 0)
+        for g in run.generations
+    ]
+    times, tokens, steps = np.array(answers, dtype=float).T
+    return times, tokens, steps
 
 
 def timing_fields(timings: Sequence[Timing]) -> dict[str, Any]:
     """Return the row's time fields: those of the first timing, and the list of all timings."""
     if not timings:
         return {}
-    return timings[0].model_dump(exclude={"batch", "prompts"}) | {"timings": list(timings)}
-
-
-def _tpots_ms(run: TimedRun) -> list[float]:
-    """Return the TPOT of each prompt that has one, in milliseconds."""
-    return [1e3 * g.tpot_s for g in run.generations if g.tpot_s is not None]
+    shared = Row.model_fields.keys() & Timing.model_fields.keys() - {"batch", "prompts"}
+    return timings[0].model_dump(include=shared) | {"timings": list(timings)}
 
 
 def equality_fields(

@@ -12,17 +12,22 @@ from draftlab.errors import UserError
 from draftlab.files import read_json, write_json
 from draftlab.settings import describe_errors
 
-SCHEMA_VERSION = 2
-READABLE_VERSIONS = (1, 2)
-"""Version 2 only adds fields: timings, self_check and speedup_ci."""
+SCHEMA_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
+"""Later versions only add fields: version 2 timings, self_check and speedup_ci; version 3 the
+acceptance of the timed prompts, what a certificate tested, and the level of a self-check. Up to
+version 2 timed answers ignored stop tokens, and TPOT was the mean over prompts."""
 
 
 class Lossless(BaseModel):
-    """The level of evidence that the outputs equal the target's own (methods §6: L1, L2, L3)."""
+    """The level of evidence that the outputs equal the target's own (methods §6.6).
+
+    `test` says what was tested.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
-    level: Literal["L1", "L2", "L3"]
+    level: Literal["L1", "LS", "L2", "L3"]
     test: str
     p_value: float | None = None
     n: int
@@ -32,7 +37,8 @@ class SelfCheck(BaseModel):
     """Result of comparing accepted with expected counts (`evaluate/self_check.py`).
 
     `z` holds a standard normal score for each draft position. A score is None where no draft was
-    reached, and at T = 0, where accepted and expected counts must be equal.
+    reached, and at T = 0, where the check is bookkeeping: accepted and expected counts must be
+    equal. `level` is the smallest p-value that passes; None at T = 0.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -40,14 +46,16 @@ class SelfCheck(BaseModel):
     z: list[float | None]
     p_value: float
     passed: bool
+    level: float | None = None
 
 
 class Timing(BaseModel):
     """Times of a row's configuration at one batch size, in milliseconds.
 
-    Stop tokens are ignored. `throughput_tok_s` is output tokens over wall time, prefill included.
-    `floor_ms` is the time to read the weights of a step once at the measured copy rate of the
-    device.
+    `throughput_tok_s` is output tokens over wall time, prefill included. `floor_ms` is the time to
+    read the weights of a step once at the measured copy rate of the device. `tokens_per_step` and
+    the unconditional `acceptance_at` each position belong to the timed prompts. `step_ratio_ci` is
+    the interval of `step_ms` over a step of plain decoding.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -60,9 +68,12 @@ class Timing(BaseModel):
     step_ms: float | None
     floor_ms: float | None = None
     throughput_tok_s: float | None = None
+    tokens_per_step: float | None = None
+    acceptance_at: list[float] | None = None
     baseline_tpot_ms: float | None = None
     speedup: float | None = None
     speedup_ci: tuple[float, float] | None = None
+    step_ratio_ci: tuple[float, float] | None = None
 
 
 class Row(BaseModel):
@@ -141,6 +152,12 @@ class Row(BaseModel):
         """A copy of the row's raw counters."""
         return Counters(**self.model_dump(include=set(COUNTER_FIELDS)))
 
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens after the first ones over verify steps; AL also counts truncated tokens."""
+        steps = self.drafts + self.undrafted_steps
+        return (self.output_tokens - self.prompts) / steps if steps else 1.0
+
 
 class Report(BaseModel):
     """The content of report.json, a public and versioned schema."""
@@ -174,9 +191,8 @@ class Report(BaseModel):
             )
         version = fields.pop("schema")
         if version not in READABLE_VERSIONS:
-            expected = " or ".join(map(str, READABLE_VERSIONS))
             raise UserError(
-                f"expected report schema {expected}, found {version}",
+                f"expected report schema 1 to {SCHEMA_VERSION}, found {version}",
                 where=path,
                 do="evaluate again with this version of draftlab",
             )

@@ -10,10 +10,13 @@ estimates of its variance:
 - Σ n·c̄(1 − c̄) over the prompts, with c̄ the mean probability of the n reached drafts of a prompt:
   never below the true Σ c(1 − c), since c(1 − c) is concave.
 
-A correct sampler then fails no more often than `LEVEL` says; the test is conservative if the
-probabilities lie near 0 and 1. Every draft position is tested by itself, so that an excess at one
-position cannot cancel a deficit at another. At T = 0 the probabilities are 0 or 1, and both counts
-must be equal.
+A report of a correct sampler then fails no more often than `LEVEL` says, whatever its number of
+rows (Bonferroni); the test is conservative if the probabilities lie near 0 and 1. Every draft
+position is tested by itself, so that an excess at one position cannot cancel a deficit at another.
+
+At T = 0 the check is bookkeeping: the verifier makes both counts of the same comparison, so they
+must be equal, and a wrong comparison does not show. It shows in the tokens, which are compared with
+those of plain decoding (`Row.prompts_equal`).
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from draftlab.engine.sampling import Generation
 from draftlab.evaluate.results import SelfCheck
 
 LEVEL = 1e-3
-"""Probability that a row of a correct engine fails."""
+"""Probability that some row of a correct engine's report fails."""
 ROUNDING = 1e-4
 """Largest rounding error of float32 sums per reached draft."""
 
@@ -41,7 +44,7 @@ def reached_per_position(generation: Generation, k: int) -> list[int]:
 
 
 def self_check(
-    generations: Sequence[Generation], k: int, *, greedy: bool = False
+    generations: Sequence[Generation], k: int, *, greedy: bool = False, rows: int = 1
 ) -> SelfCheck | None:
     """Test accepted against expected counts over the prompts of one row.
 
@@ -49,6 +52,7 @@ def self_check(
         generations: one per prompt.
         k: drafts a step.
         greedy: T = 0, where the probabilities are 0 or 1 and the counts must be equal.
+        rows: tested rows of the report, which share `LEVEL`.
 
     Returns:
         The result; None if nothing was drafted or the engine does not report probabilities.
@@ -72,7 +76,8 @@ def self_check(
     tested = [abs(z) for z in scores if z is not None]
     # Bonferroni: any of the positions may fail the row
     p_value = min(1.0, len(tested) * math.erfc(max(tested) / math.sqrt(2)))
-    return SelfCheck(z=scores, p_value=p_value, passed=p_value >= LEVEL)
+    level = LEVEL / rows
+    return SelfCheck(z=scores, p_value=p_value, passed=p_value >= level, level=level)
 
 
 def _score(accepted: np.ndarray, expected: np.ndarray, reached: np.ndarray) -> float | None:
@@ -98,14 +103,14 @@ def failure_message(check: SelfCheck) -> str | None:
     if check.passed:
         return None
     scores = [(abs(z), i, z) for i, z in enumerate(check.z, 1) if z is not None]
-    finding = "the accepted drafts are not those that the target's argmax allows"
-    if scores:
-        size, position, z = max(scores)
-        finding = (
-            f"at draft position {position} the accepted drafts are {size:.1f} standard deviations "
-            f"{'above' if z > 0 else 'below'} their expectation (p = {check.p_value:.1g})"
+    if not scores:  # T = 0
+        return (
+            "self-check failed: the counted drafts are not those that the verifier accepted. The "
+            "engine's bookkeeping is faulty, so do not trust this row"
         )
+    size, position, z = max(scores)
     return (
-        f"self-check failed: {finding}. The sampler or the verifier is faulty, so do not trust "
-        "this row"
+        f"self-check failed: at draft position {position} the accepted drafts are {size:.1f} "
+        f"standard deviations {'above' if z > 0 else 'below'} their expectation (p = "
+        f"{check.p_value:.1g}). The sampler or the verifier is faulty, so do not trust this row"
     )

@@ -16,6 +16,9 @@ def _without_repetitions(values: tuple[Any, ...] | None) -> tuple[Any, ...] | No
 
 _Distinct = AfterValidator(_without_repetitions)
 _Count = Annotated[int, Field(ge=1)]
+MAX_K = 64
+"""Most drafts a step: several times what any head is trained for; each one costs a pass."""
+_Drafts = Annotated[int, Field(ge=1, le=MAX_K)]
 _Temperature = Annotated[float, Field(ge=0)]
 
 
@@ -35,10 +38,11 @@ class EvalSettings(Settings):
     compare: Annotated[tuple[str, ...], SingleOrList, _Distinct] = ()
     """Further heads in the same report: "reference", or head folders. A head that was trained for
     another target is skipped with a message."""
-    k: Annotated[tuple[_Count, ...] | None, SingleOrList, _Distinct] = Field(
+    k: Annotated[tuple[_Drafts, ...] | None, SingleOrList, _Distinct] = Field(
         default=None, min_length=1
     )
-    """Drafts a step, one or several values; None: what the head was trained for, at most 4."""
+    """Drafts a step, one or several values up to 64; None: what the head was trained for, at most
+    4."""
     temperatures: Annotated[tuple[_Temperature, ...], SingleOrList, _Distinct] = Field(
         default=(0.0, 0.8), min_length=1
     )
@@ -62,7 +66,7 @@ class EvalSettings(Settings):
     timing_prompts: int = Field(default=10, ge=0)
     """Number of timed prompts, at least one batch; 0: measure no times."""
     timing_tokens: int = Field(default=64, ge=2)
-    """Tokens of a timed answer, which ignores stop tokens."""
+    """Largest number of tokens in a timed answer."""
     timing_batches: Annotated[tuple[_Count, ...], SingleOrList, _Distinct] = Field(
         default=(1,), min_length=1
     )

@@ -65,7 +65,8 @@ def ratio_interval(
 ) -> tuple[float, float]:
     """Return the bootstrap interval of Σ numerators / Σ denominators over prompts."""
     above, below = resample_sums(np.array(numerators), np.array(denominators))
-    return percentile_interval(above / below, level)
+    with np.errstate(invalid="ignore"):  # 0 / 0 is NaN, which the interval ignores
+        return percentile_interval(above / below, level)
 
 
 def acceptance_interval(

@@ -1,7 +1,8 @@
-"""The timing pass: decode a few prompts with every configuration in turn, ignoring stop tokens.
+"""The timing pass: decode a few prompts with every configuration in turn.
 
 The configurations alternate batch by batch, so that a drift of the machine's speed affects all of
-them alike.
+them alike. Answers end at stop tokens as the counted ones do, so the rows of a timed batch become
+fewer towards its end, with and without drafting.
 """
 
 from __future__ import annotations

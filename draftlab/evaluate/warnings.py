@@ -17,7 +17,10 @@ def suite_warnings(prompts: int, settings: EvalSettings) -> list[str]:
     """Return warnings if there are too few prompts for reliable intervals."""
     warnings = []
     if prompts < MIN_PROMPTS:
-        warnings.append(f"few prompts ({prompts}): the intervals are unreliable")
+        warnings.append(
+            f"few prompts ({prompts}): the intervals are unreliable (at least {MIN_PROMPTS}: "
+            "eval.max_prompts, or a larger eval.suite)"
+        )
     if 0 < settings.timing_prompts < MIN_TIMED_PROMPTS:
         warnings.append(
             f"few timed prompts ({settings.timing_prompts}): their intervals are too narrow "

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request, Sampling
-from draftlab.evaluate.adviser import StepTime
 from draftlab.evaluate.bandwidth import floor_ms
 from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig, NamedHead, configs_at
 from draftlab.evaluate.metrics import timing
 from draftlab.evaluate.results import Timing
 from draftlab.evaluate.settings import EvalSettings
+from draftlab.evaluate.speedup_model import Probe
 from draftlab.evaluate.timing import (
     Decoder,
     TimedRun,
@@ -34,7 +34,7 @@ class EngineResults:
         engine, version: name and version for the rows.
         generations: answers to the whole suite, in its order.
         timings: one entry per timed batch size; no entry if nothing was timed.
-        step_times: further step times for the adviser.
+        probes: timings of K's without rows, for the adviser.
         warnings: warnings for every row of this engine.
     """
 
@@ -42,7 +42,7 @@ class EngineResults:
     version: str
     generations: dict[tuple[float, DecodingConfig], list[Generation]] = field(default_factory=dict)
     timings: dict[tuple[float, DecodingConfig], list[Timing]] = field(default_factory=dict)
-    step_times: list[StepTime] = field(default_factory=list)
+    probes: list[Probe] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -73,6 +73,12 @@ class Workload:
         return configs_at(self.heads, self.settings, temperature)
 
     @property
+    def sampled_configs(self) -> list[tuple[float, DecodingConfig]]:
+        """The drafting configurations at T > 0, with their temperatures."""
+        ts = filter(None, self.settings.temperatures)
+        return [(t, config) for t in ts for config in self.configs_at(t) if config.head]
+
+    @property
     def batch(self) -> int:
         """Prompts decoded at once for the counters."""
         return min(self.settings.batch, len(self.suite.prompts))
@@ -86,12 +92,13 @@ class Workload:
         return min(longest + answer + max_k + 1, self.target.max_length)
 
     def requests(self, temperature: float, *, timed: bool = False) -> list[Request]:
-        """Return the requests of the suite; timed ones have their own length and never stop."""
+        """Return the requests of the suite; timed ones have their own length limit."""
         settings = self.settings
         sampling = Sampling(temperature, settings.top_k, settings.top_p, settings.seed)
         tokens = settings.timing_tokens if timed else settings.max_new_tokens
-        stop_ids = frozenset() if timed else self.stop_ids
-        return [Request(id_, ids, tokens, sampling, stop_ids) for id_, ids in self.suite.prompts]
+        return [
+            Request(id_, ids, tokens, sampling, self.stop_ids) for id_, ids in self.suite.prompts
+        ]
 
     def decode(self, results: EngineResults, engine: Decoder, config: DecodingConfig) -> None:
         """Decode the suite at every temperature of the configuration; add it to the results."""

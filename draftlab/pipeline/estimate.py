@@ -146,6 +146,7 @@ def _memory_warnings(recipe: Recipe, rows: list[Estimate], gpu: Gpu) -> Iterator
         yield (
             f"  warning: the target and its KV cache take {_bytes(target)} of a GPU's "
             f"{gpu.memory:g} GB; target.gpus={math.ceil(target * num_gpus / usable)} is enough"
+            + ("; without it fewer prompts are answered at once" * (by_name["target"] <= usable))
         )
     if by_name.get("head", 0.0) > usable:
         yield (
@@ -193,15 +194,15 @@ def _answers(
     tokens = conversations.count * conversations.answer
     steps = math.ceil(conversations.count / batch) * conversations.answer
     mean = conversations.prompt + conversations.answer / 2
+    # A KV cache that does not fit in memory is made smaller (`engine/kv_pool.py`), and answers
+    # take longer.
+    longest = min(conversations.long_prompt + conversations.answer, target.max_length)
     return Estimate(
         "answers",
         f"{conversations.count:,} conversations, at most {_count(tokens)} tokens to generate"
-        f"{assumed}",
+        f"{assumed}; KV cache of {longest:,.0f} positions for each of a batch",
         disk=6 * conversations.count * conversations.length,  # text, and token ids in decimal
-        memory=min(batch, conversations.count)
-        * conversations.length
-        * target.kv_bytes
-        / recipe.target.gpus,
+        memory=min(batch, conversations.count) * longest * target.kv_bytes / recipe.target.gpus,
         seconds=gpu and steps * target.step_seconds(gpu, batch, mean),
     )
 

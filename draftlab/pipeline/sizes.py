@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -116,12 +117,14 @@ class Conversations:
     Attributes:
         count: number of conversations.
         prompt: tokens of a prompt, on average.
+        long_prompt: 99th percentile of the tokens of a prompt.
         answer: most tokens of an answer.
         assumed: whether the prompts' length is assumed, since there is no file of prompts.
     """
 
     count: int
     prompt: float
+    long_prompt: float
     answer: float
     assumed: bool
 
@@ -144,13 +147,14 @@ class Conversations:
         sizes = _prompt_sizes(recipe)
         if not sizes and settings.max_prompts is None:
             return None
-        count, prompt = settings.max_prompts or 0, float(PROMPT_TOKENS)
-        if sizes:
-            count, prompt = len(sizes), sum(sizes) / len(sizes)
+        count = len(sizes) or settings.max_prompts or 0
+        tokens = np.array(sizes or [PROMPT_TOKENS])
+        prompt, longest = tokens.mean(), np.quantile(tokens, 0.99)
         answer = regenerate.max_new_tokens if regenerate.enabled else 0
         samples = regenerate.samples if regenerate.enabled else 1
-        prompt = min(prompt, max_length)
-        return cls(count * samples, prompt, min(answer, max_length - prompt), not sizes)
+        prompt, longest = (min(float(tokens), max_length) for tokens in (prompt, longest))
+        answer = min(answer, max_length - prompt)
+        return cls(count * samples, prompt, longest, answer, not sizes)
 
     @staticmethod
     def longest(recipe: Recipe) -> float:

@@ -85,7 +85,7 @@ def split_conditions(rows: Sequence[Row]) -> Conditions:
 def report_conditions(report: Report) -> Conditions:
     """Return the conditions of the rows and of the timing pass (`environment.timing`).
 
-    The timing pass can differ from the counting pass: batch 1, fewer prompts, no stop tokens.
+    The timing pass can differ from the counting pass: batch 1, fewer prompts, shorter answers.
     """
     conditions = split_conditions(report.rows)
     timing = report.environment.get("timing")

@@ -38,8 +38,9 @@ LEGEND: dict[str, tuple[str, str]] = {
         "1 + Σ expected acceptance, from probabilities instead of draws; should be close to AL",
         "A self-check: the same counts with each draw replaced by its probability. Accepted − "
         "expected is a sum of terms with mean zero for any prompts; z is that sum over its "
-        "standard deviation, for each draft position. A row fails below p = 0.001 (at T = 0 both "
-        "counts must be equal). A failure means that the sampler or the verifier is faulty.",
+        "standard deviation, for each draft position. All rows of a report share the level 0.001. "
+        "A failure means that the sampler or the verifier is faulty. At T = 0 both counts are made "
+        "of the same comparisons, so their equality only checks the bookkeeping.",
     ),
     "acceptance": (
         "accepted_at / drafts: share of drafts accepted up to each position, unconditional",
@@ -53,12 +54,12 @@ LEGEND: dict[str, tuple[str, str]] = {
         "target's distribution unchanged, and neither is always better.",
     ),
     "TPOT": (
-        "milliseconds per output token after the first, mean over prompts; [95 % interval]",
-        "For each prompt (latency − time to first token) / (output tokens − 1).",
+        "milliseconds per output token after the first; [95 % interval over prompts]",
+        "Over all timed prompts, Σ (latency − time to first token) / Σ (output tokens − 1).",
     ),
     "speed-up": (
         "TPOT without drafting / TPOT, same prompts and engine; drafting pays above 1",
-        "A ratio of mean TPOT, shown with the TPOT without drafting. The interval resamples "
+        "A ratio of TPOTs, shown with the TPOT without drafting. The interval resamples "
         "prompts, with and without drafting together.",
     ),
     "TTFT": ("milliseconds to the first token", "Drafting begins after it."),
@@ -184,15 +185,13 @@ def has_chain_and_parallel(rows: Sequence[Row]) -> bool:
 
 
 def advice_check(report: Report) -> str:
-    """Return how well predictions agree with measurements; empty if there are none."""
-    check = (report.adviser or {}).get("check")
-    if not check:
-        return ""
-    return (
-        f"{check['met']} of {check['timed']} predictions agree with the measured speed-up (within "
-        f"its interval or 5 %); the error is {100 * check['mean_error']:.0f} % on average and "
-        f"{100 * check['worst_error']:.0f} % at most"
-    )
+    """Return how well predictions agree with measurements, and what a prediction is of.
+
+    The text is empty without advice, and for reports of schema 2, which checked something else.
+    """
+    adviser = report.adviser or {}
+    check = (adviser.get("check") or {}).get("text")
+    return f"{check}; {adviser['predicts']}" if check else ""
 
 
 def certificates(report: Report) -> list[tuple[str, list[str]]]:

@@ -83,13 +83,13 @@ def _positions(row: Row) -> list[dict[str, str]]:
 
 
 def _self_check(row: Row) -> str:
-    """Return "passed" or "FAILED" with the p-value; `NONE` without a self-check."""
+    """Return "self-check passed" or "FAILED" with the p-value; `NONE` without a self-check."""
     if row.self_check is None:
         return NONE
     verdict = "passed" if row.self_check.passed else "FAILED"
     if all(z is None for z in row.self_check.z):  # T = 0: the counts must be equal
-        return f"{verdict}, accepted {'=' if row.self_check.passed else '≠'} expected"
-    return f"{verdict}, p = {row.self_check.p_value:.2g}"
+        return f"bookkeeping {verdict}, accepted {'=' if row.self_check.passed else '≠'} expected"
+    return f"self-check {verdict}, p = {row.self_check.p_value:.2g}"
 
 
 def _lossless(row: Row) -> str:

@@ -18,6 +18,7 @@ from draftlab.report.formatting import NONE
 Column = tuple[str, Callable[[Row], str]]
 _EXPECTED = "ex-\npected\nAL"
 _ACCEPTANCE = "accep-\ntance\nat 1…K"
+_OPTIONAL = (_EXPECTED, "speed-up", "TPOT ms", "TTFT\nms")
 
 
 def _acceptance(row: Row) -> str:
@@ -41,7 +42,13 @@ def _metric_columns(rows: list[Row]) -> list[Column]:
         columns.insert(1, ("drafter", lambda row: row.drafter))
     if len({row.engine for row in rows}) > 1:
         columns.insert(0, ("engine", lambda row: row.engine.partition(" (")[0]))
-    return [c for c in columns if c[0] != _EXPECTED or _has_expected(rows)]
+    return _measured(columns, rows)
+
+
+def _measured(columns: list[Column], rows: list[Row]) -> list[Column]:
+    """Return the columns without those that were not measured in any row."""
+    shown = {name for name, get in columns if any(get(row) != NONE for row in rows)}
+    return [column for column in columns if column[0] in shown or column[0] not in _OPTIONAL]
 
 
 def _has_head_column(rows: list[Row]) -> bool:
@@ -160,7 +167,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print()
     console.print(Text(f"Target {fmt.target_name(report)}", style="bold"))
     console.print(_table(rows, _metric_columns(rows)))
-    console.print(_table(rows, _time_and_counter_columns()))
+    console.print(_table(rows, _measured(_time_and_counter_columns(), rows)))
     if any(len(row.timings) > 1 for row in rows):
         console.print(_batch_table(rows))
     if varying:
@@ -182,6 +189,8 @@ def print_report(report: Report, console: Console) -> None:
     legend = {name: fmt.LEGEND[name][0] for name in fmt.IN_CONSOLE}
     if not _has_expected(rows):
         del legend["expected AL"]
+    if all(row.speedup is None for row in rows):
+        del legend["speed-up"]
     if any(map(fmt.is_vllm_default, rows)):
         legend[fmt.DEFAULT_MARK] = fmt.DEFAULT_NOTE
     legend |= fmt.head_notes(rows)

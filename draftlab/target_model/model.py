@@ -125,6 +125,17 @@ class Target:
         return PagedCache(self.num_layers, num_blocks, block_size)
 
     @cached_property
+    def kv_bytes(self) -> dict[torch.device, int]:
+        """Bytes of one position's keys and values on each device, from a pass over one token."""
+        cache = self.new_paged_cache(2, 1)
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self.states(zero, positions=zero, cache=cache.at(zero.int() + 1, zero, zero + 1))
+        sizes: dict[torch.device, int] = {}
+        for pool in (*cache.key_pool, *cache.value_pool):
+            sizes[pool.device] = sizes.get(pool.device, 0) + pool[0].nbytes
+        return sizes
+
+    @cached_property
     def padding_reason(self) -> str | None:
         """Why conversations must be padded instead of packed into a row; None: they can be
         packed."""

@@ -17,6 +17,7 @@ from draftlab.heads.family import get_family
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead, initialise_head
 from draftlab.heads.initial import start_from
+from draftlab.kernels.cuda_device import out_of_memory_error
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
 from draftlab.store.verification import ShardVerification
@@ -147,7 +148,10 @@ class Trainer:
     def run(self) -> Validation | None:
         """Train to the last step; return the final validation (None: no records are held out)."""
         tracked = self.log.tracked(self.settings, self.key, self.tracked_config, self.step)
-        with closing(self.verification), self.ranks.report_lost_rank(), tracked:
+        memory = out_of_memory_error(
+            "training", "lower train.micro_rows or train.row_tokens, or raise train.anchor_parts"
+        )
+        with closing(self.verification), self.ranks.report_lost_rank(), tracked, memory:
             with self.ending.postponed():
                 self._train()
             self.save()

@@ -204,8 +204,8 @@ def test_a_failed_certificate_is_exit_code_one(
 ) -> None:
     def certificate(passed: bool) -> certify.Certificate:
         return certify.Certificate(
-            level="L1" if passed else "L3", test="G-test", statistic=1.0, p_value=0.5, n=9,
-            n_for_99_power=8, prompts_equal=1.0, passed=passed, faults=[], arms=[], lines=["line"],
+            level="L1" if passed else "L3", prompts_equal=1.0, passed=passed, faults=[], arms=[],
+            lines=["line"],
         )  # fmt: skip
 
     options = ("eval", "--temps", "0", "--certify", "--out", str(tmp_path))

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from draftlab.evaluate.adviser import StepTime, advise, step_ms
-from draftlab.evaluate.results import Row
+from draftlab.evaluate.adviser import advise
+from draftlab.evaluate.results import Row, Timing
+from draftlab.evaluate.speedup_model import Acceptance, Probe, interpolate_acceptance, step_ms
 from draftlab.report import formatting as fmt
 from tests.helpers import sample_report as sample
 from tests.helpers.sample_report import PLAIN_MS, with_timing
@@ -17,49 +18,77 @@ def linear(k: int) -> float:
     return 10.5 + 1.5 * k
 
 
-def only_advice(rows: list[Row], *step_times: StepTime) -> dict[str, Any]:
-    (advice,) = advise(rows, step_times)["advice"]
+def timed(k: int, step: float, **changes: Any) -> Row:
+    return with_timing(sample.row(k=k, keep=0.6), step, **changes)
+
+
+def only_advice(rows: list[Row], *probes: Probe) -> dict[str, Any]:
+    (advice,) = advise(rows, probes)["advice"]
     return advice
 
 
-def test_steps_between_two_ks_are_interpolated() -> None:
-    large = with_timing(sample.row(k=6, keep=0.6), linear(6))
-    small = with_timing(sample.row(k=2, keep=0.6), linear(2))
+def test_a_counted_k_uses_its_own_tokens_a_step() -> None:
+    """Neither the first drafts of the largest K nor the timed prompts' acceptance replace them."""
+    large, small = timed(6, linear(6)), sample.row(k=2, keep=0.4)
+    easier = sample.row(k=2, keep=0.9)  # on the timed prompts K = 2 accepts more
+    small = with_timing(
+        small, linear(2), tokens_per_step=easier.tokens_per_step,
+        acceptance_at=easier.counters.acceptance_at,
+    )  # fmt: skip
     advice = only_advice([sample.baseline(), large, small])
-    unconditional = large.counters.acceptance_at
-    expected = {
-        k: PLAIN_MS * (1 + sum(unconditional[:k])) / linear(k) for k in range(1, 7)
-    }  # the formula, from the raw counters
-    predicted = {p["k"]: p["speedup"] for p in advice["predictions"]}
-    assert predicted == pytest.approx(expected)
-    assert advice["best_k"] == max(expected, key=expected.get)
-    at_six = advice["predictions"][5]
-    assert at_six["error"] == pytest.approx(0, abs=1e-9)
-    assert at_six["measured_speedup"] == pytest.approx(large.timings[0].speedup)
-    measured = [p["k"] for p in advice["predictions"] if p["measured_speedup"] is not None]
-    assert measured == [2, 6]
+    at = {p["k"]: p for p in advice["predictions"]}
+    for row in (large, small):
+        tokens = (row.output_tokens - row.prompts) / row.drafts
+        assert at[row.k]["acceptance_length"] == pytest.approx(row.acceptance_length)
+        assert at[row.k]["tokens_per_step"] == pytest.approx(tokens)
+        assert tokens < row.acceptance_length  # the length limit truncates some
+        assert at[row.k]["speedup"] == pytest.approx(PLAIN_MS * tokens / linear(row.k))
+        low, high = at[row.k]["speedup_ci"]
+        suite = row.acceptance_length_ci
+        assert high / low > suite[1] / suite[0]  # it holds the suite's variation and the steps'
+    assert [p["k"] for p in advice["predictions"] if p["measured_speedup"]] == [2, 6]
+    assert advice["best_k"] == max(at, key=lambda k: at[k]["speedup"])
 
 
-def test_one_k_needs_further_step_times_for_the_slope() -> None:
-    row = with_timing(sample.row(k=4, keep=0.6, head="h"), linear(4))
+def test_acceptance_is_interpolated_between_counted_ks() -> None:
+    known = {2: Acceptance((0.6, 0.3), 0.9), 4: Acceptance((0.8, 0.4, 0.2, 0.1), 0.8)}
+    three = interpolate_acceptance(3, known)
+    assert three.at == pytest.approx((0.7, 0.35, 0.2))
+    assert three.emitted == pytest.approx(0.85)
+    assert interpolate_acceptance(1, known) == Acceptance((0.6,), 0.95)
+    assert interpolate_acceptance(4, known) is known[4]
+    assert interpolate_acceptance(5, known) is None
+
+
+def test_one_k_needs_a_probe_for_the_slope() -> None:
+    row = timed(4, linear(4))
     assert advise([row]) is None
-    engine = row.engine
-    slower = [StepTime(engine, "h", 1, k, linear(k) + 3) for k in (1, 4)]
-    others = [StepTime(engine, "other", 1, 1, 99.0), StepTime(engine, "h", 8, 1, 99.0)]
-    advice = only_advice([row], *slower, *others)
-    steps = [p["step_ms"] for p in advice["predictions"]]
-    assert steps == pytest.approx([linear(k) for k in (1, 2, 3, 4)])
+    own = (row.engine, row.head)
+    other_head = Probe(row.engine, "other", 0.0, False, 1, row.timings[0])
+    probe = Probe(*own, 0.0, False, 1, timed(1, linear(1)).timings[0])
+    advice = only_advice([row], probe, other_head)
+    assert [p["step_ms"] for p in advice["predictions"]] == pytest.approx(
+        [linear(k) for k in (1, 2, 3, 4)]
+    )
+    # the slope also serves other temperatures of the head, whose steps are slower
+    warm = with_timing(sample.row(k=4, keep=0.6, temperature=0.8), linear(4) + 3)
+    _, warm = advise([row, warm], [probe])["advice"]
+    assert [p["step_ms"] for p in warm["predictions"]] == pytest.approx(
+        [linear(k) + 3 for k in (1, 2, 3, 4)]
+    )
 
 
 def test_a_step_is_never_cheaper_than_plain_decoding() -> None:
-    row = with_timing(sample.row(k=5, keep=0.6, head="h"), 11.0)
-    advice = only_advice([row], *(StepTime(row.engine, "h", 1, k, 4.0 * k) for k in (1, 5)))
+    advice = only_advice([timed(5, 11.0), timed(1, 4.0)])
     assert min(p["step_ms"] for p in advice["predictions"]) == PLAIN_MS
 
 
 def test_the_slope_is_kept_beyond_the_measured_ks() -> None:
     steps = {2: 10.0, 4: 14.0, 6: 15.0}
     assert [step_ms(k, steps, {}) for k in (1, 3, 5, 8)] == pytest.approx([8.0, 12.0, 14.5, 16.0])
+    assert step_ms(3, {2: 10.0}, {}) is None
+    assert step_ms(3, {2: 10.0}, {}, flat=True) == 10.0
+    assert step_ms(3, {}, steps) is None
 
 
 def test_every_setting_and_batch_has_its_own_advice() -> None:
@@ -77,36 +106,66 @@ def test_every_setting_and_batch_has_its_own_advice() -> None:
 
 
 def test_the_text_names_the_nearest_measurement() -> None:
-    rows = [with_timing(sample.row(k=k, keep=0.6), 10.0 + k) for k in (1, 8)]
-    advice = only_advice(rows)
+    advice = only_advice([timed(k, 10.0 + k) for k in (1, 8)])
     best = advice["predictions"][advice["best_k"] - 1]
     assert best["measured_speedup"] is None
+    low, high = best["speedup_ci"]
     assert advice["text"].startswith(
-        f"best K = {best['k']} at batch 1: predicted {best['speedup']:.2f}×; measured at K = 1: "
+        f"best K = {best['k']} at batch 1: predicted {best['speedup']:.2f}× [{low:.2f}, {high:.2f}]"
+        " for the whole suite; measured at K = 1 on the timed prompts: "
     )
 
 
-def test_predictions_are_checked_against_measurements() -> None:
-    spread = (0.9, 1.1)
-    correct = [with_timing(sample.row(k=k, keep=0.6), linear(k), spread=spread) for k in (2, 5)]
-    adviser = advise(correct)
-    zero = pytest.approx(0, abs=0.01)
-    assert adviser["check"] == {"timed": 2, "met": 2, "mean_error": zero, "worst_error": zero}
+def test_each_timed_k_is_predicted_from_the_others() -> None:
+    rows = [timed(k, linear(k), spread=(0.9, 1.1)) for k in (1, 3, 5)]
+    adviser = advise([sample.baseline(), *rows])
+    at = {p["k"]: p for p in adviser["advice"][0]["predictions"]}
+    # K = 5 would need acceptance beyond the other K's
+    assert [k for k, p in at.items() if p["left_out_speedup"]] == [1, 3]
+    one, _, five = rows
+    first, *rest = five.counters.acceptance_at
+    length = 1 + (one.counters.acceptance_at[0] + first) / 2 + sum(rest[:2])
+    shares = [row.tokens_per_step / row.acceptance_length for row in (one, five)]
+    expected = PLAIN_MS * length * sum(shares) / 2 / linear(3)
+    assert at[3]["left_out_speedup"] == pytest.approx(expected)
+    assert at[3]["error"] == pytest.approx(expected / at[3]["measured_speedup"] - 1)
+    check = adviser["check"]
+    assert (check["timed"], check["met"]) == (2, 2)
+    assert 0 < check["mean_error"] <= check["worst_error"] < 0.05
     assert "WRONG" not in adviser["advice"][0]["text"]
-    # step times that are 30 % too long: the measured speed-up refutes them
-    wrong = [
-        with_timing(sample.row(k=k, keep=0.6), linear(k), spread=spread, tpot_factor=1 / 1.3)
-        for k in (2, 5)
-    ]
-    report = sample.with_adviser([sample.baseline(), *wrong])
-    check = report.adviser["check"]
-    assert (check["timed"], check["met"]) == (2, 0)
-    assert check["worst_error"] == pytest.approx(1 - 1 / 1.3, abs=0.01)
-    assert "is WRONG by -23 %" in report.adviser["advice"][0]["text"]
+
+
+def test_a_wrong_step_line_is_not_met() -> None:
+    """A step of K = 3 that takes 30 % longer than the line through the others."""
+    steps = {1: linear(1), 3: 1.3 * linear(3), 5: linear(5)}
+    rows = [timed(k, step, spread=(0.9, 1.1)) for k, step in steps.items()]
+    report = sample.with_adviser([sample.baseline(), *rows])
+    at = {p["k"]: p for p in report.adviser["advice"][0]["predictions"]}
+    assert at[3]["met"] is False
+    assert at[3]["error"] == pytest.approx(0.3, abs=0.03)
+    assert report.adviser["check"]["met"] == 0  # K = 1 is extrapolated along the same line
+    assert "from the other timed K's is WRONG by" in report.adviser["advice"][0]["text"]
     text = fmt.advice_check(report)
-    assert text.startswith("0 of 2 predictions")
-    assert "23 % on average and 23 % at most" in text
+    assert text.startswith("0 of 2 speed-ups at a timed K, predicted from the other timed K's")
+    assert "a prediction is of the speed-up over all prompts of the suite" in text
     assert fmt.advice_check(sample.report()) == ""
+
+
+def test_two_timed_ks_cannot_be_checked() -> None:
+    adviser = advise([timed(k, linear(k)) for k in (2, 5)])
+    assert (adviser["check"]["timed"], adviser["check"]["worst_error"]) == (0, None)
+    assert "no prediction was checked" in adviser["check"]["text"]
+
+
+def test_times_of_older_reports_are_not_checked() -> None:
+    """Up to schema 2 the timed prompts' acceptance is unknown."""
+    rows = [timed(k, linear(k)) for k in (1, 3, 5)]
+    new = {"tokens_per_step", "acceptance_at", "step_ratio_ci"}
+    old = [
+        row.model_copy(update={"timings": [Timing(**row.timings[0].model_dump(exclude=new))]})
+        for row in rows
+    ]
+    assert advise(old)["check"]["timed"] == 0
 
 
 def test_untimed_rows_get_no_advice() -> None:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from draftlab.engine import engine as engine_module
+from draftlab.engine.counters import Counters
+from draftlab.engine.kv_pool import draft_kv_bytes
+from draftlab.engine.sampling import Generation
 from draftlab.errors import UserError
+from draftlab.evaluate import measure
 from draftlab.evaluate.certificate import certify as certify_module
+from draftlab.evaluate.certificate.result import Certificate, Sampled, SamplingTest
 from draftlab.evaluate.evaluator import Evaluator
+from draftlab.evaluate.metrics import timing
 from draftlab.evaluate.results import Report, Timing
 from draftlab.evaluate.settings import EvalSettings
-from draftlab.evaluate.timing import one_thread, timing_batches
+from draftlab.evaluate.timing import TimedRun, one_thread, timing_batches
 from draftlab.evaluate.warnings import row_warnings
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
+from draftlab.target_model.paged_cache import PagedCache
 from tests.helpers import sample_report as sample
 from tests.helpers.evaluation import HEAD_NAMES, evaluate, suite
 from tests.helpers.greedy_answers import STOPS, requests
@@ -61,6 +70,8 @@ def test_rows_have_conditions_counters_and_times(
         [a / greedy.drafts for a in greedy.accepted_at]
     )
     assert rows[3].lossless is None
+    levels = [row.self_check and row.self_check.level for row in rows]
+    assert levels == [None, None, None, 5e-4, 5e-4]  # two rows are tested statistically
     report.write(tmp_path / "report.json")
     assert Report.read(tmp_path / "report.json").rows == rows
 
@@ -151,16 +162,76 @@ def test_every_batch_is_timed_and_the_adviser_covers_every_k(
     assert [(t.batch, t.prompts) for t in drafted.timings] == [(1, 2), (3, 3)]
     first = drafted.timings[0]
     assert (drafted.tpot_ms, drafted.speedup) == (first.tpot_ms, first.speedup)
-    for timing, base in zip(drafted.timings, plain.timings, strict=True):
-        assert timing.baseline_tpot_ms == base.tpot_ms
-        assert timing.speedup == pytest.approx(base.tpot_ms / timing.tpot_ms)
-        assert timing.speedup_ci[0] <= timing.speedup <= timing.speedup_ci[1]
-        assert timing.throughput_tok_s > 0
-        assert timing.floor_ms is None  # a CPU has no bandwidth floor
+    for times, base in zip(drafted.timings, plain.timings, strict=True):
+        assert times.baseline_tpot_ms == base.tpot_ms
+        assert times.speedup == pytest.approx(base.tpot_ms / times.tpot_ms)
+        assert times.speedup_ci[0] <= times.speedup <= times.speedup_ci[1]
+        assert times.throughput_tok_s > 0
+        assert times.floor_ms is None  # a CPU has no bandwidth floor
     # the step at K = 1 is timed for the slope and has no row
     advice = report.adviser["advice"]
     assert [(a["batch"], len(a["predictions"])) for a in advice] == [(1, 3), (3, 3)]
     assert [row.k for row in report.rows] == [0, 3]
+
+
+def generation(tokens: int, step_s: float, steps: tuple[tuple[int, int], ...]) -> Generation:
+    counters = Counters(2)
+    for drafted, accepted in steps:
+        counters.add_step(drafted, accepted)
+    total_s = 0.5 + step_s * len(steps)
+    return Generation("p", (1,) * tokens, "stop", counters, (), steps, 0.5, total_s)
+
+
+def test_a_speed_up_is_tokens_a_step_over_the_ratio_of_step_times() -> None:
+    """Also where answers end early, so that lengths differ and one answer has a single token."""
+    drafted = [
+        generation(1, 0.0, ()),
+        generation(9, 0.004, ((2, 2), (2, 2), (2, 1))),
+        generation(3, 0.004, ((2, 1),)),
+    ]
+    plain = [generation(n, 0.003, ((0, 0),) * (n - 1)) for n in (1, 4, 12)]
+    times = timing(TimedRun(drafted, 1.0), TimedRun(plain, 1.0), batch=1)
+    assert times.step_ms == pytest.approx(4.0)
+    assert times.baseline_tpot_ms == pytest.approx(3.0)
+    assert times.tokens_per_step == 10 / 4
+    assert times.acceptance_at == [1.0, 0.5]
+    assert times.tpot_ms == pytest.approx(4.0 / 2.5)
+    assert times.speedup == pytest.approx(3.0 * 2.5 / 4.0)
+    assert times.speedup_ci == pytest.approx((3.0 * 2 / 4.0, 3.0 * (8 / 3) / 4.0))
+    assert times.step_ratio_ci == pytest.approx((4 / 3, 4 / 3))  # steps do not depend on the text
+    assert timing(TimedRun(drafted[:1], 1.0), None, batch=1) is None
+
+
+def test_timed_answers_end_where_counted_answers_end(target: Target, head: Eagle3Head) -> None:
+    """With the same limit both passes have the same answers, so the prediction is what is timed."""
+    counts = {"timing_prompts": 6, "timing_tokens": 16, "max_new_tokens": 16}
+    report = evaluate(target, head, k=[1, 3], **counts)
+    for row in report.rows:
+        (timed,) = row.timings
+        assert timed.tokens_per_step == pytest.approx(row.tokens_per_step)
+    for advice in report.adviser["advice"]:
+        for p in advice["predictions"]:
+            if p["k"] != 2 and p["step_ms"] > advice["plain_ms"]:  # K = 2 was timed, not counted
+                assert p["speedup"] == pytest.approx(p["measured_speedup"])
+
+
+def test_all_arms_share_one_kv_pool(
+    target: Target, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = []
+    new_pool = measure.new_kv_pool
+
+    def record(*arguments: Any, **options: Any) -> PagedCache:
+        pools.append(options | {"pool": new_pool(*arguments, **options)})
+        return pools[-1]["pool"]
+
+    for module in (measure, engine_module):
+        monkeypatch.setattr(module, "new_kv_pool", record)
+    evaluate(target, head, k=[2, 3], temperatures=[0, 0.8], timing_batches=[1, 5])
+    (one,) = pools
+    assert one["batch"] == 5
+    # four arms draft, and K = 1, which is timed for the adviser
+    assert one["draft_bytes"] == 5 * draft_kv_bytes(head)
 
 
 def test_timing_batches_are_full_and_copies_have_their_own_noise() -> None:
@@ -172,12 +243,21 @@ def test_timing_batches_are_full_and_copies_have_their_own_noise() -> None:
     assert [len(batch) for batch in timing_batches(prompts, 7, 4)] == [4, 4]
 
 
+def test_temperatures_and_ks_that_are_given_twice_count_once() -> None:
+    settings = EvalSettings(temperatures=(0, 0.0, -0.0, 0.8), k=(2, 2), timing_batches=(1, 1))
+    assert settings.temperatures == (0.0, 0.8)
+    assert (settings.k, settings.timing_batches) == ((2,), (1,))
+    with pytest.raises(ValueError, match="less than or equal to 64"):
+        EvalSettings(k=5000)
+
+
 def test_the_workload_and_warnings_are_announced(target: Target, head: Eagle3Head) -> None:
     monitor = RecordingMonitor()
     evaluate(target, head, monitor=monitor, temperatures=0, max_prompts=4)
     text = monitor.text
     assert "4 of 6 prompts of toy, up to 16 tokens each; T = 0; K = 3" in text
-    assert "few prompts (4)" in text
+    assert "few prompts (4): the intervals are unreliable (at least 30: eval.max_prompts" in text
+    assert text.count("few prompts") == 1
     assert "few timed prompts (2)" in text
 
 
@@ -196,8 +276,8 @@ def test_row_warnings_follow_the_interval_of_the_speed_up(
     speedup: float | None, interval: tuple[float, float] | None, expected: str
 ) -> None:
     times = {"batch": 1, "prompts": 9, "tpot_ms": 1.0, "tpot_ms_ci": (1.0, 1.0), "ttft_ms": 1.0}
-    timing = Timing(**times, step_ms=1.0, speedup=speedup, speedup_ci=interval)
-    warnings = row_warnings(sample.row(timings=[timing]))
+    slow = Timing(**times, step_ms=1.0, speedup=speedup, speedup_ci=interval)
+    warnings = row_warnings(sample.row(timings=[slow]))
     assert len(warnings) == bool(expected)
     assert expected in "".join(warnings)
 
@@ -211,21 +291,34 @@ def test_the_reference_engine_counts_the_same(target: Target, head: Eagle3Head) 
     assert {r.engine for r in reference.rows} == {"draftlab-reference"}
 
 
-def test_a_certificate_fills_the_sampled_rows(
+def test_each_sampled_row_has_the_test_of_its_own_sampling(
     target: Target, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    certificate = certify_module.Certificate(
-        level="L3", test="G-test", statistic=99.0, p_value=1e-9, n=500, n_for_99_power=400,
-        prompts_equal=1.0, passed=False, faults=["p = 1e-9"], arms=[], lines=["it differs"],
-    )  # fmt: skip
-    monkeypatch.setattr(certify_module, "certify", lambda *_, **__: certificate)
-    monitor = RecordingMonitor()
-    report = evaluate(target, head, monitor=monitor, timing_prompts=0, certify=True)
+    def arm(row: Sampled) -> SamplingTest:
+        return SamplingTest(
+            **vars(row), level="L3", test=row.name, passed=False, statistic=99.0, freedom=3,
+            p_value=1e-9, acceptance_p_value=None, n=500, needed={},
+        )  # fmt: skip
+
+    def certify(*_: Any, rows: list[Sampled], **__: Any) -> Certificate:
+        tested = [arm(row) for row in rows if row.temperature < 1]
+        return Certificate(
+            level="L3", prompts_equal=1.0, passed=False, faults=["p = 1e-9"], arms=tested,
+            lines=["it differs"],
+        )  # fmt: skip
+
+    monkeypatch.setattr(certify_module, "certify", certify)
+    monitor, temperatures = RecordingMonitor(), (0.0, 0.8, 1.2)
+    settings = {"timing_prompts": 0, "certify": True, "top_p": 0.9, "k": [2, 3]}
+    report = evaluate(target, head, monitor=monitor, temperatures=temperatures, **settings)
     assert "certificate of a head: it differs" in monitor.lines
-    greedy, sampled = report.rows[1], report.rows[4]
-    assert greedy.lossless.level == "L2"
-    lossless = sampled.lossless
-    assert (lossless.level, lossless.p_value, lossless.n) == ("L3", 1e-9, 500)
-    assert "certificate failed: p = 1e-9" in sampled.warnings
-    assert report.rows[3].lossless == lossless
+    for row in (row for row in report.rows if row.head):
+        if row.temperature == 0:
+            assert row.lossless.level == "L2"
+        elif row.temperature == 1.2:
+            assert row.lossless is None  # no test covers it
+        else:
+            own = Sampled(0.8, row.k, row.draft_probs, top_p=0.9)
+            assert (row.lossless.level, row.lossless.test) == ("L3", own.name)
+            assert "certificate failed: p = 1e-9" in row.warnings
     assert report.environment["certificates"]["a head"]["passed"] is False

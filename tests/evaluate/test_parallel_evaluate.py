@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from draftlab.engine.engine import Engine
 from draftlab.evaluate.bandwidth import head_bytes
-from draftlab.evaluate.certificate.certify import CertifySettings, certify
+from draftlab.evaluate.certificate.certify import CertifySettings, Sampled, certify
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.peagle import PeagleHead
 from draftlab.progress import Monitor
@@ -60,8 +60,10 @@ def test_a_step_reads_a_parallel_head_once_for_any_k(
 def test_a_parallel_head_is_certified(target: Target, parallel_head: PeagleHead) -> None:
     prompts = [(r.id, r.prompt_ids) for r in requests(4, seed=100, shortest=3)]
     settings = CertifySettings(samples=1000, contexts=8, finalists=2, max_samples=2000)
+    rows = [Sampled(0.8, 3, True), Sampled(1.5, 2, False, top_k=4)]
     certificate = certify(
-        target, parallel_head, prompts, frozenset(), settings, k=3, monitor=Monitor(), engine=Engine
-    )
+        target, parallel_head, prompts, frozenset(), settings, k=3, rows=rows, monitor=Monitor(),
+        engine=Engine,
+    )  # fmt: skip
     assert (certificate.passed, certificate.prompts_equal) == (True, 1.0)
     assert {arm.draft_probs for arm in certificate.arms} == {True, False}

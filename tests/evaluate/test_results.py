@@ -274,7 +274,7 @@ def test_unreadable_reports_are_user_errors(tmp_path: Path) -> None:
     for version in (SCHEMA_VERSION + 1, None):
         path.write_text(json.dumps(fields | {"schema": version}))
         with pytest.raises(
-            UserError, match=f"expected report schema 1 or {SCHEMA_VERSION}"
+            UserError, match=f"expected report schema 1 to {SCHEMA_VERSION}"
         ) as error:
             Report.read(path)
         assert str(path) in str(error.value)

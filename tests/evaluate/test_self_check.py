@@ -121,7 +121,21 @@ def test_greedy_counts_must_be_equal() -> None:
     assert self_check(wrong, K).passed  # the statistical test does not detect one draft
     check = self_check(wrong, K, greedy=True)
     assert not check.passed
-    assert "argmax" in failure_message(check)
+    assert "bookkeeping is faulty" in failure_message(check)
+
+
+def test_all_rows_of_a_report_share_the_level() -> None:
+    """A score that one row in 3,000 reaches is a fault of a report of one row, not of 64."""
+    (row,) = [
+        rows
+        for rows in (simulate(medium, seed, excess=0.05) for seed in range(40))
+        if LEVEL / 64 < self_check(rows, K).p_value < LEVEL
+    ][:1]
+    assert not self_check(row, K).passed
+    check = self_check(row, K, rows=64)
+    assert (check.passed, check.level) == (True, LEVEL / 64)
+    faulty = simulate(medium, 0, prompts=64, excess=0.2)
+    assert not self_check(faulty, K, rows=64).passed
 
 
 def test_no_drafts_and_no_expectations_give_no_check() -> None:

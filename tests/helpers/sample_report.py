@@ -168,15 +168,16 @@ def with_timing(
     """Return the row with a further timing.
 
     Args:
-        tpot_factor: measured TPOT over the one that `step_ms` and the row's AL give.
+        tpot_factor: measured TPOT over the one that `step_ms` and the row's tokens a step give.
         spread: ends of the interval of the speed-up, as factors.
     """
-    tpot = tpot_factor * step_ms / (row.acceptance_length or 1)
+    tpot = tpot_factor * step_ms / row.tokens_per_step
     speedup = plain_ms / tpot
     drafted = {
         "baseline_tpot_ms": plain_ms,
         "speedup": speedup,
         "speedup_ci": (spread[0] * speedup, spread[1] * speedup),
+        "step_ratio_ci": (0.97 * step_ms / plain_ms, 1.03 * step_ms / plain_ms),
     }
     fields = {
         "batch": batch,
@@ -187,6 +188,8 @@ def with_timing(
         "step_ms": step_ms,
         "floor_ms": 0.8 * step_ms,
         "throughput_tok_s": 1000 * batch / tpot,
+        "tokens_per_step": row.tokens_per_step,
+        "acceptance_at": row.counters.acceptance_at,
         **(drafted if row.k else {}),
     }
     timing = Timing.model_validate(fields | changes)

@@ -137,6 +137,16 @@ def test_conversations_are_measured_or_assumed(llama_8b: Path, tmp_path: Path) -
     measured = Conversations.of(recipe(llama_8b, prompts=prompts), 4096)
     assert (measured.count, measured.assumed) == (5, False)
     assert 250 < measured.prompt < 300
+    write_prompts(tmp_path / "p.jsonl", [*["a" * 1000] * 97, *["a" * 40_000] * 3])
+    prompts = {"source": str(tmp_path / "p.jsonl")}
+    mixed = Conversations.of(recipe(llama_8b, prompts=prompts), 131_072)
+    assert 500 < mixed.prompt < 1500
+    assert 10_000 < mixed.long_prompt < 10_100
+    settings = recipe(llama_8b, prompts=prompts, regenerate={"max_new_tokens": 500, "batch": 64})
+    answers = estimate_stages(settings)[1]
+    positions = mixed.long_prompt + 500  # a batch may meet the long prompts
+    assert answers.memory == pytest.approx(64 * positions * 131_072)
+    assert f"KV cache of {positions:,.0f} positions for each of a batch" in answers.note
     cut = Conversations.of(recipe(llama_8b), 300)
     assert (cut.prompt, cut.answer) == (256, 44)
     given = Conversations.of(recipe(llama_8b, regenerate={"enabled": False}), 4096)

@@ -147,12 +147,22 @@ def test_the_advisers_tables() -> None:
     assert [row[0].split()[0] for row in rows] == ["0", "1", "2", "3", "4", "5"]
     assert [row[0] for row in rows if "best" in row[0]] == [f"{advice['best_k']} (best)"]
     predicted = advice["predictions"][1]
+    low, high = predicted["speedup_ci"]
     assert rows[2][4:] == [
-        f"{predicted['speedup']:.2f}×",
+        f"{predicted['speedup']:.2f}×[{low:.2f}, {high:.2f}]",
         f"{predicted['measured_speedup']:.2f}×",
+        "–",  # it cannot be predicted from K = 5 alone
+        "–",
+    ]
+    assert rows[1][5:] == ["–", "–", "–"]  # K = 1 was not timed
+    three = [sample.with_timing(sample.row(k=k), 10.0 + k) for k in (1, 3, 5)]
+    checked = sample.with_adviser(three)
+    predicted = checked.adviser["advice"][0]["predictions"][2]
+    assert page(checked).rows("predicted speed-up")[3][5:] == [
+        f"{predicted['measured_speedup']:.2f}×",
+        f"{predicted['left_out_speedup']:.2f}×",
         f"{100 * predicted['error']:+.1f} %",
     ]
-    assert rows[1][5:] == ["–", "–"]  # K = 1 was not timed
     for one in report.adviser["advice"]:
         assert one["text"] in parsed.text
     assert "How many drafts?" not in page(sample.report()).text
@@ -166,7 +176,7 @@ def test_the_self_check_is_shown_with_the_expected_acceptance() -> None:
     assert "z" not in rows[2][4]
     greedy = SelfCheck(z=[None] * 4, p_value=1.0, passed=True)
     rows = page(sample.report([sample.row(temperature=0.8, self_check=greedy)])).rows("share")
-    assert rows[2][0] == "expected; self-check passed, accepted = expected"
+    assert rows[2][0] == "expected; bookkeeping passed, accepted = expected"
 
 
 def test_conditions_that_differ_are_listed_by_row() -> None:

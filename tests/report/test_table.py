@@ -145,6 +145,14 @@ def test_batches_and_advice() -> None:
     assert "tokens/s" not in printed(once)
 
 
+def test_without_times_there_are_no_columns_of_times() -> None:
+    rows = [sample.baseline(**sample.NOT_TIMED), sample.row(**sample.NOT_TIMED)]
+    text = printed(sample.report(rows))
+    for name in ("TPOT", "TTFT", "speed-up"):
+        assert name in printed(sample.report())
+        assert name not in text
+
+
 def test_the_legend_explains_only_what_is_shown() -> None:
     assert "expected AL" in printed(sample.report())
     assert "expected" not in printed(sample.report([sample.baseline(), sample.row()]))
@@ -176,8 +184,8 @@ def test_missing_values_are_dashes() -> None:
         | {"k_trained": None, "acceptance_length_ci": (float("nan"), float("nan"))}
     )
     figures, counters = lines_of(printed(sample.report([bare])), "1*")
-    assert figures.split() == ["1*", "chain", "4", "0", "–", "–", "–", "–"]
-    assert counters.split()[:3] == ["1*", "–", "–"]
+    assert figures.split() == ["1*", "chain", "4", "0", "–", "–", "–"]
+    assert counters.split()[:2] == ["1*", "0.24"]
     assert "nan" not in printed(sample.report([bare])).lower()
 
 

@@ -1,19 +1,22 @@
 """The losslessness certificate (methods §5): does the engine keep the target's distribution?
 
-At T = 0 the tokens must equal those of plain decoding. At T > 0 with top-k, a few tokens after a
-context have few possible answers, whose exact probabilities follow from the target alone
-(`evaluate/certificate/exact_tree.py`). The engine answers the same context many times, with and
-without draft probabilities, and a G-test compares the counts with the exact probabilities. The
-context is one in which known faults would show (`evaluate/certificate/contexts.py`): a head that is
-always right or always wrong hides them. The token accounting and the acceptance counts must also
-hold, since a decoder that drops its bonus token is lossless.
+At T = 0 the tokens must equal those of plain decoding. At T > 0 every row of the report is tested
+with its own temperature, K, drafts and limits: the engine answers one context many times, and a
+G-test compares the first tokens with their exact probabilities, which follow from the target alone
+(`evaluate/certificate/exact_tree.py`). The context is one in which known faults would show
+(`evaluate/certificate/contexts.py`): a head that is always right or always wrong hides them. The
+token accounting and the acceptance counts must also hold, since a decoder that drops its bonus
+token is lossless.
+
+In 16 bits an engine's logits depend on the shape of the batch, so its tokens have no exact
+distribution. There the sampler and the verifier are tested on the target's own logits
+(`evaluate/certificate/sampler.py`), which leaves the numerics of the target out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
@@ -23,28 +26,27 @@ from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
-from draftlab.evaluate.certificate.contexts import (
-    ContextChoice,
-    TreeSettings,
-    choose_context,
-    windows,
-)
+from draftlab.evaluate.certificate.contexts import ContextChoice, choose_context, windows
+from draftlab.evaluate.certificate.exact_tree import TreeSettings
 from draftlab.evaluate.certificate.gtest import g_test
 from draftlab.evaluate.certificate.result import (
-    DRAFT_PROBS,
+    LEVELS,
     Certificate,
     CertifySettings,
+    Level,
+    Sampled,
     SamplingTest,
     sampling_test_lines,
-    sampling_test_name,
 )
+from draftlab.evaluate.certificate.sampler import TableSampler
 from draftlab.evaluate.self_check import self_check
 from draftlab.evaluate.timing import Decoder
+from draftlab.formatting import count_text
 from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 
-__all__ = ["Certificate", "CertifySettings", "certify"]
+__all__ = ["Certificate", "CertifySettings", "Sampled", "certify"]
 
 Prompts = Sequence[tuple[str, tuple[int, ...]]]
 
@@ -62,6 +64,7 @@ def certify(
     settings: CertifySettings,
     *,
     k: int,
+    rows: Sequence[Sampled],
     monitor: Monitor,
     engine: EngineFactory = Engine,
 ) -> Certificate:
@@ -71,10 +74,11 @@ def certify(
         prompts: (id, token ids) of each prompt.
         stop_ids: tokens that end an answer at T = 0; ignored at T > 0.
         k: drafts a step at T = 0.
+        rows: how the rows at T > 0 are sampled; each is tested.
         engine: constructor of the engine to test.
 
     Raises:
-        UserError: there are no prompts, or no context can be tested.
+        UserError: there are no prompts.
     """
     if not prompts:
         raise UserError(
@@ -82,7 +86,7 @@ def certify(
             do="raise eval.max_prompts, or name another eval.suite",
         )
     certification = _Certification(target, head, engine, stop_ids, settings, monitor)
-    return certification.run(prompts[: settings.equal_prompts], k)
+    return certification.run(prompts[: settings.equal_prompts], k, rows)
 
 
 @dataclass(frozen=True)
@@ -95,54 +99,57 @@ class _Certification:
     monitor: Monitor
     faults: list[str] = field(default_factory=list)
 
-    def run(self, prompts: Prompts, k: int) -> Certificate:
+    @property
+    def exact(self) -> bool:
+        """Whether the engine's tokens have an exact distribution."""
+        return self.target.dtype == torch.float32
+
+    def run(self, prompts: Prompts, k: int, rows: Sequence[Sampled]) -> Certificate:
         """Run all tests and return the certificate."""
-        settings, exact = self.settings, self.target.dtype == torch.float32
+        settings, dtype = self.settings, str(self.target.dtype).removeprefix("torch.")
         each = f"{settings.samples:,}" if settings.samples else f"up to {settings.max_samples:,}"
         self.monitor.say(
-            f"certify: {len(prompts)} prompts at T = 0, then {len(DRAFT_PROBS)} tests at "
-            f"T = {settings.temperature:g} (for any temperatures of the evaluation) with {each} "
-            "short answers each; this takes minutes"
+            f"certify: {len(prompts)} prompts at T = 0, then {count_text(len(rows), 'row')} at "
+            f"T > 0 with {each} short answers each; this takes minutes"
         )
         texts, equal = self._compare_greedy(prompts, k)
-        dtype = str(self.target.dtype).removeprefix("torch.")
         lines = [
             f"T = 0, K = {k}, {dtype}: tokens of {equal:.1%} of {len(texts)} prompts equal plain "
-            f"decoding's" + ("" if exact else " (in this dtype rounding can change tokens)")
+            "decoding's" + ("" if self.exact else " (in this dtype rounding can change tokens)")
         ]
-        if exact and equal < 1:
+        if self.exact and equal < 1:
             self.faults.append("T = 0: tokens differ from plain decoding's in float32")
         tests = []
-        for draft_probs in DRAFT_PROBS:
-            test, text = self._test_sampling(self._choose_context(texts, draft_probs), draft_probs)
-            tests.append(test)
-            lines += text
-        worst = min(tests, key=lambda test: test.p_value)
-        passed, has_power = not self.faults, all(test.has_power for test in tests)
-        if not has_power:
-            lines.append("L1 is not shown: some fault needs more samples than were drawn")
-        level: Literal["L1", "L2", "L3"] = "L3"
-        if passed and exact:
-            level = "L1" if has_power else "L2"
+        for row in rows:
+            try:
+                choice = self._choose_context(texts, row.tree)
+            except UserError as error:  # hours of counts must not be lost for it
+                lines.append(f"{row.name}: not tested: {error.what}")
+                continue
+            tests.append(self._test_sampling(choice, row))
+            lines += sampling_test_lines(tests[-1])
+        passed = not self.faults
+        level = min((test.level for test in tests), key=LEVELS.index, default=self._level(False))
         lines += [f"FAULT: {fault}" for fault in self.faults]
         lines.append(
-            f"{'passed' if passed else 'FAILED'}, level {level} (every p must be at least "
-            f"{settings.level:g}; a correct engine fails with probability {settings.alpha:g})"
+            f"{'passed' if passed else 'FAILED'}, level {level if passed else 'L3'} (every p must "
+            f"be at least {settings.level:g}; a correct engine fails with probability "
+            f"{settings.alpha:g})"
         )
         return Certificate(
-            level=level,
-            test=f"G-test of {settings.judged} tokens at T = {settings.temperature:g}, "
-            f"top-k {settings.top_k}, K = {settings.k}; tokens at T = 0",
-            statistic=worst.statistic,
-            p_value=worst.p_value,
-            n=worst.n,
-            n_for_99_power=worst.n_for_99_power,
+            level=level if passed else "L3",
             prompts_equal=equal,
             passed=passed,
             faults=self.faults,
             arms=tests,
             lines=lines,
         )
+
+    def _level(self, has_power: bool) -> Level:
+        """Return the level of a row whose tests passed."""
+        if self.exact:
+            return "L1" if has_power else "L2"
+        return "LS" if has_power else "L3"
 
     def _compare_greedy(self, prompts: Prompts, k: int) -> tuple[list[tuple[int, ...]], float]:
         """Return prompts with their plain greedy answers, and the share of equal answers."""
@@ -179,70 +186,79 @@ class _Certification:
             self.faults.append(f"{stage}: {error}")
         return by_id
 
-    def _choose_context(self, texts: Sequence[tuple[int, ...]], draft_probs: bool) -> ContextChoice:
+    def _choose_context(
+        self, texts: Sequence[tuple[int, ...]], tree: TreeSettings
+    ) -> ContextChoice:
         settings = self.settings
-        draft_temperature = settings.draft_temperature or settings.temperature
         return choose_context(
             self.target,
             self.head,
             windows(texts, settings.context, settings.contexts),
-            TreeSettings(
-                levels=settings.judged,
-                top_k=settings.top_k,
-                temperature=settings.temperature,
-                k=settings.k,
-                draft_temperature=draft_temperature if draft_probs else 0.0,
-            ),
+            tree,
             finalists=settings.finalists,
             enough=settings.enough,
             level=settings.level,
             monitor=self.monitor,
         )
 
-    def _test_sampling(
-        self, choice: ContextChoice, draft_probs: bool
-    ) -> tuple[SamplingTest, list[str]]:
-        """Answer one context many times and test the joint; return the test and its lines.
+    def _test_sampling(self, choice: ContextChoice, row: Sampled) -> SamplingTest:
+        """Answer one context many times and test the joint.
 
         The number of samples is fixed before the first one is drawn.
         """
-        settings, tree, name = self.settings, choice.tree, sampling_test_name(draft_probs)
+        settings, tree = self.settings, choice.tree
         needed = max(choice.max_needed or settings.max_samples, MIN_SAMPLES)
         count = settings.samples or min(needed, settings.max_samples)
-        sampling = Sampling(settings.temperature, settings.top_k, None, settings.seed)
-        new_tokens = 1 + settings.judged  # the token of the prefill, then those of verify steps
+        sampling = Sampling(row.temperature, row.top_k, row.top_p, settings.seed)
+        new_tokens = 1 + tree.settings.levels  # the token of the prefill, then the tested ones
         requests = [
-            Request(f"certify {name} {i}", tree.context, new_tokens, sampling) for i in range(count)
+            Request(f"certify {row.name} {i}", tree.context, new_tokens, sampling)
+            for i in range(count)
         ]
-        drafter = new_drafter(
-            self.head,
-            settings.k,
-            draft_probs=draft_probs,
-            draft_temperature=settings.draft_temperature,
-        )
-        # long enough for the length limit not to cut drafts off
-        max_length = len(tree.context) + new_tokens + 2 * settings.k + 1
-        engine = self.engine(
-            self.target, drafter, batch=min(settings.batch, count), max_length=max_length
-        )
-        generations = list(self._decode(engine, requests, f"certify T > 0, {name}").values())
+        generations: list[Generation] = []
+        if self.exact:
+            generations = self._engine_answers(requests, row)
+            answers = [generation.token_ids for generation in generations]
+        else:
+            sampler, size = TableSampler(tree, self.target.dtype), settings.batch
+            chunks = (requests[start : start + size] for start in range(0, count, size))
+            answers = [answer for chunk in chunks for answer in sampler.answers(chunk)]
         joint = tree.joint()
-        cells = [tree.cell(g.token_ids) for g in generations]
+        cells = [tree.cell(answer) for answer in answers]
         result = g_test(np.bincount(cells, minlength=len(joint)), joint)
-        acceptance = self_check(generations, settings.k)
+        acceptance = self_check(generations, row.k) if generations else None
+        num_faults = len(self.faults)
+        if result.p_value < settings.level:
+            self.faults.append(
+                f"{row.name}: the joint distribution of {tree.settings.levels} tokens is not the "
+                "target's"
+            )
+        if acceptance and acceptance.p_value < settings.level:
+            self.faults.append(f"{row.name}: drafts are not accepted as often as expected")
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        what = "engine" if self.exact else f"sampler and verifier on the target's {dtype} logits"
         test = SamplingTest(
-            draft_probs=draft_probs,
+            **vars(row),
+            level="L3",
+            test=f"G-test of {tree.settings.levels} tokens, {what}, {row.name}",
+            passed=len(self.faults) == num_faults,
             statistic=result.statistic if np.isfinite(result.statistic) else None,
             freedom=result.freedom,
             p_value=result.p_value,
             acceptance_p_value=acceptance.p_value if acceptance else None,
-            n=len(generations),
+            n=len(answers),
             needed={str(fault): n for fault, n in choice.needed.items()},
         )
-        if test.p_value < settings.level:
-            self.faults.append(
-                f"{name}: the joint distribution of {settings.judged} tokens is not the target's"
-            )
-        if acceptance and acceptance.p_value < settings.level:
-            self.faults.append(f"{name}: drafts are not accepted as often as expected")
-        return test, sampling_test_lines(test, settings, generations)
+        if self.faults:
+            return test
+        return test.model_copy(update={"level": self._level(test.has_power)})
+
+    def _engine_answers(self, requests: Sequence[Request], row: Sampled) -> list[Generation]:
+        drafter = new_drafter(
+            self.head, row.k, draft_probs=row.draft_probs, draft_temperature=row.draft_temperature
+        )
+        # Long enough for the length limit not to cut drafts off.
+        longest = len(requests[0].prompt_ids) + requests[0].max_new_tokens + 2 * row.k + 1
+        batch = min(self.settings.batch, len(requests))
+        engine = self.engine(self.target, drafter, batch=batch, max_length=longest)
+        return list(self._decode(engine, requests, f"certify {row.name}").values())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
-import torch
 
 from draftlab.errors import UserError
-from draftlab.evaluate.certificate.exact_tree import AnswerTree, build_trees
+from draftlab.evaluate.certificate.exact_tree import AnswerTree, TreeSettings, build_trees
 from draftlab.evaluate.certificate.gtest import MIN_EXPECTED, samples_for
 from draftlab.evaluate.certificate.known_faults import Fault, emitted_distribution
 from draftlab.heads.head import DraftHead
@@ -19,8 +18,10 @@ from draftlab.target_model.model import Target
 
 POWER = 0.99
 MIN_COMMON_SHARE = 0.25
-"""Share of a tree's answers that must be common enough for cells of their own. Known faults show in
-a context with one likely answer too, but unknown faults could hide there."""
+"""Share of a tree's cells that must be common enough to be tested by themselves. Known faults show
+in a context with one likely answer too, but unknown faults could hide there."""
+MIN_MARGIN = 1e-3
+"""Smallest margin of a tree, far above the rounding of float32."""
 MAX_SAMPLES = 10**7
 """More samples than anybody draws."""
 MAX_LEAVES = 32
@@ -28,29 +29,15 @@ MAX_LEAVES = 32
 a large vocabulary must fit in memory."""
 
 
-@dataclass(frozen=True)
-class TreeSettings:
-    """How the tested tokens are sampled: the arguments of `build_trees` with the same names."""
-
-    levels: int
-    top_k: int
-    temperature: float
-    k: int
-    draft_temperature: float
-
-    def first_draft(self) -> TreeSettings:
-        """Return settings for one tested token: a first draft or the token recovered from it."""
-        return TreeSettings(1, self.top_k, self.temperature, 1, self.draft_temperature)
-
-    def build(
-        self, target: Target, head: DraftHead, contexts: Sequence[tuple[int, ...]]
-    ) -> Iterator[AnswerTree]:
-        """Yield the trees of the contexts in order, at most `MAX_LEAVES` leaves at once."""
-        size = max(MAX_LEAVES // self.top_k ** (self.levels - 1), 1)
-        for _, same_length in groupby(contexts, len):
-            group = list(same_length)
-            for start in range(0, len(group), size):
-                yield from build_trees(target, head, group[start : start + size], **vars(self))
+def trees(
+    target: Target, head: DraftHead, contexts: Sequence[tuple[int, ...]], settings: TreeSettings
+) -> Iterator[AnswerTree]:
+    """Yield the trees of the contexts in order, at most `MAX_LEAVES` leaves at once."""
+    size = max(MAX_LEAVES // settings.width ** (settings.levels - 1), 1)
+    for _, same_length in groupby(contexts, len):
+        group = list(same_length)
+        for start in range(0, len(group), size):
+            yield from build_trees(target, head, group[start : start + size], settings)
 
 
 @dataclass(frozen=True)
@@ -102,49 +89,51 @@ def choose_context(
     Raises:
         UserError: rounding could change the possible tokens in every context.
     """
-    margin = 1e-3 if target.dtype == torch.float32 else 0.1
     ranked = []
-    for number, tree in enumerate(settings.first_draft().build(target, head, contexts), 1):
-        if tree.margin >= margin:
-            needed = _samples_needed(tree, Fault.OFTEN, 1, level, MAX_SAMPLES)
+    first_draft = replace(settings, levels=1, k=1)
+    for number, tree in enumerate(trees(target, head, contexts, first_draft), 1):
+        if tree.margin >= MIN_MARGIN:
+            needed = _samples_needed(tree, Fault.OFTEN, level, MAX_SAMPLES)
             ranked.append((MAX_SAMPLES if needed is None else needed, tree.context))
         monitor.progress("certify: contexts", number, len(contexts))
     best_contexts = [context for _, context in sorted(ranked, key=lambda entry: entry[0])]
     best_contexts = best_contexts[:finalists]
-    narrow: list[AnswerTree] = []
+    narrow: list[tuple[int, ...]] = []
 
     def broad() -> Iterator[AnswerTree]:
-        for number, tree in enumerate(settings.build(target, head, best_contexts), 1):
+        for number, tree in enumerate(trees(target, head, best_contexts, settings), 1):
             monitor.progress("certify: best contexts", number, len(best_contexts))
-            if tree.margin >= margin:
-                common = (tree.joint() * enough >= MIN_EXPECTED).sum()
-                if common >= MIN_COMMON_SHARE * tree.target[-1].size:
+            if tree.margin >= MIN_MARGIN:
+                joint = tree.joint()
+                if (joint * enough >= MIN_EXPECTED).sum() >= MIN_COMMON_SHARE * (joint > 0).sum():
                     yield tree
                 else:
-                    narrow.append(tree)
+                    narrow.append(tree.context)
 
-    choice = _best(broad(), settings, enough, level) or _best(iter(narrow), settings, enough, level)
+    choice = _best(broad(), settings, enough, level) or _best(
+        trees(target, head, narrow, settings), settings, enough, level
+    )
     if choice is None:
         raise UserError(
-            f"expected a context whose top {settings.top_k} tokens are clearly likelier than the "
-            f"rest, found none among {len(contexts)} contexts",
-            do="give more prompts, or raise certify's `contexts`",
+            "expected a context whose possible tokens (top-k, top-p) do not depend on rounding, "
+            f"found none among {len(contexts)} contexts",
+            do="give more prompts, or other limits",
         )
     return choice
 
 
 def _best(
-    trees: Iterator[AnswerTree], settings: TreeSettings, enough: int, level: float
+    candidates: Iterator[AnswerTree], settings: TreeSettings, enough: int, level: float
 ) -> ContextChoice | None:
     """Return the tree whose hardest fault needs the fewest samples, or the first with `enough`."""
     # Argmax drafts use no noise that they could share.
     faults = [f for f in Fault if settings.draft_temperature > 0 or f is not Fault.SHARED]
     best: ContextChoice | None = None
-    for tree in trees:
+    for tree in candidates:
         limit = (best and best.max_needed) or MAX_SAMPLES
         candidate = ContextChoice(tree, {})
         for fault in faults:
-            needed = _samples_needed(tree, fault, settings.k, level, limit)
+            needed = _samples_needed(tree, fault, level, limit)
             candidate.needed[fault] = needed
             if needed is None and limit < MAX_SAMPLES:
                 break  # already worse than the best
@@ -155,6 +144,6 @@ def _best(
     return best
 
 
-def _samples_needed(tree: AnswerTree, fault: Fault, k: int, level: float, limit: int) -> int | None:
-    faulty = emitted_distribution(tree, fault, k)
+def _samples_needed(tree: AnswerTree, fault: Fault, level: float, limit: int) -> int | None:
+    faulty = emitted_distribution(tree, fault)
     return samples_for(POWER, tree.joint(), faulty, level, limit=limit)

@@ -8,6 +8,7 @@ under each fault. The certificate computes from it how many samples detect the f
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cache
 
 import numpy as np
 
@@ -25,14 +26,43 @@ class Fault(StrEnum):
     BONUS = "bonus from the draft"
 
 
-def emitted_distribution(tree: AnswerTree, fault: Fault | None, k: int) -> np.ndarray:
-    """Return the probabilities of the tree's cells under a verifier of k drafts a step.
+def emitted_distribution(tree: AnswerTree, fault: Fault | None) -> np.ndarray:
+    """Return the probabilities of the tree's cells under a verifier.
 
     Args:
         fault: None is the correct verifier, whose joint distribution is the target's.
     """
-    levels, width = len(tree.target), tree.target[0].shape[1]
-    leaves = np.zeros(width**levels)
+    settings = tree.settings
+    levels, width, k = settings.levels, settings.width, settings.k
+    leaves, others = np.zeros(width**levels), [np.zeros(width**m) for m in range(levels)]
+    impossible = 0.0
+
+    @cache
+    def outcome(
+        level: int, node: int, depth: int, cap: float
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, float, float]:
+        """Return what one verified position of a node emits.
+
+        Returns:
+            For each child the probabilities [C] that the accepted draft is it, and that another
+            emitted token is; the largest u of an accepted draft [C], if a step has one u; the
+            probabilities of another possible token and of an impossible one.
+        """
+        p, children = tree.target[level][node], tree.tokens[level][node]
+        drafted, caps = np.zeros_like(p), np.ones_like(p)
+        if depth < k:
+            q = tree.draft[level][depth][node]
+            accept, emitted = draft_outcome(p, q, fault, cap)
+            drafted = q * accept
+            if fault is Fault.ONE_U:
+                caps = np.minimum(cap, np.divide(p, q, out=caps, where=q > 0))
+        else:
+            last_draft = tree.last_draft[level] if fault is Fault.BONUS else None
+            emitted = p if last_draft is None else last_draft[node]
+        total = drafted + emitted
+        other = float(total[p > 0].sum() - total[children][p[children] > 0].sum())
+        impossible = float(total[p == 0].sum())
+        return drafted[children], emitted[children], caps[children], max(other, 0.0), impossible
 
     def visit(level: int, node: int, depth: int, weight: float, cap: float) -> None:
         """Add what follows a node that is reached with probability `weight`.
@@ -41,39 +71,32 @@ def emitted_distribution(tree: AnswerTree, fault: Fault | None, k: int) -> np.nd
             depth: drafts of the current step so far.
             cap: with one u per step, the accepted drafts imply u < cap.
         """
+        nonlocal impossible
         if level == levels:
             leaves[node] += weight
             return
-        p = tree.target[level][node]
-        if depth == k:
-            last_draft = tree.last_draft[level] if fault is Fault.BONUS else None
-            for i, mass in enumerate(p if last_draft is None else last_draft[node]):
-                if mass > 0:
-                    visit(level + 1, node * width + i, 0, weight * mass, 1.0)
-            return
-        q = tree.draft[level][depth][node]
-        accept, recovered = draft_outcome(p, q, fault, cap)
-        ratio = np.divide(p, q, out=np.full(width, np.inf), where=q > 0)
+        drafted, emitted, caps, other, never = outcome(level, node, depth, cap)
+        others[level][node] += weight * other
+        impossible += weight * never
         for i in range(width):
             child = node * width + i
-            if q[i] * accept[i] > 0:
-                next_cap = min(cap, ratio[i]) if fault is Fault.ONE_U else 1.0
-                visit(level + 1, child, depth + 1, weight * q[i] * accept[i], next_cap)
-            if recovered[i] > 0:
-                visit(level + 1, child, 0, weight * recovered[i], 1.0)
+            if drafted[i] > 0:
+                visit(level + 1, child, depth + 1, weight * drafted[i], caps[i])
+            if emitted[i] > 0:
+                visit(level + 1, child, 0, weight * emitted[i], 1.0)
 
     visit(0, 0, 0, 1.0, 1.0)
-    return tree.cell_probabilities(leaves)
+    return tree.cells(leaves, others, impossible)
 
 
 def draft_outcome(
     p: np.ndarray, q: np.ndarray, fault: Fault | None, cap: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return P(draft i is accepted) and P(the draft is rejected and i is emitted), each [C].
+    """Return P(draft i is accepted) and P(the draft is rejected and i is emitted), each [V].
 
     Args:
-        p: the target's probabilities of its C possible tokens.
-        q: the draft's probabilities of the same tokens; a draft of any other is always rejected.
+        p: the target's probabilities.
+        q: the draft's probabilities.
         cap: see `emitted_distribution`.
     """
     ratio = np.divide(p, q, out=np.full(len(p), np.inf), where=q > 0)
@@ -81,18 +104,16 @@ def draft_outcome(
     accept = np.minimum(factor * ratio / (cap if fault is Fault.ONE_U else 1.0), 1.0)
     rejected = 1 - float((q * accept).sum())
     residual = np.maximum(p - q, 0)
-    outside = 1 - float(q.sum())
     if fault is Fault.TARGET:
         residual = p
     elif fault is Fault.UNCLAMPED:
-        # |p − q| also emits tokens that the target cannot
-        residual = np.abs(p - q)
+        residual = np.abs(p - q)  # it also emits tokens that the target cannot
     elif fault is Fault.SHARED:
         residual = _shared_noise_residual(residual, q)
-    total = residual.sum() + (outside if fault is Fault.UNCLAMPED else 0)
+    total = residual.sum()
     if total <= 0 or rejected <= 0:
         return accept, np.zeros(len(p))
-    return accept, max(rejected, 0) * residual / total
+    return accept, rejected * residual / total
 
 
 def _shared_noise_residual(residual: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -105,16 +126,18 @@ def _shared_noise_residual(residual: np.ndarray, q: np.ndarray) -> np.ndarray:
     """
     inside = residual > 0
     r, b = residual[inside], q[inside]
-    rest = 1 - b.sum()
+    rest = max(1 - b.sum(), 0.0)
     probability = np.zeros(len(residual))
     if not len(r) or rest <= 0:
         return probability
-    borders = np.sort(b / r)
-    integral = np.zeros(len(r))
-    for low, high in zip(borders, np.append(borders[1:], np.inf), strict=True):
-        rising = b / r <= low
-        slope, constant = r[rising].sum(), rest + b[~rising].sum()
-        end = 0.0 if np.isinf(high) else 1 / (constant + slope * high)
-        integral[rising] += (1 / (constant + slope * low) - end) / slope
+    order = np.argsort(b / r)
+    r_sorted, b_sorted = r[order], b[order]
+    slope, constant = r_sorted.cumsum(), rest + b_sorted.sum() - b_sorted.cumsum()
+    borders = b_sorted / r_sorted
+    start = 1 / (constant + slope * borders)
+    end = np.append(1 / (constant[:-1] + slope[:-1] * borders[1:]), 0.0)
+    # The integral of j runs over its own interval and all later ones.
+    integral = np.empty(len(r))
+    integral[order] = ((start - end) / slope)[::-1].cumsum()[::-1]
     probability[inside] = r * integral
     return probability

@@ -2,33 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from draftlab.engine.sampling import Generation
+from draftlab.evaluate.certificate.exact_tree import TreeSettings
 from draftlab.settings import Settings
 
-DRAFT_PROBS = (True, False)
-"""The drafter settings that are tested at T > 0: with and without draft probabilities."""
+MAX_LEVELS = 6
+"""Most tested tokens after the first: a tree of more would not fit in memory."""
+MAX_LEAVES = 64
+"""Leaves of the trees of up to `MAX_LEVELS` tested tokens."""
+
+Level = Literal["L1", "LS", "L2", "L3"]
+"""See `Certificate`."""
+LEVELS: tuple[Level, ...] = ("L3", "L2", "LS", "L1")
+"""All levels, the weakest first."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """How a row at T > 0 is sampled."""
+
+    temperature: float
+    k: int
+    draft_probs: bool
+    draft_temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+    @property
+    def tree(self) -> TreeSettings:
+        """The tree that tests it: deep enough for a bonus token, as far as `MAX_LEVELS` allows."""
+        levels = min(self.k + 1, MAX_LEVELS)
+        drafts = (self.draft_temperature or self.temperature) if self.draft_probs else 0.0
+        return TreeSettings(
+            levels=levels,
+            width=max(int(MAX_LEAVES ** (1 / levels) + 1e-9), 2),
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            k=self.k,
+            draft_temperature=drafts,
+        )
+
+    @property
+    def name(self) -> str:
+        """The name in lines and messages."""
+        limits = [f"{name} {value:g}" for name, value in
+                  (("top-k", self.top_k), ("top-p", self.top_p)) if value]  # fmt: skip
+        probs = f"draft probabilities {'on' if self.draft_probs else 'off'}"
+        if self.draft_temperature:
+            probs += f" (drafts at T = {self.draft_temperature:g})"
+        return ", ".join([f"T = {self.temperature:g}", *limits, f"K = {self.k}", probs])
 
 
 class CertifySettings(Settings):
     """Settings of the certificate."""
 
-    k: int = Field(default=2, ge=1)
-    """Drafts a step at T > 0. With two, three tested tokens include accepted, recovered and bonus
-    tokens."""
-    judged: int = Field(default=3, ge=1, le=6)
-    """Tokens after the first one whose joint distribution is tested, in top_k ** judged cells."""
-    top_k: int = Field(default=4, ge=2)
-    """Tokens that the target samples from."""
-    temperature: float = Field(default=1.5, gt=0)
-    """Temperature of the target."""
-    draft_temperature: float | None = Field(default=0.7, gt=0)
-    """Temperature of sampled drafts; None: the target's. At a high temperature of the target,
-    cooler drafts are accepted sometimes and rejected sometimes."""
     context: int = Field(default=24, ge=1)
     """Length of the prompts, in tokens; a short prompt is cheap to sample from."""
     contexts: int = Field(default=256, ge=1)
@@ -38,7 +70,7 @@ class CertifySettings(Settings):
     enough: int = Field(default=12_000, ge=100)
     """Stop the search once so few samples detect every fault."""
     alpha: float = Field(default=1e-3, gt=0, lt=1)
-    """Probability that a correct engine fails at T > 0."""
+    """Probability that a correct engine fails in any test at T > 0."""
     samples: int | None = Field(default=None, ge=100)
     """Samples of each test; None: as many as 99 % power against every fault needs."""
     max_samples: int = Field(default=40_000, ge=100)
@@ -52,18 +84,30 @@ class CertifySettings(Settings):
     seed: int = 0
     """Seed of the sampling noise."""
 
+    num_rows: int = Field(default=2, ge=1)
+    """Rows at T > 0 of the report, whose tests share `alpha`."""
+
     @property
     def level(self) -> float:
-        """Level of each of the four tests: joint and acceptance, twice (Bonferroni)."""
-        return self.alpha / (2 * len(DRAFT_PROBS))
+        """Level of each test: joint and acceptance of every row (Bonferroni)."""
+        return self.alpha / (2 * self.num_rows)
 
 
 class SamplingTest(BaseModel):
-    """The result of the tests at T > 0 with or without draft probabilities."""
+    """The result of the tests of one row's sampling at T > 0."""
 
     model_config = ConfigDict(extra="forbid")
 
+    temperature: float
+    k: int
     draft_probs: bool
+    draft_temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    level: Level
+    test: str
+    """What was tested."""
+    passed: bool
     statistic: float | None
     """G; None if it is infinite because the engine emitted an impossible token."""
     freedom: int
@@ -87,70 +131,38 @@ class SamplingTest(BaseModel):
 
 
 class Certificate(BaseModel):
-    """The result of all tests; the numbers are those of the T > 0 test with the smallest p-value.
+    """The result of all tests of a head; `level` is the weakest of its tests at T > 0.
 
-    `level`: L1, equal in distribution, tested with 99 % power, and equal tokens at T = 0; L2, equal
-    tokens at T = 0 in float32; L3, neither is shown.
+    L1: equal in distribution, tested with 99 % power, and equal tokens at T = 0, in float32. LS: in
+    16 bits, sampler and verifier keep the distribution of the target's own logits, tested with 99 %
+    power. L2: equal tokens at T = 0 in float32. L3: none of these is shown.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    level: Literal["L1", "L2", "L3"]
-    test: str
-    statistic: float | None
-    p_value: float
-    n: int
-    n_for_99_power: int | None
+    level: Level
     prompts_equal: float
     passed: bool
     faults: list[str]
     """One sentence per failed test."""
     arms: list[SamplingTest]
-    """The tests at T > 0, with and without draft probabilities."""
+    """The tests at T > 0, one for each row of the head."""
     lines: list[str]
     """The certificate as text."""
 
 
-def sampling_test_name(draft_probs: bool) -> str:
-    """Return the name of a test at T > 0."""
-    return f"draft probabilities {'on' if draft_probs else 'off'}"
-
-
-def sampling_test_lines(
-    test: SamplingTest, settings: CertifySettings, generations: Sequence[Generation]
-) -> list[str]:
+def sampling_test_lines(test: SamplingTest) -> list[str]:
     """Return a test at T > 0 as text."""
-    shares = token_origins(generations, settings.judged)
     statistic = "∞ (impossible tokens)" if test.statistic is None else f"{test.statistic:.1f}"
     needed = "; ".join(
         f"{fault} {'too many' if n is None else f'{n:,}'}" for fault, n in test.needed.items()
     )
     acceptance = test.acceptance_p_value
-    draft_temperature = settings.draft_temperature or settings.temperature
-    drafts = f"drafts sampled at T = {draft_temperature:g}" if test.draft_probs else "argmax drafts"
     return [
-        f"T = {settings.temperature:g}, top-k {settings.top_k}, K = {settings.k}, "
-        f"{sampling_test_name(test.draft_probs)} ({drafts}): G = {statistic} on {test.freedom} "
-        f"degrees of freedom, p = {test.p_value:.2g}, {test.n:,} samples"
-        + ("" if acceptance is None else f"; accepted against expected: p = {acceptance:.2g}"),
-        f"  tested tokens: {shares['accepted']:.0%} accepted drafts, {shares['recovered']:.0%} "
-        f"recovered, {shares['bonus']:.0%} bonus",
-        f"  samples for 99 % power: {needed}",
+        f"{test.test}: G = {statistic} on {test.freedom} degrees of freedom, p = "
+        f"{test.p_value:.2g}, {test.n:,} samples"
+        + ("" if acceptance is None else f"; accepted against expected: p = {acceptance:.2g}")
+        + f": {'passed' if test.passed else 'FAILED'}, {test.level}",
+        f"  samples for 99 % power: {needed}"
+        + ("" if test.has_power else "; L1 and LS are not shown, since some fault needs more"),
     ]
-
-
-def token_origins(generations: Sequence[Generation], tokens: int) -> dict[str, float]:
-    """Return the shares of accepted drafts, recovered and bonus tokens in the first `tokens`."""
-    counts = {"accepted": 0, "recovered": 0, "bonus": 0}
-    for generation in generations:
-        left = tokens
-        for drafted, accepted in generation.steps:
-            counts["accepted"] += min(accepted, left)
-            left -= accepted
-            if left > 0:
-                counts["recovered" if accepted < drafted else "bonus"] += 1
-                left -= 1
-            if left <= 0:
-                break
-    total = max(sum(counts.values()), 1)
-    return {name: count / total for name, count in counts.items()}

@@ -6,7 +6,7 @@ The broken engines are the whole engine with one piece of the verifier's source 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ import torch
 
 from draftlab.engine.drafter import ChainDrafter
 from draftlab.engine.engine import Engine
-from draftlab.engine.generation_state import Sequence
+from draftlab.engine.generation_state import Sequence as EngineSequence
 from draftlab.engine.reference import ReferenceEngine
+from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
-from draftlab.evaluate.certificate import certify as certify_module
-from draftlab.evaluate.certificate.certify import Certificate, CertifySettings, certify
-from draftlab.evaluate.certificate.contexts import TreeSettings
+from draftlab.evaluate.certificate import sampler as sampler_module
+from draftlab.evaluate.certificate.certify import Certificate, CertifySettings, Sampled, certify
+from draftlab.evaluate.certificate.contexts import trees
+from draftlab.evaluate.certificate.gtest import g_test
 from draftlab.evaluate.certificate.known_faults import Fault, emitted_distribution
+from draftlab.evaluate.certificate.sampler import TableSampler
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.kernels.sampling_types import VerifyResult
 from draftlab.kernels.verify import verify
@@ -32,15 +35,16 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
 from tests.helpers.broken_verifiers import faulty_verifier
 from tests.helpers.decoding import untrained_head
-from tests.helpers.lossless import ARGMAX_DRAFT_FAULTS, broken
+from tests.helpers.lossless import ARGMAX_DRAFT_FAULTS, FAULTS, broken
 from tests.helpers.zoo import zoo_folder
 
 VOCAB, SEED = 5, 2
-# Every cell occurs at this temperature; drafts are cooler, as by default.
 SETTINGS = CertifySettings(
-    temperature=1.0, context=3, contexts=60, finalists=12, enough=1000, equal_prompts=6,
-    equal_tokens=16, batch=1024,
+    context=3, contexts=60, finalists=12, enough=1000, equal_prompts=6, equal_tokens=16, batch=1024,
 )  # fmt: skip
+# Every cell occurs at this temperature; drafts are cooler.
+ON = Sampled(1.0, 2, True, draft_temperature=0.7, top_k=4)
+OFF = Sampled(1.0, 2, False, top_k=4)
 PROMPTS = [
     (f"p{i}", tuple(torch.randint(0, VOCAB, (5,), generator=torch.Generator().manual_seed(i))
                     .tolist()))
@@ -78,13 +82,17 @@ RunCertify = Callable[..., Certificate]
 def run_certify(small: Target, poor_head: Eagle3Head) -> RunCertify:
     """A function that certifies an engine with another verifier and changed settings."""
 
-    def run(verifier: Callable[..., VerifyResult] = verify, **changes: Any) -> Certificate:
+    def run(
+        verifier: Callable[..., VerifyResult] = verify,
+        rows: Sequence[Sampled] = (ON, OFF),
+        **changes: Any,
+    ) -> Certificate:
         def engine(target: Target, drafter: ChainDrafter | None, **options: Any) -> Engine:
             return Engine(target, drafter, **options, verifier=verifier if drafter else verify)
 
         return certify(
             small, poor_head, PROMPTS, frozenset(), SETTINGS.model_copy(update=changes),
-            k=2, monitor=Monitor(), engine=engine,
+            k=2, rows=rows, monitor=Monitor(), engine=engine,
         )  # fmt: skip
 
     return run
@@ -104,7 +112,7 @@ def test_the_correct_engine_is_certified(run_certify: RunCertify) -> None:
     assert set(sampled.needed) == {str(fault) for fault in Fault}
     assert set(argmax.needed) == {str(fault) for fault in Fault if fault is not Fault.SHARED}
     text = "\n".join(certificate.lines)
-    for words in ("equal plain decoding's", "drafts sampled at T = 0.7", "samples for 99 % power",
+    for words in ("equal plain decoding's", "(drafts at T = 0.7)", "samples for 99 % power",
                   "level L1", "fails with probability 0.001"):  # fmt: skip
         assert words in text
 
@@ -114,19 +122,19 @@ def test_few_samples_pass_without_level_l1(run_certify: RunCertify, seed: int) -
     certificate = run_certify(seed=seed, samples=1000)
     assert certificate.passed
     assert certificate.level == "L2"
-    assert any("L1 is not shown" in line for line in certificate.lines)
+    assert any("L1 and LS are not shown" in line for line in certificate.lines)
 
 
 def test_the_reference_engine_is_certified(small: Target, poor_head: Eagle3Head) -> None:
     settings = SETTINGS.model_copy(update={"samples": 1000})
     certificate = certify(
-        small, poor_head, PROMPTS, frozenset(), settings, k=2, monitor=Monitor(),
+        small, poor_head, PROMPTS, frozenset(), settings, k=2, rows=(ON, OFF), monitor=Monitor(),
         engine=ReferenceEngine,
     )  # fmt: skip
     assert (certificate.passed, certificate.prompts_equal) == (True, 1.0)
 
 
-NOT_THE_TARGETS = "draft probabilities {}: the joint distribution of 3 tokens is not the target's"
+NOT_THE_TARGETS = "{}: the joint distribution of 3 tokens is not the target's"
 
 
 @pytest.mark.parametrize("fault", list(Fault))
@@ -134,23 +142,21 @@ def test_a_broken_sampler_fails(
     run_certify: RunCertify, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     """The certificate itself asks for at most this many samples against the fault."""
-    monkeypatch.setattr(certify_module, "DRAFT_PROBS", (True,))
     verifier = faulty_verifier(fault, VOCAB, range(1, VOCAB), monkeypatch)
-    certificate = run_certify(verifier, samples=SAMPLES[fault])
+    certificate = run_certify(verifier, [ON], samples=SAMPLES[fault])
     assert certificate.arms[0].needed[str(fault)] <= SAMPLES[fault]
     assert not certificate.passed
     assert certificate.level == "L3"
-    assert NOT_THE_TARGETS.format("on") in certificate.faults
+    assert NOT_THE_TARGETS.format(ON.name) in certificate.faults
     assert certificate.lines[-1].startswith("FAILED")
 
 
 @pytest.mark.parametrize("fault", ARGMAX_DRAFT_FAULTS.values(), ids=ARGMAX_DRAFT_FAULTS.keys())
 def test_a_broken_verifier_of_argmax_drafts_fails(
-    run_certify: RunCertify, monkeypatch: pytest.MonkeyPatch, fault: tuple[str, str]
+    run_certify: RunCertify, fault: tuple[str, str]
 ) -> None:
-    monkeypatch.setattr(certify_module, "DRAFT_PROBS", (False,))
-    certificate = run_certify(broken(*fault).verify)
-    assert NOT_THE_TARGETS.format("off") in certificate.faults
+    certificate = run_certify(broken(*fault).verify, [OFF])
+    assert NOT_THE_TARGETS.format(OFF.name) in certificate.faults
 
 
 def test_a_wrong_acceptance_at_temperature_zero_fails(run_certify: RunCertify) -> None:
@@ -188,7 +194,7 @@ def test_a_dropped_bonus_is_lossless_and_still_detected(
     run_certify: RunCertify, monkeypatch: pytest.MonkeyPatch, count_dropped: bool
 ) -> None:
     """By token accounting, or by acceptance if the last draft is counted as the bonus token."""
-    add_result = Sequence.add_result
+    add_result = EngineSequence.add_result
 
     def count_step(self, tokens, accepted, num_drafts, chance, max_length):
         dropped = num_drafts > 0 and chance[0] >= MARK
@@ -197,7 +203,7 @@ def test_a_dropped_bonus_is_lossless_and_still_detected(
             self, tokens, accepted + (dropped and count_dropped), num_drafts, chance, max_length
         )
 
-    monkeypatch.setattr(Sequence, "add_result", count_step)
+    monkeypatch.setattr(EngineSequence, "add_result", count_step)
     certificate = run_certify(verify_without_bonus, samples=2000)
     assert all(test.p_value > SETTINGS.level for test in certificate.arms)
     assert not certificate.passed
@@ -206,24 +212,96 @@ def test_a_dropped_bonus_is_lossless_and_still_detected(
         assert certificate.faults
         assert all("token accounting" in fault for fault in certificate.faults)
     else:
-        assert any("on: drafts are not accepted" in fault for fault in certificate.faults)
+        assert f"{ON.name}: drafts are not accepted as often as expected" in certificate.faults
+
+
+ROWS = [
+    Sampled(0.7, 4, True),  # the whole vocabulary
+    Sampled(1.3, 3, False, top_p=0.8),
+    Sampled(1.0, 1, True, draft_temperature=0.7, top_k=3, top_p=0.95),
+]
+
+
+def test_every_row_is_tested_with_its_own_sampling(run_certify: RunCertify) -> None:
+    certificate = run_certify(rows=ROWS, samples=3000, num_rows=3)
+    assert certificate.passed
+    for row, arm in zip(ROWS, certificate.arms, strict=True):
+        assert vars(row).items() <= arm.model_dump().items()
+        assert arm.test == f"G-test of {row.k + 1} tokens, engine, {row.name}"
+        assert arm.p_value >= 1e-3 / 6
+
+
+def test_a_fault_of_the_fourth_draft_fails_rows_with_four_drafts(run_certify: RunCertify) -> None:
+    """A test at K = 2 does not reach it."""
+
+    def accept_the_fourth(*arguments: Any, **options: Any) -> VerifyResult:
+        result = verify(*arguments, **options)
+        bonus_logits, rows = arguments[0][:, -1], arguments[5]
+        if arguments[1].shape[1] < 4 or not bool((rows.temperature > 0).all()):
+            return result
+        more = result.accepted == 3
+        emitted = bonus_logits.argmax(-1).where(more, result.emitted)
+        return VerifyResult(result.accepted + more.long(), emitted, result.probability)
+
+    deep, shallow = run_certify(accept_the_fourth, [ROWS[0], ON], samples=20_000).arms
+    assert not deep.passed
+    assert shallow.passed
+
+
+@pytest.fixture(scope="module")
+def small_16_bit(small: Target) -> Target:
+    return load_target(TargetSettings(path=str(small.folder), device="cpu", dtype="bfloat16"))
+
+
+def test_a_16_bit_target_has_sampler_and_verifier_tested(
+    small_16_bit: Target, poor_head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> Certificate:
+        settings = SETTINGS.model_copy(update={"num_rows": 5})
+        return certify(
+            small_16_bit, poor_head, PROMPTS, frozenset(), settings,
+            k=2, rows=[ON, OFF, *ROWS], monitor=Monitor(),
+        )  # fmt: skip
+
+    certificate = run()
+    assert certificate.passed
+    on, off, *others = certificate.arms
+    assert (on.level, off.level) == ("LS", "LS")
+    assert "sampler and verifier on the target's bfloat16 logits" in on.test
+    assert all(arm.passed for arm in others)
+    for name, fault in {"residual is p": 0, "one u a step": 0}.items():
+        monkeypatch.setattr(sampler_module, "verify", broken(*FAULTS[name]).verify)
+        arm = run().arms[fault]
+        assert (arm.passed, arm.level) == (False, "L3")
+
+
+def test_the_false_alarm_rate_in_16_bits(small_16_bit: Target, poor_head: Eagle3Head) -> None:
+    """At a level of 5 % about 5 % of right samplers fail; ten times as many would be an error."""
+    (tree,) = trees(small_16_bit, poor_head, [(3, 1, 2)], ON.tree)
+    sampler, joint = TableSampler(tree, torch.bfloat16), tree.joint()
+    failed = 0
+    for seed in range(100):
+        sampling = Sampling(ON.temperature, ON.top_k, None, seed)
+        answers = sampler.answers([Request(str(i), (3, 1, 2), 4, sampling) for i in range(1500)])
+        counts = np.bincount([tree.cell(answer) for answer in answers], minlength=len(joint))
+        failed += g_test(counts, joint).p_value < 0.05
+    assert failed <= 13  # P(> 13) = 0.0005
 
 
 def test_no_prompts_are_refused(small: Target, poor_head: Eagle3Head) -> None:
     with pytest.raises(UserError, match="expected prompts to certify"):
-        certify(small, poor_head, [], frozenset(), SETTINGS, k=2, monitor=Monitor())
+        certify(small, poor_head, [], frozenset(), SETTINGS, k=2, rows=(), monitor=Monitor())
 
 
 def test_trees_built_together_equal_trees_built_alone(small: Target, poor_head: Eagle3Head) -> None:
     contexts = [(0, 1, 2), (3, 3, 3), (4, 0, 1), (2, 2)]
-    settings = TreeSettings(levels=3, top_k=4, temperature=1.0, k=2, draft_temperature=0.7)
-    together = list(settings.build(small, poor_head, contexts))
+    together = list(trees(small, poor_head, contexts, ON.tree))
     assert [tree.context for tree in together] == contexts
     for tree in together:
-        (alone,) = settings.build(small, poor_head, [tree.context])
-        assert tree.first_tokens == alone.first_tokens
+        (alone,) = trees(small, poor_head, [tree.context], ON.tree)
+        np.testing.assert_allclose(tree.first, alone.first, rtol=1e-4)
         assert tree.margin == pytest.approx(alone.margin, abs=1e-4)
         np.testing.assert_allclose(tree.joint(), alone.joint(), rtol=1e-4, atol=1e-12)
         for fault in Fault:  # these depend on the draft's probabilities too
-            pair = (emitted_distribution(one, fault, 2) for one in (tree, alone))
+            pair = (emitted_distribution(one, fault) for one in (tree, alone))
             np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-12)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftlab.evaluate.certificate.exact_tree import AnswerTree
+from draftlab.evaluate.certificate.exact_tree import AnswerTree, TreeSettings
 from draftlab.evaluate.certificate.gtest import g_test, samples_for
 from draftlab.evaluate.certificate.known_faults import Fault, emitted_distribution
 from tests.helpers.broken_verifiers import faulty_verifier
@@ -32,31 +32,32 @@ CASES = {
     "sampled": Case(temperature=1.2, top_k=TOP_K),
     "cooler drafts": Case(temperature=1.2, top_k=TOP_K, draft_temperature=0.6),
     "argmax": Case(temperature=1.2, top_k=TOP_K, draft_probs=False),
+    "whole vocabulary": Case(temperature=0.9),  # with a cell for the tokens that are not followed
+    "top-p": Case(temperature=1.2, top_p=0.8),
 }
 
 
 def table_tree(case: Case) -> AnswerTree:
     """Return the tree of the tables, whose target and head see the last token only."""
-    values, ids = TARGET.double().topk(TOP_K)
-    p = (values / case.temperature).softmax(-1)
-    q = HEAD.double()
-    if case.draft_probs:
-        q = (q / (case.draft_temperature or case.temperature)).softmax(-1)
-    else:
-        q = torch.nn.functional.one_hot(q.argmax(-1), len(DRAFT_IDS)).double()
-    full = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
-    full[:, DRAFT_IDS] = q
-    nodes, tokens, target, draft, last_draft = torch.tensor([START]), [], [], [], []
+    width = case.top_k or 2
+    draft_temperature = (case.draft_temperature or case.temperature) if case.draft_probs else 0.0
+    settings = TreeSettings(
+        LEVELS, width, case.temperature, case.top_k, case.top_p, K, draft_temperature
+    )
+    p, _ = settings.probabilities(TARGET)
+    ids = p.topk(width).indices
+    nodes, tokens, logits, draft, last_draft = torch.tensor([START]), [], [], [], []
     parents: Tensor | None = None
     for level in range(LEVELS):
-        children = ids[nodes]
-        tokens.append(children.numpy())
-        target.append(p[nodes].numpy())
-        draft.append((full[nodes].gather(1, children).numpy(),) * min(level + 1, K))
-        last_draft.append(full[parents].gather(1, children).numpy() if level >= K else None)
-        parents, nodes = nodes.repeat_interleave(TOP_K), children.flatten()
-    levels = (tuple(level) for level in (tokens, target, draft, last_draft))
-    return AnswerTree((), (START,), 1.0, *levels, 1.0)
+        tokens.append(ids[nodes].numpy())
+        logits.append(TARGET[nodes])
+        draft.append((HEAD[nodes],) * min(level + 1, K))
+        last_draft.append(HEAD[parents] if level >= K else None)
+        parents, nodes = nodes.repeat_interleave(width), ids[nodes].flatten()
+    first = torch.full((VOCAB,), -1e9)
+    first[START] = 0
+    levels = (tuple(level) for level in (tokens, logits, draft, last_draft))
+    return AnswerTree(settings, (), first, *levels, DRAFT_IDS, 1.0)
 
 
 def counts(tree: AnswerTree, tokens: Tensor) -> np.ndarray:
@@ -67,7 +68,7 @@ def counts(tree: AnswerTree, tokens: Tensor) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_the_correct_verifier_emits_the_targets_distribution(case: Case) -> None:
     tree = table_tree(case)
-    np.testing.assert_allclose(emitted_distribution(tree, None, K), tree.joint(), atol=1e-12)
+    np.testing.assert_allclose(emitted_distribution(tree, None), tree.joint(), atol=1e-12)
 
 
 @pytest.mark.parametrize("fault", list(Fault))
@@ -80,7 +81,7 @@ def test_a_faulty_verifier_emits_the_computed_distribution(
     verifier = faulty_verifier(fault, VOCAB, DRAFT_IDS.tolist(), monkeypatch)
     tree = table_tree(case)
     tokens, _ = decode(case, verifier, sampling_metadata(case, ROWS, seed=3))
-    observed, faulty = counts(tree, tokens), emitted_distribution(tree, fault, K)
+    observed, faulty = counts(tree, tokens), emitted_distribution(tree, fault)
     assert faulty.sum() == pytest.approx(1)
     assert g_test(observed, faulty).p_value > 1e-4
     # The same counts reject the target's distribution, so the agreement has power.
@@ -92,5 +93,5 @@ def test_a_faulty_verifier_emits_the_computed_distribution(
 
 def test_argmax_drafts_have_no_noise_to_share() -> None:
     tree = table_tree(CASES["argmax"])
-    shared = emitted_distribution(tree, Fault.SHARED, K)
+    shared = emitted_distribution(tree, Fault.SHARED)
     np.testing.assert_allclose(shared, tree.joint(), atol=1e-12)

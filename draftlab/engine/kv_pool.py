@@ -1,0 +1,91 @@
+"""The size of the KV cache: as many blocks as a batch can use, but no more than memory holds.
+
+With fewer blocks than a batch can use, the scheduler runs fewer requests at once and preempts the
+ones admitted last; the tokens do not change.
+"""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from draftlab.errors import UserError
+from draftlab.formatting import size_text
+from draftlab.heads.head import DraftHead
+from draftlab.kernels.cuda_device import free_memory
+from draftlab.target_model.model import Target
+from draftlab.target_model.paged_cache import PagedCache
+
+RESERVE = 0.2
+"""Share of the free memory that is left for activations, logits and CUDA graphs."""
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return the bytes that can be allocated on a device; torch's unused ones count as free."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def draft_kv_bytes(head: DraftHead) -> int:
+    """Return the bytes of one position's keys and values in a head."""
+    config, itemsize = head.config, head.fc.weight.dtype.itemsize
+    return 2 * config.num_layers * config.num_key_value_heads * config.head_dim * itemsize
+
+
+def new_kv_pool(
+    target: Target,
+    *,
+    batch: int,
+    max_length: int,
+    draft_bytes: int = 0,
+    block_size: int | None = None,
+    num_blocks: int | None = None,
+) -> PagedCache:
+    """Return an empty KV cache of the target for engines that take turns.
+
+    Args:
+        batch, max_length, block_size, num_blocks: see `Engine`; block 0 is added.
+        draft_bytes: bytes of a position in the draft KV caches of all these engines.
+
+    Raises:
+        UserError: not even one sequence of `max_length` positions fits.
+    """
+    block_size = block_size or (64 if target.device.type == "cuda" else max_length)
+    width = -(-max_length // block_size)
+    if num_blocks is None:
+        num_blocks = min(batch * width, _blocks_that_fit(target, draft_bytes, block_size, width))
+    if num_blocks < width:
+        raise UserError(
+            f"expected a pool of at least {width} blocks of {block_size} positions for a sequence "
+            f"of {max_length}, found {num_blocks}",
+            do="give the engine more blocks or a shorter max_length",
+        )
+    return target.new_paged_cache(num_blocks + 1, block_size)
+
+
+def _blocks_that_fit(target: Target, draft_bytes: int, block_size: int, width: int) -> int:
+    """Return how many blocks the free memory of the target's devices holds, without block 0.
+
+    Raises:
+        UserError: they are fewer than `width`, those of one sequence.
+    """
+    if target.device.type == "cuda":
+        free_memory()  # pools of earlier engines
+    sizes = target.kv_bytes | {target.device: target.kv_bytes[target.device] + draft_bytes}
+    fits = {
+        device: int((1 - RESERVE) * available_bytes(device)) // (block_size * size) - 1
+        for device, size in sizes.items()
+    }
+    device = min(fits, key=fits.__getitem__)
+    if fits[device] < width:
+        raise UserError(
+            "expected memory for the keys and values of one sequence, "
+            f"{size_text((width + 1) * block_size * sizes[device])} for {width * block_size:,} "
+            f"positions, found {size_text(available_bytes(device))} free on {device}, of which "
+            f"{RESERVE:.0%} are reserved",
+            do="lower the lengths (regenerate.max_new_tokens, eval.max_new_tokens, the longest "
+            "prompt), raise target.gpus, or end other programs on the device",
+        )
+    return fits[device]

@@ -1,0 +1,84 @@
+"""The KV cache is bounded by free memory, and a small one gives the same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from draftlab.engine import kv_pool
+from draftlab.engine.drafter import ChainDrafter
+from draftlab.engine.engine import Engine
+from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
+from draftlab.errors import UserError
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.target_model.model import Target
+from tests.helpers.greedy_answers import outcomes, requests, run
+
+SIZE = {"batch": 6, "max_length": 128, "block_size": 8}
+WIDTH = 128 // 8
+
+
+def limit_memory(monkeypatch: pytest.MonkeyPatch, available: float) -> None:
+    monkeypatch.setattr(kv_pool, "available_bytes", lambda device: int(available))
+
+
+def block_bytes(target: Target, head: Eagle3Head) -> int:
+    """Return the bytes of a block in the pools of an engine that drafts."""
+    engine = Engine(target, ChainDrafter(head, 3), **SIZE)
+    run(engine, requests(1))
+    pools = [*engine.cache.key_pool, *engine.cache.value_pool]
+    pools += [pool for pair in engine.step.drafter.pools for pool in pair]
+    return sum(pool[0].nbytes for pool in pools)
+
+
+def test_a_small_pool_gives_the_same_tokens(
+    target: Target, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = block_bytes(target, head)
+    assert size == SIZE["block_size"] * (sum(target.kv_bytes.values()) + draft_kv_bytes(head))
+    prompts = requests(8, seed=40)
+    full = Engine(target, ChainDrafter(head, 3), **SIZE)
+    assert full.num_blocks == SIZE["batch"] * WIDTH
+    # memory for 18 blocks beside the reserve, block 0 among them
+    limit_memory(monkeypatch, 18.5 * size / (1 - kv_pool.RESERVE))
+    small = Engine(target, ChainDrafter(head, 3), **SIZE)
+    assert small.num_blocks == 17
+    assert outcomes(run(small, prompts)) == outcomes(run(full, prompts))
+
+
+def test_one_sequence_that_does_not_fit_is_a_user_error(
+    target: Target, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_memory(monkeypatch, WIDTH * block_bytes(target, head))
+    with pytest.raises(UserError, match=r"one sequence, .* for 128 positions, found") as error:
+        Engine(target, ChainDrafter(head, 3), **SIZE)
+    assert "regenerate.max_new_tokens" in error.value.do
+
+
+def test_engines_that_take_turns_share_a_pool(target: Target, head: Eagle3Head) -> None:
+    prompts = requests(6, seed=41)
+    pool = new_kv_pool(target, **SIZE)
+    options: dict[str, Any] = {"max_length": SIZE["max_length"], "cache": pool}
+    engines = [
+        Engine(target, drafter, batch=batch, **options)
+        for batch, drafter in ((6, None), (2, ChainDrafter(head, 3)), (6, ChainDrafter(head, 5)))
+    ]
+    for _ in range(2):
+        plain, *drafted = ([g.token_ids for g in run(engine, prompts)] for engine in engines)
+        assert drafted == [plain, plain]
+
+
+def test_memory_that_runs_out_while_decoding_is_a_user_error(
+    target: Target, head: Eagle3Head
+) -> None:
+    def verifier(*_: Any, **__: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nDetails")
+
+    engine = Engine(target, ChainDrafter(head, 3), **SIZE, verifier=verifier)
+    with pytest.raises(
+        UserError, match=r"decoding ran out of GPU memory: .* allocate 2 GiB\."
+    ) as error:
+        run(engine, requests(2))
+    assert "eval.batch" in error.value.do
