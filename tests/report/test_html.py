@@ -149,7 +149,7 @@ def test_the_advisers_tables() -> None:
     predicted = advice["predictions"][1]
     low, high = predicted["speedup_ci"]
     assert rows[2][4:] == [
-        f"{predicted['speedup']:.2f}×[{low:.2f}, {high:.2f}]",
+        f"{predicted['speedup']:.2f}× [{low:.2f}, {high:.2f}]",
         f"{predicted['measured_speedup']:.2f}×",
         "–",  # it cannot be predicted from K = 5 alone
         "–",
