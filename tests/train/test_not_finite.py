@@ -1,4 +1,4 @@
-"""Numbers that are not finite end a training, and reach no checkpoint."""
+"""Numbers that are not finite end a training and reach no checkpoint; so does a full GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
@@ -60,3 +61,15 @@ def test_losses_that_are_not_finite_are_noticed(
     monkeypatch.setattr(Window, "compute", row)
     with pytest.raises(UserError, match=r"losses \[1\.0, inf, 1\.0\]"):
         train(tmp_path, steps=2, log_every=1)
+
+
+def test_memory_that_runs_out_is_a_user_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backward(*_: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(TrainBackend, "backward", backward)
+    with pytest.raises(UserError, match=r"training ran out of GPU memory: .* 2 GiB") as error:
+        train(tmp_path, steps=2)
+    assert "train.micro_rows" in error.value.do
