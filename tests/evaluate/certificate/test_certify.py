@@ -257,18 +257,18 @@ def small_16_bit(small: Target) -> Target:
 def test_a_16_bit_target_has_sampler_and_verifier_tested(
     small_16_bit: Target, poor_head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(*rows: Sampled, samples: int) -> Certificate:
+    def run(*rows: Sampled, samples: int | None = None) -> Certificate:
         settings = SETTINGS.model_copy(update={"samples": samples} | FEW)
         return certify(
             small_16_bit, poor_head, PROMPTS, frozenset(), settings,
             k=2, rows=rows, monitor=Monitor(),
         )  # fmt: skip
 
-    certificate = run(OFF, *ROWS, samples=4000)
-    assert certificate.passed
-    assert [arm.passed for arm in certificate.arms] == [True] * 4
-    off = certificate.arms[0]
-    assert (off.level, off.n >= off.n_for_99_power) == ("LS", True)
+    assert run(*ROWS, samples=3000).passed
+    certificate = run(OFF)
+    assert (certificate.passed, certificate.level) == (True, "LS")
+    (off,) = certificate.arms
+    assert off.n >= off.n_for_99_power
     assert off.test.startswith("G-test of 3 tokens, sampler and verifier on the target's bfloat16")
     for name in ("residual is p", "one u a step"):
         monkeypatch.setattr(sampler_module, "verify", broken(*FAULTS[name]).verify)
