@@ -46,13 +46,19 @@ _UMASK = threading.Lock()
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path, *, exclusive: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success fsync that file and rename it to `path`.
 
     After a crash `path` holds either the old file or the new one, never a half-written one.
+
+    Args:
+        exclusive: no other process writes this file. The next writer then replaces what a killed
+            one left at `exclusive_temporary(path)`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    if exclusive:
+        temporary = exclusive_temporary(path)
     try:
         yield temporary
         # Some writers create files that only their owner may read; servers run as other users.
@@ -70,6 +76,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.close(directory)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def exclusive_temporary(path: Path) -> Path:
+    """Return the temporary path of a file that one process at a time writes."""
+    return path.with_name(f".{path.name}.tmp")
 
 
 def check_folder(path: Path) -> None:
@@ -93,15 +104,16 @@ def check_folder(path: Path) -> None:
     )
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    with atomic_path(path) as temporary:
+def write_text(path: Path, text: str, *, exclusive: bool = False) -> None:
+    """Write a text file atomically (see `atomic_path`)."""
+    with atomic_path(path, exclusive=exclusive) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON atomically."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+def write_json(path: Path, value: Any, *, exclusive: bool = False) -> None:
+    """Write indented JSON atomically (see `atomic_path`)."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_text(path, text, exclusive=exclusive)
 
 
 def read_json(path: Path, *, kind: str = "JSON file") -> Any:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
-from draftlab.files import write_json
 from draftlab.pipeline.gpu_workers import recording_workers, worker_devices
 from draftlab.pipeline.head_spec import choose_boundaries
 from draftlab.pipeline.recipe import Recipe
@@ -120,7 +119,7 @@ class Recording:
         if self.recipe.record.online:
             plan, _ = self._plan(self.monitor)
             manifest = plan.model_copy(update={"complete": True, "online": True})
-            write_json(folder / MANIFEST, manifest.dump())
+            manifest.write(folder)
             self.monitor.say("store: states are computed during training (record.online)")
             return
         devices = worker_devices(gpus, self.recipe.target.device)
@@ -195,4 +194,8 @@ class Recording:
                 do="leave both at their defaults, train with one process, or record first",
             )
         plan, samples = self._plan(Monitor())  # its lines were printed with the manifest
+        recorded = Manifest.read(self.run / STAGES["store"].artefact / MANIFEST)
+        # They are part of the key of checkpoints, which an older version may have written.
+        update = {"schema_version": recorded.schema_version, "identity": recorded.identity}
+        plan = plan.model_copy(update=update)
         return OnlineStore(self.target, samples, plan)

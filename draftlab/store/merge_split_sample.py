@@ -16,14 +16,12 @@ from draftlab.errors import UserError
 from draftlab.files import (
     canonical_json,
     check_folder,
-    save_tensors,
-    sha256_file,
     sha256_text,
-    write_json,
 )
 from draftlab.progress import Monitor
 from draftlab.store.batches import group_consecutive
-from draftlab.store.manifest import MANIFEST, Counts, Dropped, Manifest, Shard
+from draftlab.store.manifest import Counts, Dropped, Manifest, Shard
+from draftlab.store.shard_file import write_shard
 from draftlab.store.store import Store
 
 
@@ -101,16 +99,21 @@ def select(
             lengths = [store.lengths[record] for record in members]
             tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
             tensors["offsets"] = torch.tensor([0, *lengths]).cumsum(0)
-            save_tensors(tensors, new / file)
+            try:
+                size, digest = write_shard(tensors, new / file)
+            except OSError as error:
+                raise UserError(
+                    f"a shard could not be written: {error}", where=folder, do="free disk space"
+                ) from None
             shards.append(
-                Shard(
-                    file=file,
-                    ids=ids,
-                    lengths=lengths,
-                    temperatures=[store.temperatures[record] for record in members],
-                    batches=[],
-                    bytes=(new / file).stat().st_size,
-                    sha256=sha256_file(new / file),
+                Shard.of(
+                    file,
+                    ids,
+                    lengths,
+                    [store.temperatures[record] for record in members],
+                    [],
+                    bytes=size,
+                    sha256=digest,
                     not_finite={id_: not_finite[id_] for id_ in ids if id_ in not_finite},
                 )
             )
@@ -196,4 +199,4 @@ def _write_manifest(
         truncated=truncated,
         shards=shards,
     )
-    write_json(folder / MANIFEST, manifest.dump())
+    manifest.with_index().write(folder)

@@ -52,12 +52,12 @@ class OnlineStore(Store):
         """
         settings, samples = self.manifest.settings, [self.samples[i] for i in indices]
         lengths = [len(sample.token_ids) for sample in samples]
-        shard = Shard(
-            file="shard-00000.safetensors",  # it is never written
-            ids=[sample.id for sample in samples],
-            lengths=lengths,
-            temperatures=[sample.temperature for sample in samples],
-            batches=cut_batches(lengths, settings["batch_tokens"], padded=self.extractor.padded),
+        shard = Shard.of(
+            "shard-00000.safetensors",  # it is never written
+            [sample.id for sample in samples],
+            lengths,
+            [sample.temperature for sample in samples],
+            cut_batches(lengths, settings["batch_tokens"], padded=self.extractor.padded),
         )
         buffer = ShardBuffer(shard, samples, self.identity, settings["not_finite"])
         with self._lock, use_device(self.device):

@@ -105,7 +105,7 @@ def plan_recording(
         truncated=num_truncated,
         shards=_shards(recorded, lengths.tolist(), settings, padded),
     )
-    return manifest, recorded
+    return manifest.with_index(), recorded
 
 
 def check_same_recording(actual: Manifest, plan: Manifest, where: Path) -> None:
@@ -128,12 +128,13 @@ def check_same_recording(actual: Manifest, plan: Manifest, where: Path) -> None:
         raise UserError(
             f"this store was recorded with other settings:\n  {lines}", where=where, do=do
         )
+    same_records = actual.index.same_records(plan.index)
+    if same_records and actual.samples_sha256 == plan.samples_sha256:
+        return
     actual_records, planned_records = (
         [record for shard in m.shards for record in zip(shard.ids, shard.lengths, strict=True)]
         for m in (actual, plan)
     )
-    if actual_records == planned_records and actual.samples_sha256 == plan.samples_sha256:
-        return
     what = "the same ids and lengths, but other tokens, spans, temperatures or dropped samples"
     if len(actual_records) != len(planned_records):
         what = f"expected {len(planned_records)} records, found {len(actual_records)}"
@@ -199,12 +200,12 @@ def _shards(
     ids, rows = selection.table.ids, selection.rows.tolist()
     temperatures = [None if t != t else t for t in selection.table.temperatures.tolist()]
     return [
-        Shard(
-            file=f"shard-{number:05d}.safetensors",
-            ids=[ids[rows[i]] for i in group],
-            lengths=[lengths[i] for i in group],
-            temperatures=[temperatures[rows[i]] for i in group],
-            batches=cut_batches([lengths[i] for i in group], settings.batch_tokens, padded=padded),
+        Shard.of(
+            f"shard-{number:05d}.safetensors",
+            [ids[rows[i]] for i in group],
+            [lengths[i] for i in group],
+            [temperatures[rows[i]] for i in group],
+            cut_batches([lengths[i] for i in group], settings.batch_tokens, padded=padded),
         )
         for number, group in enumerate(group_consecutive(lengths, settings.shard_tokens))
     ]

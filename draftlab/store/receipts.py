@@ -17,10 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, read_json, sha256_text, write_json
+from draftlab.files import (
+    canonical_json,
+    exclusive_temporary,
+    read_json,
+    sha256_text,
+    write_json,
+)
 from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Manifest, Shard
 from draftlab.store.plan import check_same_recording
+from draftlab.store.record_index import RECORDS
 
 _BLANK: dict[str, Any] = {"bytes": None, "sha256": None, "not_finite": {}, "fp8_errors": []}
 """Fields of a shard that the plan leaves blank and the receipt has."""
@@ -78,8 +85,8 @@ class Receipts:
         An equal plan is not written again, because helpers of an earlier leader work on it.
         """
         path = self.folder / MANIFEST
-        if not path.exists() or Manifest.read(path) != self.plan:
-            write_json(path, self.plan.dump())
+        if not path.exists() or Manifest.read(path).dump() != self.plan.dump():
+            self.plan.write(self.folder)
         self._version = _manifest_version(self.folder)
 
     def receipt_path(self, shard: Shard) -> Path:
@@ -89,13 +96,10 @@ class Receipts:
     def _claim_path(self, shard: Shard) -> Path:
         return self.folder / f".{shard.file}.claim"
 
-    def scratch_folder(self, shard: Shard) -> Path:
-        """Return the folder to write a shard in; a killed safetensors leaves files of any name."""
-        return self.folder / f".{shard.file}.writing"
-
     def commit(self, shard: Shard, fields: dict[str, Any]) -> None:
         """Write a shard's receipt with the fields that the plan leaves blank."""
-        write_json(self.receipt_path(shard), {"plan": self.key, **_BLANK, **fields})
+        receipt = {"plan": self.key, **_BLANK, **fields}
+        write_json(self.receipt_path(shard), receipt, exclusive=True)
 
     def is_committed(self, shard: Shard) -> bool:
         """Return whether a shard has a receipt of this plan and the size in the receipt."""
@@ -132,9 +136,10 @@ class Receipts:
         if replaced or self.is_committed(shard):
             os.close(descriptor)
             return None
-        self.receipt_path(shard).unlink(missing_ok=True)  # of an older file, not of the next one
-        self._remove_temporary_files(Path(shard.file).stem)
-        shutil.rmtree(self.scratch_folder(shard), ignore_errors=True)
+        receipt = self.receipt_path(shard)
+        receipt.unlink(missing_ok=True)  # of an older file, not of the next one
+        for path in (receipt, self.folder / shard.file):
+            exclusive_temporary(path).unlink(missing_ok=True)
         return descriptor
 
     def complete(self) -> None:
@@ -143,21 +148,19 @@ class Receipts:
         for shard in self.plan.shards:
             receipt = read_json(self.receipt_path(shard), kind="shard's receipt")
             fields = {name: receipt[name] for name in _BLANK}
-            shards.append(Shard.model_validate(shard.model_dump() | fields))
-        manifest = self.plan.model_copy(update={"complete": True, "shards": shards})
-        write_json(self.folder / MANIFEST, manifest.dump())
+            shards.append(shard.committed(fields))
+        self.plan.model_copy(update={"complete": True, "shards": shards}).write(self.folder)
 
     def clear(self) -> None:
         """Remove receipts and claims after the store is complete."""
         for shard in self.plan.shards:
             self.receipt_path(shard).unlink(missing_ok=True)
-            self._claim_path(shard).unlink(missing_ok=True)
-        self._remove_temporary_files("shard-*")  # resume_plan writes receipts without a claim
-
-    def _remove_temporary_files(self, stem: str) -> None:
-        """Remove temporary files that killed processes left of receipts with this stem."""
-        for path in self.folder.glob(f".{stem}.*.tmp"):
-            path.unlink(missing_ok=True)
+        # Claims, and what killed processes of this and of older versions left.
+        for path in self.folder.glob(".shard-*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def _manifest_version(folder: Path) -> tuple[int, int]:
@@ -175,10 +178,13 @@ def resume_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Manifest:
     Raises:
         UserError: the folder holds another recording.
     """
-    for path in folder.glob(f".{MANIFEST}.*.tmp"):
-        path.unlink()
+    for path in folder.glob(".*.tmp"):
+        if path.name.startswith((f".{MANIFEST}.", f".{RECORDS}.")):
+            path.unlink()
     if not (folder / MANIFEST).exists():
         return plan
+    if read_json(folder / MANIFEST).get("records_sha256") == plan.records_sha256:
+        plan.write_index(folder)  # it may be damaged
     manifest = Manifest.read(folder / MANIFEST)
     check_same_recording(manifest, plan, folder)
     problems = {shard.file: shard.problem(folder) for shard in manifest.shards}

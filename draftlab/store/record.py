@@ -135,7 +135,7 @@ def _record_missing(
     end = 0
     with ShardWriters(receipts, settings.not_finite) as writers:
         for shard in receipts.plan.shards:
-            start, end = end, end + len(shard.ids)
+            start, end = end, end + shard.records
             claim = None if receipts.is_committed(shard) else receipts.claim(shard, wait=wait)
             if claim is None:
                 total -= shard.tokens
@@ -159,8 +159,7 @@ def _record_missing(
 
 def _check_disk(plan: Manifest, missing: list[Shard], folder: Path, monitor: Monitor) -> None:
     needed = sum(
-        shard.tokens * plan.identity.bytes_per_token + 8 * len(shard.ids) + 1024
-        for shard in missing
+        shard.tokens * plan.identity.bytes_per_token + 8 * shard.records + 1024 for shard in missing
     )
     free = shutil.disk_usage(folder).free
     if free < needed:

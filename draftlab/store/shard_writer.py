@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,18 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, sha256_file
+from draftlab.files import atomic_path
 from draftlab.store.extraction import StatesFuture, find_not_finite
 from draftlab.store.fp8 import E4M3, relative_errors
 from draftlab.store.manifest import Shard, StoreIdentity
 from draftlab.store.receipts import Receipts
 from draftlab.store.samples import Sample
 from draftlab.store.settings import NotFinitePolicy
+from draftlab.store.shard_file import write_shard
 from draftlab.store.store import DTYPES, NO_TEACHER
 
 SHARDS_AT_ONCE = 3  # filled or written at the same time; each is held in memory
@@ -133,22 +131,17 @@ class ShardWriters:
 
     def _commit(self, buffer: ShardBuffer) -> int:
         shard = buffer.shard
-        path, scratch = self.receipts.folder / shard.file, self.receipts.scratch_folder(shard)
+        path = self.receipts.folder / shard.file
         try:
-            scratch.mkdir()
-            with atomic_path(path) as temporary:
-                save_file(buffer.tensors, scratch / shard.file)
-                os.replace(scratch / shard.file, temporary)
-        except (OSError, SafetensorError) as error:
+            with atomic_path(path, exclusive=True) as temporary:
+                size, digest = write_shard(buffer.tensors, temporary)
+        except OSError as error:
             raise UserError(
                 f"a shard could not be written: {error}",
                 where=path,
                 do="free disk space; the same command goes on after the last whole shard",
             ) from None
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-        size = path.stat().st_size
-        fields = {"bytes": size, "sha256": sha256_file(path), **buffer.receipt_fields()}
+        fields = {"bytes": size, "sha256": digest, **buffer.receipt_fields()}
         self.receipts.commit(shard, fields)
         return size
 

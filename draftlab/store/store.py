@@ -10,18 +10,20 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, sha256_file, sha256_text
 from draftlab.store.fp8 import E4M3, dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
+from draftlab.store.record_index import Column
+from draftlab.store.shard_file import map_shard
 
 __all__ = ["Record", "Store", "StoreIdentity", "prediction_mask"]
 
@@ -40,6 +42,8 @@ DTYPES = {
 }
 NO_TEACHER = (float("nan"), -1)
 """logsumexp and argmax of positions outside `teacher_mask`, where they are not computed."""
+OPEN_SHARDS = 256
+"""Shards that a store keeps mapped, those that were read last."""
 _RECORD_AGAIN = "record again into this folder: only missing shards are computed"
 
 
@@ -124,12 +128,21 @@ class Store:
     ) -> None:
         self.folder, self.manifest = folder, manifest
         self.identity = manifest.identity
-        self.ids: list[str] = [id_ for shard in manifest.shards for id_ in shard.ids]
-        self.lengths: list[int] = [n for shard in manifest.shards for n in shard.lengths]
-        self.temperatures = [value for shard in manifest.shards for value in shard.temperatures]
+        index, size = manifest.index, sum(shard.records for shard in manifest.shards)
+        self.ids = Column(index.read_ids, size)
+        self.lengths = Column(index.read_lengths, size)
+        self.temperatures = Column(index.read_temperatures, size)
         # The index of each shard's first record.
-        self._first = [0, *itertools.accumulate(len(shard.ids) for shard in manifest.shards)]
-        self._shards = {} if shards is None else shards
+        self._first = [0, *itertools.accumulate(shard.records for shard in manifest.shards)]
+        do = self._how_to_remake()
+        # A process may map 65,530 files; of a shard that is mapped no more, views stay valid.
+        self._open_shard = lru_cache(OPEN_SHARDS)(
+            lambda number: (
+                map_shard(folder, manifest.shards[number], manifest.identity, do)
+                if shards is None
+                else shards[number]
+            )
+        )
         self._verified: set[int] = set()
 
     @classmethod
@@ -166,9 +179,9 @@ class Store:
                 raise UserError(problem, where=folder / shard.file, do=_RECORD_AGAIN)
         return cls(folder, manifest)
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """Hex SHA-256 of the manifest, which contains the hashes of the shards."""
+        """Hex SHA-256 of the manifest, which contains the hashes of index and shards."""
         return sha256_text(canonical_json(self.manifest.model_dump(mode="json")))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -269,30 +282,3 @@ class Store:
         tensors, row = self._open_shard(number), index - self._first[number]
         start, end = tensors["offsets"][row : row + 2].tolist()
         return index, tensors, slice(start, end)
-
-    def _open_shard(self, number: int) -> dict[str, Tensor]:
-        """Return the mapped tensors of a shard, which is opened and checked on first use."""
-        if number not in self._shards:
-            shard = self.manifest.shards[number]
-            path = shard.path(self.folder)
-            try:
-                file = safe_open(path, "pt")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            except (SafetensorError, OSError) as error:
-                raise UserError(
-                    f"the shard is truncated or corrupt: {error}",
-                    where=path,
-                    do=self._how_to_remake(),
-                ) from None
-            shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-            expected = self.identity.tensor_shapes(shard)
-            offsets = [0, *itertools.accumulate(shard.lengths)]
-            if shapes != expected or tensors["offsets"].tolist() != offsets:
-                raise UserError(
-                    "the shard does not hold the manifest's records: it belongs to another store "
-                    f"or is corrupt (expected {expected}, found {shapes})",
-                    where=path,
-                    do=self._how_to_remake(),
-                )
-            self._shards[number] = tensors
-        return self._shards[number]

@@ -62,7 +62,7 @@ class VllmStateSource:
         self.target, self.settings, self.monitor = target, settings, monitor
         self.identity = plan.identity
         self.boundaries = sorted({*plan.identity.boundaries, plan.identity.num_layers})
-        self.max_sample_tokens = max(length for shard in plan.shards for length in shard.lengths)
+        self.max_sample_tokens = max(plan.index.lengths.tolist())
         shard_tokens = max(shard.tokens for shard in plan.shards)
         bytes_per_token = len(self.boundaries) * target.hidden_size * target.dtype.itemsize
         self._unread_bytes = (SHARDS_AT_ONCE + 1) * shard_tokens * bytes_per_token

@@ -105,7 +105,7 @@ def test_a_failed_selection_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = record_table(tmp_path / "a", samples_of_lengths([20, 9]))
-    monkeypatch.setattr("draftlab.store.merge_split_sample.sha256_file", lambda _: 1 / 0)
+    monkeypatch.setattr("draftlab.store.merge_split_sample.write_shard", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         select(store, [1], tmp_path / "b", {}, Monitor())
     assert [p.name for p in tmp_path.iterdir()] == ["a"]

@@ -348,11 +348,11 @@ def recorder_status(folder, kill_at):
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **kwargs)
         return step
-    save_file = shard_writer.save_file
-    def save_half(tensors, path):
-        save_file(tensors, path)
+    write_shard = shard_writer.write_shard
+    def write_half(tensors, path):
+        write_shard(tensors, path)
         os.truncate(path, os.path.getsize(path) // 2)
-    shard_writer.save_file = counted(save_file, save_half)
+    shard_writer.write_shard = counted(write_shard, write_half)
     os.fsync, os.replace, os.unlink = map(counted, (os.fsync, os.replace, os.unlink))
     try:
         record_store(target, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import tempfile
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,8 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from draftlab.errors import UserError
+from draftlab.files import sha256_file
 from draftlab.store.samples import Sample
 from draftlab.store.store import Store, StoreIdentity, prediction_mask, teacher_mask
 from draftlab.train.batch.loss_rows import loss_reach
@@ -118,7 +121,7 @@ def test_shards_are_opened_once_on_demand(tmp_path: Path, monkeypatch: pytest.Mo
     record_table(tmp_path, samples_of_lengths([20] * 5))
     files: list[str] = []
     monkeypatch.setattr(
-        "draftlab.store.store.safe_open",
+        "draftlab.store.shard_file.safe_open",
         lambda path, kind: files.append(Path(path).name) or safe_open(path, kind),
     )
     store = Store.open(tmp_path)
@@ -131,7 +134,7 @@ def test_shards_are_opened_once_on_demand(tmp_path: Path, monkeypatch: pytest.Mo
 def test_layout_is_the_documented_one(tmp_path: Path) -> None:
     record_table(tmp_path, samples_of_lengths([5, 6]), dtype="bfloat16")
     files = sorted(p.name for p in tmp_path.iterdir())
-    assert files == ["manifest.json", "shard-00000.safetensors"]
+    assert files == ["manifest.json", "records.safetensors", "shard-00000.safetensors"]
     with safe_open(tmp_path / "shard-00000.safetensors", "pt") as shard:
         slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
         layout = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
@@ -199,7 +202,7 @@ def test_a_missing_store_is_refused(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"complete": False}, "interrupted"),
-        ({"schema": 99}, "schema 1, found 99"),
+        ({"schema": 99}, "schema 1 or 2, found 99"),
         ({"surprise": 1}, "surprise"),
     ],
 )
@@ -247,3 +250,61 @@ def test_a_shard_of_another_store_with_the_same_size_is_refused(tmp_path: Path) 
     (tmp_path / "a" / name).write_bytes((tmp_path / "b" / name).read_bytes())
     with pytest.raises(UserError, match="another store"):
         _ = Store.open(tmp_path / "a")[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+def test_a_shard_has_the_bytes_that_safetensors_writes(tmp_path: Path, dtype: str) -> None:
+    store = record_table(tmp_path / "store", samples_of_lengths([9, 20]), dtype=dtype)
+    shard = store.manifest.shards[0]
+    path = tmp_path / "store" / shard.file
+    save_file(load_file(path), tmp_path / "expected.safetensors")
+    assert path.read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
+    assert shard.sha256 == sha256_file(path)
+    assert shard.bytes == path.stat().st_size
+
+
+def test_few_shards_are_mapped_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def num_mapped() -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return len({line.split()[-1] for line in lines if f"{tmp_path}/shard" in line})
+
+    record_table(tmp_path, samples_of_lengths([20] * 9))
+    monkeypatch.setattr("draftlab.store.store.OPEN_SHARDS", 3)
+    store = Store.open(tmp_path)
+    first = store.view(0)
+    for i in range(9):
+        assert torch.equal(store[i].tokens, torch.tensor([(i + t) % VOCAB for t in range(20)]))
+    assert num_mapped() == 3 + 1  # and the one of which a record is in use
+    assert torch.equal(first.tokens, torch.arange(20, dtype=torch.int32))
+    del first
+    assert num_mapped() == 3
+
+
+def test_a_lack_of_memory_is_no_corrupt_shard(tmp_path: Path) -> None:
+    store = record_table(tmp_path, samples_of_lengths([20]))
+    path = tmp_path / "shard-00000.safetensors"
+    save_file({"a": torch.zeros(100 << 18)}, path)  # 100 MiB, which are not left
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (50 << 20), before[1]))
+    try:
+        with pytest.raises(UserError, match="no memory to map a shard") as caught:
+            store.view(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert "vm.max_map_count" in caught.value.do
+    assert "remove" not in caught.value.do
+
+
+def test_claims_list_the_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = 0
+    scandir = os.scandir
+
+    def count(*arguments: Any) -> Any:
+        nonlocal lists
+        lists += str(arguments[0]) == str(tmp_path)
+        return scandir(*arguments)
+
+    monkeypatch.setattr(os, "scandir", count)
+    record_table(tmp_path, samples_of_lengths([20] * 12))
+    assert lists <= 2
