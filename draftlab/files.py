@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import re
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +46,10 @@ def same_fingerprint(one: Any, other: Any) -> bool:
 
 
 _UMASK = threading.Lock()
+_LOCKS_NEEDED = (
+    "name a folder on a file system with locks: a local disk, NFS, or Lustre mounted with `flock`; "
+    "without them two processes would remove each other's work"
+)
 
 
 @contextmanager
@@ -81,6 +88,82 @@ def atomic_path(path: Path, *, exclusive: bool = False) -> Iterator[Path]:
 def exclusive_temporary(path: Path) -> Path:
     """Return the temporary path of a file that one process at a time writes."""
     return path.with_name(f".{path.name}.tmp")
+
+
+def remove_leftovers(folder: Path, pattern: str = ".*.tmp") -> None:
+    """Remove the temporary files and folders (`.NAME.PID.tmp`) of processes that were killed."""
+    for path in folder.glob(pattern):
+        pid = re.search(r"\.(\d+)(\.tmp)?$", path.name)
+        if pid is None or _is_alive(int(pid[1])):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # another user's
+    return True
+
+
+def try_lock(descriptor: int, path: Path, *, shared: bool = False, wait: bool = False) -> bool:
+    """Lock an open file until it is closed; return whether no other process holds the lock.
+
+    Raises:
+        UserError: the file system has no locks.
+    """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(descriptor, kind | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise UserError(
+            f"expected a file system with file locks (flock), found one without: {error}",
+            where=path,
+            do=_LOCKS_NEEDED,
+        ) from None
+    return True
+
+
+@contextmanager
+def locked(path: Path, *, shared: bool = False) -> Iterator[bool]:
+    """Lock a folder, or a file, which is made; yield whether no other process holds the lock.
+
+    The operating system releases the lock when the process dies.
+    """
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        yield try_lock(descriptor, path, shared=shared)
+    finally:
+        os.close(descriptor)
+
+
+def check_locks(folder: Path) -> None:
+    """Check that a lock in a folder keeps a second handle of the file out.
+
+    Raises:
+        UserError: it does not, or the file system has no locks.
+    """
+    path = folder / f".locks.{os.getpid()}.tmp"
+    try:
+        with locked(path), locked(path) as is_free:
+            if is_free:
+                raise UserError(
+                    "expected file locks (flock) that keep others out, found that two handles of "
+                    "one file may lock it at a time",
+                    where=folder,
+                    do=_LOCKS_NEEDED,
+                )
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def check_folder(path: Path) -> None:

@@ -11,6 +11,7 @@ and store are computed in `draftlab.pipeline.recording`, the head in `draftlab.p
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ import torch
 
 from draftlab.evaluate.evaluator import environment
 from draftlab.files import sha256_file, write_json
+from draftlab.formatting import count_text
 from draftlab.heads.folder import WEIGHTS, save_head
 from draftlab.heads.head import DraftHead
 from draftlab.pipeline.api import evaluate_head, export_head
@@ -201,7 +203,7 @@ class Pipeline:
 
     def _run_stage(self, stage: Stage) -> None:
         functions = {
-            "answers": lambda path: self.recording.answer(path, self._gpus),
+            "answers": lambda path: self.recording.answer(path, self._answer_gpus),
             "store": lambda path: self.recording.record(path, self._gpus),
             "head": self._head,
             "eval": self._eval,
@@ -233,6 +235,22 @@ class Pipeline:
         if self.ranks is not None and self.recipe.target.gpus == 1:
             return self.ranks.local_gpus
         return self.gpus
+
+    @property
+    def _answer_gpus(self) -> int:
+        """Return the number of GPUs for answers: of a launched `record` all of this machine.
+
+        The processes on the other GPUs wait for the answers, before they load the target.
+        """
+        if self.ranks is not None or num_launched() == 1 or self.recipe.target.gpus > 1:
+            return self._gpus
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        others = num_launched() - local
+        self.monitor.say(
+            f"answers: {count_text(local, 'process')} of this machine"
+            + (f"; the {others} on other machines wait, and record afterwards" if others else "")
+        )
+        return local
 
     def join_recording(self) -> None:
         """Record shards of this run beside another process, after waiting for its answers.

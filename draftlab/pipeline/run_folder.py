@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,7 +13,10 @@ from typing import Any, Literal
 from draftlab.errors import UserError
 from draftlab.files import (
     canonical_json,
+    check_locks,
+    locked,
     read_json,
+    remove_leftovers,
     same_fingerprint,
     sha256_file,
     sha256_text,
@@ -211,8 +213,8 @@ class Run:
         if link.exists() and not link.is_symlink():
             return f"{link} is not a link and stays: name the run for later commands"
         if not (link.is_symlink() and os.readlink(link) == self.folder.name):
-            temporary = link.with_name(f".{LATEST}.{os.getpid()}")
-            temporary.unlink(missing_ok=True)
+            remove_leftovers(link.parent, f".{LATEST}.*")
+            temporary = link.with_name(f".{LATEST}.{os.getpid()}.tmp")
             temporary.symlink_to(self.folder.name)
             os.replace(temporary, link)
         return None
@@ -277,15 +279,17 @@ def lock(folder: Path) -> Iterator[None]:
         UserError: another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    check_locks(folder)
+    with locked(folder / ".lock") as is_free:
+        if not is_free:
             raise UserError(
                 "another draftlab process is working in this run",
                 where=folder,
                 do="wait until it has finished, or start a run with another name",
-            ) from None
+            )
+        for name in (".", "stages", *(stage.artefact for stage in STAGES.values())):
+            if name != STAGES["store"].artefact:  # which `record` looks after
+                remove_leftovers(folder / name)
         yield
 
 

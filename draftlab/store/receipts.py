@@ -8,9 +8,9 @@ lock, which the operating system releases when the process dies.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,16 +19,21 @@ from typing import Any
 from draftlab.errors import UserError
 from draftlab.files import (
     canonical_json,
+    check_locks,
     exclusive_temporary,
+    locked,
     read_json,
     sha256_text,
+    try_lock,
     write_json,
+    write_text,
 )
 from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Manifest, Shard
 from draftlab.store.plan import check_same_recording
 from draftlab.store.record_index import RECORDS
 
+MOUNTS, HOST = Path("/proc/self/mounts"), ".recording-host"
 _BLANK: dict[str, Any] = {"bytes": None, "sha256": None, "not_finite": {}, "fp8_errors": []}
 """Fields of a shard that the plan leaves blank and the receipt has."""
 
@@ -38,21 +43,51 @@ def lock_folder(folder: Path, *, shared: bool) -> Iterator[None]:
     """Hold a file lock on a folder; the operating system releases it when the process dies.
 
     Raises:
-        UserError: another process holds the lock, and one of the two does not share it.
+        UserError: another process holds the lock, and one of the two does not share it; or the
+            file system's locks do not work, or not between machines, and another machine records.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except BlockingIOError:
+    check_locks(folder)
+    with locked(folder, shared=shared) as is_free:
+        if not is_free:
             raise UserError(
                 "another process is recording into this store",
                 where=folder,
                 do="wait for it, or have several share the work (draftlab record --join)",
-            ) from None
+            )
+        if has_local_locks(folder):
+            _check_host(folder)
         yield
-    finally:
-        os.close(descriptor)
+
+
+def has_local_locks(folder: Path) -> bool:
+    """Return whether the mount of a folder keeps file locks to each machine."""
+    best, local = "", False
+    for line in MOUNTS.read_text().splitlines() if MOUNTS.is_file() else ():
+        _, mount, kind, options, *_ = line.split(" ")
+        mount = mount.replace("\\040", " ")
+        if len(mount) >= len(best) and folder.resolve().is_relative_to(mount):
+            named = set(options.split(",")) & {
+                "lustre": {"localflock"},
+                "nfs": {"nolock", "local_lock=flock", "local_lock=all"},
+                "nfs4": {"local_lock=flock", "local_lock=all"},
+            }.get(kind, set())
+            best, local = mount, bool(named)
+    return local
+
+
+def _check_host(folder: Path) -> None:
+    """Note this machine in the folder; raise a `UserError` if another one is noted."""
+    path, here = folder / HOST, socket.gethostname()
+    if not path.exists():
+        write_text(path, here)
+    elif (other := path.read_text(encoding="utf-8")) != here:
+        raise UserError(
+            f"expected to record on {other}, found {here}: file locks of this file system are "
+            "local to each machine, so two would remove each other's work",
+            where=path,
+            do="record on one machine, or mount the file system with locks between machines "
+            f"(Lustre: flock); if nothing records on {other} any more, remove this file",
+        )
 
 
 class Receipts:
@@ -123,9 +158,7 @@ class Receipts:
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         descriptor = os.open(self._claim_path(shard), flags, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
+        if not try_lock(descriptor, self._claim_path(shard), wait=wait):
             os.close(descriptor)
             return None
         # Another process may have completed the store and removed receipts; its manifest is new.
@@ -155,6 +188,7 @@ class Receipts:
         """Remove receipts and claims after the store is complete."""
         for shard in self.plan.shards:
             self.receipt_path(shard).unlink(missing_ok=True)
+        (self.folder / HOST).unlink(missing_ok=True)
         # Claims, and what killed processes of this and of older versions left.
         for path in self.folder.glob(".shard-*"):
             if path.is_dir():

@@ -127,7 +127,8 @@ def test_two_processes_train_the_same_head_as_one(
     output = capfd.readouterr().err
     assert two.exit_code == 0, output
     assert output.count("training on 2 × cpu, DistributedDataParallel") == 1
-    assert [p.name for p in (workshop / "runs/two/store").iterdir()] == ["manifest.json"]
+    store = workshop / "runs/two/store"
+    assert {p.name for p in store.iterdir()} == {"manifest.json", "records.safetensors"}
     expected, actual = (
         load_file(workshop / f"runs/{name}/head/model.safetensors") for name in ("one", "two")
     )

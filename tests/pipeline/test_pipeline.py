@@ -13,6 +13,7 @@ import pytest
 from draftlab import Monitor, Pipeline, Report, evaluate_head, export_head, find_run, load_recipe
 from draftlab.errors import UserError
 from draftlab.pipeline import training
+from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.run_folder import lock
 from draftlab.store.store import Store
 from draftlab.train.distributed.backends import TrainBackend
@@ -303,3 +304,18 @@ def test_a_run_is_independent_of_its_folder(tmp_path: Path) -> None:
     again, first = (folder / "runs/small" for folder in (tmp_path / "again", finished()))
     assert contents(again / "head") == contents(first / "head")
     assert contents(again / "store") == contents(first / "store")
+
+
+@pytest.mark.parametrize(("launched", "waiting"), [("2", ""), ("6", "; the 4 on other machines")])
+def test_a_launched_recording_answers_with_the_processes_of_its_machine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, launched: str, waiting: str
+) -> None:
+    numbers: list[int] = []
+    monkeypatch.setattr(Recording, "answer", lambda self, path, gpus: numbers.append(gpus))
+    monitor = RecordingMonitor()
+    pipeline("name=alone", monitor=monitor).make("answers")
+    monkeypatch.setenv("WORLD_SIZE", launched)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    pipeline("name=launched", monitor=monitor).make("answers")
+    assert numbers == [1, 2]
+    assert f"answers: 2 processes of this machine{waiting}" in monitor.text

@@ -1,0 +1,116 @@
+"""Locks that do not work are refused; what killed processes left is removed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draftlab.errors import UserError
+from draftlab.files import atomic_path, check_locks, locked, remove_leftovers
+from draftlab.pipeline.recipe import flatten, parse_recipe
+from draftlab.pipeline.run_folder import Run, lock
+from draftlab.store import receipts
+from tests.helpers.table_target import record_table, samples_of_lengths
+
+SAMPLES = samples_of_lengths([12, 9])
+
+
+def no_locks(*_: object) -> None:
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+@pytest.mark.parametrize(
+    ("flock", "words"),
+    [(no_locks, "without: .*not implemented"), (lambda *_: None, "keep others out")],
+)
+@pytest.mark.parametrize(
+    "use", [lambda folder: record_table(folder, SAMPLES), lambda folder: lock(folder).__enter__()]
+)
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flock: Callable[..., None],
+    words: str,
+    use: Callable[[Path], object],
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UserError, match=words) as caught:
+        use(tmp_path)
+    assert str(tmp_path) in caught.value.where
+    assert "Lustre mounted with `flock`" in caught.value.do
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_locks_keep_others_out(tmp_path: Path) -> None:
+    check_locks(tmp_path)
+    with locked(tmp_path, shared=True) as first, locked(tmp_path, shared=True) as second:
+        assert first
+        assert second
+        with locked(tmp_path) as third:
+            assert not third
+    with locked(tmp_path) as free:
+        assert free
+
+
+MOUNT = "10.0.0.1@tcp:/scratch {} lustre rw,{} 0 0\n"
+
+
+@pytest.mark.parametrize("options", ["localflock", "flock"])
+def test_locks_of_one_machine_allow_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text("/dev/sda / ext4 rw 0 0\n" + MOUNT.format(tmp_path, options))
+    monkeypatch.setattr(receipts, "MOUNTS", mounts)
+    store = tmp_path / "store"
+    record_table(store, SAMPLES)
+    assert not (store / receipts.HOST).exists()  # the recording is over
+    (store / receipts.HOST).write_text("other")
+    (store / "shard-00000.safetensors").unlink()
+    if options == "flock":
+        record_table(store, SAMPLES)
+        return
+    with pytest.raises(UserError, match="expected to record on other") as caught:
+        record_table(store, SAMPLES)
+    assert caught.value.where == str(store / receipts.HOST)
+    (store / receipts.HOST).unlink()  # as the message says
+    record_table(store, SAMPLES).verify()
+
+
+def dead_pid() -> int:
+    """Return the id of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_leftovers_of_killed_processes_are_removed_by_the_next_run(tmp_path: Path) -> None:
+    folder, pid = tmp_path / "runs" / "x", dead_pid()
+    alive = [folder / f"head/.model.safetensors.{os.getpid()}.tmp", tmp_path / f"runs/.latest.{1}"]
+    dead = [folder / f"head/.model.safetensors.{pid}.tmp", folder / f"stages/.head.json.{pid}.tmp"]
+    kept = [folder / "head/.hidden", folder / "head/.x.tmp", folder / f"head/model.{pid}.tmp"]
+    tree = folder / f"export/.speculators.{pid}.tmp"
+    for path in (*alive, *dead, *kept, tree / "model.safetensors"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    link = tmp_path / f"runs/.latest.{pid}"
+    link.symlink_to("x")
+    with lock(folder):
+        Run(folder, flatten(parse_recipe({"name": "x"})), {}).write_recipe("seed: 1")
+    assert not any(path.exists() for path in (*dead, tree))
+    assert not link.is_symlink()
+    assert all(path.exists() for path in (*alive, *kept, tmp_path / "runs/latest"))
+
+
+def test_a_file_that_is_being_written_is_no_leftover(tmp_path: Path) -> None:
+    with atomic_path(tmp_path / "file") as temporary:
+        temporary.write_text("whole")
+        remove_leftovers(tmp_path)
+    assert (tmp_path / "file").read_text() == "whole"
