@@ -124,7 +124,7 @@ def test_training_online_ends_with_the_bits_of_training_from_a_store(tmp_path: P
     store_files = {
         run: [name for name in files if name.startswith("store/")] for run, files in runs.items()
     }
-    assert store_files["online"] == ["store/manifest.json"]
+    assert store_files["online"] == ["store/manifest.json", "store/records.safetensors"]
     assert len(store_files["stored"]) > 1
     again = draftlab(workshop, *train, "name=online", "record.online=true")
     assert again.exit_code == 0
