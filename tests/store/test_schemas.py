@@ -12,7 +12,8 @@ import pytest
 from draftlab.errors import UserError
 from draftlab.store.manifest import Manifest, Shard
 from draftlab.store.record_index import RECORDS
-from draftlab.store.store import Sample, Store
+from draftlab.store.samples import Sample
+from draftlab.store.store import Store
 from tests.helpers.recordings import file_hashes
 from tests.helpers.table_target import IDENTITY, record_table, samples_of_lengths
 
