@@ -5,7 +5,10 @@ not use its parent's thread pool) would end with other bits than its parent.
 """
 
 import torch
+from hypothesis import settings
 
 pytest_plugins = ["tests.helpers.decoding"]
 
 torch.set_num_threads(1)
+settings.register_profile("shared machine", deadline=None)  # examples wait for other processes
+settings.load_profile("shared machine")

@@ -69,9 +69,9 @@ def test_it_works_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, "-m", "pip", "install", *quiet, "--target", site, wheel)
     environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     elsewhere = {"cwd": tmp_path, "env": environment}
-    said = run(site / "bin" / "draftlab", "--help", **elsewhere).stdout
+    help_text = run(site / "bin" / "draftlab", "--help", **elsewhere).stdout
     for verb in ("run", "train", "eval", "export", "inspect"):
-        assert verb in said
+        assert verb in help_text
     # The embedded head and its target are found, fit each other, and the report has its template.
     code = (
         "from pathlib import Path; import draftlab; from draftlab import *\n"

@@ -112,5 +112,5 @@ def test_every_expert_at_once_is_transformers_loop_over_experts(scripts: tuple) 
         loss = scripts[0].loss_of(model, ids, ids)
         loss.backward()
         gradients.append([loss, *(p.grad.clone() for p in model.parameters())])
-    for ours, loop in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, loop, rtol=1e-4, atol=1e-6)
+    for at_once, loop in zip(*gradients, strict=True):
+        torch.testing.assert_close(at_once, loop, rtol=1e-4, atol=1e-6)

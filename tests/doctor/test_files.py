@@ -190,10 +190,10 @@ def test_weights_that_do_not_resemble_the_targets_are_named(session: TargetSessi
     head, (tensors, _) = files.config, complete_tensors(files, shared)
     assert tensors is not None
     assert not list(resemblance_findings(head, tensors, shared))
-    own = head.model_copy(update={"embeddings": "own"})
+    with_own_embeddings = head.model_copy(update={"embeddings": "own"})
     for config, kind, name in (
         (head, "lm_head", "lm_head.weight"),
-        (own, "embeddings", "embed_tokens.weight"),
+        (with_own_embeddings, "embeddings", "embed_tokens.weight"),
     ):
         noise = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(0))
         only(resemblance_findings(config, tensors | {name: noise}, shared), kind)

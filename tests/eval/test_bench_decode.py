@@ -35,14 +35,14 @@ def test_a_batch_is_measured(target: Target, family: dict[str, Any] | None) -> N
     if family is not None:
         head = untrained_head(target, 3, target.vocab_size - 20, **family)
         drafter = new_drafter(head, 3, draft_probs=False)
-    found = bench.measure(target, drafter, 4, prompt=24, new=40)
-    assert found.step_ms > 0
-    assert found.tokens_s > 0
+    measured = bench.measure(target, drafter, 4, prompt=24, new=40)
+    assert measured.step_ms > 0
+    assert measured.tokens_s > 0
     # A prompt of 24 tokens is a pass like a step's, of more tokens.
-    assert found.step_ms / 20 < found.ttft_ms < 20 * found.step_ms
+    assert measured.step_ms / 20 < measured.ttft_ms < 20 * measured.step_ms
     # Acceptance is synthetic: 0.6 + 0.6² + 0.6³ drafts of three, whatever the head.
     expected = 1 if drafter is None else 1 + 0.6 + 0.6**2 + 0.6**3
-    assert found.tokens_a_step == pytest.approx(expected, abs=0 if drafter is None else 0.5)
+    assert measured.tokens_a_step == pytest.approx(expected, abs=0 if drafter is None else 0.5)
 
 
 def test_rows_are_appended_under_their_own_columns(tmp_path: Path) -> None:

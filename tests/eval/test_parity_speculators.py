@@ -91,9 +91,9 @@ def test_elements_are_compared_as_steps_and_one_that_is_not_there_is_a_fault() -
     values, rows = library(), torch.tensor([0, 7])
     anchors, depths = library_side.elements(DOCUMENTS[KEPT], 2)
     flat = {name: values[name][depths, anchors][None] for name in values}
-    found = library_side.by_depth(flat | {"anchor_pos": anchors, "depth": depths}, 2)
-    assert driver.compare(same_steps(values, rows), found, DOCUMENTS, 1e-5)[2] is None
+    by_depth = library_side.by_depth(flat | {"anchor_pos": anchors, "depth": depths}, 2)
+    assert driver.compare(same_steps(values, rows), by_depth, DOCUMENTS, 1e-5)[2] is None
     outside = same_steps(values, torch.tensor([0, 10]))  # no depth 1 of a conversation's last row
-    fault = driver.compare(outside, found, DOCUMENTS, 1e-5)[2]
+    fault = driver.compare(outside, by_depth, DOCUMENTS, 1e-5)[2]
     assert fault is not None
     assert fault.startswith("step 1, output, position 10")

@@ -21,7 +21,7 @@ FOUND = [
 
 
 @pytest.mark.parametrize(
-    ("expected", "said"),
+    ("expected", "message"),
     [
         ([(5, 6), (7, 8, 9)], None),
         ([(5, 6), (7, 1, 9)], "prompt b, token 1: transformers 1, drafted 8"),
@@ -29,8 +29,10 @@ FOUND = [
         ([(5, 6), (7, 8, 9, 9)], "prompt b, token 3: transformers 9, drafted None"),
     ],
 )
-def test_the_first_difference_is_named(expected: list[tuple[int, ...]], said: str | None) -> None:
-    assert transformers.first_difference(expected, FOUND, "drafted") == said
+def test_the_first_difference_is_named(
+    expected: list[tuple[int, ...]], message: str | None
+) -> None:
+    assert transformers.first_difference(expected, FOUND, "drafted") == message
 
 
 @pytest.mark.parametrize(
@@ -44,12 +46,23 @@ def test_the_embedded_target_and_a_target_that_answers_otherwise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.md"
-    given = ["--head", "reference", "--prompts", "2", "--max-new-tokens", "6", "--write", str(page)]
-    monkeypatch.setattr(sys, "argv", ["parity_transformers", *given])
+    arguments = [
+        "--head",
+        "reference",
+        "--prompts",
+        "2",
+        "--max-new-tokens",
+        "6",
+        "--write",
+        str(page),
+    ]
+    monkeypatch.setattr(sys, "argv", ["parity_transformers", *arguments])
     assert transformers.main() == common.EQUAL, capsys.readouterr().out
     assert "| 3 | 2 | 12 | no border | " in page.read_text()
-    own = transformers.generated
-    monkeypatch.setattr(transformers, "generated", lambda *a: [(*ids[:-1], 0) for ids in own(*a)])
+    generated = transformers.generated
+    monkeypatch.setattr(
+        transformers, "generated", lambda *a: [(*ids[:-1], 0) for ids in generated(*a)]
+    )
     assert transformers.main() == common.DIFFERENT
     assert "drafted: DIFFERENT at prompt heldout-00000, token 5" in capsys.readouterr().out
     assert page.read_text().splitlines()[-1].count("no: prompt heldout-00000, token 5") == 2

@@ -114,8 +114,8 @@ def test_random_heads_are_chosen_by_a_pattern(
 
     parser, config = ArgumentParser(), SimpleNamespace(family="eagle3")
     common.subject_options(parser, prompts=1)
-    monkeypatch.setattr(random_heads, "load_subject", lambda *asked: subject("llama"))
-    monkeypatch.setattr(random_heads, "stand_in", lambda *asked: subject("qwen3"))
+    monkeypatch.setattr(random_heads, "load_subject", lambda *arguments: subject("llama"))
+    monkeypatch.setattr(random_heads, "stand_in", lambda *arguments: subject("qwen3"))
     monkeypatch.setattr(random_heads, "with_random_head", lambda s, f, name, *_, **shape: name)
     assert chosen("eagle3$") == ["grown, llama: eagle3", "random, qwen3: eagle3"]
     assert len(chosen("")) == 2 * len(random_heads.SHAPES)

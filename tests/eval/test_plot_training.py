@@ -20,8 +20,8 @@ def trained(step: int, speed: float) -> dict[str, Any]:
 
 
 def validated(step: int, length: float, k: int = 2) -> dict[str, Any]:
-    found = {"alpha": [0.5] * k, "walk_al": length}
-    return {"step": step, "tokens_seen": 1_000 * step, "validation": found}
+    validation = {"alpha": [0.5] * k, "walk_al": length}
+    return {"step": step, "tokens_seen": 1_000 * step, "validation": validation}
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> Path:

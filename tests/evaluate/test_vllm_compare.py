@@ -43,21 +43,21 @@ def report(
 
 
 def test_vllm_has_the_same_rows_with_its_own_counters(report: Report) -> None:
-    ours, theirs = report.rows[:3], report.rows[3:]
-    assert [(r.head, r.k, r.temperature) for r in ours] == [
-        (r.head, r.k, r.temperature) for r in theirs
+    own_rows, vllm_rows = report.rows[:3], report.rows[3:]
+    assert [(r.head, r.k, r.temperature) for r in own_rows] == [
+        (r.head, r.k, r.temperature) for r in vllm_rows
     ]
-    assert {r.engine for r in ours} == {"draftlab"}
-    assert {(r.engine, r.engine_version) for r in theirs} == {("vllm (V1, cpu)", "9.9")}
+    assert {r.engine for r in own_rows} == {"draftlab"}
+    assert {(r.engine, r.engine_version) for r in vllm_rows} == {("vllm (V1, cpu)", "9.9")}
     assert {r.suite_sha256 for r in report.rows} == {SUITE.sha256}
-    for row in theirs:
+    for row in vllm_rows:
         row.counters.check_tokens(row.output_tokens, row.prompts)
         assert [timing.batch for timing in row.timings] == [1, 2]
         assert row.self_check is None  # vLLM reports no expectations
-    drafted = theirs[2]
+    drafted = vllm_rows[2]
     # p4 accepts 0 of 3 in each of 8 steps, p5 accepts 1 in 4, p6 accepts 2 in 3
     assert (drafted.drafts, drafted.accepted_at) == (15, [7, 3, 0])
-    assert drafted.speedup == pytest.approx(theirs[0].tpot_ms / drafted.tpot_ms)
+    assert drafted.speedup == pytest.approx(vllm_rows[0].tpot_ms / drafted.tpot_ms)
 
 
 def test_labels_and_advice_name_the_engine(report: Report) -> None:

@@ -204,10 +204,10 @@ def test_all_faults_are_listed_at_once(folder: Path) -> None:
         assert fault in str(caught.value)
 
 
-@pytest.mark.parametrize("kept", [0, 4, 100, -1])
-def test_truncated_weights_are_named(folder: Path, kept: int) -> None:
+@pytest.mark.parametrize("size", [0, 4, 100, -1])
+def test_truncated_weights_are_named(folder: Path, size: int) -> None:
     file = folder / FILE
-    file.write_bytes(file.read_bytes()[:kept])
+    file.write_bytes(file.read_bytes()[:size])
     with pytest.raises(UserError, match="unreadable") as caught:
         load(folder)
     assert FILE in str(caught.value)

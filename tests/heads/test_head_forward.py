@@ -51,7 +51,7 @@ def transformers_frequencies(head_dim: int, parameters: dict) -> Tensor:
     return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu")[0]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     head_dim=st.sampled_from([8, 32, 64, 96, 128]),
     theta=st.sampled_from([1e4, 5e5, 1e6, 150000.0]),

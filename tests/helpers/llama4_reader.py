@@ -74,11 +74,11 @@ class Reader:
             floor = (position + 1) // c["floor_scale"]
             query = query * (math.log(floor + 1) * c["attn_scale"] + 1)
         group = c["num_attention_heads"] // c["num_key_value_heads"]
-        seen, mixed = range(since, position + 1), []
+        visible, mixed = range(since, position + 1), []
         for n, q in enumerate(query):
-            scores = torch.stack([cache[p][0][n // group] @ q for p in seen])
+            scores = torch.stack([cache[p][0][n // group] @ q for p in visible])
             share = (scores / math.sqrt(c["head_dim"])).softmax(0)
-            values = torch.stack([cache[p][1][n // group] for p in seen])
+            values = torch.stack([cache[p][1][n // group] for p in visible])
             mixed.append(share @ values)
         return self.w[name + "o_proj.weight"] @ torch.cat(mixed)
 

@@ -55,17 +55,17 @@ def parts(seed: int = 0) -> TargetParts:
 
 def head(target: TargetParts, seed: int = 0, **changes: object) -> Eagle3Head:
     """A head with initial values; draft vocabulary: ids 3, 4, … (so offsets are not zero)."""
-    made = new_head(config(**changes))
-    size = made.config.draft_vocab_size
+    new = new_head(config(**changes))
+    size = new.config.draft_vocab_size
     initialise_head(
-        made,
+        new,
         embeddings=target.embeddings,
         final_norm=torch.ones(HIDDEN),
         lm_head=target.lm_head,
         target_ids=torch.arange(VOCAB - size, VOCAB),
         seed=seed,
     )
-    return made
+    return new
 
 
 def family_loss(
@@ -83,7 +83,7 @@ def teacher_logits(target: TargetParts, last: Tensor) -> Tensor:
 
 
 def assert_same(
-    found: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 1e-10
+    actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 1e-10
 ) -> None:
     """Check that two ways to the same float64 tensors differ by rounding alone.
 
@@ -94,12 +94,12 @@ def assert_same(
     Args:
         bound: largest difference, as a share of the largest entry of all expected tensors.
     """
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     largest = max(float(value.abs().max()) for value in expected.values())
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype == torch.float64, name
+        assert actual[name].dtype == value.dtype == torch.float64, name
         torch.testing.assert_close(
-            found[name], value, rtol=0, atol=bound * largest, msg=lambda m, n=name: f"{n}: {m}"
+            actual[name], value, rtol=0, atol=bound * largest, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 

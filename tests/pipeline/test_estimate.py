@@ -149,8 +149,8 @@ def test_conversations_are_measured_or_assumed(llama_8b: Path, tmp_path: Path) -
     assert f"KV cache of {positions:,.0f} positions for each of a batch" in answers.note
     cut = Conversations.of(recipe(llama_8b), 300)
     assert (cut.prompt, cut.answer) == (256, 44)
-    given = Conversations.of(recipe(llama_8b, regenerate={"enabled": False}), 4096)
-    assert given.answer == 0
+    with_answers = Conversations.of(recipe(llama_8b, regenerate={"enabled": False}), 4096)
+    assert with_answers.answer == 0
 
 
 def test_the_table(llama_8b: Path, tmp_path: Path) -> None:

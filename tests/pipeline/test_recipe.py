@@ -61,8 +61,8 @@ def test_the_schema_is_yaml_that_mentions_every_setting_with_its_default() -> No
     assert parse_recipe(tree) == Recipe(name="x")
     lines = text.splitlines()
     for name, field in settings().items():
-        own = name.rpartition(".")[2]
-        at = [i for i, line in enumerate(lines) if line.strip().startswith(f"{own}:")]
+        leaf_name = name.rpartition(".")[2]
+        at = [i for i, line in enumerate(lines) if line.strip().startswith(f"{leaf_name}:")]
         meaning = " ".join(field.description.split())
         assert any(lines[i - 1].strip() == f"# {meaning}" for i in at), name
 
@@ -120,8 +120,8 @@ def test_a_recipe_that_does_not_fit_is_refused(tmp_path: Path, text: str, messag
 
 def test_several_faults_come_at_once(tmp_path: Path) -> None:
     message = error_of(write(tmp_path, "train: {stepz: 1, clip: -1}\nseed: x"))
-    for said in ("train.stepz", "train.clip", "seed"):
-        assert said in message
+    for name in ("train.stepz", "train.clip", "seed"):
+        assert name in message
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ def test_the_product_of_what_an_anchor_was_accepted_at() -> None:
     step = torch.tensor([0, 0, 0, 1, 1, 2])
     anchor = torch.tensor([4, 0, 2, 2, 4, 4])
     alpha = torch.tensor([0.5, 0.9, 0.25, 0.7, 0.4, 0.1])
-    found = reach_probability(alpha, step, anchor, 3, 6)
-    torch.testing.assert_close(found, torch.tensor([1, 1, 1, 0.25, 0.5, 0.5 * 0.4]))
+    reached = reach_probability(alpha, step, anchor, 3, 6)
+    torch.testing.assert_close(reached, torch.tensor([1, 1, 1, 0.25, 0.5, 0.5 * 0.4]))
 
 
 @pytest.mark.parametrize(

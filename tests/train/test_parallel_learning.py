@@ -65,8 +65,8 @@ def test_every_depth_is_learnt(num_layers: int, tmp_path: Path) -> None:
     hits = score(trainer.head, DraftTeacher.of(target, trainer.head), batch).hits
     for depth in range(DEPTHS):
         # Anchors behind the answer's first token: their own token says what follows.
-        found = hits[:, PROMPT : PROMPT + ANSWER - 2 - depth, depth].float().mean()
-        assert found > 0.9, depth
+        measured = hits[:, PROMPT : PROMPT + ANSWER - 2 - depth, depth].float().mean()
+        assert measured > 0.9, depth
 
 
 def test_only_the_mask_token_s_embedding_changes(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def entries(batches: list[Batch]) -> list[tuple]:
 
 def test_what_is_dropped_depends_on_the_step_and_not_on_how_it_is_cut(tmp_path: Path) -> None:
     target = orthogonal_parts()
-    made = [
+    packers = [
         trained(
             tmp_path / str(i),
             store(24),
@@ -175,16 +175,16 @@ def test_what_is_dropped_depends_on_the_step_and_not_on_how_it_is_cut(tmp_path: 
         )
         for i, cut in enumerate(({}, {"micro_rows": 1}, {"anchor_parts": 2}))
     ]
-    rows = next(made[0]._order())
+    rows = next(packers[0]._order())
 
     def packed(trainer: Trainer, step: int) -> list[tuple]:
         micro = assign_micro_batches(rows, trainer.settings.micro_rows, trainer.ranks)
         return entries(trainer.loader.packer[OptimizerStep(step, micro)])
 
-    first, *others = (packed(t, 7) for t in made)
+    first, *others = (packed(t, 7) for t in packers)
     assert others == [first, first]
-    assert packed(made[0], 8) != first
-    whole = pack([[made[0].store[i] for i in row] for row in rows], 64, DEPTHS)
+    assert packed(packers[0], 8) != first
+    whole = pack([[packers[0].store[i] for i in row] for row in rows], 64, DEPTHS)
     assert whole.counts[0] < len(first) < sum(whole.counts)
 
 
@@ -193,16 +193,16 @@ def test_validation_sees_every_depth_of_every_anchor(tmp_path: Path) -> None:
     target = orthogonal_parts()
     data = store(12)
     head = synthetic.head(target, family="peagle")
-    found = validate(head, DraftTeacher.of(target, head), data, range(12), num_steps=DEPTHS)
+    measured = validate(head, DraftTeacher.of(target, head), data, range(12), num_steps=DEPTHS)
     everything = pack([[r] for r in data.records], 64, DEPTHS)
-    assert len(found.alpha) == len(found.accuracy) == DEPTHS
+    assert len(measured.alpha) == len(measured.accuracy) == DEPTHS
     hits = score(head, DraftTeacher.of(target, head), everything).hits
     counts = torch.tensor(everything.counts)
     agreed = torch.stack([hits[..., d].sum() / counts[d] for d in range(DEPTHS)])
     # The toy's argmax is its next token, so accuracy is the share of hits.
-    assert found.accuracy == pytest.approx(agreed.tolist())
-    assert found.walk.k == DEPTHS
-    assert found.walk.drafts > 0
+    assert measured.accuracy == pytest.approx(agreed.tolist())
+    assert measured.walk.k == DEPTHS
+    assert measured.walk.drafts > 0
 
 
 def test_a_trained_chain_head_is_a_beginning(tmp_path: Path) -> None:

@@ -73,9 +73,9 @@ def test_settings_and_step_decide_what_is_packed() -> None:
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.booleans())
 def test_a_batch_in_one_block_has_equal_bits_and_is_aligned(sizes: list[int], drops: bool) -> None:
-    made = packer(drops_anchors=drops, row_tokens=512)
+    batches = packer(drops_anchors=drops, row_tokens=512)
     for size in sizes:
-        (plain,) = made[step(size, [([[*range(size)]], False)])]
+        (plain,) = batches[step(size, [([[*range(size)]], False)])]
         shared = plain.copy_to(torch.empty(plain.num_bytes, dtype=torch.uint8))
         assert_same_batches([shared], [plain])
         tensors = [*all_tensors(shared), *(plan.host for plan in shared.plans)]

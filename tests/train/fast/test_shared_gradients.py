@@ -38,19 +38,21 @@ def loss_of(weight: Tensor, x: Tensor, uses: list[tuple[str, int]], shared: bool
             if kind == "gated":
                 gate_up = torch.cat([read, read.sin()], 1)
                 inner = F.silu(read) * read.sin()
-                made = owner.gated_product(gate_up) if shared else inner @ weight.T
+                result = owner.gated_product(gate_up) if shared else inner @ weight.T
             else:
-                made = owner.product(read) if shared else read @ weight.T
-            x = torch.cat([(made @ drawn(99, WIDTH, SIZE)).tanh(), x[n:]])  # the next ones read it
+                result = owner.product(read) if shared else read @ weight.T
+            x = torch.cat(
+                [(result @ drawn(99, WIDTH, SIZE)).tanh(), x[n:]]
+            )  # the next ones read it
         else:
-            made = owner.rows(index, columns) if shared else weight[index][:, columns]
-        total = total + (made * drawn(seed, *made.shape)).sum() + made.square().sum()
+            result = owner.rows(index, columns) if shared else weight[index][:, columns]
+        total = total + (result * drawn(seed, *result.shape)).sum() + result.square().sum()
     return total
 
 
 @given(uses=USES, frozen=st.sampled_from([None, "weight", "x"]))
 def test_gradients_are_those_of_plain_uses(uses: list[tuple[str, int]], frozen: str | None) -> None:
-    found = []
+    actual = []
     for shared in (True, False):
         weight = drawn(1, WIDTH, SIZE).requires_grad_(frozen != "weight")
         x = drawn(2, ROWS, SIZE).requires_grad_(frozen != "x")
@@ -58,9 +60,14 @@ def test_gradients_are_those_of_plain_uses(uses: list[tuple[str, int]], frozen: 
         if loss.requires_grad:
             loss.backward()
         none = torch.zeros(())
-        found.append([none if t.grad is None else t.grad for t in (weight, x)])
-    for ours, plain in zip(*found, strict=True):
-        assert torch.allclose(ours.expand_as(plain), plain.expand_as(ours), rtol=1e-10, atol=1e-12)
+        actual.append([none if t.grad is None else t.grad for t in (weight, x)])
+    for actual_gradient, plain in zip(*actual, strict=True):
+        assert torch.allclose(
+            actual_gradient.expand_as(plain),
+            plain.expand_as(actual_gradient),
+            rtol=1e-10,
+            atol=1e-12,
+        )
 
 
 def test_a_graph_may_go_backward_again_in_parts_and_recomputed() -> None:
@@ -89,8 +96,8 @@ def test_a_graph_may_go_backward_again_in_parts_and_recomputed() -> None:
         checkpoint(lambda y: shared.product(y).square().sum(), x * k, use_reentrant=False)
         for k in (1.0, 2.0)
     )
-    (found,) = torch.autograd.grad(again, weight)
-    torch.testing.assert_close(found, alone * 5)
+    (actual,) = torch.autograd.grad(again, weight)
+    torch.testing.assert_close(actual, alone * 5)
 
 
 def test_a_branch_adds_what_its_rows_owe_and_changes_no_gradient_of_others() -> None:
@@ -102,16 +109,16 @@ def test_a_branch_adds_what_its_rows_owe_and_changes_no_gradient_of_others() -> 
         parts = []
         parts += [whole.sum()] if whole_used else []  # its gradient is one number, expanded
         parts += [(rows * drawn(2, 3, SIZE)).sum()] if rows_used else []
-        (found,) = torch.autograd.grad(sum(parts), x)
-        expected = torch.full_like(found, float(whole_used))
+        (actual,) = torch.autograd.grad(sum(parts), x)
+        expected = torch.full_like(actual, float(whole_used))
         expected[index] += drawn(2, 3, SIZE) * rows_used
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
     # Two results of one sum are given the same gradient tensor.
     whole, rows = branch(x * 1, index)
     other = x * 1
-    (found, beside) = torch.autograd.grad(((whole + other) * 3).sum() + rows.sum(), (whole, other))
+    (actual, beside) = torch.autograd.grad(((whole + other) * 3).sum() + rows.sum(), (whole, other))
     assert torch.equal(beside, torch.full_like(beside, 3))
-    assert torch.equal(found, beside)
+    assert torch.equal(actual, beside)
 
 
 def test_a_step_leaves_nothing_behind_for_the_garbage_collector() -> None:

@@ -43,7 +43,7 @@ def test_an_unroll_over_borders_is_a_server(layers: tuple[int, ...]) -> None:
     answers = [record(torch.tensor(s), parts(), seed) for seed, s in enumerate(spans)]
     batch = pack([answers], 40, STEPS)
     offsets = [0, len(spans[0])]
-    compared, found, expected = 0, torch.zeros(()), torch.zeros(())
+    compared, actual, expected = 0, torch.zeros(()), torch.zeros(())
     chains: dict[int, list[Tensor]] = {}
     probe = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1))
     for k, step in enumerate(unroll(model, batch)):
@@ -53,13 +53,13 @@ def test_an_unroll_over_borders_is_a_server(layers: tuple[int, ...]) -> None:
             if at not in chains:
                 chains[at] = run_chain(model, answers[which], at - offsets[which])
             torch.testing.assert_close(row, chains[at][k], rtol=0, atol=1e-12)
-            found, expected = found + probe @ row, expected + probe @ chains[at][k]
+            actual, expected = actual + probe @ row, expected + probe @ chains[at][k]
             compared += 1
     assert compared == sum(batch.counts) > 40
     weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
     one, other = (
         dict(zip(weights, torch.autograd.grad(total, [*weights.values()]), strict=True))
-        for total in (found, expected)
+        for total in (actual, expected)
     )
     assert_same(one, other)
 
@@ -81,15 +81,15 @@ def test_without_the_border_it_is_another_head() -> None:
 
 def test_conversations_within_a_chunk_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known from shapes: attention is asked as in layers that see everything."""
-    asked: list[tuple] = []
+    calls: list[tuple] = []
     monkeypatch.setattr(
         "draftlab.train.objectives.chunked_attention.ttt_attention",
-        lambda *args: asked.append(args) or args[0],
+        lambda *args: calls.append(args) or args[0],
     )
     query, index = torch.zeros(1, 3, 2, 4), torch.tensor([[0, 1, 2]])
     starts = torch.zeros_like(index)
     options = {"positions": index, "chunk": 3}
     chunked_attention(query, query, query, index, starts, None, **options)
-    assert asked[0][4] is starts
+    assert calls[0][4] is starts
     chunked_attention(query, query, query, index, starts, None, **(options | {"chunk": 2}))
-    assert asked[1][4].tolist() == [[0, 0, 2]]
+    assert calls[1][4].tolist() == [[0, 0, 2]]

@@ -51,11 +51,11 @@ def test_loss_set_is_what_a_server_asks_for(turns: list[tuple[int, int]], k: int
 
 def reach_mask_t_1_k(spans: Tensor) -> Tensor:
     """A public bug: w_k(t) = mask[t + 1 + k]: one token past the end of each answer."""
-    found = loss_reach(spans)
+    actual = loss_reach(spans)
     for t in range(len(spans) - 2):
-        if spans[t + 1] > 0 and t + 2 + int(found[t]) < len(spans):
-            found[t] += 1
-    return found
+        if spans[t + 1] > 0 and t + 2 + int(actual[t]) < len(spans):
+            actual[t] += 1
+    return actual
 
 
 BUGS = [reach_mask_t, reach_mask_t_k, reach_mask_t_1_k]
@@ -98,14 +98,14 @@ def reference_loss(
 
     total = torch.zeros((), dtype=weights["fc.weight"].dtype)
     for r in records:
-        asked = server_rows(r.spans, num_steps)
+        expected_rows = server_rows(r.spans, num_steps)
         features = r.features.to(total.dtype)
 
         def inputs(token: Tensor, hidden: Tensor) -> Tensor:
             e = norm(weights["embed_tokens.weight"][token], "layers.0.input_layernorm.weight")
             return torch.cat([e, norm(hidden, "layers.0.hidden_norm.weight")])
 
-        for t in sorted({t for t, _ in asked}):
+        for t in sorted({t for t, _ in expected_rows}):
             keys, values = [], []
             for p in range(t + 1):
                 x = inputs(r.tokens[p + 1], weights["fc.weight"] @ features[p])
@@ -113,7 +113,7 @@ def reference_loss(
                 values.append(project(x, "v"))
             hidden = weights["fc.weight"] @ features[t]
             for k in range(num_steps):
-                if (t, k) not in asked:
+                if (t, k) not in expected_rows:
                     break
                 x = inputs(r.tokens[t + 1 + k], hidden)
                 if k:
@@ -147,13 +147,13 @@ def test_loss_and_gradients_equal_a_position_by_position_server() -> None:
     batch = pack([records[:3], records[3:]], 64, steps)
     loss, sums = family_loss(model, target, batch, gamma=gamma)
     loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+    actual = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
 
     model.zero_grad()
     expected = reference_loss(model, target, records, steps, gamma)
     expected.backward()
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-12)
-    assert_same(found, {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    assert_same(actual, {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
     assert sums.count.tolist() == [
         sum(k == step for r in records for _, k in server_rows(r.spans, steps))
         for step in range(steps)
@@ -202,11 +202,11 @@ def test_rows_are_full() -> None:
 def test_epochs_differ_and_leave_nothing_out() -> None:
     lengths = [5 + i % 7 for i in range(40)]
     steps = batches(lengths, 32, 3, seed=0)
-    seen: list[int] = []
-    while len(seen) < 80:
-        seen += [i for row in next(steps) for i in row]
-    assert sorted(seen[:40]) == list(range(40)) == sorted(seen[40:80])
-    assert seen[:40] != seen[40:80]
+    drawn_records: list[int] = []
+    while len(drawn_records) < 80:
+        drawn_records += [i for row in next(steps) for i in row]
+    assert sorted(drawn_records[:40]) == list(range(40)) == sorted(drawn_records[40:80])
+    assert drawn_records[:40] != drawn_records[40:80]
 
 
 def test_every_step_has_all_its_rows() -> None:
