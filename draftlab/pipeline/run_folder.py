@@ -12,22 +12,19 @@ from typing import Any, Literal
 
 from draftlab.errors import UserError
 from draftlab.files import (
-    canonical_json,
     check_locks,
     locked,
     read_json,
     remove_leftovers,
     same_fingerprint,
     sha256_file,
-    sha256_text,
     write_json,
     write_text,
 )
 from draftlab.heads.family import get_family
 from draftlab.pipeline.recipe import LATEST, RENAMED_SETTINGS
-from draftlab.pipeline.stages import FORMER_DEFAULTS, SETTINGS_WITHOUT_EFFECT, STAGES, Stage
+from draftlab.pipeline.stages import FORMER_DEFAULTS, STAGES, Stage, settings_with_effect
 from draftlab.store.store import check_store
-from draftlab.train.settings import is_free
 
 RUNS = Path("runs")
 State = Literal["done", "unfinished", "missing", "changed", "unneeded"]
@@ -75,11 +72,7 @@ class Run:
             for key, value in self.settings.items()
             if any(key == p or key.startswith(p + ".") for p in stage.settings)
         }
-        return earlier | _with_effect(settings) | self.files.get(stage.name, {})
-
-    def key(self, stage: Stage) -> str:
-        """Return the hex SHA-256 of a stage's inputs."""
-        return sha256_text(canonical_json(self.inputs(stage)))
+        return earlier | settings_with_effect(settings) | self.files.get(stage.name, {})
 
     def status(self, stage: Stage) -> Status:
         """Return whether a stage's artefact exists, is complete and has the recipe's inputs."""
@@ -88,7 +81,7 @@ class Run:
             return Status(stage, "missing", {})
         record, inputs = read_record(path), self.inputs(stage)
         former = {key: FORMER_DEFAULTS[key] for key in FORMER_DEFAULTS.keys() & inputs.keys()}
-        former |= _with_effect(_with_current_names(record["inputs"]))
+        former |= settings_with_effect(_with_current_names(record["inputs"]))
         changes = {
             key: (former.get(key), inputs.get(key))
             for key in sorted(former.keys() | inputs.keys())
@@ -220,17 +213,6 @@ class Run:
         return None
 
 
-def _with_effect(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a stage's result depends on."""
-    loss = settings.get("train.loss", "")
-    return {
-        key: value
-        for key, value in settings.items()
-        if key not in SETTINGS_WITHOUT_EFFECT
-        and not (key.startswith("train.") and is_free(key.removeprefix("train."), loss))
-    }
-
-
 def record_path(folder: Path, stage: Stage) -> Path:
     """Return the path of a stage's record."""
     return folder / "stages" / f"{stage.name}.json"
@@ -267,7 +249,7 @@ def recorded_with(folder: Path, stage: Stage, settings: dict[str, Any]) -> Itera
     inputs: dict[str, Any] = {}
     if stage.after and (path := record_path(folder, STAGES[stage.after])).exists():
         inputs = read_record(path)["inputs"]
-    with _recorded(folder, stage, inputs | _with_effect(settings)):
+    with _recorded(folder, stage, inputs | settings_with_effect(settings)):
         yield
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.store.manifest import MANIFEST
 from draftlab.target_model.settings import VllmSettings
 from draftlab.text.settings import ServerSettings
+from draftlab.train.settings import is_free
 
 REPORT = "report.json"
 
@@ -67,6 +69,19 @@ SETTINGS_WITHOUT_EFFECT = {
 }
 """Settings that change how a stage runs and not its result, beside those of training
 (`train.settings.is_free`)."""
+
+
+def settings_with_effect(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that a stage's result depends on, by dotted name."""
+    loss = settings.get("train.loss", "")
+    return {
+        key: value
+        for key, value in settings.items()
+        if key not in SETTINGS_WITHOUT_EFFECT
+        and not (key.startswith("train.") and is_free(key.removeprefix("train."), loss))
+    }
+
+
 FORMER_DEFAULTS = {
     "prompts.deduplicate": False,
     "prompts.per_source": None,
