@@ -19,8 +19,8 @@ def on_ending_signal(handle: Callable[[int], None]) -> Iterator[None]:
     """
     former = {}
     if threading.current_thread() is threading.main_thread():
-        former = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-        former = {number: old for number, old in former.items() if old is not signal.SIG_IGN}
+        handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+        former = {number: old for number, old in handlers.items() if old != signal.SIG_IGN}
     for number in former:
         signal.signal(number, lambda number, _: handle(number))
     try:

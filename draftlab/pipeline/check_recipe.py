@@ -73,7 +73,8 @@ def check_before_run(recipe: Recipe, stages: Collection[str], *, plan: bool = Fa
         with _at("head.mask_token"):
             stops = stop_ids(tokenizer, folder)
             choose_mask_token(recipe.head.mask_token, tokenizer, rows, stops, None)
-    check_head(recipe, config, "" if plan else fingerprint(folder))
+    compared = recipe.head.init is not None and not plan  # with the target of that head
+    check_head(recipe, config, fingerprint(folder) if compared else "")
     return warnings
 
 

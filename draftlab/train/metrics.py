@@ -16,7 +16,7 @@ from torch import Tensor
 from draftlab.train.objectives.loss import Sums
 from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
 from draftlab.train.settings import TrainSettings
-from draftlab.train.trackers import Tracker, open_trackers
+from draftlab.train.trackers import Log, open_trackers
 
 
 @dataclass
@@ -101,12 +101,12 @@ class MetricsLog:
         muted: whether to write nothing, as on all ranks but one.
 
     Attributes:
-        trackers: they receive all later rows.
+        trackers: functions that receive the numbers of all later rows.
     """
 
     def __init__(self, folder: Path, *, muted: bool = False) -> None:
         self.path, self.muted = folder / "metrics.jsonl", muted
-        self.trackers: Sequence[Tracker] = ()
+        self.trackers: Sequence[Log] = ()
         if not muted:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -127,8 +127,8 @@ class MetricsLog:
             return
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        for tracker in self.trackers:
-            tracker.log(_flat(row), row["step"])
+        for log in self.trackers:
+            log(_flat(row), row["step"])
 
     def truncate(self, step: int, *, last: bool) -> None:
         """Drop rows behind the checkpoint that training resumes from, and a torn last line.
@@ -140,10 +140,7 @@ class MetricsLog:
             return
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
         rows = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
-        again = step if last else step + 1  # from this step on validations are dropped
-        valid = [
-            line for line, row in rows if row["step"] < (again if "validation" in row else step + 1)
-        ]
+        valid = [line for line, row in rows if row["step"] <= step - (last and "validation" in row)]
         self.path.write_text("".join(valid), encoding="utf-8")
 
     def overfitting_warning(self) -> str | None:

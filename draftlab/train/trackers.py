@@ -2,62 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.files import sha256_text
 from draftlab.train.settings import TrainSettings
 
-
-class Tracker(Protocol):
-    """A program that receives numbers by name and step."""
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None: ...
-
-    def finish(self, exit_code: int) -> None: ...
-
-
-class _Wandb:
-    """A run of Weights & Biases, which a resumed training continues."""
-
-    def __init__(self, project: str, folder: Path, key: str, config: Mapping[str, Any]) -> None:
-        import wandb
-
-        name = folder.parent.name
-        self.run = wandb.init(
-            project=project,
-            name=name,
-            id=sha256_text(f"{key} {name}")[:16],
-            resume="allow",
-            config=dict(config),
-            dir=str(folder),
-        )
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        self.run.log(dict(numbers), step=step)
-
-    def finish(self, exit_code: int) -> None:
-        self.run.finish(exit_code=exit_code)
-
-
-class _TensorBoard:
-    """Event files in `folder`/tensorboard; those behind the resumed step are hidden."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
-        for name, value in numbers.items():
-            self.writer.add_scalar(name, value, step)
-
-    def finish(self, exit_code: int) -> None:
-        self.writer.close()
+Log = Callable[[Mapping[str, float], int], None]
+"""Sends numbers by name, and the step that they are of."""
 
 
 def check_trackers(settings: TrainSettings) -> None:
@@ -74,24 +30,45 @@ def check_trackers(settings: TrainSettings) -> None:
 @contextmanager
 def open_trackers(
     settings: TrainSettings, folder: Path, key: str, config: Mapping[str, Any], step: int
-) -> Iterator[list[Tracker]]:
-    """Yield the trackers that the settings name; they learn how the block ended.
+) -> Iterator[list[Log]]:
+    """Yield functions that send numbers to the trackers which the settings name.
+
+    Trackers end with the block, with 0 or the exit code of what ended it. A resumed training
+    continues its run of Weights & Biases, and hides what TensorBoard has behind its step.
 
     Args:
         folder: the run's train/ folder.
-        key: of the training; a run of Weights & Biases is found again by it and the run's name.
+        key: of the training.
         config: all settings of the run.
         step: the step that training continues after.
     """
     check_trackers(settings)
-    trackers: list[Tracker] = []
+    logs: list[Log] = []
+    ends: list[Callable[[int], object]] = []
     if settings.wandb:
-        trackers.append(_Wandb(settings.wandb, folder, key, config))
+        import wandb
+
+        name = folder.parent.name
+        id_ = sha256_text(f"{key} {name}")[:16]
+        run = wandb.init(
+            project=settings.wandb,
+            name=name,
+            id=id_,
+            resume="allow",
+            config=dict(config),
+            dir=str(folder),
+        )
+        logs.append(lambda numbers, step: run.log(dict(numbers), step=step))
+        ends.append(run.finish)
     if settings.tensorboard:
-        trackers.append(_TensorBoard(folder, step))
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        logs.append(lambda numbers, step: [writer.add_scalar(n, numbers[n], step) for n in numbers])
+        ends.append(lambda _: writer.close())
     code = 1
     try:
-        yield trackers
+        yield logs
         code = 0
     except KeyboardInterrupt:
         code = 130
@@ -100,5 +77,5 @@ def open_trackers(
         code = error.code if isinstance(error.code, int) else 1
         raise
     finally:
-        for tracker in trackers:
-            tracker.finish(code)
+        for end in ends:
+            end(code)

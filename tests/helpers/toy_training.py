@@ -98,3 +98,11 @@ def trained(
     )
     trainer.run()
     return trainer
+
+
+def assert_same_weights(
+    one: Trainer, other: Trainer, *, rtol: float = 0.0, atol: float = 0.0
+) -> None:
+    """Check that two trainings ended with the same weights, by default with the same bits."""
+    first, second = (dict(trainer.head.state_dict()) for trainer in (one, other))
+    torch.testing.assert_close(first, second, rtol=rtol, atol=atol)

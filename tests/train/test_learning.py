@@ -25,7 +25,14 @@ from tests.helpers.loss_rows import reach_mask_t, reach_mask_t_k
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import InterruptingMonitor, SignallingMonitor
 from tests.helpers.synthetic import spans_of
-from tests.helpers.toy_training import ANSWER, PROMPT, orthogonal_parts, toy_answer, trained
+from tests.helpers.toy_training import (
+    ANSWER,
+    PROMPT,
+    assert_same_weights,
+    orthogonal_parts,
+    toy_answer,
+    trained,
+)
 
 
 def accuracies(trainer: Trainer, target: TargetParts) -> tuple[float, float]:
@@ -70,10 +77,7 @@ def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path / "cut", store, target, InterruptingMonitor("train", 9), **settings)
     resumed = trained(tmp_path / "cut", store, target, **settings)
-    for (name, a), (_, b) in zip(
-        whole.head.state_dict().items(), resumed.head.state_dict().items(), strict=True
-    ):
-        assert torch.equal(a, b), name
+    assert_same_weights(whole, resumed)
     assert resumed.tokens_seen == whole.tokens_seen
     steps = [
         line.split(",")[0] for line in (tmp_path / "cut/metrics.jsonl").read_text().split("\n")
@@ -86,10 +90,7 @@ def test_accumulation_changes_nothing(tmp_path: Path) -> None:
     store = ListStore([toy_answer(target, i) for i in range(30)])
     whole = trained(tmp_path / "a", store, target, steps=5)
     parts = trained(tmp_path / "b", store, target, steps=5, micro_rows=1)
-    for (name, a), (_, b) in zip(
-        whole.head.state_dict().items(), parts.head.state_dict().items(), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
+    assert_same_weights(whole, parts, rtol=1e-3, atol=1e-4)
 
 
 OLD_KEY = "7ea87999e38649374b95b9d7541189e67261be04869a8509ebc960deef08999b"
@@ -109,10 +110,7 @@ def test_a_training_continues_with_other_passes(tmp_path: Path) -> None:
     other = {"micro_rows": 1, "anchor_parts": 3}
     resumed = trained(tmp_path / "cut", store, target, monitor, **settings, **other)
     assert "resuming training after step 8" in monitor.lines
-    for (name, a), (_, b) in zip(
-        whole.head.state_dict().items(), resumed.head.state_dict().items(), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
+    assert_same_weights(whole, resumed, rtol=1e-3, atol=1e-4)
 
 
 def test_passes_are_part_of_the_key_where_the_loss_depends_on_them(tmp_path: Path) -> None:
@@ -211,10 +209,7 @@ def test_a_signal_ends_training_with_a_checkpoint(tmp_path: Path) -> None:
         assert monitor.lines[-1].startswith(f"{number.name}: a checkpoint of step {step} is")
         assert (tmp_path / f"cut/checkpoints/step-{step:07d}").is_dir()
     resumed = trained(tmp_path / "cut", store, target, **settings)
-    for (name, a), (_, b) in zip(
-        whole.head.state_dict().items(), resumed.head.state_dict().items(), strict=True
-    ):
-        assert torch.equal(a, b), name
+    assert_same_weights(whole, resumed)
     path = tmp_path / "cut/metrics.jsonl"
     for _ in range(2):  # the second time as if the head had been lost
         steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]

@@ -24,6 +24,7 @@ from tests.helpers.small_run import InterruptingMonitor
 from tests.helpers.toy_training import (
     ANSWER,
     PROMPT,
+    assert_same_weights,
     orthogonal_parts,
     toy_answer,
     trained,
@@ -39,13 +40,6 @@ def peagle_config(**changes: object) -> HeadConfig:
 def store(count: int) -> ListStore:
     target = orthogonal_parts()
     return ListStore([toy_answer(target, i) for i in range(count)])
-
-
-def same(left: Trainer, right: Trainer) -> None:
-    for (name, a), (_, b) in zip(
-        left.head.state_dict().items(), right.head.state_dict().items(), strict=True
-    ):
-        assert torch.equal(a, b), name
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
@@ -135,7 +129,7 @@ def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
     settings = fields | {"checkpoint_every": 4, "log_every": 1}
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path / "cut", store(40), target, InterruptingMonitor("train", 9), **settings)
-    same(whole, trained(tmp_path / "cut", store(40), target, **settings))
+    assert_same_weights(whole, trained(tmp_path / "cut", store(40), target, **settings))
 
 
 @pytest.mark.parametrize("cut", [{"micro_rows": 1}, {"anchor_parts": 3}], ids=str)
@@ -144,10 +138,7 @@ def test_how_a_step_is_cut_changes_nothing(cut: dict, tmp_path: Path) -> None:
     fields = {"config": peagle_config(num_layers=2), "ttt_steps": DEPTHS, "steps": 5}
     whole = trained(tmp_path / "a", store(30), target, **fields)
     pieces = trained(tmp_path / "b", store(30), target, **fields, **cut)
-    for (name, a), (_, b) in zip(
-        whole.head.state_dict().items(), pieces.head.state_dict().items(), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4, msg=name)
+    assert_same_weights(whole, pieces, rtol=1e-3, atol=1e-4)
 
 
 def entries(batches: list[Batch]) -> list[tuple]:

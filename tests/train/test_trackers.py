@@ -27,7 +27,7 @@ class Run:
     def log(self, numbers, step):
         logs.append((step, numbers))
 
-    def finish(self, exit_code):
+    def finish(self, exit_code=None):
         ends.append(exit_code)
 
 
