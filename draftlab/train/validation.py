@@ -12,7 +12,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from draftlab.engine.counters import Counters
 from draftlab.files import sha256_text
 from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
+from draftlab.store.batches import cut_batches
 from draftlab.store.prompt_split import hold_out
 from draftlab.store.store import Record, Store
 from draftlab.train.batch.loss_rows import loss_reach
@@ -159,18 +160,6 @@ class _ByPosition:
         return bins
 
 
-def _groups(order: Sequence[int], lengths: Sequence[int], rows: int) -> Iterator[list[int]]:
-    """Yield the records of each pass by ascending length: `rows`, or fewer if they are long."""
-    group: list[int] = []
-    for i in order:
-        full = (len(group) + 1) * lengths[i] > MAX_TOKENS_PER_PASS
-        if group and (full or len(group) == rows):
-            yield group
-            group = []
-        group.append(i)
-    yield group
-
-
 def split_records(
     ids: Sequence[str], settings: TrainSettings, seed: int, monitor: Monitor
 ) -> tuple[list[int], list[int]]:
@@ -195,7 +184,6 @@ def validate(
     indices: Sequence[int],
     *,
     num_steps: int,
-    batch_rows: int = 8,
     ranks: Ranks | None = None,
 ) -> Validation:
     """Validate a head on records `indices` of the store, one record a row.
@@ -212,10 +200,9 @@ def validate(
     expected, anchors = 0.0, 0
     training = head.training
     head.eval()
-    order = sorted(indices, key=lambda i: (store.lengths[i], i))
-    groups = [*_groups(order, store.lengths, batch_rows)]
+    groups = cut_batches(lengths, MAX_TOKENS_PER_PASS, padded=True)
     for group in groups[ranks.rank :: ranks.size]:
-        records: list[Record] = store.views(group)
+        records: list[Record] = store.views([indices[i] for i in group])
         longest = max(len(r.tokens) for r in records)
         batch = pack([[r] for r in records], longest, num_steps).to(device)
         scores = score(head, target, batch)
