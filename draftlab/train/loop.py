@@ -119,22 +119,18 @@ class Trainer:
 
     def _report_setup(self, module: DistillationModule) -> None:
         """Print how training runs; on a GPU measure the rate of products, which MFU refers to."""
-        self.monitor.say(
-            f"training on {self.backend.describe()}, products in {str(self.dtype)[6:]}"
-        )
-        self.monitor.say(
-            f"how steps are run: {module.description}; batches are packed by "
-            f"{self.loader.describe()}"
-        )
+        say, packed_by = self.monitor.say, self.loader.describe()
+        say(f"training on {self.backend.describe()}, products in {str(self.dtype)[6:]}")
+        say(f"how steps are run: {module.description}; batches are packed by {packed_by}")
         self.working = min(self.ranks.size, self.settings.batch_rows)
         if note := idle_note(self.settings.batch_rows, self.ranks.size):
-            self.monitor.say(note)
+            say(note)
         self.token_mfu: float | None = None
         if self.device.type == "cuda":
             context = mean_context([self.store.lengths[i] for i in self.training])
             flops = dense_flops(self.head.config, self.settings.ttt_steps, context)
             self.token_mfu, line = measure_mfu(flops, self.device, self.dtype, self.working)
-            self.monitor.say(line)
+            say(line)
 
     def _resume(self) -> None:
         """Continue after the last checkpoint, if there is one."""
@@ -263,13 +259,9 @@ class Trainer:
 
     def validate(self) -> Validation:
         """Validate on the held-out records; write the metrics to metrics.jsonl and the console."""
+        head, num_steps = self.backend.unwrap(), self.settings.ttt_steps
         validation = validate(
-            self.backend.unwrap(),
-            self.target,
-            self.store,
-            self.held_out,
-            num_steps=self.settings.ttt_steps,
-            ranks=self.ranks,
+            head, self.target, self.store, self.held_out, num_steps=num_steps, ranks=self.ranks
         )
         row = {"step": self.step, "tokens_seen": self.tokens_seen}
         self.log.write({**row, "validation": validation.metrics()})
