@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +59,15 @@ class Sample:
     temperature: float | None = None
 
 
-class SampleTable(Sequence[Sample]):
+class _Samples(Sequence[Sample]):
+    """A sequence that makes its samples when they are read."""
+
+    def __getitem__(self, index: Any) -> Any:
+        rows = range(len(self))[index]
+        return self._sample(rows) if isinstance(rows, int) else [self._sample(i) for i in rows]
+
+
+class SampleTable(_Samples):
     """Samples in columns.
 
     Args:
@@ -102,14 +110,7 @@ class SampleTable(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
+    def _sample(self, index: int) -> Sample:
         number = bisect_right(self._first, index) - 1
         part, row = self.parts[number], index - self._first[number]
         window = slice(*self._starts[number][row : row + 2])
@@ -122,7 +123,7 @@ class SampleTable(Sequence[Sample]):
         )
 
 
-class Selection(Sequence[Sample]):
+class Selection(_Samples):
     """Some samples of a table, the longer ones truncated.
 
     Args:
@@ -136,14 +137,8 @@ class Selection(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        sample, n = self.table[int(self.rows[index])], self.max_length
+    def _sample(self, index: int) -> Sample:
+        sample, n = self.table[self.rows[index]], self.max_length
         return Sample(sample.id, sample.token_ids[:n], sample.spans[:n], sample.temperature)
 
 
