@@ -220,7 +220,7 @@ class _Certification:
             generations = self._engine_answers(requests, row)
             answers = [generation.token_ids for generation in generations]
         else:
-            sampler, size = TableSampler(tree, self.target.dtype), settings.batch
+            sampler, size = TableSampler(tree), settings.batch
             chunks = (requests[start : start + size] for start in range(0, count, size))
             answers = [answer for chunk in chunks for answer in sampler.answers(chunk)]
         joint = tree.joint()

@@ -86,8 +86,8 @@ class AnswerTree:
 
     Attributes:
         context: tokens of the prompt.
-        first_logits: [V], the target's logits of the first token, which the prefill emits. The tree
-            follows the likeliest one; verify steps emit the tested tokens.
+        first_logits: [V], the target's logits, in its dtype, of the first token, which the prefill
+            emits. The tree follows the likeliest one; verify steps emit the tested tokens.
         tokens: int64 [C^m, C] per level, token ids of the children.
         logits: [C^m, V] per level, the target's logits.
         draft_logits: [m][d], [C^m, W]: the head's logits as draft d of a step that began d tokens
@@ -183,7 +183,7 @@ def build_trees(
 ) -> list[AnswerTree]:
     """Return the trees of N contexts with the same length."""
     ids, count = torch.tensor(contexts, device=target.device), len(contexts)
-    first_logits = target.logits(target.states(ids).last[:, -1])
+    first_logits = target.logits(target.states(ids).last[:, -1]).to(target.dtype)
     width, levels, k = min(settings.width, first_logits.shape[-1]), settings.levels, settings.k
     p, margin = settings.probabilities(first_logits)
     # From here on the nodes of a level are grouped by context: [N · C^m, …].
@@ -192,7 +192,7 @@ def build_trees(
         if level:
             rows = torch.cat([rows.repeat_interleave(width, 0), tokens[-1].reshape(-1, 1)], 1)
         states = target.states(rows, head.config.boundaries)
-        logits.append(target.logits(states.last[:, -1]))
+        logits.append(target.logits(states.last[:, -1]).to(target.dtype))
         p, gap = settings.probabilities(logits[-1])
         tokens.append(p.topk(width).indices)
         margin = torch.minimum(margin, gap.view(count, -1).amin(1))

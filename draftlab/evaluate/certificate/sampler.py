@@ -23,16 +23,14 @@ class TableSampler:
 
     Args:
         tree: the tree; its context is the prompt of every request.
-        dtype: dtype of the target's logits.
     """
 
-    def __init__(self, tree: AnswerTree, dtype: torch.dtype) -> None:
+    def __init__(self, tree: AnswerTree) -> None:
         settings = self.settings = tree.settings
         self.tree, self.device = tree, tree.first_logits.device
-        self.first_logits = tree.first_logits.to(dtype)
         # Node n of level m has row offset[m] + n; the last row is of nodes outside of the tree.
-        outside = torch.zeros_like(self.first_logits)[None]
-        self.logits = torch.cat([*(x.to(dtype) for x in tree.logits), outside])
+        outside = torch.zeros_like(tree.first_logits)[None]
+        self.logits = torch.cat([*tree.logits, outside])
         self.outside = len(self.logits) - 1
         children = torch.cat([torch.from_numpy(t).to(self.device) for t in tree.tokens])
         self.tokens = torch.cat([children, children.new_full((1, settings.width), -1)])
@@ -61,7 +59,7 @@ class TableSampler:
         """Return the first token and the L tested tokens of each request."""
         settings, rows = self.settings, sampling_metadata(requests, self.device)
         lengths = torch.full_like(rows.prompt, len(self.tree.context))
-        first = sample_token(self.first_logits.expand(len(requests), -1), lengths, rows)
+        first = sample_token(self.tree.first_logits.expand(len(requests), -1), lengths, rows)
         answers = [[token] for token in first.tolist()]
         active = torch.arange(len(requests), device=self.device)
         nodes, lengths = torch.zeros_like(active), lengths + 1

@@ -279,7 +279,8 @@ def test_a_16_bit_target_has_sampler_and_verifier_tested(
 def test_the_false_alarm_rate_in_16_bits(small_16_bit: Target, poor_head: Eagle3Head) -> None:
     """At a level of 5 % about 5 % of right samplers fail; ten times as many would be an error."""
     (tree,) = trees(small_16_bit, poor_head, [(3, 1, 2)], ON.tree)
-    sampler, joint = TableSampler(tree, torch.bfloat16), tree.joint()
+    assert {logits.dtype for logits in (tree.first_logits, *tree.logits)} == {torch.bfloat16}
+    sampler, joint = TableSampler(tree), tree.joint()
     failed = 0
     for seed in range(60):
         sampling = Sampling(ON.temperature, ON.top_k, None, seed)
