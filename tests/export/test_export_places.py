@@ -12,7 +12,7 @@ from draftlab.export import weight_files as weights
 from draftlab.export import write
 from draftlab.export.destination import atomic_folder
 from draftlab.heads.folder import load_config
-from tests.helpers.export_toys import HIDDEN, LAYERS, ExportHead, export
+from tests.helpers.export_toys import HIDDEN, LAYERS, ExportHead, change_tensors, export
 from tests.helpers.small_run import contents
 from tests.helpers.toys import toy_target_folder
 
@@ -40,6 +40,9 @@ def test_a_broken_head_is_refused_and_the_old_export_stays(
     exported = export_head()
     head, target, out = exported.head, exported.target, exported.folder
     before, file = contents(out), head / "model.safetensors"
+    change_tensors(head, lambda tensors: tensors.pop("norm.weight"))
+    with pytest.raises(UserError, match=r"missing norm\.weight"):
+        export(head, target, out)
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(UserError, match=r"model\.safetensors"):
         export(head, target, out)
