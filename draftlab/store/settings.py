@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from draftlab.settings import Settings, SingleOrList
-from draftlab.store.manifest import StoreDtype
+from draftlab.store.identity import StoreDtype
 from draftlab.target_model.settings import VllmSettings
 
 NotFinitePolicy = Literal["refuse", "skip"]

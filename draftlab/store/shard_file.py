@@ -76,7 +76,7 @@ def map_shard(folder: Path, shard: Shard, identity: StoreIdentity, do: str) -> d
             ) from None
         raise UserError(f"the shard is truncated or corrupt: {error}", where=path, do=do) from None
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    expected = identity.tensor_shapes(shard)
+    expected = identity.tensor_shapes(shard.records, shard.tokens)
     offsets = [0, *itertools.accumulate(shard.lengths)]
     if shapes != expected or tensors["offsets"].tolist() != offsets:
         raise UserError(

@@ -158,7 +158,7 @@ class ShardBuffer:
     ) -> None:
         self.shard, self.samples, self.identity, self.policy = shard, samples, identity, policy
         self.offsets = torch.tensor([0, *shard.lengths]).cumsum(0)
-        shapes, dtypes = identity.tensor_shapes(shard), DTYPES[identity.dtype]
+        shapes, dtypes = identity.tensor_shapes(shard.records, shard.tokens), DTYPES[identity.dtype]
         states = {
             "features": dtypes.features,
             "last": dtypes.last,
