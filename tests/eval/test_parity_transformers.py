@@ -21,7 +21,7 @@ FOUND = [
 
 
 @pytest.mark.parametrize(
-    ("expected", "message"),
+    ("expected", "text"),
     [
         ([(5, 6), (7, 8, 9)], None),
         ([(5, 6), (7, 1, 9)], "prompt b, token 1: transformers 1, drafted 8"),
@@ -29,10 +29,8 @@ FOUND = [
         ([(5, 6), (7, 8, 9, 9)], "prompt b, token 3: transformers 9, drafted None"),
     ],
 )
-def test_the_first_difference_is_named(
-    expected: list[tuple[int, ...]], message: str | None
-) -> None:
-    assert transformers.first_difference(expected, FOUND, "drafted") == message
+def test_the_first_difference_is_named(expected: list[tuple[int, ...]], text: str | None) -> None:
+    assert transformers.first_difference(expected, FOUND, "drafted") == text
 
 
 @pytest.mark.parametrize(
@@ -46,17 +44,8 @@ def test_the_embedded_target_and_a_target_that_answers_otherwise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.md"
-    arguments = [
-        "--head",
-        "reference",
-        "--prompts",
-        "2",
-        "--max-new-tokens",
-        "6",
-        "--write",
-        str(page),
-    ]
-    monkeypatch.setattr(sys, "argv", ["parity_transformers", *arguments])
+    flags = ["--head", "reference", "--prompts", "2", "--max-new-tokens", "6", "--write", str(page)]
+    monkeypatch.setattr(sys, "argv", ["parity_transformers", *flags])
     assert transformers.main() == common.EQUAL, capsys.readouterr().out
     assert "| 3 | 2 | 12 | no border | " in page.read_text()
     generated = transformers.generated

@@ -61,13 +61,9 @@ def test_gradients_are_those_of_plain_uses(uses: list[tuple[str, int]], frozen: 
             loss.backward()
         none = torch.zeros(())
         actual.append([none if t.grad is None else t.grad for t in (weight, x)])
-    for actual_gradient, plain in zip(*actual, strict=True):
-        assert torch.allclose(
-            actual_gradient.expand_as(plain),
-            plain.expand_as(actual_gradient),
-            rtol=1e-10,
-            atol=1e-12,
-        )
+    for gradient, plain in zip(*actual, strict=True):
+        left, right = gradient.expand_as(plain), plain.expand_as(gradient)
+        assert torch.allclose(left, right, rtol=1e-10, atol=1e-12)
 
 
 def test_a_graph_may_go_backward_again_in_parts_and_recomputed() -> None:
