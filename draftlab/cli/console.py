@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -135,6 +135,12 @@ def print_block(console: Console, title: str, text: Text) -> None:
         console.print(Text(f"{title}: ").append_text(text), soft_wrap=True)
 
 
+errors = Console(stderr=True)
+# In a file or a pipe rich assumes 80 columns, too few for the tables of reports.
+output = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 110)
+monitor = ConsoleMonitor(errors)
+
+
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 USER_ERRNOS = (*DISK_FULL, errno.EACCES, errno.EPERM, errno.EROFS)
 RESUMES = "the same command continues where it stopped"
@@ -142,17 +148,17 @@ STARTS_OVER = "nothing was written, and the same command starts over"
 
 
 @contextmanager
-def user_errors(
-    monitor: ConsoleMonitor, *, debug: bool, interrupted: str = RESUMES
+def guard(
+    debug: bool, interrupted: str = RESUMES, monitor: ConsoleMonitor = monitor
 ) -> Iterator[None]:
     """Print a `UserError` and exit with code 2; print other errors and exit with code 1.
 
     SIGTERM and SIGHUP end the process with a line and 128 + their number.
 
     Args:
-        monitor: prints to its console, after its progress bar is removed.
         debug: whether to print the traceback.
         interrupted: the effect of an interruption, for the message.
+        monitor: prints to its console, after its progress bar is removed.
     """
     console = monitor.console
 
@@ -206,17 +212,6 @@ def _print_error(console: Console, error: UserError) -> None:
 def _print_traceback(console: Console, debug: bool) -> None:
     if debug:
         console.print(Text(traceback.format_exc()), soft_wrap=True)
-
-
-errors = Console(stderr=True)
-# In a file or a pipe rich assumes 80 columns, too few for the tables of reports.
-output = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 110)
-monitor = ConsoleMonitor(errors)
-
-
-def guard(debug: bool, interrupted: str = RESUMES) -> AbstractContextManager[None]:
-    """Return `user_errors` with the command line's own monitor."""
-    return user_errors(monitor, debug=debug, interrupted=interrupted)
 
 
 def show_report(report: Report, as_json: bool, path: Path) -> None:

@@ -17,6 +17,7 @@ from draftlab.export.launch_text import is_hub_id, vllm_text
 from draftlab.export.layout import Export, Layout, check_width
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
+from draftlab.heads.vllm_config import layer_fields
 
 LAYOUT_VERSION = "0.9.0"
 """Version of the speculators library whose files this layout follows."""
@@ -115,33 +116,22 @@ def _has_mask_token(head: HeadConfig) -> bool:
 
 def _layer_config(head: HeadConfig, positions: int) -> dict[str, Any]:
     """Return the config of the decoder layers: of a Llama, or with norms of q and k of a Qwen3."""
-    rope = {"rope_type": "default", **head.rope_parameters}
+    fields = layer_fields(head.model_copy(update={"max_position_embeddings": positions}), "")
+    rope = fields["rope_parameters"]
+    for key in ("dtype", "bias", "draft_vocab_size", "target_hidden_size", "rope_scaling"):
+        del fields[key]
     # transformers 5 treats rope_scaling as another name of rope_parameters, and vLLM assigns keys
     # in file order: a null, or a copy without theta, would overwrite the RoPE. So rope_scaling is
     # an equal copy or, without scaling, absent.
     scaling = {} if rope["rope_type"] == "default" else {"rope_scaling": dict(rope)}
     return {
         "model_type": "qwen3" if head.qk_norm else "llama",
-        "vocab_size": head.vocab_size,
-        "hidden_size": head.hidden_size,
-        "intermediate_size": head.intermediate_size,
-        "num_hidden_layers": head.num_layers,
-        "num_attention_heads": head.num_attention_heads,
-        "num_key_value_heads": head.num_key_value_heads,
-        "head_dim": head.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": head.rms_norm_eps,
-        "attention_bias": False,
+        **fields,
+        **scaling,
         "attention_dropout": 0.0,
-        "mlp_bias": False,
         "initializer_range": 0.02,
         "use_cache": True,
         "pretraining_tp": 1,
-        "tie_word_embeddings": False,
         "layer_types": ["full_attention"] * head.num_layers,
-        "max_position_embeddings": positions,
-        "rope_theta": rope["rope_theta"],
-        **scaling,
-        "rope_parameters": rope,
         "num_aux_hidden_states": len(head.boundaries),
     }

@@ -69,23 +69,24 @@ def distill_linear(
     Raises:
         ValueError: if shapes do not fit together, or unless `kl_weight` is given for lk only.
     """
-    _check(hidden, lm_head, teacher, plan, weight, loss, kl_weight)
-    enabled = torch.is_grad_enabled()
-    options = _Options(
-        loss, buffer_bytes, enabled and hidden.requires_grad, enabled and lm_head.requires_grad
+    num_rows = len(plan.order)
+    expected = {
+        "hidden": (hidden, (num_rows, lm_head.shape[1])),
+        "teacher.weight": (teacher.weight, (len(lm_head), teacher.last.shape[1])),
+        "teacher.logsumexp": (teacher.logsumexp, (len(teacher.last),)),
+        "weight": (weight, (num_rows,)),
+    }
+    if kl_weight is not None:
+        expected["kl_weight"] = (kl_weight, (num_rows,))
+    for name, (tensor, shape) in expected.items():
+        if tensor.shape != shape:
+            raise ValueError(f"expected {name} {list(shape)}, found {list(tensor.shape)}")
+    check_kl_weight(loss, kl_weight)
+    needs_gradient = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, lm_head)]
+    total, *values = _DistillLinear.apply(
+        hidden, lm_head, teacher, plan, weight, kl_weight, loss, buffer_bytes, *needs_gradient
     )
-    total, *rows = _DistillLinear.apply(hidden, lm_head, teacher, plan, weight, kl_weight, options)
-    return DistilledRows(*rows, total)
-
-
-@dataclass(frozen=True)
-class _Options:
-    """The arguments of `_DistillLinear` that are no tensors, and the gradients to compute."""
-
-    loss: Loss
-    buffer_bytes: int | None
-    needs_d_hidden: bool
-    needs_d_lm_head: bool
+    return DistilledRows(*values, total)
 
 
 class _DistillLinear(torch.autograd.Function):
@@ -93,15 +94,9 @@ class _DistillLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        lm_head: Tensor,
-        teacher: Teacher,
-        plan: RowPlan,
-        weight: Tensor,
-        kl_weight: Tensor | None,
-        options: _Options,
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, hidden, lm_head, teacher, plan, weight, kl_weight, loss, buffer_bytes,
+        needs_d_hidden, needs_d_lm_head,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         dtype = sum_dtype(hidden.dtype)
         weight = weight.to(dtype)
         out = Distilled(
@@ -110,11 +105,41 @@ class _DistillLinear(torch.autograd.Function):
             hidden.new_empty(len(hidden), dtype=torch.int64),
         )
         # Rows are in the plan's order, so that chunks are slices.
-        d_hidden = torch.empty_like(hidden) if options.needs_d_hidden else None
-        d_lm_head = torch.zeros_like(lm_head, dtype=dtype) if options.needs_d_lm_head else None
-        _process_chunks(
-            hidden, lm_head, teacher, plan, weight, kl_weight, options, out, d_hidden, d_lm_head
-        )
+        d_hidden = torch.empty_like(hidden) if needs_d_hidden else None
+        d_lm_head = torch.zeros_like(lm_head, dtype=dtype) if needs_d_lm_head else None
+        product_dtype, teacher_dtype = _product_dtype(hidden), _product_dtype(teacher.weight)
+        weights, teacher_weights = lm_head.to(product_dtype), teacher.weight.to(teacher_dtype)
+        vocab, size = lm_head.shape
+        pitch = -(-vocab // 16) * 16  # rows are aligned to the widest loads
+        row_bytes = pitch * max(product_dtype.itemsize, teacher_dtype.itemsize)
+        budget = buffer_bytes or _CPU_BUFFER
+        if buffer_bytes is None and hidden.is_cuda:
+            budget = max(_MIN_GPU_BUFFER, vocab * size * product_dtype.itemsize)
+        chunks = plan.chunks(budget // row_bytes)
+        max_rows = max((c.num_rows for c in chunks), default=0)
+        max_teachers = max((c.num_teachers for c in chunks), default=0)
+        draft_buffer = hidden.new_empty(max_rows, pitch, dtype=product_dtype)[:, :vocab]
+        teacher_buffer = hidden.new_empty(max_teachers, pitch, dtype=teacher_dtype)[:, :vocab]
+        gradients = d_hidden is not None or d_lm_head is not None
+        ordered = hidden[plan.order].to(product_dtype)
+        for chunk in chunks:
+            z = teacher_buffer[: chunk.num_teachers]
+            last = teacher.last[plan.positions[chunk.teachers]].to(teacher.weight.dtype)
+            normed = last if teacher.norm is None else teacher.norm(last)
+            torch.mm(normed.to(teacher_dtype), teacher_weights.t(), out=z)
+            x = draft_buffer[: chunk.num_rows]
+            states = ordered[chunk.rows]
+            torch.mm(states, weights.t(), out=x)
+            distill_rows(x, z, chunk.rows, plan, teacher, weight, kl_weight, loss, gradients, out)
+            if d_hidden is not None:
+                if hidden.dtype == product_dtype:
+                    torch.mm(x, weights, out=d_hidden[chunk.rows])
+                else:
+                    d_hidden[chunk.rows] = x @ weights
+            if d_lm_head is not None:
+                # 0 · NaN is NaN: the states of a row without weight must not reach the product.
+                states.masked_fill_((weight[plan.order[chunk.rows]] == 0)[:, None], 0)
+                _add_product(d_lm_head, x.t(), states)
         if d_lm_head is not None:
             d_lm_head = d_lm_head.to(lm_head.dtype)
         ctx.save_for_backward(d_hidden, d_lm_head, plan.order)
@@ -129,57 +154,7 @@ class _DistillLinear(torch.autograd.Function):
         if d_hidden is not None:
             ranks = torch.arange(len(order), device=order.device)
             d_hidden = d_hidden[torch.empty_like(order).scatter_(0, order, ranks)]
-        return d_hidden, d_lm_head, None, None, None, None, None
-
-
-def _process_chunks(
-    hidden: Tensor,
-    lm_head: Tensor,
-    teacher: Teacher,
-    plan: RowPlan,
-    weight: Tensor,
-    kl_weight: Tensor | None,
-    options: _Options,
-    out: Distilled,
-    d_hidden: Tensor | None,
-    d_lm_head: Tensor | None,
-) -> None:
-    """Fill `out` and `d_hidden` (in the plan's order) and add to `d_lm_head`, chunk by chunk."""
-    dtype, teacher_dtype = _product_dtype(hidden), _product_dtype(teacher.weight)
-    weights, teacher_weights = lm_head.to(dtype), teacher.weight.to(teacher_dtype)
-    vocab, size = lm_head.shape
-    pitch = -(-vocab // 16) * 16  # rows are aligned to the widest loads
-    row_bytes = pitch * max(dtype.itemsize, teacher_dtype.itemsize)
-    budget = options.buffer_bytes or _CPU_BUFFER
-    if options.buffer_bytes is None and hidden.is_cuda:
-        budget = max(_MIN_GPU_BUFFER, vocab * size * dtype.itemsize)
-    chunks = plan.chunks(budget // row_bytes)
-    max_rows = max((c.num_rows for c in chunks), default=0)
-    max_teachers = max((c.num_teachers for c in chunks), default=0)
-    draft_buffer = hidden.new_empty(max_rows, pitch, dtype=dtype)[:, :vocab]
-    teacher_buffer = hidden.new_empty(max_teachers, pitch, dtype=teacher_dtype)[:, :vocab]
-    gradients = d_hidden is not None or d_lm_head is not None
-    ordered = hidden[plan.order].to(dtype)
-    for chunk in chunks:
-        z = teacher_buffer[: chunk.num_teachers]
-        last = teacher.last[plan.positions[chunk.teachers]].to(teacher.weight.dtype)
-        normed = last if teacher.norm is None else teacher.norm(last)
-        torch.mm(normed.to(teacher_dtype), teacher_weights.t(), out=z)
-        x = draft_buffer[: chunk.num_rows]
-        states = ordered[chunk.rows]
-        torch.mm(states, weights.t(), out=x)
-        distill_rows(
-            x, z, chunk.rows, plan, teacher, weight, kl_weight, options.loss, gradients, out
-        )
-        if d_hidden is not None:
-            if hidden.dtype == dtype:
-                torch.mm(x, weights, out=d_hidden[chunk.rows])
-            else:
-                d_hidden[chunk.rows] = x @ weights
-        if d_lm_head is not None:
-            # 0 · NaN is NaN: the states of a row without weight must not reach the product.
-            states.masked_fill_((weight[plan.order[chunk.rows]] == 0)[:, None], 0)
-            _add_product(d_lm_head, x.t(), states)
+        return d_hidden, d_lm_head, *[None] * 8
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
@@ -214,28 +189,3 @@ def _can_add_float32(device: torch.device, dtype: torch.dtype) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _check(
-    hidden: Tensor,
-    lm_head: Tensor,
-    teacher: Teacher,
-    plan: RowPlan,
-    weight: Tensor,
-    loss: Loss,
-    kl_weight: Tensor | None,
-) -> None:
-    """Raise ValueError if shapes do not fit, or unless `kl_weight` is given for lk only."""
-    rows = len(plan.order)
-    expected: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "hidden": (hidden, (rows, lm_head.shape[1])),
-        "teacher.weight": (teacher.weight, (len(lm_head), teacher.last.shape[1])),
-        "teacher.logsumexp": (teacher.logsumexp, (len(teacher.last),)),
-        "weight": (weight, (rows,)),
-    }
-    if kl_weight is not None:
-        expected["kl_weight"] = (kl_weight, (rows,))
-    for name, (tensor, shape) in expected.items():
-        if tensor.shape != shape:
-            raise ValueError(f"expected {name} {list(shape)}, found {list(tensor.shape)}")
-    check_kl_weight(loss, kl_weight)

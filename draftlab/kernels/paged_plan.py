@@ -106,7 +106,8 @@ def plan_reads(
             start = low % block_size
         mask = None
         if count > 1:
-            mask = _mask(first, count, low, group, window, chunk, dtype, positions.device)
+            keys = torch.arange(low, first + count, device=positions.device)
+            mask = _mask(keys, count, window, chunk, dtype).repeat_interleave(group, 0)
         reads.append(Read(b, count, blocks, slice(start, start + first + count - low), mask))
     return reads
 
@@ -165,27 +166,17 @@ def _lowest(position: int, window: int | None, chunk: int | None) -> int:
 
 
 def _mask(
-    first: int,
-    count: int,
-    low: int,
-    group: int,
-    window: int | None,
-    chunk: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
+    keys: Tensor, count: int, window: int | None, chunk: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return the additive mask [count · group, first + count − low]: 0 where seen, else −inf."""
-    queries = torch.arange(first, first + count, device=device)[:, None]
-    keys = torch.arange(low, first + count, device=device)
+    """Return the additive mask [count, keys] of the last `count` keys as queries: 0 or −inf."""
+    queries = keys[-count:, None]
     visible = keys <= queries
     if window is not None:
         visible &= keys > queries - window
     if chunk is not None:
         visible &= keys >= queries // chunk * chunk
-    mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(
-        ~visible, float("-inf")
-    )
-    return mask.repeat_interleave(group, 0)
+    mask = torch.zeros(visible.shape, dtype=dtype, device=keys.device)
+    return mask.masked_fill_(~visible, float("-inf"))
 
 
 def _attend(

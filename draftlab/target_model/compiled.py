@@ -147,7 +147,8 @@ def _replacements(
         if _is_norm(module) or _is_feed_forward(module):
             yield module, "forward", _forward_by_rows(compiled(forward, module))
         elif isinstance(gate, FunctionType):
-            yield module, "_apply_gate", _apply_gate(compiled(gate, module))
+            # its rows are token-expert pairs [S, 2 · I]
+            yield module, "_apply_gate", compiled(gate, module)
         elif _ROTATE in forward.__code__.co_names:
             rotate = forward.__globals__[_ROTATE]
             if isinstance(rotate, FunctionType):
@@ -192,15 +193,6 @@ def _forward_by_rows(function: _CompiledFunction) -> Callable[..., Any]:
         return function(module, x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
     return forward
-
-
-def _apply_gate(function: _CompiledFunction) -> Callable[..., Any]:
-    """Return an `_apply_gate` of experts, whose rows are token-expert pairs [S, 2 · I]."""
-
-    def gate(module: nn.Module, gate_up: Tensor) -> Tensor:
-        return function(module, gate_up)
-
-    return gate
 
 
 def _apply_rotary(function: _CompiledFunction) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -176,16 +176,13 @@ class Target:
         """
         recorded: dict[int, Tensor] = {}
 
-        def record_input(boundary: int) -> Any:
-            def hook(_module: Any, args: tuple, kwargs: dict) -> None:
-                recorded[boundary] = args[0] if args else kwargs["hidden_states"]
-
-            return hook
+        def record_input(boundary: int, _module: Any, args: tuple, kwargs: dict) -> None:
+            recorded[boundary] = args[0] if args else kwargs["hidden_states"]
 
         with ExitStack() as stack:
             for boundary in {*boundaries, self.num_layers}:
                 module = self.norm if boundary == self.num_layers else self.layers[boundary]
-                hook = record_input(boundary)
+                hook = partial(record_input, boundary)
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
                 stack.callback(handle.remove)
             if packed_row is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -134,15 +134,9 @@ def _lower_quartile(x: Tensor) -> Tensor:
     return x.quantile(0.25)
 
 
-def _check(
-    target: Target,
-    description: str,
-    experiment: Experiment,
-    tolerance: float,
-    reduction: Reduction = torch.amax,
-) -> None:
-    """Raise a `UserError` if the two results of `experiment` differ."""
-    if fault := find_fault(target, description, experiment, tolerance, reduction):
+def _check(target: Target, *experiment: Any) -> None:
+    """Raise a `UserError` if there is a fault; the arguments are `find_fault`'s."""
+    if fault := find_fault(target, *experiment):
         raise UserError(
             f"{type(target.decoder).__name__} {fault}, so drafts cannot be verified with it",
             where=target.folder,

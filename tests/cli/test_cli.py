@@ -17,7 +17,7 @@ import yaml
 from rich.console import Console
 
 from draftlab.cli import app
-from draftlab.cli.console import ConsoleMonitor, user_errors
+from draftlab.cli.console import ConsoleMonitor, guard
 from draftlab.errors import UserError
 from draftlab.evaluate.certificate import certify
 from draftlab.evaluate.evaluator import Evaluator
@@ -422,7 +422,7 @@ def test_an_error_removes_the_progress_bar() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
     monitor = ConsoleMonitor(console)
     monitor.progress("record", 1, 9, "7 tokens/s")
-    with pytest.raises(typer.Exit), user_errors(monitor, debug=False):
+    with pytest.raises(typer.Exit), guard(False, monitor=monitor):
         raise UserError("expected this", where="there", do="that")
     shown = console.file.getvalue()
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
@@ -441,7 +441,7 @@ def test_a_full_or_read_only_disk_is_a_user_error(
     number: int, path: str | None, where: str, do: str
 ) -> None:
     console = Console(file=io.StringIO(), width=100)
-    with pytest.raises(typer.Exit) as ended, user_errors(ConsoleMonitor(console), debug=False):
+    with pytest.raises(typer.Exit) as ended, guard(False, monitor=ConsoleMonitor(console)):
         raise OSError(number, os.strerror(number), path)
     assert ended.value.exit_code == 2
     first, second, third = console.file.getvalue().splitlines()
@@ -477,7 +477,7 @@ def test_long_lines_are_not_wrapped_in_a_log() -> None:
     monitor = ConsoleMonitor(console)
     path = "/a/folder/[with]/brackets/" + "long/" * 20
     monitor.say(f"head: {path}")
-    with pytest.raises(typer.Exit) as ended, user_errors(monitor, debug=False):
+    with pytest.raises(typer.Exit) as ended, guard(False, monitor=monitor):
         raise UserError("no head", where=path)
     assert ended.value.exit_code == 2
     assert console.file.getvalue() == f"head: {path}\nerror: no head\nwhere: {path}\n"
