@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from draftlab.engine.drafter import HeadDrafter, Proposal, VerifiedFeatures
 from draftlab.engine.eager_head import PassLayout
@@ -13,7 +12,6 @@ from draftlab.heads.head import DraftHead
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.parallel_layout import parallel_layout
 from draftlab.kernels.sampling import argmax_draft, sample_draft
-from draftlab.kernels.sampling_types import SamplingMetadata
 from draftlab.kernels.step_types import MaskedColumns
 
 
@@ -51,9 +49,10 @@ class ParallelDrafter(HeadDrafter):
             mask_token_id=self.mask_token_id,
             k=self.k,
         )
+        cos, sin = self.runner.angles(columns.positions.flatten())
         layout = PassLayout(
             columns.slots,
-            self._angles(columns.positions),
+            (cos.unflatten(0, columns.slots.shape), sin.unflatten(0, columns.slots.shape)),
             columns.positions,
             last_rows(columns.positions, counts, self.k),
             counts,
@@ -61,32 +60,16 @@ class ParallelDrafter(HeadDrafter):
         )
         hidden = self.runner.project_features(verified.features.to(self.dtype))
         outputs = self._forward(columns.tokens, hidden, layout, table)
-        sampling = verified.sampling or self.sampling(verified.keys)
-        first = layout.output_positions[:, 0].contiguous()
-        return self._draw(outputs, first, verified.keys, sampling)
-
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines [B, M, …] of positions [B, M]."""
-        cos, sin = self.runner.angles(positions.flatten())
-        return cos.unflatten(0, positions.shape), sin.unflatten(0, positions.shape)
-
-    def _draw(
-        self,
-        outputs: Tensor,
-        first: Tensor,
-        keys: SamplingMetadata,
-        sampling: tuple[Tensor, Tensor],
-    ) -> Proposal:
-        """Draw a token from each output [B, K, H]; `first` [B] are the positions of depth 0."""
-        shape = self.k, len(outputs)
-        tokens = keys.seed.new_empty(shape)
         # Depth is the outer dimension, so that each depth's rows are contiguous: [K, B, …].
+        keys, sampling = verified.keys, verified.sampling or self.sampling(verified.keys)
+        shape = self.k, len(outputs)
+        tokens, log_sum = keys.seed.new_empty(shape), keys.temperature.new_empty(shape)
         logits = outputs.new_empty(*shape, len(self.draft_ids))
         self.runner.logits(outputs.transpose(0, 1).flatten(0, 1), out=logits.flatten(0, 1))
         if not self.draft_probs:
             argmax_draft(logits.flatten(0, 1), ids=self.draft_ids, out=tokens.flatten())
             return self._proposal(tokens, None, None, sampling)
-        log_sum = keys.temperature.new_empty(shape)
+        first = layout.output_positions[:, 0].contiguous()
         for depth in range(self.k):
             sample_draft(
                 logits[depth],

@@ -123,35 +123,21 @@ def _attention(
         return _attend_rows(module, *tensors, attention_mask, **scores, **options), None
     if not isinstance(attention_mask, MaskRule):  # the model changed what `_build_mask` returned
         raise TypeError(f"expected a mask rule, found {type(attention_mask)}")
-    if inputs.paged_cache is not None:
-        return _attend_paged_cache(inputs.paged_cache, *tensors, attention_mask, **scores), None
-    options |= scores
-    return _attend_packed_row(inputs.packed_row, module, *tensors, attention_mask, **options), None
-
-
-def _attend_paged_cache(
-    cache: PagedCache,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rule: MaskRule,
-    *,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Tensor:
-    """Return [B, M, heads, head_dim]; `key` and `value` are the cache's pools of this layer."""
-    options = {
-        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "softcap": softcap,
-        "sinks": s_aux,
-    }
-    query = query.transpose(1, 2)
+    if (cache := inputs.paged_cache) is None:
+        options |= scores
+        return _attend_packed_row(
+            inputs.packed_row, module, *tensors, attention_mask, **options
+        ), None
+    rule, query = attention_mask, query.transpose(1, 2)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = {"scale": scale, "softcap": softcap, "sinks": s_aux}
+    # `key` and `value` are the cache's pools of this layer.
     if query.device.type == "cpu":  # planned once for all layers; a GPU needs no plan
         reads = cache.reads(query.shape[2] // key.shape[2], query.dtype, rule.window, rule.chunk)
-        return attend_reads(query, key, value, reads, **options)
+        return attend_reads(query, key, value, reads, **options), None
     tables = (table.to(query.device) for table in (cache.block_table, cache.positions))
-    return attend_paged(query, key, value, *tables, window=rule.window, chunk=rule.chunk, **options)
+    options |= {"window": rule.window, "chunk": rule.chunk}
+    return attend_paged(query, key, value, *tables, **options), None
 
 
 def _attend_packed_row(
