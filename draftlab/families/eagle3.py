@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any
 from draftlab.heads.family import Family
 
 if TYPE_CHECKING:
-    from draftlab.engine.drafter import HeadDrafter
     from draftlab.export.foreign_config import ForeignConfig
     from draftlab.export.layout import Layout
-    from draftlab.heads.config import HeadConfig
-    from draftlab.heads.head import DraftHead
     from draftlab.train.objectives.objective import Objective
 
 
@@ -21,6 +18,10 @@ class Eagle3(Family):
     """EAGLE3 heads draft one token a pass, each from the head's previous output."""
 
     name = "eagle3"
+    config_type = "draftlab.heads.eagle3:Eagle3Config"
+    head_type = "draftlab.heads.eagle3:Eagle3Head"
+    drafter_type = "draftlab.engine.drafter:ChainDrafter"
+    native_type = "draftlab.heads.vllm_config:eagle3_native_config"
     title = "EAGLE3"
     description = "EAGLE3 draft head (a chain: one draft token a pass)"
     max_layers = 1
@@ -38,27 +39,12 @@ class Eagle3(Family):
     norm_flag_must_be_named = True
     vllm_method = "eagle3"
 
-    def config_class(self) -> type[HeadConfig]:
-        from draftlab.heads.eagle3 import Eagle3Config
-
-        return Eagle3Config
-
-    def new_head(self, config: HeadConfig) -> DraftHead:
-        from draftlab.heads.eagle3 import Eagle3Head
-
-        return Eagle3Head(config)
-
     def objective(self) -> Objective:
         from draftlab.train.fast.ttt import FastUnroll
         from draftlab.train.objectives.objective import Objective
         from draftlab.train.objectives.ttt import ttt_weights, unroll
 
         return Objective(unroll, ttt_weights, fast_forward=FastUnroll)
-
-    def new_drafter(self, head: DraftHead, k: int, **options: Any) -> HeadDrafter:
-        from draftlab.engine.drafter import ChainDrafter
-
-        return ChainDrafter(head, k, **options)
 
     def layouts(self) -> dict[str, Layout | str]:
         from draftlab.export.llamacpp import LlamaCpp
@@ -71,11 +57,6 @@ class Eagle3(Family):
             "sglang": Sglang(),
             "llamacpp": LlamaCpp(),
         }
-
-    def native_config(self, config: HeadConfig, dtype: str) -> dict[str, Any]:
-        from draftlab.heads.vllm_config import eagle3_native_config
-
-        return eagle3_native_config(config, dtype)
 
     def check_settings(self, settings: Any) -> None:
         super().check_settings(settings)

@@ -10,29 +10,20 @@ from draftlab.families.eagle import Eagle
 if TYPE_CHECKING:
     from draftlab.export.foreign_config import ForeignConfig
     from draftlab.export.layout import Layout
-    from draftlab.heads.config import HeadConfig
-    from draftlab.heads.head import DraftHead
 
 
 class EagleLlama4(Eagle):
     """EAGLE heads with Llama 4's layers and a final norm of their own."""
 
     name = "eagle_llama4"
+    config_type = "draftlab.heads.llama4:EagleLlama4Config"
+    head_type = "draftlab.heads.llama4:EagleLlama4Head"
+    native_type = "draftlab.heads.vllm_config:eagle_llama4_native_config"
     title = "dense Llama 4"
     description = "dense Llama 4 EAGLE draft head"
     options = frozenset({"llama4"})
     rotates_pairs = True
     architectures = ()  # dense Llama 4 drafters of other programs are not read
-
-    def config_class(self) -> type[HeadConfig]:
-        from draftlab.heads.llama4 import EagleLlama4Config
-
-        return EagleLlama4Config
-
-    def new_head(self, config: HeadConfig) -> DraftHead:
-        from draftlab.heads.llama4 import EagleLlama4Head
-
-        return EagleLlama4Head(config)
 
     def layouts(self) -> dict[str, Layout | str]:
         from draftlab.export.vllm_sglang import VllmLlama4
@@ -45,11 +36,6 @@ class EagleLlama4(Eagle):
             "(--to vllm)",
             "llamacpp": "llama.cpp has no such EAGLE: vLLM serves this head (--to vllm)",
         }
-
-    def native_config(self, config: HeadConfig, dtype: str) -> dict[str, Any]:
-        from draftlab.heads.vllm_config import eagle_llama4_native_config
-
-        return eagle_llama4_native_config(config, dtype)
 
     def check_settings(self, settings: Any) -> None:
         super().check_settings(settings)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from draftlab.families.eagle3 import Eagle3
 
 if TYPE_CHECKING:
-    from draftlab.engine.drafter import HeadDrafter
     from draftlab.export.foreign_config import ForeignConfig
     from draftlab.export.layout import Layout
-    from draftlab.heads.config import HeadConfig
-    from draftlab.heads.head import DraftHead
     from draftlab.train.objectives.objective import Objective
 
 
@@ -20,6 +17,9 @@ class Peagle(Eagle3):
     """Parallel heads: EAGLE3's layers, one to four, with a learned feature for masked slots."""
 
     name = "peagle"
+    config_type = "draftlab.heads.peagle:PeagleConfig"
+    head_type = "draftlab.heads.peagle:PeagleHead"
+    drafter_type = "draftlab.engine.parallel_drafter:ParallelDrafter"
     aliases = ("ptd",)
     title = "parallel (P-EAGLE)"
     description = "parallel draft head (P-EAGLE: all draft tokens in one pass)"
@@ -34,16 +34,6 @@ class Peagle(Eagle3):
     speculators_type = "peagle"
     norm_flag_must_be_named = False
 
-    def config_class(self) -> type[HeadConfig]:
-        from draftlab.heads.peagle import PeagleConfig
-
-        return PeagleConfig
-
-    def new_head(self, config: HeadConfig) -> DraftHead:
-        from draftlab.heads.peagle import PeagleHead
-
-        return PeagleHead(config)
-
     def objective(self) -> Objective:
         from draftlab.train.fast.parallel import FastParallel
         from draftlab.train.objectives.objective import Objective
@@ -52,11 +42,6 @@ class Peagle(Eagle3):
         return Objective(
             parallel_outputs, parallel_weights, fast_forward=FastParallel, drops_anchors=True
         )
-
-    def new_drafter(self, head: DraftHead, k: int, **options: Any) -> HeadDrafter:
-        from draftlab.engine.parallel_drafter import ParallelDrafter
-
-        return ParallelDrafter(head, k, **options)
 
     def layouts(self) -> dict[str, Layout | str]:
         from draftlab.export.speculators import Speculators
@@ -70,11 +55,6 @@ class Peagle(Eagle3):
             "llamacpp": "llama.cpp's EAGLE3 drafts one token a pass and has no masked slots: vLLM "
             "serves this head (--to vllm or --to speculators)",
         }
-
-    def native_config(self, config: HeadConfig, dtype: str) -> dict[str, Any]:
-        from draftlab.heads.vllm_config import eagle3_native_config
-
-        return eagle3_native_config(config, dtype, config.mask_token_id)
 
     def reads(self, architecture: str, config: ForeignConfig, tensors: Collection[str]) -> bool:
         return config.names_mask_token or architecture in self.architectures

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from importlib import import_module
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from draftlab.errors import UserError
@@ -38,6 +39,9 @@ class Family(ABC):
         name: key in recipes (`head.family`) and in draftlab.json.
         aliases: older names of the same family, which recipes and files may still use. The first
             is the one that training checkpoints are tied to.
+        config_type, head_type, drafter_type: its classes, as "module:name". A family may implement
+            `config_class`, `new_head` and `new_drafter` instead.
+        native_type: the function for `native_config`, as "module:name"; empty: none.
         title: name of its heads in messages, such as "EAGLE3".
         description: a line for model cards and READMEs.
         drafting: "chain": one draft token a pass; "parallel": all draft tokens in one pass.
@@ -58,6 +62,10 @@ class Family(ABC):
 
     name: ClassVar[str]
     aliases: ClassVar[tuple[str, ...]] = ()
+    config_type: ClassVar[str]
+    head_type: ClassVar[str]
+    drafter_type: ClassVar[str]
+    native_type: ClassVar[str] = ""
     title: ClassVar[str]
     description: ClassVar[str]
     drafting: ClassVar[Literal["chain", "parallel"]] = "chain"
@@ -73,21 +81,21 @@ class Family(ABC):
     vllm_method: ClassVar[str] = ""
     rotates_pairs: ClassVar[bool] = False
 
-    @abstractmethod
     def config_class(self) -> type[HeadConfig]:
         """Return the config class, the model of draftlab.json."""
+        return resolve_name(self.config_type)
 
-    @abstractmethod
     def new_head(self, config: HeadConfig) -> DraftHead:
         """Return a head with uninitialised values."""
+        return resolve_name(self.head_type)(config)
 
     @abstractmethod
     def objective(self) -> Objective:
         """Return the training objective of its heads."""
 
-    @abstractmethod
     def new_drafter(self, head: DraftHead, k: int, **options: Any) -> HeadDrafter:
         """Return a drafter of `k` tokens a step; `options` are those of `HeadDrafter`."""
+        return resolve_name(self.drafter_type)(head, k, **options)
 
     def layouts(self) -> dict[str, Layout | str]:
         """Return the layout in each program's format, or the reason why there is none."""
@@ -95,7 +103,7 @@ class Family(ABC):
 
     def native_config(self, config: HeadConfig, dtype: str) -> dict[str, Any]:
         """Return the head folder's config.json for vLLM; empty: vLLM cannot load the folder."""
-        return {}
+        return resolve_name(self.native_type)(config, dtype) if self.native_type else {}
 
     def check_settings(self, settings: HeadSettings) -> None:
         """Check the settings of a new head.

@@ -17,10 +17,11 @@ def native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
     return get_family(config.family).native_config(config, dtype)
 
 
-def eagle3_native_config(config: Any, dtype: str, mask_token: int | None = None) -> dict[str, Any]:
-    """Return config.json of an EAGLE3 head, or with `mask_token` of a parallel head."""
+def eagle3_native_config(config: Any, dtype: str) -> dict[str, Any]:
+    """Return config.json of an EAGLE3 head, or of a parallel head with its mask token."""
     # vLLM maps this name to its only class with norms of q and k for these heads.
     architecture = "Eagle3Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLMEagle3"
+    mask_token = getattr(config, "mask_token_id", None)
     keys = MASK_TOKEN_KEYS if mask_token is not None else ()
     return {
         "architectures": [architecture],

@@ -202,9 +202,12 @@ def write_html(report: Report, folder: Path) -> Path:
     Returns:
         The path of report.html.
     """
-    from draftlab.report import plots  # matplotlib: half a second that the console does not need
+    from draftlab.report import (  # matplotlib: half a second that the console does not need
+        canvas,
+        plots,
+    )
 
-    pngs = {name: plots.png(figure) for name, figure in plots.figures(report).items()}
+    pngs = {name: canvas.png(figure) for name, figure in plots.figures(report).items()}
     for name, data in pngs.items():
         with atomic_path(folder / f"{name}.png") as temporary:
             temporary.write_bytes(data)

@@ -10,30 +10,17 @@ from draftlab.evaluate.results import Report, Row
 from draftlab.report import formatting as fmt
 from draftlab.report.canvas import (
     COLOURS,
-    GREY,
     MAX_PANELS,
     error_bars,
     legend,
     line_style,
     new_figure,
     plain,
-    png,
 )
 from draftlab.report.conditions import report_conditions, row_labels, row_traits
 from draftlab.report.plot_times import speedup_by_batch, tpot, tpot_by_k
 
 MAX_LINES_WITH_CROSSES = 5
-
-__all__ = [
-    "GREY",
-    "acceptance_by_position",
-    "acceptance_length",
-    "figures",
-    "png",
-    "speedup_by_batch",
-    "tpot",
-    "tpot_by_k",
-]
 
 
 def acceptance_by_position(rows: Sequence[Row], caption: str) -> Figure | None:

@@ -61,7 +61,7 @@ class VllmProcess:
     """A process with a loaded vLLM engine, which answers requests.
 
     Args:
-        setup: the client's setup (`vllm_client/__init__.py`); its `engine_extra` replaces the
+        setup: the client's setup (`vllm_client/request.py`); its `engine_extra` replaces the
             options for memory and GPUs chosen here.
         settings: the location of vLLM, and its share of memory.
         device, gpus: the first of its GPUs, and their number; a CPU build uses none.

@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from draftlab.report import plots
+from draftlab.report.canvas import GREY, png
 from tests.helpers import sample_report as sample
 
 
@@ -72,7 +73,7 @@ def test_tpot_draws_baselines_in_grey_from_zero() -> None:
     axes = plots.tpot(report.rows, "").axes[0]
     bars = axes.patches
     assert [bar.get_width() for bar in bars] == [row.tpot_ms for row in report.rows]
-    grey = matplotlib.colors.to_rgba(plots.GREY)
+    grey = matplotlib.colors.to_rgba(GREY)
     assert [bar.get_facecolor() == grey for bar in bars] == [True, False, True, False, False]
     assert axes.get_xlim()[0] == 0
     texts = [text.get_text().strip() for text in axes.texts]
@@ -157,7 +158,7 @@ def test_a_large_grid_stays_readable() -> None:
     figures = plots.figures(sample.report(rows))
     assert "tpot" not in figures  # 44 bars
     for figure in figures.values():
-        plots.png(figure)  # lays the figure out
+        png(figure)  # lays the figure out
         canvas = figure.canvas.get_renderer()
         (key,) = figure.legends
         inside = key.get_window_extent(canvas)
@@ -181,7 +182,7 @@ def test_every_plot_has_labels_units_and_conditions_below_its_axes(name: str) ->
         text = " ".join(caption.get_text().split())
         for condition in (name.strip(), "dtype float32", "64 prompts", "chain, K = 4"):
             assert condition in text
-        plots.png(figure)  # lays the figure out
+        png(figure)  # lays the figure out
         canvas = figure.canvas.get_renderer()
         box = caption.get_window_extent(canvas)
         assert box.x1 <= figure.bbox.x1
@@ -198,7 +199,7 @@ def test_png_files_are_reproducible_and_change_nothing_global() -> None:
     rows = [sample.row(head=r"$\frac$ a"), sample.row(head="b$c$")]
     for report in (sample.report(rows), sample.report()):
         for figure in plots.figures(report).values():
-            assert plots.png(figure).startswith(b"\x89PNG")
-            assert plots.png(figure) == plots.png(figure)
+            assert png(figure).startswith(b"\x89PNG")
+            assert png(figure) == png(figure)
     assert dict(matplotlib.rcParams) == before
     assert not _pylab_helpers.Gcf.figs

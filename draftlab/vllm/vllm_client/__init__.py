@@ -6,21 +6,7 @@ line of standard input is the setup, which is answered when the engine is loaded
 is a request, answered when its prompts are decoded. The end of the input ends the program. Answers
 go to the original standard output; what vLLM itself prints goes to standard error.
 
-Setup (unknown keys are refused)::
-
-    target               folder of the target model (required)
-    draft                folder of the head, speculators or native format; null: no drafting
-    method               "eagle3" (default) or another method of vLLM, which would otherwise guess
-    k                    drafted tokens per step
-    draft_probs          whether drafts are sampled and verified with the head's probabilities
-    parallel_drafting    true for P-EAGLE heads
-    dtype                "float32" (default), "bfloat16", …
-    max_model_len        maximum number of positions of a request
-    max_num_seqs         batch size; 1: one request after the other
-    boundaries           null, or layers in ascending order (num_layers: the state before the final
-                         norm), whose inputs are written instead of decoding
-    states_folder        folder of those states, a safetensors file per prompt
-    speculative_extra, engine_extra   more options of vLLM's speculative_config and LLM()
+`request.SETUP` explains the keys of a setup; unknown keys are refused.
 
 Request: prompts (lists of token ids) and sampling (null, or for each prompt an object with
 temperature, top_k, top_p, seed, max_new_tokens and stop_token_ids, which are all that ends an
