@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,15 +35,13 @@ class _RowLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        view = self.owner
+        rows, slots = (x.to(key_states.device) for x in (self.owner.rows, self.owner.slots))
         # Indices around a slice put the indexed dimensions first: [B, M, kv heads, head_dim].
-        rows, slots = (x.to(key_states.device) for x in (view.rows, view.slots))
         index = (rows[:, None], slice(None), slots)
         self.keys[index] = key_states.transpose(1, 2)
         self.values[index] = value_states.transpose(1, 2)
-        # A range of rows is a view; picking rows one by one would copy the whole cache each layer.
-        window = (slice(view.start, view.start + len(view.rows)), slice(None), slice(view.visible))
-        return self.keys[window], self.values[window]
+        visible = slice(self.owner.visible)
+        return self.keys[:, :, visible][rows], self.values[:, :, visible][rows]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.owner.visible, 0
@@ -69,37 +68,29 @@ class RowCache(Cache):
     def __init__(self, num_layers: int, num_rows: int, max_length: int) -> None:
         self.num_rows, self.max_length = num_rows, max_length
         self.rows = self.slots = torch.empty(0, dtype=torch.long)
-        self.start = self.visible = 0
+        self.visible = 0
         super().__init__(layers=[_RowLayer(self) for _ in range(num_layers)])
 
-    def at(self, start: int, positions: Tensor, visible: int) -> RowCache:
-        """Set rows start … start + B − 1 for the next forward pass.
+    def at(self, rows: Sequence[int], positions: Tensor, visible: int) -> RowCache:
+        """Set B rows for the next forward pass.
 
         Args:
-            start: first cache row.
+            rows: the cache rows, all different.
             positions: [B, M] positions of the new tokens, −1 for padding.
             visible: one more than the highest position any query of this pass may see.
 
         Raises:
             ValueError: the pass does not fit into the cache.
         """
-        if visible > self.max_length or start + len(positions) > self.num_rows:
+        if visible > self.max_length or max(rows) >= self.num_rows:
             raise ValueError(
-                f"rows {start} to {start + len(positions) - 1} up to position {visible - 1} do not "
-                f"fit into {self.num_rows} rows of {self.max_length}"
+                f"rows {list(rows)} up to position {visible - 1} do not fit into {self.num_rows} "
+                f"rows of {self.max_length}"
             )
-        self.rows = torch.arange(start, start + len(positions), device=positions.device)
-        self.start, self.slots, self.visible = start, positions, visible
+        self.rows = torch.tensor(rows, device=positions.device)
+        self.slots, self.visible = positions, visible
         return self
 
     def attention_context(self, positions: Tensor) -> AbstractContextManager[None]:
         """Mask by the tokens' positions inside the block."""
         return attention_inputs(positions=positions)
-
-    @torch.inference_mode()
-    def move(self, source: int, destination: int) -> None:
-        """Copy a row onto another, so that the rows in use stay contiguous."""
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.keys[destination] = layer.keys[source]
-                layer.values[destination] = layer.values[source]

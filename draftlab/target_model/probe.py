@@ -179,7 +179,7 @@ def _ids_and_positions(target: Target, tokens: list[int], start: int) -> tuple[T
 def _run_row(target: Target, cache: RowCache, tokens: list[int], start: int) -> Tensor:
     """Return last states [1, M, Ht] of tokens at positions from `start` of row 0."""
     ids, positions = _ids_and_positions(target, tokens, start)
-    cache.at(0, positions, start + len(tokens))
+    cache.at([0], positions, start + len(tokens))
     return target.states(ids, positions=positions, cache=cache).last
 
 
@@ -212,7 +212,7 @@ def _beside_longer_row(target: Target) -> tuple[Tensor, Tensor]:
     states = []
     for start in (0, target.max_length - 3):
         # Slots are columns here: the row at the last positions needs no cache of that length.
-        cache = RowCache(target.num_layers, 2, 3).at(0, columns.expand(2, 3), 3)
+        cache = RowCache(target.num_layers, 2, 3).at([0, 1], columns.expand(2, 3), 3)
         positions = torch.stack([columns, columns + start])
         states.append(target.states(ids, positions=positions, cache=cache).last[0])
     return states[0], states[1]

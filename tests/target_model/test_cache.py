@@ -20,7 +20,7 @@ def test_tokens_land_at_their_positions() -> None:
     cache = RowCache(2, 4, 6)
     new = keys(2, 3)
     positions = torch.tensor([[2, 3, 4], [0, 1, -1]])
-    visible_keys, values = cache.at(1, positions, 5).update(new, 10 * new, 1)
+    visible_keys, values = cache.at([1, 2], positions, 5).update(new, 10 * new, 1)
     assert visible_keys.shape == (2, HEADS, 5, SIZE)
     assert torch.equal(visible_keys[0, :, 2:5], new[0])
     assert torch.equal(visible_keys[1, :, :2], new[1, :, :2])
@@ -35,8 +35,8 @@ def test_padding_is_never_visible() -> None:
     """Position −1 writes to the spare slot, which no window up to max_length contains."""
     cache = RowCache(1, 2, 4)
     new = keys(2, 3)
-    cache.at(0, torch.full((2, 3), -1), 1).update(new, new, 0)
-    visible_keys, _ = cache.at(0, torch.tensor([[0], [-1]]), 4).update(
+    cache.at([0, 1], torch.full((2, 3), -1), 1).update(new, new, 0)
+    visible_keys, _ = cache.at([0, 1], torch.tensor([[0], [-1]]), 4).update(
         new[:, :, :1], new[:, :, :1], 0
     )
     assert visible_keys.shape[2] == 4
@@ -45,26 +45,14 @@ def test_padding_is_never_visible() -> None:
     assert bool((visible_keys[1] == 0).all())
 
 
-def test_move_copies_whole_rows() -> None:
-    cache = RowCache(2, 3, 4)
-    new = keys(3, 4)
-    cache.at(0, torch.arange(4).expand(3, 4), 4).update(new, -new, 0)
-    cache.move(2, 0)  # the second layer holds nothing yet
-    layer = cache.layers[0]
-    assert torch.equal(layer.keys[0, :, :4], new[2])
-    assert torch.equal(layer.values[0, :, :4], -new[2])
-    assert torch.equal(layer.keys[1, :, :4], new[1])
-    assert torch.equal(layer.keys[2, :, :4], new[2])
-
-
-@pytest.mark.parametrize(("start", "rows", "visible"), [(0, 3, 5), (1, 3, 4), (3, 1, 1)])
-def test_passes_that_do_not_fit_are_refused(start: int, rows: int, visible: int) -> None:
+@pytest.mark.parametrize(("rows", "visible"), [([0, 1, 2], 5), ([1, 2, 3], 4), ([3], 1)])
+def test_passes_that_do_not_fit_are_refused(rows: list[int], visible: int) -> None:
     with pytest.raises(ValueError, match="do not fit into 3 rows of 4"):
-        RowCache(1, 3, 4).at(start, torch.zeros(rows, 1, dtype=torch.int64), visible)
+        RowCache(1, 3, 4).at(rows, torch.zeros(len(rows), 1, dtype=torch.int64), visible)
 
 
 def test_the_last_row_and_position_fit() -> None:
     cache = RowCache(1, 3, 4)
     new = keys(1, 1)
-    visible_keys, _ = cache.at(2, torch.tensor([[3]]), 4).update(new, new, 0)
+    visible_keys, _ = cache.at([2], torch.tensor([[3]]), 4).update(new, new, 0)
     assert torch.equal(visible_keys[0, :, 3], new[0, :, 0])

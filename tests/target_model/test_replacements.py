@@ -55,7 +55,7 @@ def last_five(target: Target, paged: bool) -> Tensor:
         if paged:
             cache = pages.at(table, positions, slot_mapping(table, positions, size))
         else:
-            cache = rows.at(0, positions, int(positions.max()) + 1)
+            cache = rows.at(range(3), positions, int(positions.max()) + 1)
         states = target.states(ids, positions=positions, cache=cache).last
         if not first:
             for row, chunk in enumerate(chunks):
