@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from draftlab.engine.drafter import HeadDrafter
 from draftlab.engine.generation_state import Sequence, check_prompts
@@ -27,8 +28,9 @@ from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
 from draftlab.engine.prefill import prefill
 from draftlab.engine.sampling import Generation, Request
 from draftlab.engine.scheduler import BlockPool, Scheduler
-from draftlab.engine.step import GraphedStep, Step, StepResult, Verifier
+from draftlab.engine.step import GraphedStep, Step, Verifier
 from draftlab.kernels.cuda_device import out_of_memory_error, use_device
+from draftlab.kernels.step_layout import unpack_results
 from draftlab.kernels.verify import verify
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
@@ -41,11 +43,12 @@ class _InFlight:
 
     Attributes:
         sequences: the sequences of its rows, each with its epoch at launch.
+        result: of `pack_results`.
         ready: event after the copy; None on a CPU.
     """
 
     sequences: tuple[tuple[Sequence, int], ...]
-    result: StepResult
+    result: Tensor
     ready: torch.cuda.Event | None
 
 
@@ -198,17 +201,16 @@ class Engine:
             result = self.step(self.input_batch.index(slots), limited=limited)
         return self._copy_to_host(sequences, result)
 
-    def _copy_to_host(self, sequences: list[Sequence], result: StepResult) -> _InFlight:
+    def _copy_to_host(self, sequences: list[Sequence], result: Tensor) -> _InFlight:
         """Start the copy of a result to the host."""
         launched = tuple((sequence, sequence.epoch) for sequence in sequences)
         if self.target.device.type != "cuda":
             return _InFlight(launched, result, None)
-        packed = result.packed
-        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        copied = StepResult(host.copy_(packed, non_blocking=True))
+        host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+        host.copy_(result, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        return _InFlight(launched, copied, ready)
+        return _InFlight(launched, host, ready)
 
     def _collect(
         self, scheduler: Scheduler, in_flight: deque[_InFlight], max_in_flight: int
@@ -218,15 +220,8 @@ class Engine:
             launch = in_flight.popleft()
             if launch.ready is not None:
                 launch.ready.synchronize()
-            result = launch.result
-            rows = zip(
-                launch.sequences,
-                result.tokens.tolist(),
-                result.accepted.tolist(),
-                result.num_drafts.tolist(),
-                result.probability.tolist(),
-                strict=False,  # a graph's batch may be padded
-            )
+            results = (values.tolist() for values in unpack_results(launch.result))
+            rows = zip(launch.sequences, *results, strict=False)  # a graph's batch may be padded
             for (sequence, epoch), tokens, accepted, num_drafts, probability in rows:
                 if sequence.epoch != epoch:
                     continue  # it has left the batch since

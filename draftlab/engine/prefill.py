@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftlab.engine.drafter import VerifiedFeatures
 from draftlab.engine.generation_state import Sequence
-from draftlab.engine.step import Step, StepResult
+from draftlab.engine.step import Step
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.kernels.sampling import sample_token
 from draftlab.kernels.step_layout import pack_results
@@ -26,7 +26,7 @@ Tokens = tuple[int, ...]
 @torch.inference_mode()
 def prefill(
     step: Step, sequences: list[Sequence], index: Tensor, chunk_tokens: int
-) -> tuple[StepResult, VerifiedFeatures | None]:
+) -> tuple[Tensor, VerifiedFeatures | None]:
     """Run the sequences' tokens and emit their first token.
 
     Args:
@@ -36,8 +36,9 @@ def prefill(
         chunk_tokens: tokens in a forward pass of all rows, including padding.
 
     Returns:
-        The first tokens, with num_drafts = −1, and the features to propose from, so that the
-        tokens are copied to the host before drafts are computed (None: there is no drafter).
+        The first tokens as packed results with num_drafts = −1, and the features to propose from,
+        so that the tokens are copied to the host before drafts are computed (None: there is no
+        drafter).
     """
     batch, drafter = step.input_batch, step.drafter
     # After a preemption the newest token is known; as always, it has no cached key yet.
@@ -61,7 +62,7 @@ def prefill(
     batch.length[index], batch.newest[index] = lengths + 1, newest
     zeros = torch.zeros_like(lengths)
     no_probability = newest.new_empty(len(sequences), 0)
-    result = StepResult(pack_results(newest[:, None], zeros, zeros - 1, no_probability))
+    result = pack_results(newest[:, None], zeros, zeros - 1, no_probability)
     if drafter is None:
         return result, None
     # The last pair has the newest token, which differs between equal prompts.

@@ -26,42 +26,6 @@ from draftlab.target_model.prepacked_decoder import prepacked_decoder
 Verifier = Callable[..., VerifyResult]
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """The results of a step that the host reads, in one tensor for one copy.
-
-    Attributes:
-        packed: int32 [B, 2K + 3] of `step_layout.pack_results`.
-    """
-
-    packed: Tensor
-
-    @property
-    def k(self) -> int:
-        """Drafts a step."""
-        return (self.packed.shape[1] - 3) // 2
-
-    @property
-    def tokens(self) -> Tensor:
-        """int32 [B, K + 1]; of row b the first accepted[b] + 1 are emitted."""
-        return self.packed[:, : self.k + 1]
-
-    @property
-    def accepted(self) -> Tensor:
-        """int32 [B], number of accepted drafts."""
-        return self.packed[:, self.k + 1]
-
-    @property
-    def num_drafts(self) -> Tensor:
-        """int32 [B], number of verified drafts."""
-        return self.packed[:, self.k + 2]
-
-    @property
-    def probability(self) -> Tensor:
-        """float32 [B, K], expected acceptance of each draft given that it was reached."""
-        return self.packed[:, self.k + 3 :].view(torch.float32)
-
-
 class Step:
     """The decode step of an `Engine` (see there for the arguments).
 
@@ -89,8 +53,8 @@ class Step:
         self.boundaries = drafter.boundaries if drafter else ()
 
     @torch.inference_mode()
-    def __call__(self, index: Tensor, *, limited: bool) -> StepResult:
-        """Decode one step of the slots `index` [B].
+    def __call__(self, index: Tensor, *, limited: bool) -> Tensor:
+        """Decode one step of the slots `index` [B]; return its packed results (`pack_results`).
 
         Args:
             index: slot numbers; results of the dummy are not read.
@@ -135,7 +99,7 @@ class Step:
                 layout.sampling,
             )
             self.store_drafts(index, self.drafter.propose(features))
-        return StepResult(output.packed_results)
+        return output.packed_results
 
     def store_drafts(self, index: Tensor, proposal: Proposal) -> None:
         """Store the drafts of the slots `index` for their next step."""
@@ -165,7 +129,7 @@ class _Graph:
 
     graph: torch.cuda.CUDAGraph
     index: Tensor
-    result: StepResult
+    result: Tensor
     slots: tuple[int, ...] = ()
 
 
@@ -182,7 +146,7 @@ class GraphedStep:
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, slots: tuple[int, ...], *, limited: bool) -> StepResult:
+    def __call__(self, slots: tuple[int, ...], *, limited: bool) -> Tensor:
         """Decode one step of `slots`; the next step of this size overwrites the result."""
         size = next((s for s in self.SIZES if s >= len(slots)), len(slots))
         key = (size, limited)

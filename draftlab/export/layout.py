@@ -55,12 +55,10 @@ class Export:
 class Layout(ABC):
     """A program's layout of one family's heads. It renames and fills; it never computes."""
 
+    title: str
+    """The layout's name in README.md."""
     ships_embeddings = False
     """True if the target's embeddings are written where the head has none of its own."""
-
-    @abstractmethod
-    def title(self) -> str:
-        """Return the layout's name in README.md."""
 
     def check(self, export: Export) -> None:  # noqa: B027 (most refuse nothing)
         """Check that the program can serve the head.

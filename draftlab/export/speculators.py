@@ -36,9 +36,7 @@ class Speculators(Layout):
 
     def __init__(self, model_type: str, architecture: str) -> None:
         self.model_type, self.architecture = model_type, architecture
-
-    def title(self) -> str:
-        return f"speculators layout {LAYOUT_VERSION} (`speculators_model_type: {self.model_type}`)"
+        self.title = f"speculators layout {LAYOUT_VERSION} (`speculators_model_type: {model_type}`)"
 
     def check(self, export: Export) -> None:
         head = export.head

@@ -38,6 +38,7 @@ class Native(HeadFolderLayout):
 
     program = ""
 
+    @property
     def title(self) -> str:
         return f"{self.program} layout"
 
@@ -111,8 +112,7 @@ class Sglang(Native):
 class VllmEagle(HeadFolderLayout):
     """vLLM's layout of first-generation EAGLE heads."""
 
-    def title(self) -> str:
-        return "vLLM layout (`LlamaForCausalLM`, served with method eagle)"
+    title = "vLLM layout (`LlamaForCausalLM`, served with method eagle)"
 
     def check(self, export: Export) -> None:
         check_width(export, "vLLM's")
@@ -125,8 +125,7 @@ class SglangEagle(VllmEagle):
     is missing; vLLM's has none, and refuses one.
     """
 
-    def title(self) -> str:
-        return "SGLang layout (`LlamaForCausalLMEagle`)"
+    title = "SGLang layout (`LlamaForCausalLMEagle`)"
 
     def check(self, export: Export) -> None:
         check_width(export, "SGLang's")
@@ -153,8 +152,7 @@ class VllmLlama4(HeadFolderLayout):
 
     ships_embeddings = True
 
-    def title(self) -> str:
-        return "vLLM layout (`Llama4ForCausalLM`, served as `EagleLlama4ForCausalLM`)"
+    title = "vLLM layout (`Llama4ForCausalLM`, served as `EagleLlama4ForCausalLM`)"
 
 
 def refuse_flags(head: HeadConfig, reasons: dict[str, str], program: str) -> None:

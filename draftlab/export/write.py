@@ -95,7 +95,7 @@ def write_export(
         write_weights(tensors, folder, max_shard)
         write_json(folder / CONFIG, layout.config(export))
         write_text(folder / LAUNCH, layout.launch(export, destination))
-        write_text(folder / README, readme_text(head, export.target_name, layout.title()))
+        write_text(folder / README, readme_text(head, export.target_name, layout.title))
         del tensors  # the comparison reads them again
         verify_export(
             folder,

@@ -94,7 +94,7 @@ def write_upload_folder(
             base_model=base_model,
             licence=licence,
             launch=launch,
-            layout=layout.title(),
+            layout=layout.title,
             recipe=recipe_text,
             data=_training_data(recipe) + plain_values(head.provenance),
             plots=plots,

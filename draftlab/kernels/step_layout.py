@@ -120,3 +120,13 @@ def pack_results(
     counts = torch.stack([accepted, num_drafts], 1)
     bits = probability.float().contiguous().view(torch.int32)
     return torch.cat([tokens.int(), counts.int(), bits], 1)
+
+
+def unpack_results(packed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return tokens, accepted, num_drafts and probability of `pack_results`, as views.
+
+    Of row b the first accepted[b] + 1 tokens are emitted.
+    """
+    k = (packed.shape[1] - 3) // 2
+    tokens, accepted, num_drafts, bits = packed.split([k + 1, 1, 1, k], 1)
+    return tokens, accepted[:, 0], num_drafts[:, 0], bits.view(torch.float32)

@@ -94,7 +94,7 @@ def steps(
         index = index.as_subclass(OnGpu)
     results = []
     for _ in range(STEPS):
-        packed = step(index, limited=False).packed
+        packed = step(index, limited=False)
         drafted = batch.drafts[:2]
         results.append(tuple(t.as_subclass(torch.Tensor).tolist() for t in (packed, drafted)))
     return results

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.engine.step import StepResult
 from draftlab.kernels import step_layout
 from draftlab.kernels.chain_layout import chain_layout
 from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
@@ -140,25 +139,25 @@ def test_commit(case: tuple[SlotBuffers, Tensor, int, int], seed: int) -> None:
     for operation in COMMIT:
         after = deepcopy(slots)
         outcome = operation(after, layout, verdict)
-        result = StepResult(outcome.packed_results)
+        tokens, counts, num_drafts, values = step_layout.unpack_results(outcome.packed_results)
         for row, slot in enumerate(index.tolist()):
             accepted, token = int(verdict.accepted[row]), int(verdict.emitted[row])
             drafts = layout.tokens[row, 1:].tolist()
             shown = [*drafts[:accepted], token, *drafts[accepted + 1 :]]
             shown += [0] * (width - len(shown))  # behind the last draft there is nothing
-            assert outcome.tokens[row].tolist() == result.tokens[row].tolist() == shown
+            assert outcome.tokens[row].tolist() == tokens[row].tolist() == shown
             live = int(slots.length[slot]) > 0
             kept = accepted + 1 if live else 0
             expected = layout.positions[row].tolist()[:kept] + [-1] * (width - kept)
             assert outcome.positions[row].tolist() == expected
             assert int(outcome.counts[row]) == accepted + 1
-            assert int(result.accepted[row]) == accepted
+            assert int(counts[row]) == accepted
             length = int(slots.length[slot])
             assert int(after.length[slot]) == (length + accepted + 1 if live else 0)
             if slot < len(slots.length) - 1:
                 assert int(after.newest[slot]) == token
-        assert torch.equal(result.num_drafts.long(), layout.num_drafts)
-        assert torch.equal(result.probability, verdict.probability)  # bit by bit
+        assert torch.equal(num_drafts.long(), layout.num_drafts)
+        assert torch.equal(values, verdict.probability)  # bit by bit
         others = [s for s in range(len(slots.length)) if s not in index.tolist()]
         assert torch.equal(after.newest[others], slots.newest[others])
         assert torch.equal(after.length[others], slots.length[others])
@@ -191,12 +190,10 @@ def test_store_drafts(k: int, vocab: int | None, dtype: torch.dtype) -> None:
 def test_a_result_takes_one_copy() -> None:
     """What a prefill packs has no drafts, and counts below zero keep their sign."""
     tokens, none = torch.tensor([[5], [7]]), torch.zeros(2, dtype=torch.int64)
-    result = StepResult(step_layout.pack_results(tokens, none, none - 1, torch.zeros(2, 0)))
-    assert result.packed.shape == (2, 3)
-    assert result.k == 0
-    assert result.num_drafts.tolist() == [-1, -1]
-    assert result.tokens.tolist() == [[5], [7]]
-    assert result.probability.tolist() == [[], []]
+    packed = step_layout.pack_results(tokens, none, none - 1, torch.zeros(2, 0))
+    assert packed.shape == (2, 3)
+    results = [values.tolist() for values in step_layout.unpack_results(packed)]
+    assert results == [[[5], [7]], [0, 0], [-1, -1], [[], []]]
 
 
 def test_the_layout_of_a_row_near_the_limit() -> None:
