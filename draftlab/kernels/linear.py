@@ -146,7 +146,7 @@ def linear_then_norm(
         return y, DeferredNorm(_normed(y, norm_weight, eps), None, eps)
     next_norm = allocate_next_norm(norm_weight, x, config)
     y = launch(x, weight, None, None, 0.0, bias, residual, config, next_norm=next_norm)
-    return y, DeferredNorm(next_norm.rows, next_norm.squares, eps)
+    return y, DeferredNorm(*next_norm[1:], eps)
 
 
 def linear_reference(

@@ -36,21 +36,6 @@ class Config:
     prefetch: int = 0
 
 
-@dataclass(frozen=True)
-class NextNorm:
-    """The buffers that a product fills for the norm after it; see `linear.DeferredNorm`.
-
-    Attributes:
-        weight: [N] of the norm.
-        rows: [M, N], y · weight.
-        squares: float32 [P, R], Σ y² of each row in P parts.
-    """
-
-    weight: Tensor
-    rows: Tensor
-    squares: Tensor
-
-
 def choose(num_rows: int, num_out: int, size_in: int, swiglu: bool, normed: bool) -> Config:
     """Return the configuration for a product of `num_rows` rows with W [num_out, size_in].
 
@@ -110,11 +95,15 @@ def padded_rows(num_rows: int) -> int:
     return max(8, 1 << (num_rows - 1).bit_length())
 
 
-def allocate_next_norm(weight: Tensor, x: Tensor, config: Config) -> NextNorm:
-    """Return buffers that `launch` of x fills for the norm with this weight."""
+def allocate_next_norm(weight: Tensor, x: Tensor, config: Config) -> tuple[Tensor, ...]:
+    """Return a norm's weight [N] and the buffers that `launch` of x fills for it.
+
+    They are y · weight, [M, N], and Σ y² of each row in P parts, float32 [P, R]; see
+    `linear.DeferredNorm`.
+    """
     tiles = -(-len(weight) // config.tile)
     squares = x.new_empty(tiles, padded_rows(len(x)), dtype=torch.float32)
-    return NextNorm(weight, x.new_empty(len(x), len(weight)), squares)
+    return weight, x.new_empty(len(x), len(weight)), squares
 
 
 def launch(
@@ -128,7 +117,7 @@ def launch(
     config: Config | None = None,
     *,
     squares: Tensor | None = None,
-    next_norm: NextNorm | None = None,
+    next_norm: tuple[Tensor, ...] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Launch the kernel, on CUDA or in Triton's interpreter; arguments are as in `linear`.
@@ -136,7 +125,7 @@ def launch(
     Args:
         up: the second weight of SwiGLU, whose first is `weight`.
         squares: of a `DeferredNorm` whose rows are x.
-        next_norm: filled for the norm that follows.
+        next_norm: of `allocate_next_norm`, for the norm that follows.
         out: [M, N] contiguous that the result is written to.
     """
     from draftlab.kernels.linear_triton import skinny_kernel
@@ -163,9 +152,6 @@ def launch(
     options = launch_options(x.device)
     if x.is_cuda:
         options |= {"num_warps": config.warps, "num_stages": config.stages}
-    next_norm_buffers = (weight, out, out)
-    if next_norm is not None:
-        next_norm_buffers = (next_norm.weight, next_norm.rows, next_norm.squares)
     with torch.cuda.device_of(x):
         skinny_kernel[(tiles * split,)](
             x,
@@ -176,7 +162,7 @@ def launch(
             weight if bias is None else bias,
             out if residual is None else residual,
             out,
-            *next_norm_buffers,
+            *(next_norm or (weight, out, out)),
             partial,
             arrivals,
             num_rows,

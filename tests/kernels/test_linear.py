@@ -94,13 +94,14 @@ def test_a_norm_started_by_one_product_and_finished_by_the_next(
     norm = 1 + random(40, seed=4, dtype=dtype, scale=0.2)
     before, after = (Config(16, 16, split) for split in splits)
     following = allocate_next_norm(norm, x, before)
-    assert following.squares.shape == (3, 8)
-    following.squares.fill_(float("nan"))  # every part is written
+    _, rows, squares = following
+    assert squares.shape == (3, 8)
+    squares.fill_(float("nan"))  # every part is written
     y = launch(x, first, None, None, 0.0, None, residual, before, next_norm=following)
     close(y, linear_reference(x.float(), first.float(), residual=residual.float()), dtype)
-    begun = {"squares": following.squares}
-    found = launch(following.rows, gate, None, None, 0.1, None, None, after, **begun)
-    swiglu = launch(following.rows, gate, up, None, 0.1, None, None, after, **begun)
+    begun = {"squares": squares}
+    found = launch(rows, gate, None, None, 0.1, None, None, after, **begun)
+    swiglu = launch(rows, gate, up, None, 0.1, None, None, after, **begun)
     wide = [t.float() for t in (y, gate, up)]
     options = {"norm_weight": norm.float(), "eps": 0.1}
     close(found, linear_reference(*wide[:2], **options), dtype)
