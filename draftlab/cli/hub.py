@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from draftlab.cli.console import Debug, guard, monitor
+from draftlab.cli.settings_options import SettingsOptions
+from draftlab.export.settings import ExportSettings
 
-_HELP = "`draftlab push --help` explains every option"
+OPTIONS = SettingsOptions(
+    ExportSettings, "push", names={"formats": ["--to"]}, panels={"": ["k", "dtype"]}
+)
 RESUMES = "the same command continues: complete files on the Hub are not sent again"
 
 
+@OPTIONS.add_to
 def push(
     run_name: Annotated[
         str, typer.Argument(help="Run whose head is pushed, by name or path.", metavar="RUN")
@@ -24,6 +29,7 @@ def push(
             "--to", help="Layout: speculators, vllm, sglang or llamacpp.", metavar="LAYOUT"
         ),
     ] = "speculators",
+    chosen: Any = None,
     base_model: Annotated[
         str | None,
         typer.Option(help="The target's Hub id; by default the run's target, if it is a Hub id."),
@@ -32,10 +38,6 @@ def push(
         str | None,
         typer.Option("--license", help="Licence as the Hub names it, such as apache-2.0."),
     ] = None,
-    k: Annotated[
-        int | None, typer.Option("--k", help="Number of draft tokens in its config.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Dtype: float32, float16 or bfloat16.")] = None,
     public: Annotated[bool, typer.Option("--public", help="Make a new repository public.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write the folder and send nothing.")
@@ -50,16 +52,10 @@ def push(
     The repository is private unless --public. The login is that of `hf auth login` or HF_TOKEN.
     """
     with guard(debug, RESUMES):
-        from draftlab.export.settings import ExportSettings
         from draftlab.hub.upload import check_repo_id
-        from draftlab.settings import update_settings
 
         check_repo_id(repo)  # before torch is imported
-        values = {"formats": (to,), "k": k, "dtype": dtype}
-        options = {"formats": "--to", "k": "--k", "dtype": "--dtype"}
-        exports = update_settings(
-            ExportSettings(), values, where="command line", options=options, do=_HELP
-        )
+        exports = OPTIONS.apply(ExportSettings(), chosen | {"formats": (to,)})
         from draftlab.hub.upload import upload
         from draftlab.hub.upload_folder import write_upload_folder
         from draftlab.pipeline.head_workspace import open_head

@@ -73,7 +73,7 @@ class SettingsOptions:
         Raises:
             UserError: a value does not fit; the message names the option.
         """
-        options = {name: self._names(name)[0] for name in self.panel_of}
+        options = {name: self._names(name)[0] for name in chosen}
         return update_settings(
             settings, chosen, where="command line", options=options, do=self.hint
         )
