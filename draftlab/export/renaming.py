@@ -139,14 +139,14 @@ def add_target_tensors(
     if "mask_hidden" in tensors:
         tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, -1)
     floating = [t.dtype for t in tensors.values() if t.is_floating_point()]
-    own = tensors.get(name)
-    if own is None and config.hidden_size != config.target_hidden_size:
+    table = tensors.get(name)
+    if table is None and config.hidden_size != config.target_hidden_size:
         raise UserError(
             f"missing {name}: the target's are {config.target_hidden_size} wide, the head "
             f"{config.hidden_size}",
             do="export the head again with the program that wrote it",
         )
-    if own is None:
+    if table is None:
         if family.has_mask_token:
             raise UserError(
                 f"missing {name}, in which a parallel head has a trained mask token",
@@ -154,7 +154,7 @@ def add_target_tensors(
             )
         log("import: the head has no embeddings and uses the target's")
     elif not family.has_mask_token:
-        if own.shape == embeddings.shape and torch.equal(own, embeddings.to(own.dtype)):
+        if table.shape == embeddings.shape and torch.equal(table, embeddings.to(table.dtype)):
             del tensors[name]
             log("import: the head's embeddings equal the target's, and it uses those")
         else:
