@@ -14,19 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm over the last dimension.
 
     The weight is cast to the input's dtype, since torch has no fused path for mixed dtypes.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class SwiGLU(nn.Module):
