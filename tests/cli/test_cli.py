@@ -454,7 +454,7 @@ def test_a_full_or_read_only_disk_is_a_user_error(
 def test_a_signal_ends_the_process_with_a_line(number: signal.Signals) -> None:
     console = Console(file=io.StringIO(), width=100)
     before = signal.getsignal(number)
-    with pytest.raises(SystemExit) as ended, user_errors(ConsoleMonitor(console), debug=False):
+    with pytest.raises(SystemExit) as ended, guard(False, monitor=ConsoleMonitor(console)):
         signal.raise_signal(number)
     assert ended.value.code == 128 + number
     line = f"{number.name}; the same command continues where it stopped\n"
