@@ -23,6 +23,7 @@ from draftlab.files import (
     exclusive_temporary,
     locked,
     read_json,
+    remove_leftovers,
     sha256_text,
     try_lock,
     write_json,
@@ -189,6 +190,7 @@ class Receipts:
         for shard in self.plan.shards:
             self.receipt_path(shard).unlink(missing_ok=True)
         (self.folder / HOST).unlink(missing_ok=True)
+        remove_leftovers(self.folder, ".locks.*.tmp")  # of `check_locks`
         # Claims, and what killed processes of this and of older versions left.
         for path in self.folder.glob(".shard-*"):
             if path.is_dir():
