@@ -1,82 +1,209 @@
-"""The chain drafter's cache against a pass over the whole sequence for every draft."""
+"""The drafters' caches against dense passes over the whole sequence."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.engine.drafter import ChainDrafter, HeadDrafter
+from draftlab.engine.drafter import (
+    ChainDrafter,
+    HeadDrafter,
+    Proposal,
+    VerifiedFeatures,
+    new_drafter,
+)
+from draftlab.engine.eager_head import EagerHead
 from draftlab.engine.fused_head import FusedHead
 from draftlab.engine.parallel_drafter import ParallelDrafter
+from draftlab.engine.prepacked_head import PrepackedHead
+from draftlab.engine.sampling import Request, Sampling, sampling_metadata
+from draftlab.evaluate.certificate.exact_tree import build_trees
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.peagle import PeagleHead
+from draftlab.target_model.model import Target
+from tests.helpers.decoding import MASK, PARALLEL, untrained_head
+from tests.helpers.dense_attention import dense_pass
 from tests.helpers.engines import RaggedPairs
 
 K = 4
+TABLE = torch.tensor([[2], [3], [1]], dtype=torch.int32)  # one block a row; block 0 is nobody's
+COUNTS = [[5, 9, 2], [1, 4, 3], [3, 1, 5]]  # pairs of each row in each step
+PASSES = {"eager": EagerHead, "fused": FusedHead, "packed": PrepackedHead}
 
 
-def dense(head: Eagle3Head, tokens: Tensor, hidden: Tensor) -> Tensor:
-    """Return the output [H] before the norm of the last of n pairs, by dense causal attention."""
-    layer = head.layer
-    x, residual = layer.inputs(head.embed_tokens(tokens), hidden)
-    angles = head.rope.angles(torch.arange(len(tokens)))
-    query = layer.self_attn.query(x, angles).transpose(0, 1)
-    key, value = (t.transpose(0, 1) for t in layer.self_attn.key_value(x, angles))
-    attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    return layer.output(attended.transpose(0, 1), residual)[-1]
+def large_head(target: Target, **changes: Any) -> PeagleHead:
+    """Return a parallel head with large weights; with small ones attention has little effect."""
+    head = untrained_head(target, K, target.vocab_size - 20, **(PARALLEL | changes))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.3 * noise)
+            elif "embed" not in name:
+                parameter.copy_(0.3 * noise)
+    return head.eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_draft_probabilities_equal_dense_passes(fused: bool, head: Eagle3Head) -> None:
-    """Ragged rows over three steps; later steps must not see the drafts of earlier ones.
+def probabilities(proposal: Proposal) -> Tensor:
+    assert proposal.distribution is not None
+    return proposal.distribution.probabilities()
 
-    Fused: the passes of a GPU, on their kernels' references.
-    """
-    counts = [[5, 9, 2], [1, 4, 3], [3, 1, 5]]
-    pairs = RaggedPairs([sum(row) for row in zip(*counts, strict=True)])
-    drafter = ChainDrafter(head, K)
-    drafter.start(4, 24)  # one block a row; block 0 belongs to no row
-    if fused:
-        drafter.runner = FusedHead(head)
-    table = torch.tensor([[2], [3], [1]], dtype=torch.int32)
-    for step in counts:
-        proposal = drafter.propose(pairs.next(step, table))
-        assert proposal.distribution is not None
-        q = proposal.distribution.probabilities()
-        for row, done in enumerate(pairs.done):
-            tokens = pairs.tokens[row][:done]
-            hidden = head.project_features(pairs.features[row][:done])
-            for depth in range(K):
-                output = dense(head, tokens, hidden)
-                expected = head.logits(output).softmax(-1)
-                torch.testing.assert_close(q[row, depth], expected, rtol=1e-3, atol=1e-5)
-                tokens = torch.cat([tokens, proposal.tokens[row, depth : depth + 1]])
-                hidden = torch.cat([hidden, output[None]])
+
+def dense_probabilities(
+    head: Any, tokens: Tensor, features: Tensor, drafts: Tensor, k: int = K
+) -> Tensor:
+    """Return q [K, D] behind n pairs, by one causal pass over masked slots or a pass a draft."""
+    hidden = head.project_features(features)
+    if isinstance(head, PeagleHead):
+        masks = head.project_features(head.mask_hidden.expand(k - 1, -1))
+        tokens = torch.cat([tokens, torch.full((k - 1,), MASK)])
+        outputs = dense_pass(head, tokens, torch.cat([hidden, masks]))[-k:]
+        return head.logits(outputs).softmax(-1)
+    for depth in range(k):
+        output = dense_pass(head, torch.cat([tokens, drafts[:depth]]), hidden)[-1:]
+        hidden = torch.cat([hidden, output])
+    return head.logits(hidden[-k:]).softmax(-1)
+
+
+def start(head: Any, k: int, passes: str) -> HeadDrafter:
+    """Return a drafter with four blocks of 24 positions."""
+    drafter = new_drafter(head, k)
+    drafter.start(4, 24, cpu_prepacked=passes == "packed")
+    if passes == "fused":
+        drafter.runner = FusedHead(head)  # the passes of a GPU, on their kernels' references
+    assert type(drafter.runner) is PASSES[passes]
+    return drafter
+
+
+def check_ragged_steps(head: Any, drafter: HeadDrafter) -> None:
+    """Check three steps of ragged rows; later ones must not see the drafts of earlier ones."""
+    rows = RaggedPairs([sum(n) for n in zip(*COUNTS, strict=True)])
+    for counts in COUNTS:
+        proposal = drafter.propose(rows.next(counts, TABLE))
+        q = probabilities(proposal)
+        for row, done in enumerate(rows.done):
+            pairs = rows.tokens[row][:done], rows.features[row][:done]
+            expected = dense_probabilities(head, *pairs, proposal.tokens[row], drafter.k)
+            torch.testing.assert_close(q[row], expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("passes", PASSES)
+def test_a_chains_probabilities_equal_dense_passes(passes: str, head: Eagle3Head) -> None:
+    check_ragged_steps(head, start(head, K, passes))
+
+
+@pytest.mark.parametrize(
+    ("layers", "changes"),
+    [(1, {}), (1, {"norm_before_residual": True}), (2, {"qk_norm": True}), (4, {})],
+)
+@pytest.mark.parametrize("passes", PASSES)
+@pytest.mark.parametrize("k", [1, K])
+def test_parallel_probabilities_equal_a_dense_pass(
+    k: int, passes: str, layers: int, changes: dict, target: Target
+) -> None:
+    head = large_head(target, num_layers=layers, **changes)
+    check_ragged_steps(head, start(head, k, passes))
 
 
 @pytest.mark.parametrize("draft_probs", [False, True])
 @pytest.mark.parametrize(("kind", "k"), [("chain", K), ("parallel", 1), ("parallel", K)])
 def test_a_prompt_in_chunks_equals_the_whole_prompt(
-    kind: str, k: int, draft_probs: bool, head: Eagle3Head, parallel_head: PeagleHead
+    kind: str, k: int, draft_probs: bool, request: pytest.FixtureRequest
 ) -> None:
     """`extend_cache` chunk by chunk, then `propose`, against one `propose` with everything."""
-    drafter: HeadDrafter
-    if kind == "chain":
-        drafter = ChainDrafter(head, k, draft_probs=draft_probs)
-    else:
-        drafter = ParallelDrafter(parallel_head, k, draft_probs=draft_probs)
-    table = torch.tensor([[2], [3], [1]], dtype=torch.int32)
+    head = request.getfixturevalue({"chain": "head", "parallel": "parallel_head"}[kind])
+    drafter = new_drafter(head, k, draft_probs=draft_probs, greedy_below=0.5)
+    assert type(drafter) is {"chain": ChainDrafter, "parallel": ParallelDrafter}[kind]
+    assert (drafter.drafting, drafter.greedy_below) == (kind, 0.5)
+    assert (drafter.draft_vocab is None) == (not draft_probs)
     drafter.start(4, 24)
-    expected = drafter.propose(RaggedPairs([9] * 3).next([9] * 3, table))
+    expected = drafter.propose(RaggedPairs([9] * 3).next([9] * 3, TABLE))
     drafter.start(4, 24)
     pairs = RaggedPairs([9] * 3)
     for count in (4, 4):
-        drafter.extend_cache(pairs.next([count] * 3, table))
-    actual = drafter.propose(pairs.next([1] * 3, table))
+        drafter.extend_cache(pairs.next([count] * 3, TABLE))
+    actual = drafter.propose(pairs.next([1] * 3, TABLE))
     assert torch.equal(actual.tokens, expected.tokens)
     assert (actual.distribution is None) == (not draft_probs)
     if actual.distribution is not None and expected.distribution is not None:
         torch.testing.assert_close(actual.distribution.logits, expected.distribution.logits)
         torch.testing.assert_close(actual.distribution.log_sum, expected.distribution.log_sum)
+
+
+def test_nothing_is_written_at_or_beyond_the_limit(target: Target) -> None:
+    """Padding rows write nothing, and nothing is written to other rows' blocks."""
+    limit, head = 10, large_head(target)
+    drafter = ParallelDrafter(head, K)
+    drafter.start(7, 4, max_length=limit)
+    table = torch.tensor([[1, 2, 3], [4, 5, 0], [6, 6, 6]], dtype=torch.int32)
+    counts = [8, 6, 0]  # masked slots would extend to 10, to 8 and nowhere
+    for pool in (*drafter.key_pools, *drafter.value_pools):
+        pool.fill_(torch.nan)
+        pool[0] = 0  # it is read for drafts that cannot be verified
+    rows = RaggedPairs(counts)
+    proposal = drafter.propose(rows.next(counts, table))
+    expected_written = torch.zeros(7, 4, dtype=torch.bool)
+    expected_written.view(-1)[[*range(4, 14), *range(16, 24)]] = True
+    for pool in (*drafter.key_pools, *drafter.value_pools):
+        written = pool.isfinite().all(-1).all(-1)
+        assert torch.equal(written[1:], expected_written[1:])
+        assert not pool[0].any()
+    for row, count, real in ((0, 8, 3), (1, 6, 3)):
+        pairs = rows.tokens[row], rows.features[row][:count]
+        expected = dense_probabilities(head, *pairs, proposal.tokens[row])
+        q = probabilities(proposal)[row, :real]
+        torch.testing.assert_close(q, expected[:real], rtol=1e-3, atol=1e-5)
+
+
+def test_drafts_use_the_noise_of_their_position(target: Target) -> None:
+    """A token's noise does not depend on the step that drafts it, nor on its depth."""
+    head = large_head(target, num_layers=1)
+    with torch.no_grad():
+        head.lm_head.weight.zero_()  # so that tokens are noise alone
+    drafter, rows = start(head, K, "eager"), RaggedPairs([9] * 3)
+    first = drafter.propose(rows.next([4] * 3, TABLE)).tokens
+    second = drafter.propose(rows.next([2] * 3, TABLE)).tokens
+    assert torch.equal(first[:, 2:], second[:, :2])
+    assert len(set(first.flatten().tolist())) > K
+
+
+def test_the_mask_token_has_its_trained_embedding(target: Target) -> None:
+    """Before a head is saved and loaded, its table has an untrained row there."""
+    head = large_head(target)
+    for passes in (FusedHead(head), PrepackedHead(head)):
+        assert torch.equal(passes.embeddings[MASK], head.mask_embedding)
+    assert not torch.equal(head.embed_tokens.weight[MASK], head.mask_embedding)
+    head.embed_tokens.weight[MASK] = head.mask_embedding
+    assert FusedHead(head).embeddings.data_ptr() == head.embed_tokens.weight.data_ptr()
+
+
+def test_the_certificates_tree_has_the_drafters_probabilities(
+    target: Target, parallel_head: PeagleHead
+) -> None:
+    """The tree computes them without engine and drafter."""
+    context, ids = (5, 6, 7, 8), torch.tensor([[5, 6, 7, 8]])
+    (tree,) = build_trees(
+        target, parallel_head, [context], levels=3, top_k=2, temperature=1.0, k=3,
+        draft_temperature=0.7,
+    )  # fmt: skip
+    drafter = ParallelDrafter(parallel_head, 3, draft_temperature=0.7)
+    drafter.start(2, 16)
+    verified = VerifiedFeatures(
+        torch.tensor([[6, 7, 8, tree.first_tokens[0]]]),
+        target.states(ids, parallel_head.config.boundaries).features,
+        torch.arange(4)[None],
+        torch.tensor([4]),
+        torch.tensor([[1]], dtype=torch.int32),
+        sampling_metadata([Request("r", context, 4, Sampling(1.0))], ids.device),
+    )
+    q = torch.zeros(3, target.vocab_size)
+    q[:, drafter.draft_ids] = probabilities(drafter.propose(verified))[0]
+    for depth in range(3):  # of the step that begins at the root
+        expected = torch.from_numpy(tree.draft[depth][depth])
+        actual = q[depth][torch.from_numpy(tree.tokens[depth])]
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-7)
+        assert bool((expected > 1e-4).any())

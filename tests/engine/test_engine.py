@@ -10,11 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draftlab.engine.drafter import ChainDrafter
+from draftlab.engine.drafter import ChainDrafter, new_drafter
 from draftlab.engine.engine import Engine
+from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
 from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.peagle import PeagleHead
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
@@ -84,6 +86,7 @@ def test_sampling_does_not_depend_on_batch_or_order(
     for order in (prompts, prompts[6:] + prompts[5::-1]):
         by_id = {g.id: g for g in run(engine, order)}
         assert outcomes([by_id[r.id] for r in prompts]) == outcomes(expected)
+    assert run(engine, []) == []
     other = run(engine, [replace(r, sampling=replace(HOT, seed=8)) for r in prompts])
     assert [g.token_ids for g in other] != [g.token_ids for g in expected]
 
@@ -168,31 +171,39 @@ def test_max_new_tokens(count: int, target: Target, head: Eagle3Head) -> None:
         assert 0 < generation.first_token_s <= generation.total_s
 
 
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=3)])
 @pytest.mark.parametrize("limit", [21, 24])
+@pytest.mark.parametrize("kind", ["none", "chain", "parallel"])
 def test_no_pass_has_a_position_beyond_the_limit(
-    drafted: bool, limit: int, target: Target, head: Eagle3Head
+    kind: str,
+    limit: int,
+    sampling: Sampling,
+    target: Target,
+    head: Eagle3Head,
+    parallel_head: PeagleHead,
 ) -> None:
-    prompts = requests(10, seed=9, stop_ids=frozenset(), max_new_tokens=30)
+    """Steps near the limit draft fewer tokens, and masked slots beyond it have no effect."""
+    draft_head = {"none": None, "chain": head, "parallel": parallel_head}[kind]
+    drafter = new_drafter(draft_head, 3) if draft_head else None
+    prompts = requests(
+        10, seed=9, sampling=sampling, stop_ids=frozenset(), max_new_tokens=30
+    )
     prompts.append(replace(prompts[0], id="full", prompt_ids=tuple(range(limit - 1))))
-    recording: Any = RecordingTarget(target)
-    engine = make_engine(recording, head if drafted else None, 4, max_length=limit)
-    generations = run(engine, prompts)
-    assert recording.highest == limit - 2
+    prompts.append(replace(prompts[0], id="one token", prompt_ids=(5,)))
+    expected = run(ReferenceEngine(target, drafter, batch=3, max_length=limit), prompts)
+    for sizes in ({"batch": 4}, {"batch": 4, "block_size": 5}, {"batch": 1, "block_size": 16}):
+        recording: Any = RecordingTarget(target)
+        engine = Engine(recording, drafter, max_length=limit, **sizes)
+        assert outcomes(run(engine, prompts)) == outcomes(expected), sizes
+        assert recording.highest == limit - 2
     unlimited = run(make_engine(target, None, 4), prompts)
-    for request, generation, longer in zip(prompts, generations, unlimited, strict=True):
+    for request, generation, longer in zip(prompts, expected, unlimited, strict=True):
         room = limit - len(request.prompt_ids)
         assert (len(generation.token_ids), generation.finish) == (room, "length")
-        assert generation.token_ids == longer.token_ids[:room]
-    if drafted:  # steps near the limit draft fewer
-        assert {drafts for g in generations for drafts, _ in g.steps} >= {1, 2, 3}
-
-
-def test_one_token_prompts(target: Target, head: Eagle3Head) -> None:
-    prompts = requests(5, seed=10, longest=1)
-    assert {len(r.prompt_ids) for r in prompts} == {1}
-    drafted, plain = (run(make_engine(target, h, 5), prompts) for h in (head, None))
-    assert [g.token_ids for g in drafted] == [g.token_ids for g in plain]
+        if sampling.temperature == 0:
+            assert generation.token_ids == longer.token_ids[:room]
+    if drafter:
+        assert {drafts for g in expected for drafts, _ in g.steps} >= {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("length", [0, 128, 300])
@@ -202,10 +213,6 @@ def test_prompts_that_do_not_fit_are_refused(length: int, target: Target) -> Non
     with pytest.raises(UserError, match="expected a prompt of 1 to 127 tokens") as raised:
         list(make_engine(target, None, 2).generate([good, bad]))
     assert "the long one" in raised.value.where
-
-
-def test_no_requests(target: Target, head: Eagle3Head) -> None:
-    assert run(make_engine(target, head, 2), []) == []
 
 
 @pytest.mark.parametrize(

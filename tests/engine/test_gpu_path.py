@@ -23,7 +23,7 @@ from draftlab.target_model.fused_decoder import FusedDecoder
 from draftlab.target_model.model import Target
 from tests.helpers.decoding import PARALLEL, untrained_head
 from tests.helpers.hopper import OnGpu, pretend
-from tests.helpers.interpreter import inside, run_in_the_interpreter, runs_the_others
+from tests.helpers.interpreter import inside, interpreter_test
 from tests.helpers.toys import toy_target_folder
 from tests.helpers.zoo import load_on_cpu
 
@@ -32,9 +32,7 @@ ROWS = 1, 0  # the slot of each row, beside the dummy
 MAX_LENGTH = 7  # steps near it have fewer drafts, then none
 
 
-@runs_the_others
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+test_in_the_interpreter = interpreter_test(__file__)
 
 
 HEADS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from transformers import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextModel
 
 from draftlab.heads.vllm_config import native_config
-from tests.helpers.dense_attention import run_llama4_head
+from tests.helpers.dense_attention import dense_pass
 from tests.helpers.head_toys import LLAMA3, make_head
 from tests.helpers.llama4_reader import Reader, half_split, pairs
 from tests.helpers.llama4_toys import LLAMA4_ATTENTION, LLAMA4_HEAD
@@ -46,7 +46,7 @@ def test_the_head_is_what_its_files_say(case: str) -> None:
     config = json.loads(json.dumps(native_config(head.config, "float32")))
     reader = Reader(config, head.tensors())
     tokens, states = inputs()
-    outputs = run_llama4_head(head, tokens, states)
+    outputs = dense_pass(head, tokens, head.project_features(states))
     for position, (token, state) in enumerate(zip(tokens.tolist(), states, strict=True)):
         normed = reader.norm(state, "target_norm")
         expected = reader.step(token, normed, position)
@@ -75,7 +75,7 @@ def test_a_reader_that_differs_is_noticed(wrong: str) -> None:
         }[wrong]
     reader = Reader(config, tensors)
     tokens, states = inputs()
-    outputs = run_llama4_head(head, tokens, states)
+    outputs = dense_pass(head, tokens, head.project_features(states))
     for position, (token, state) in enumerate(zip(tokens.tolist(), states, strict=True)):
         expected = reader.step(token, reader.norm(state, "target_norm"), position)
     assert float((outputs[-1] - expected).abs().max()) > 1e-3
@@ -103,4 +103,5 @@ def test_layers_are_transformers_own() -> None:
     with torch.no_grad():
         expected = model(inputs_embeds=fed[None], use_cache=False).last_hidden_state[0]
     # transformers rotates in float32.
-    torch.testing.assert_close(run_llama4_head(head, tokens, states), expected, rtol=0, atol=1e-5)
+    outputs = dense_pass(head, tokens, head.project_features(states))
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.helpers.dense_attention import causal_attention
+from tests.helpers.dense_attention import dense_pass
 from tests.helpers.head_toys import EAGLE, make_head
 from tests.helpers.plain_chain import PlainChain
 
@@ -38,7 +38,7 @@ def test_forward_and_fed_back_steps_equal_a_plain_chain(kind: str) -> None:
         logits.append(row)
     hidden = head.project_features(features)
     for t in range(size, size + drafts + 1):
-        out = head.run(tokens[:t], hidden, torch.arange(t), causal_attention)
+        out = dense_pass(head, tokens[:t], hidden)
         # float32 angles are the only rounding: everything else runs in float64 here.
         torch.testing.assert_close(out, torch.stack(expected[:t]), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(head.logits(out), torch.stack(logits[:t]), rtol=1e-4, atol=2e-4)
@@ -58,8 +58,5 @@ def test_an_option_is_not_without_effect(kind: str) -> None:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(50, (4,), generator=generator)
     features = torch.randn(4, head.config.feature_size, generator=generator, dtype=torch.float64)
-    outputs = [
-        h.run(tokens, h.project_features(features), torch.arange(4), causal_attention)
-        for h in (head, plain)
-    ]
+    outputs = [dense_pass(h, tokens, h.project_features(features)) for h in (head, plain)]
     assert not torch.allclose(*outputs, atol=1e-2)

@@ -1,45 +1,47 @@
-"""One pass of a head with dense attention over its own positions."""
+"""Passes of a head over a whole sequence, with dense attention and no cache."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.heads.head import DraftHead
-from draftlab.heads.llama4 import EagleLlama4Head
 
 
-def causal_attention(_: int, *inputs: Tensor) -> Tensor:
-    """Return causal attention of query, key and value [T, heads, head_dim]."""
-    query, key, value = (t.transpose(0, 1)[None] for t in inputs)
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, enable_gqa=True
-    )
-    return attended[0].transpose(0, 1)
+def dense_pass(head: DraftHead, tokens: Tensor, hidden: Tensor) -> Tensor:
+    """Return the outputs [T, H] of one causal pass at positions 0, 1, …, in the layers' chunks.
 
-
-def dense_logits(head: DraftHead, tokens: Tensor, hidden: Tensor) -> Tensor:
-    """Return the logits [T, D] of one pass at positions 0, 1, …."""
-    return head.logits(head.run(tokens, hidden, torch.arange(len(tokens)), causal_attention))
-
-
-def visible_positions(head: EagleLlama4Head, number: int, positions: Tensor) -> Tensor:
-    """Return which positions the queries of a layer see, bool [T, T]."""
-    query, key = positions[:, None], positions[None]
-    chunk = head.layers[number].chunk or len(positions)
-    return (query // chunk * chunk <= key) & (key <= query)
-
-
-def run_llama4_head(head: EagleLlama4Head, tokens: Tensor, states: Tensor) -> Tensor:
-    """Return the outputs [T, H] of one pass with dense attention in chunks."""
+    Args:
+        hidden: [T, H], from `project_features` or earlier passes.
+    """
     positions = torch.arange(len(tokens))
 
     def attend(number: int, *rows: Tensor) -> Tensor:
         query, key, value = (x.transpose(0, 1) for x in rows)
-        mask = visible_positions(head, number, positions)
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, enable_gqa=True
+        chunk = getattr(head.layers[number], "chunk", None) or len(tokens)
+        column = positions[:, None]
+        visible = (column // chunk * chunk <= positions) & (positions <= column)
+        attended = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, enable_gqa=True
         )
         return attended.transpose(0, 1)
 
-    return head.run(tokens, head.project_features(states), positions, attend)
+    return head.run(tokens, hidden, positions, attend)
+
+
+def dense_chain(
+    head: DraftHead, tokens: Tensor, features: Tensor, start: int, num_steps: int = 4
+) -> list[Tensor]:
+    """Return the outputs [H] of a chain: verified pairs up to position `start`, then its own.
+
+    Args:
+        tokens: x_0, x_1, …, so the pair at position p has tokens[p + 1].
+        features: [T, F].
+    """
+    hidden = head.project_features(features[: start + 1].to(head.fc.weight.dtype))
+    outputs: list[Tensor] = []
+    while len(outputs) < num_steps and len(hidden) < len(tokens):
+        outputs.append(dense_pass(head, tokens[1 : len(hidden) + 1], hidden)[-1])
+        hidden = torch.cat([hidden, outputs[-1][None]])
+    return outputs

@@ -57,6 +57,12 @@ def make_case(
     }
 
 
+def arguments_of(case: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `distill_linear`."""
+    arguments = {name: value for name, value in case.items() if name != "row"}
+    return arguments | {"plan": plan_rows(case["row"])}
+
+
 def at_once(case: dict[str, Any], factor: float = 3.0) -> dict[str, Tensor]:
     """Return what `distill_linear` computes, by `distill` on all rows at once and autograd."""
     teacher, row = case["teacher"], case["row"]
@@ -74,20 +80,19 @@ def at_once(case: dict[str, Any], factor: float = 3.0) -> dict[str, Tensor]:
 
 def in_chunks(case: dict[str, Any], height: int = 6) -> dict[str, Tensor]:
     """Return what `distill_linear` computes with `height` rows and teachers a chunk."""
-    arguments = {name: value for name, value in case.items() if name != "row"}
     pitch = -(-len(case["lm_head"]) // 16) * 16
     line = pitch * max(case["hidden"].itemsize, case["teacher"].weight.itemsize)
-    out = distill_linear(**arguments, plan=plan_rows(case["row"]), buffer_bytes=height * line)
+    out = distill_linear(**arguments_of(case), buffer_bytes=height * line)
     return vars(out) | gradients(case, out.total)
 
 
 def gradients(case: dict[str, Any], total: Tensor, factor: float = 3.0) -> dict[str, Tensor]:
     """Return the gradients of factor · total for those of hidden and lm_head that require them."""
-    wanted = {n: case[n] for n in ("hidden", "lm_head") if case[n].requires_grad}
-    if not wanted:
+    leaves = {n: case[n] for n in ("hidden", "lm_head") if case[n].requires_grad}
+    if not leaves:
         return {}
-    values = torch.autograd.grad(factor * total, list(wanted.values()))
-    return {f"d_{name}": gradient for name, gradient in zip(wanted, values, strict=True)}
+    values = torch.autograd.grad(factor * total, list(leaves.values()))
+    return {f"d_{name}": gradient for name, gradient in zip(leaves, values, strict=True)}
 
 
 def assert_close(

@@ -1,11 +1,11 @@
 """Triton's interpreter, which runs kernels on a CPU.
 
 Triton reads TRITON_INTERPRET when kernels are defined. A file of kernel tests therefore has one
-test that runs the whole file again in a process where the variable is set:
+test, made by `interpreter_test`, that runs the whole file again in a process where it is set.
 
-- `runs_the_others` marks that test,
 - `inside` marks tests that need the interpreter, `outside` those that call no kernel,
-- `on_kernels` runs a test with device="cpu" in the interpreter and, marked `gpu`, on a GPU,
+- `on_kernels` and `kernel_cases` run a test with device="cpu" in the interpreter and, marked `gpu`,
+  on a GPU,
 - `compiles` marks tests that compile kernels and launch none.
 """
 
@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -33,12 +33,25 @@ on_kernels = pytest.mark.parametrize(
     [pytest.param("cpu", marks=inside), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
 outside = pytest.mark.skipif(INTERPRETED, reason="calls no kernel")
-runs_the_others = pytest.mark.skipif(
-    INTERPRETED or torch.cuda.is_available(), reason="runs the other tests of the file"
-)
 compiles = pytest.mark.skipif(
     INTERPRETED or torch.cuda.is_available(), reason="needs the compiler, and no GPU"
 )
+
+
+def kernel_cases(
+    names: str, interpreted: Sequence[tuple], on_gpu: Sequence[tuple]
+) -> pytest.MarkDecorator:
+    """Return a mark like `on_kernels` whose sizes differ: small ones for the interpreter.
+
+    Args:
+        names: arguments of the test, separated by commas; `device` is added.
+        interpreted, on_gpu: values of the arguments of each case.
+    """
+    cases = [
+        *(pytest.param(*case, "cpu", marks=inside, id=str(case)) for case in interpreted),
+        *(pytest.param(*case, "cuda", marks=pytest.mark.gpu, id=f"{case}-gpu") for case in on_gpu),
+    ]
+    return pytest.mark.parametrize(f"{names}, device", cases)
 
 
 # What tests of kernels import is imported once: that takes as long as most of these tests. The
@@ -80,20 +93,25 @@ def interpreter_server() -> subprocess.Popen[str]:
     return server
 
 
-def run_in_the_interpreter(file: str) -> None:
-    """Assert that the tests of a file (its `__file__`) pass with interpreted kernels."""
-    pytest.importorskip("triton")
-    server = interpreter_server()
-    assert server.stdin is not None
-    assert server.stdout is not None
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "output"
-        print(file, log, sep="\t", file=server.stdin, flush=True)
-        status = server.stdout.readline().strip()
-        output = log.read_text() if log.exists() else "no output"
-    assert status == "0", output
-    assert " passed" in output
-    assert "skipped" in output  # the test that called this, in there
+def interpreter_test(file: str) -> Callable[[], None]:
+    """Return a test: the other tests of a file (its `__file__`) pass with interpreted kernels."""
+
+    @pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="runs the file's tests")
+    def test_in_the_interpreter() -> None:
+        pytest.importorskip("triton")
+        server = interpreter_server()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "output"
+            print(file, log, sep="\t", file=server.stdin, flush=True)
+            status = server.stdout.readline().strip()
+            output = log.read_text() if log.exists() else "no output"
+        assert status == "0", output
+        assert " passed" in output
+        assert "skipped" in output  # this test, in there
+
+    return test_in_the_interpreter
 
 
 def leave_out_needless_work() -> None:

@@ -8,12 +8,9 @@ from torch import Tensor
 
 from draftlab.kernels.add_rows import add_rows_
 from tests.helpers.gpu import on_devices
-from tests.helpers.interpreter import on_kernels, run_in_the_interpreter, runs_the_others
+from tests.helpers.interpreter import interpreter_test, on_kernels
 
-
-@runs_the_others
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+test_in_the_interpreter = interpreter_test(__file__)
 
 
 def case(
@@ -27,7 +24,7 @@ def case(
     return whole, index, rows
 
 
-def test_the_reference_adds() -> None:
+def test_the_reference_equals_a_loop() -> None:
     whole, index, rows = case(6, 40, torch.float32)
     expected = whole.clone()
     for place, row in zip(index.tolist(), rows, strict=True):
@@ -39,20 +36,22 @@ def test_the_reference_adds() -> None:
 @on_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "columns"), [(6, 40), (11, 1), (1, 5000), (0, 8)])
-def test_the_kernel_adds_the_same(n: int, columns: int, dtype: torch.dtype, device: str) -> None:
+def test_the_kernel_equals_the_reference(
+    n: int, columns: int, dtype: torch.dtype, device: str
+) -> None:
+    """The gradient of a sum is an expanded number; another one may be transposed."""
     whole, index, rows = case(n, columns, dtype, device)
-    wide = whole.clone(), whole.clone()
-    add_rows_.reference(wide[0], index, rows)
-    add_rows_.triton(wide[1], index, rows)
+    before = whole._base.clone()
+    others = torch.ones_like(before, dtype=torch.bool)
+    others[index, 3 : columns + 3] = False
     # The interpreter truncates bfloat16 where a GPU rounds.
     truncates = device == "cpu" and dtype == torch.bfloat16
-    torch.testing.assert_close(wide[1], wide[0], rtol=2**-7 if truncates else 0, atol=0)
-    untouched = whole._base.clone()
-    add_rows_.triton(whole, index, rows)
-    assert torch.equal(whole, wide[1])
-    others = torch.ones_like(untouched, dtype=torch.bool)
-    others[index, 3 : columns + 3] = False
-    assert torch.equal(whole._base[others], untouched[others])
+    for addends in (rows, rows.T.contiguous().T, rows.new_ones(()).expand(n, columns)):
+        expected = whole.clone()
+        add_rows_.reference(expected, index, addends)
+        add_rows_.triton(whole, index, addends)
+        torch.testing.assert_close(whole, expected, rtol=2**-7 if truncates else 0, atol=0)
+        assert torch.equal(whole._base[others], before[others])
 
 
 @on_kernels
@@ -64,17 +63,6 @@ def test_shapes_that_do_not_fit_are_refused(device: str) -> None:
     with pytest.raises(ValueError, match="columns side by side"):
         add_rows_.triton(whole.T.contiguous().T, index, rows)
     add_rows_.triton(whole, index[:0], rows[:0])
-
-
-@on_kernels
-def test_rows_of_any_strides(device: str) -> None:
-    """The gradient of a sum is an expanded number; another one may be transposed."""
-    whole, index, rows = case(6, 40, torch.float32, device)
-    for each in (rows.T.contiguous().T, torch.ones((), device=device).expand(6, 40)):
-        found, expected = whole.clone(), whole.clone()
-        add_rows_.triton(found, index, each)
-        add_rows_.reference(expected, index, each)
-        assert torch.equal(found, expected)
 
 
 @on_devices

@@ -24,17 +24,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def made(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(actual: Tensor, expected: Tensor) -> None:
     """Within rounding of the largest entry; `expected` in float64."""
-    assert found.shape == expected.shape
+    assert actual.shape == expected.shape
     scale = float(expected.abs().max().clamp(min=1e-3))
-    error = float((found.double() - expected).abs().max()) / scale
-    assert error <= TOLERANCE[found.dtype], error
+    error = float((actual.double() - expected).abs().max()) / scale
+    assert error <= TOLERANCE[actual.dtype], error
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16])
@@ -46,17 +46,15 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_any_rows_multiply_as_linear_does(
-    shape: tuple[int, int], biased: bool, dtype: torch.dtype
-) -> None:
-    weight = made(*shape, dtype=dtype)
-    bias = made(shape[0], dtype=dtype) if biased else None
+def test_products_equal_linear(shape: tuple[int, int], biased: bool, dtype: torch.dtype) -> None:
+    weight = random(*shape, dtype=dtype)
+    bias = random(shape[0], dtype=dtype) if biased else None
     packed, gate = PrepackedLinear(weight, bias), PrepackedLinear(weight, bias, activation="swish")
     assert packed.num_bytes == weight.numel() * weight.element_size()
     wide = weight.double(), None if bias is None else bias.double()
     for rows in (1, 2, 3, 5, 8, 9, 16, 17, 63, 64):
-        x = made(rows, shape[1], dtype=dtype, seed=1)
-        other = made(rows, shape[0], dtype=dtype, seed=2)
+        x = random(rows, shape[1], dtype=dtype, seed=1)
+        other = random(rows, shape[0], dtype=dtype, seed=2)
         before, exact = other.clone(), F.linear(x.double(), *wide)
         with torch.inference_mode():
             assert_close(packed(x), exact)
@@ -66,33 +64,25 @@ def test_any_rows_multiply_as_linear_does(
         assert torch.equal(other, before)
 
 
-def test_later_changes_of_a_weight_are_not_seen() -> None:
-    weight, x = made(8, 4, dtype=torch.float32), made(2, 4, dtype=torch.float32)
-    packed = PrepackedLinear(weight)
-    before = packed(x)
-    weight.zero_()
-    assert torch.equal(packed(x), before)
-
-
-def test_the_feed_forward_is_llamas(dtype: torch.dtype) -> None:
-    gate, up = made(48, 33, dtype=dtype), made(48, 33, dtype=dtype, seed=1)
-    down = made(33, 48, dtype=dtype, seed=2)
-    x, residual = made(5, 33, dtype=dtype, seed=3), made(5, 33, dtype=dtype, seed=4)
+def test_the_feed_forward(dtype: torch.dtype) -> None:
+    gate, up = random(48, 33, dtype=dtype), random(48, 33, dtype=dtype, seed=1)
+    down = random(33, 48, dtype=dtype, seed=2)
+    x, residual = random(5, 33, dtype=dtype, seed=3), random(5, 33, dtype=dtype, seed=4)
     wide = [t.double() for t in (x, gate, up, down, residual)]
     inner = F.silu(wide[0] @ wide[1].T) * (wide[0] @ wide[2].T)
     with torch.inference_mode():
-        found = PrepackedSwiGLU(gate, up, down).add_to(residual, x)
-    assert_close(found, wide[4] + inner @ wide[3].T)
+        actual = PrepackedSwiGLU(gate, up, down).add_to(residual, x)
+    assert_close(actual, wide[4] + inner @ wide[3].T)
 
 
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-def test_the_norm_is_torchs(scale: float, dtype: torch.dtype) -> None:
-    weight, x = made(33, dtype=dtype), made(4, 3, 33, dtype=dtype, seed=1) * scale
+def test_the_norm_equals_torch(scale: float, dtype: torch.dtype) -> None:
+    weight, x = random(33, dtype=dtype), random(4, 3, 33, dtype=dtype, seed=1) * scale
     x[0, 0] = 0
     expected = F.rms_norm(x.double(), (33,), weight.double(), 1e-5)
-    found = RowNorm(weight, 1e-5)(x)
-    assert found.dtype == dtype
-    assert_close(found, expected)
+    actual = RowNorm(weight, 1e-5)(x)
+    assert actual.dtype == dtype
+    assert_close(actual, expected)
 
 
 def test_packing_is_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,25 +16,21 @@ from draftlab.kernels.distill import distill_rows
 from draftlab.kernels.distill_plan import plan_rows
 from draftlab.kernels.distill_types import Distilled, Loss, Teacher
 from tests.helpers.distill_cases import LOSSES, in_chunks, make_case
-from tests.helpers.interpreter import compiles, inside, run_in_the_interpreter, runs_the_others
+from tests.helpers.interpreter import compiles, inside, interpreter_test
 
-
-@runs_the_others
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+test_in_the_interpreter = interpreter_test(__file__)
 
 
 @pytest.fixture
-def tile(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Several tiles a row, for a vocabulary of a hundred."""
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set several tiles a row, for a vocabulary of a hundred."""
     from draftlab.kernels import distill_triton
 
     monkeypatch.setattr(distill_triton, "TILE", 32)
-    return 32
 
 
-def judged(case: dict[str, Any], kernel: bool, gradients: bool = True) -> dict[str, Tensor]:
-    """What the kernel or its reference makes of all rows as one chunk, and their gradients."""
+def distill_all(case: dict[str, Any], kernel: bool, gradients: bool = True) -> dict[str, Tensor]:
+    """Return losses and gradients of all rows as one chunk, by the kernel or its reference."""
     plan, teacher = plan_rows(case["row"]), case["teacher"]
     vocab = len(case["lm_head"])
     pitch = -(-vocab // 16) * 16
@@ -47,8 +43,7 @@ def judged(case: dict[str, Any], kernel: bool, gradients: bool = True) -> dict[s
         buffers.append(buffer)
         buffer[:, :vocab] = left @ right.t()
     num_rows = len(plan.order)
-    nothing = [torch.full((num_rows,), -7.0), torch.full((num_rows,), -7.0)]
-    out = Distilled(*nothing, torch.full((num_rows,), -7))
+    out = Distilled(*torch.full((2, num_rows), -7.0), torch.full((num_rows,), -7))
     run = distill_rows.triton if kernel else distill_rows.reference
     logits, z = (buffer[:, :vocab] for buffer in buffers)
     run(logits, z, slice(0, num_rows), plan, teacher, case["weight"], case["kl_weight"],
@@ -56,10 +51,10 @@ def judged(case: dict[str, Any], kernel: bool, gradients: bool = True) -> dict[s
     return vars(out) | {"logits": logits}
 
 
-def close(found: dict[str, Tensor], expected: dict[str, Tensor], gradient: float) -> None:
+def close(actual: dict[str, Tensor], expected: dict[str, Tensor], gradient: float) -> None:
     for name, tolerance in (("loss", 1e-5), ("alpha", 2e-6), ("logits", gradient)):
-        torch.testing.assert_close(found[name], expected[name], atol=tolerance, rtol=tolerance)
-    assert torch.equal(found["best"], expected["best"])
+        torch.testing.assert_close(actual[name], expected[name], atol=tolerance, rtol=tolerance)
+    assert torch.equal(actual["best"], expected["best"])
 
 
 @inside
@@ -90,13 +85,14 @@ def test_kernel_equals_reference(
     case["weight"][::3] = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distill_triton, "TILE", 32)
-        found = judged(case, kernel=True)
-    close(found, judged(case, kernel=False), 2e-6 if dtype == torch.float32 else 2e-3)
+        actual = distill_all(case, kernel=True)
+    close(actual, distill_all(case, kernel=False), 2e-6 if dtype == torch.float32 else 2e-3)
 
 
 @inside
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("loss", LOSSES)
-def test_hard_rows(loss: Loss, tile: int) -> None:
+def test_hard_rows(loss: Loss) -> None:
     """Ties of the largest logit, ties of p and q, logits far apart, no mass, a row that is NaN."""
     case = make_case(6, 6, 70, loss=loss, dtype=torch.float32)
     case["row"] = torch.arange(6)
@@ -111,42 +107,43 @@ def test_hard_rows(loss: Loss, tile: int) -> None:
     rows[3] *= 300
     rows[4, 69] = 50
     case["lm_head"], case["hidden"] = torch.eye(70), rows
-    found, expected = judged(case, kernel=True), judged(case, kernel=False)
+    actual, expected = distill_all(case, kernel=True), distill_all(case, kernel=False)
     # Whether p and q are equal, to the last bit, is a matter of rounding where they nearly are.
-    ties = found["logits"][2].clone(), expected["logits"][2].clone()
-    found["logits"][2], expected["logits"][2] = 0, 0
-    close(found, expected, 3e-6)
+    ties = actual["logits"][2].clone(), expected["logits"][2].clone()
+    actual["logits"][2], expected["logits"][2] = 0, 0
+    close(actual, expected, 3e-6)
     torch.testing.assert_close(*ties, atol=0.02, rtol=0)
-    assert int(found["best"][1]) == 0
+    assert int(actual["best"][1]) == 0
     rows[0, 40] = float("nan")
-    assert torch.isnan(judged(case, kernel=True)["loss"][0])
+    assert torch.isnan(distill_all(case, kernel=True)["loss"][0])
     case["weight"][0] = 0
-    assert not judged(case, kernel=True)["logits"][0].any()
+    assert not distill_all(case, kernel=True)["logits"][0].any()
 
 
 @inside
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("loss", LOSSES)
-def test_in_chunks(loss: Loss, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_chunks(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
     """`distill_linear` on the kernel equals itself on the reference, gradients and all."""
     case = make_case(30, 8, 50, loss=loss, dtype=torch.float32)
     expected = in_chunks(case, height=11)
     monkeypatch.setattr(distill_linear, "distill_rows", distill_rows.triton)
-    found = in_chunks(case, height=11)
+    actual = in_chunks(case, height=11)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(actual[name], value, atol=1e-5, rtol=1e-5)
     with torch.no_grad():
         plain = {name: case[name].detach() for name in ("hidden", "lm_head")}
         without = in_chunks(case | plain, height=11)
     for name in ("loss", "alpha", "best", "total"):
-        torch.testing.assert_close(without[name], found[name].detach(), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(without[name], actual[name].detach(), atol=1e-6, rtol=1e-6)
 
 
 @inside
 @pytest.mark.parametrize("vocab", [2049, 4100])
 def test_tiles_of_the_size_that_runs(vocab: int) -> None:
     case = make_case(3, 2, vocab, dtype=torch.float32)
-    close(judged(case, kernel=True), judged(case, kernel=False), 2e-6)
-    without = judged(case, kernel=True, gradients=False)
+    close(distill_all(case, kernel=True), distill_all(case, kernel=False), 2e-6)
+    without = distill_all(case, kernel=True, gradients=False)
     logits = case["hidden"].detach()[plan_rows(case["row"]).order] @ case["lm_head"].detach().t()
     torch.testing.assert_close(without["logits"], logits)  # left as they are
 

@@ -161,10 +161,11 @@ def test_rows_with_fewer_drafts_ignore_their_padding() -> None:
 
 
 def test_greedy_rows_do_not_look_at_draft_probabilities() -> None:
+    """Alone, where verification takes a shorter way, and beside sampled rows."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(60, 3, 5, generator=generator)
+    logits = torch.randn(60, 3, 5, generator=generator).round(decimals=1)  # with ties
     drafts = torch.randint(5, (60, 2), generator=generator)
-    number, positions = torch.full((60,), 2), torch.arange(60)
+    number, positions = torch.arange(60) // 2 % 3, torch.arange(60)
     keys = rows(*[GREEDY, SAMPLED] * 30)
     q = drawn_from(torch.randn(60, 2, 5, generator=generator) * 2)
     with_q = verify(logits, drafts, number, q, positions, keys)
@@ -177,15 +178,23 @@ def test_greedy_rows_do_not_look_at_draft_probabilities() -> None:
         assert torch.equal(one.accepted, other.accepted)
         assert torch.equal(one.emitted, other.emitted)
         assert torch.equal(one.probability, other.probability)
-    hurried = verify(logits, drafts, number, q, positions, keys, expect=False)
-    assert torch.equal(hurried.emitted, with_q.emitted)
-    assert torch.equal(hurried.probability[::2], with_q.probability[::2])
-    assert bool((hurried.probability[1::2] == 0).all())
-    best = logits.argmax(-1)
-    hits = (drafts == best[:, :2]).long().cumprod(-1).sum(-1)
+    without_expectation = verify(logits, drafts, number, q, positions, keys, expect=False)
+    assert torch.equal(without_expectation.emitted, with_q.emitted)
+    assert torch.equal(without_expectation.probability[::2], with_q.probability[::2])
+    assert bool((without_expectation.probability[1::2] == 0).all())
+    best = torch.tensor([[z.index(max(z)) for z in row] for row in logits.tolist()])
+    hits = (drafts == best[:, :2]) & (torch.arange(2) < number[:, None])
+    accepted = hits.long().cumprod(-1).sum(-1)
+    greedy = torch.arange(0, 60, 2)
+    alone = verify(
+        logits[greedy], drafts[greedy], number[greedy], None, positions[greedy], keys[greedy]
+    )
     for verdict in (with_q, without):
-        assert torch.equal(verdict.accepted[::2], hits[::2])
-        assert torch.equal(verdict.emitted[::2], best.gather(1, hits[:, None])[::2, 0])
+        assert torch.equal(verdict.accepted[greedy], accepted[greedy])
+        assert torch.equal(verdict.emitted[greedy], best.gather(1, accepted[:, None])[greedy, 0])
+        for name in ("accepted", "emitted", "probability"):
+            assert getattr(alone, name).dtype == getattr(verdict, name).dtype
+            assert torch.equal(getattr(alone, name), getattr(verdict, name)[greedy]), name
     assert not torch.equal(with_q.accepted[1::2], without.accepted[1::2])
 
 

@@ -6,13 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftlab.kernels.linear import (
+    DeferredNorm,
+    linear,
+    linear_reference,
+    linear_then_norm,
+    swiglu_linear,
+    swiglu_linear_reference,
+)
 from tests.helpers.gpu import capture, on_gpu
-from tests.helpers.interpreter import inside, run_in_the_interpreter, runs_the_others
+from tests.helpers.interpreter import inside, interpreter_test
 
-
-@runs_the_others
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+test_in_the_interpreter = interpreter_test(__file__)
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -20,62 +25,51 @@ def random(*shape: int, seed: int, dtype: torch.dtype, scale: float = 1.0) -> Te
     return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
 
-def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
 @inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize("num_rows", [1, 3, 9])
-def test_linear(num_rows: int, split: int, dtype: torch.dtype) -> None:
-    """N and Kin divide into nothing; norm, bias and residual alone and together."""
-    from draftlab.kernels.linear import linear_reference
+def test_products(num_rows: int, split: int, dtype: torch.dtype) -> None:
+    """N and Kin divide into nothing; norm, bias and residual alone and together.
+
+    x is a slice of wider rows and y is written into a part of a tensor; both have NaN around them.
+    """
     from draftlab.kernels.linear_launch import Config, _workspace, launch
 
-    x = random(num_rows, 104, seed=1, dtype=dtype, scale=3.0)
-    weight = random(40, 104, seed=2, dtype=dtype, scale=0.1)
+    wide_x = random(num_rows + 1, 136, seed=1, dtype=dtype, scale=3.0)
+    wide_x[num_rows], wide_x[:, 104:] = float("nan"), float("nan")
+    x = wide_x[:num_rows, :104]
+    weight, up = (random(40, 104, seed=s, dtype=dtype, scale=0.1) for s in (2, 6))
     norm = 1 + random(104, seed=3, dtype=dtype, scale=0.2)
     bias = random(40, seed=4, dtype=dtype)
     residual = random(num_rows, 40, seed=5, dtype=dtype)
-    config = Config(16, 32, split)
+    exact_x, exact_weight, exact_up = x.float(), weight.float(), up.float()
     for norm_weight, b, r in (
         (norm, bias, residual),
         (norm, None, None),
         (None, None, residual),
         (None, bias, None),
     ):
-        found = launch(x, weight, None, norm_weight, 0.5, b, r, config)
-        wide = [None if t is None else t.float() for t in (norm_weight, r, b)]
-        expected = linear_reference(
-            x.float(), weight.float(), norm_weight=wide[0], eps=0.5, residual=wide[1], bias=wide[2]
-        )
-        close(found, expected, dtype)
-    if split > 1:  # ready for the next launch
-        assert int(_workspace(x.device)[1].abs().sum()) == 0
-
-
-@inside
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("normed", [True, False])
-def test_swiglu_linear(normed: bool, dtype: torch.dtype) -> None:
-    from draftlab.kernels.linear import swiglu_linear_reference
-    from draftlab.kernels.linear_launch import Config, launch
-
-    x = random(5, 96, seed=1, dtype=dtype, scale=3.0)
-    gate, up = (random(40, 96, seed=s, dtype=dtype, scale=0.1) for s in (2, 3))
-    norm = 1 + random(96, seed=4, dtype=dtype, scale=0.2) if normed else None
-    found = launch(x, gate, up, norm, 1e-5, None, None, Config(16, 32, 2))
-    expected = swiglu_linear_reference(
-        x.float(),
-        gate.float(),
-        up.float(),
-        norm_weight=None if norm is None else norm.float(),
-        eps=1e-5,
-    )
-    close(found, expected, dtype)
+        place = torch.full((num_rows + 1, 40), float("nan"), dtype=dtype)
+        config = Config(16, 32, split)
+        y = launch(x, weight, None, norm_weight, 0.5, b, r, config, out=place[1:])
+        options = {"norm_weight": None if norm_weight is None else norm_weight.float(), "eps": 0.5}
+        addends = {"bias": b, "residual": r}
+        addends = {name: None if t is None else t.float() for name, t in addends.items()}
+        close(y, linear_reference(exact_x, exact_weight, **options, **addends), dtype)
+        assert y.data_ptr() == place[1].data_ptr()
+        assert place[0].isnan().all()
+        if b is None:
+            gated = launch(x, weight, up, norm_weight, 0.5, None, None, Config(16, 32, 2))
+            expected = swiglu_linear_reference(exact_x, exact_weight, exact_up, **options)
+            close(gated, expected, dtype)
+    assert int(_workspace(x.device)[1].abs().sum()) == 0  # ready for the next launch
 
 
 @inside
@@ -85,7 +79,6 @@ def test_a_norm_started_by_one_product_and_finished_by_the_next(
     splits: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """40 outputs in tiles of 16: the last partial Σ y² covers rows that W does not have."""
-    from draftlab.kernels.linear import linear_reference, swiglu_linear_reference
     from draftlab.kernels.linear_launch import Config, allocate_next_norm, launch
 
     x, residual = (random(3, n, seed=n, dtype=dtype) for n in (64, 40))
@@ -99,61 +92,32 @@ def test_a_norm_started_by_one_product_and_finished_by_the_next(
     squares.fill_(float("nan"))  # every part is written
     y = launch(x, first, None, None, 0.0, None, residual, before, next_norm=following)
     close(y, linear_reference(x.float(), first.float(), residual=residual.float()), dtype)
-    begun = {"squares": squares}
-    found = launch(rows, gate, None, None, 0.1, None, None, after, **begun)
-    swiglu = launch(rows, gate, up, None, 0.1, None, None, after, **begun)
+    options = {"squares": squares}
+    product = launch(rows, gate, None, None, 0.1, None, None, after, **options)
+    swiglu = launch(rows, gate, up, None, 0.1, None, None, after, **options)
     wide = [t.float() for t in (y, gate, up)]
     options = {"norm_weight": norm.float(), "eps": 0.1}
-    close(found, linear_reference(*wide[:2], **options), dtype)
+    close(product, linear_reference(*wide[:2], **options), dtype)
     close(swiglu, swiglu_linear_reference(*wide, **options), dtype)
 
 
-@inside
-def test_the_result_may_be_written_into_a_tensor() -> None:
-    from draftlab.kernels.linear_launch import Config, launch
-
-    x, weight = (random(n, 32, seed=n, dtype=torch.float32) for n in (2, 20))
-    place = torch.full((3, 20), float("nan"))
-    found = launch(x, weight, None, None, 0.0, None, None, Config(16, 32), out=place[1:])
-    assert found.data_ptr() == place[1].data_ptr()
-    close(place[1:], x @ weight.T, torch.float32)
-    assert place[0].isnan().all()
-
-
-@inside
-def test_rows_of_a_wider_tensor() -> None:
-    """x may be a slice of wider rows; values beside and below it enter no sum."""
-    from draftlab.kernels.linear import linear_reference
-    from draftlab.kernels.linear_launch import Config, launch
-
-    wide = random(6, 96, seed=1, dtype=torch.float32)
-    wide[5], wide[:, 64:] = float("nan"), float("nan")
-    weight = random(33, 64, seed=2, dtype=torch.float32)
-    found = launch(wide[:5, :64], weight, None, None, 0.0, None, None, Config(16, 32, 2))
-    close(found, linear_reference(wide[:5, :64], weight), torch.float32)
-
-
-def test_references_are_the_modules() -> None:
+def test_references_are_the_formulas() -> None:
     """The references equal the formulas in float64; the kernels are compared with them."""
-    from draftlab.kernels.linear import linear, swiglu_linear
-
     x, norm = random(3, 24, seed=1, dtype=torch.float64), random(24, seed=2, dtype=torch.float64)
     weight, up = (random(10, 24, seed=s, dtype=torch.float64) for s in (3, 4))
     residual = random(3, 10, seed=5, dtype=torch.float64)
     normed = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm
     expected = residual + (normed[:, None] * weight).sum(-1)
-    found = linear(x, weight, norm_weight=norm, eps=1e-3, residual=residual)
-    torch.testing.assert_close(found, expected)
+    actual = linear(x, weight, norm_weight=norm, eps=1e-3, residual=residual)
+    torch.testing.assert_close(actual, expected)
     first, second = ((normed[:, None] * w).sum(-1) for w in (weight, up))
     expected = first / (1 + torch.exp(-first)) * second
-    found = swiglu_linear(x, weight, up, norm_weight=norm, eps=1e-3)
-    torch.testing.assert_close(found, expected)
+    actual = swiglu_linear(x, weight, up, norm_weight=norm, eps=1e-3)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_norm_before_and_after_its_division() -> None:
     """`linear_then_norm` on a CPU and `DeferredNorm` with partial sums give the same norm."""
-    from draftlab.kernels.linear import DeferredNorm, linear, linear_then_norm, swiglu_linear
-
     x, residual = (random(3, n, seed=n, dtype=torch.float64) for n in (12, 24))
     first, gate, up = (
         random(*shape, seed=i, dtype=torch.float64)
@@ -164,10 +128,10 @@ def test_a_norm_before_and_after_its_division() -> None:
     torch.testing.assert_close(y, x @ first.T + residual)
     parts = torch.zeros(2, 8, dtype=torch.float64)
     parts[0, :3], parts[1, :3] = (half.square().sum(1) for half in y.chunk(2, 1))
-    begun = DeferredNorm(y * norm, parts, 1e-3)
+    deferred = DeferredNorm(y * norm, parts, 1e-3)
     for read in (lambda n: linear(n, gate), lambda n: swiglu_linear(n, gate, up)):
         expected = read(whole)
-        torch.testing.assert_close(read(begun), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(read(deferred), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(linear(whole, gate), linear(y, gate, norm_weight=norm, eps=1e-3))
 
 
@@ -209,12 +173,6 @@ def test_products_at_real_sizes(
     dtype: torch.dtype, shape: tuple[int, int, int], config: tuple[int, ...] | None, device: str
 ) -> None:
     """Errors against float32 of the same numbers; a split product repeats bit by bit."""
-    from draftlab.kernels.linear import (
-        linear,
-        linear_reference,
-        swiglu_linear,
-        swiglu_linear_reference,
-    )
     from draftlab.kernels.linear_launch import Config
 
     m, n, k = shape
@@ -244,7 +202,6 @@ def test_products_at_real_sizes(
 def test_overlapped_launches_change_no_bit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 dependent products in a CUDA graph equal the same ones launched one by one."""
     from draftlab.kernels import dependent_launch
-    from draftlab.kernels.linear import linear
     from draftlab.kernels.linear_launch import Config
 
     weights = [

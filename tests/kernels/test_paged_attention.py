@@ -15,17 +15,12 @@ from tests.helpers.gpu import on_devices, on_gpu
 from tests.helpers.interpreter import (
     INTERPRETED,
     inside,
+    interpreter_test,
     outside,
-    run_in_the_interpreter,
-    runs_the_others,
 )
 from tests.helpers.paged_attention_cases import Case
 
-
-@pytest.mark.slow
-@runs_the_others
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+test_in_the_interpreter = pytest.mark.slow(interpreter_test(__file__))
 
 
 def sinks(heads: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 
@@ -17,24 +16,15 @@ from draftlab.kernels.chain_layout import chain_layout
 from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
 from draftlab.kernels.step_types import SlotBuffers, StepLayout
 from tests.helpers.gpu import assert_same, capture, on_gpu, to_device
-from tests.helpers.interpreter import INTERPRETED, run_in_the_interpreter, runs_the_others
+from tests.helpers.interpreter import INTERPRETED, interpreter_test
 
-GATHER: list[Callable] = [step_layout.gather_batch.reference]
-COMMIT: list[Callable] = [step_layout.commit.reference]
-STORE: list[Callable] = [step_layout.store_drafts.reference]
-
+test_in_the_interpreter = interpreter_test(__file__)
+IMPLEMENTATIONS = ["reference"]
 if INTERPRETED:
     from draftlab.kernels import step_layout_triton
 
     step_layout_triton._TABLE_TILE, step_layout_triton._LOGITS_TILE = 2, 4  # several of each
-    GATHER.append(step_layout_triton.gather_batch)
-    COMMIT.append(step_layout_triton.commit)
-    STORE.append(step_layout_triton.store_drafts)
-
-
-@runs_the_others
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+    IMPLEMENTATIONS.append("triton")
 
 
 def make_slots(
@@ -91,9 +81,9 @@ def steps(draw: st.DrawFn) -> tuple[SlotBuffers, Tensor, int, int]:
 def test_gather_batch(case: tuple[SlotBuffers, Tensor, int, int]) -> None:
     slots, index, limit, block_size = case
     k, span = slots.drafts.shape[1], slots.block_table.shape[1] * block_size
-    for operation in GATHER:
-        before = deepcopy(slots)
-        found = operation(slots, index, max_length=limit, block_size=block_size)
+    for name in IMPLEMENTATIONS:
+        before, gather = deepcopy(slots), getattr(step_layout.gather_batch, name)
+        layout = gather(slots, index, max_length=limit, block_size=block_size)
         assert equal(slots, before)
         for row, slot in enumerate(index.tolist()):
             length, table = int(slots.length[slot]), slots.block_table[slot].tolist()
@@ -105,22 +95,19 @@ def test_gather_batch(case: tuple[SlotBuffers, Tensor, int, int]) -> None:
                 else -1
                 for p in positions
             ]
-            assert found.positions[row].tolist() == positions
-            assert found.slots[row].tolist() == places
-            assert found.num_drafts[row] == room
-            assert found.tokens[row].tolist() == [
+            assert layout.positions[row].tolist() == positions
+            assert layout.slots[row].tolist() == places
+            assert layout.num_drafts[row] == room
+            assert layout.tokens[row].tolist() == [
                 int(slots.newest[slot]),
                 *slots.drafts[slot].tolist(),
             ]
             assert max(positions) < limit
-        assert torch.equal(found.length, slots.length[index])
-        assert torch.equal(found.block_table, slots.block_table[index])
-        for name in ("temperature", "top_k", "top_p", "seed", "prompt"):
-            gathered = getattr(found.keys, name)
-            assert torch.equal(gathered, getattr(slots.keys, name)[index])
-            assert gathered.dtype == getattr(slots.keys, name).dtype
-        assert (found.sampling is None) == (slots.sampling is None)
-        for gathered, buffer in zip(found.sampling or (), slots.sampling or (), strict=True):
+        assert torch.equal(layout.length, slots.length[index])
+        assert torch.equal(layout.block_table, slots.block_table[index])
+        assert_same(layout.keys, slots.keys[index])
+        assert (layout.sampling is None) == (slots.sampling is None)
+        for gathered, buffer in zip(layout.sampling or (), slots.sampling or (), strict=True):
             assert torch.equal(gathered, buffer[index])
 
 
@@ -136,9 +123,9 @@ def test_commit(case: tuple[SlotBuffers, Tensor, int, int], seed: int) -> None:
         torch.randint(100, 2**31 - 1, (rows,), generator=generator),
         torch.rand(rows, width - 1, generator=generator),
     )
-    for operation in COMMIT:
+    for name in IMPLEMENTATIONS:
         after = deepcopy(slots)
-        outcome = operation(after, layout, verdict)
+        outcome = getattr(step_layout.commit, name)(after, layout, verdict)
         tokens, counts, num_drafts, values = step_layout.unpack_results(outcome.packed_results)
         for row, slot in enumerate(index.tolist()):
             accepted, token = int(verdict.accepted[row]), int(verdict.emitted[row])
@@ -147,8 +134,8 @@ def test_commit(case: tuple[SlotBuffers, Tensor, int, int], seed: int) -> None:
             shown += [0] * (width - len(shown))  # behind the last draft there is nothing
             assert outcome.tokens[row].tolist() == tokens[row].tolist() == shown
             live = int(slots.length[slot]) > 0
-            kept = accepted + 1 if live else 0
-            expected = layout.positions[row].tolist()[:kept] + [-1] * (width - kept)
+            num_kept = accepted + 1 if live else 0
+            expected = layout.positions[row].tolist()[:num_kept] + [-1] * (width - num_kept)
             assert outcome.positions[row].tolist() == expected
             assert int(outcome.counts[row]) == accepted + 1
             assert int(counts[row]) == accepted
@@ -170,18 +157,20 @@ def test_store_drafts(k: int, vocab: int | None, dtype: torch.dtype) -> None:
     index = torch.tensor([2, 0, 3, 3])
     generator = torch.Generator().manual_seed(1)
     drafts = torch.randint(100, 999, (k, 4), generator=generator).T
-    drawn: tuple = ()
+    distribution: tuple = ()
     if vocab is not None:
         logits = torch.randn(k, 4, vocab + 3, generator=generator).to(dtype)
-        drawn = logits.transpose(0, 1)[..., :vocab], torch.randn(k, 4, generator=generator).T
-    for operation in STORE:
+        distribution = logits.transpose(0, 1)[..., :vocab], torch.randn(k, 4, generator=generator).T
+    for name in IMPLEMENTATIONS:
         after = deepcopy(slots)
-        operation(after, index, drafts, *drawn)
+        getattr(step_layout.store_drafts, name)(after, index, drafts, *distribution)
         expected = deepcopy(slots)
         for row, slot in ((0, 2), (1, 0)):
             expected.drafts[slot] = drafts[row]
-            if drawn:
-                expected.draft_logits[slot], expected.draft_log_sum[slot] = (x[row] for x in drawn)
+            if distribution:
+                expected.draft_logits[slot], expected.draft_log_sum[slot] = (
+                    x[row] for x in distribution
+                )
         assert equal(after, expected, slice(3))
         assert not equal(after, slots, slice(3))
         assert after.drafts[3].tolist() in drafts[2:].tolist()
@@ -194,18 +183,6 @@ def test_a_result_takes_one_copy() -> None:
     assert packed.shape == (2, 3)
     results = [values.tolist() for values in step_layout.unpack_results(packed)]
     assert results == [[[5], [7]], [0, 0], [-1, -1], [[], []]]
-
-
-def test_the_layout_of_a_row_near_the_limit() -> None:
-    """Written out: limit 10, 8 tokens known, so one draft of three fits, and block 0 is skipped."""
-    slots = make_slots([8], 3, 3, None, 0)
-    slots.block_table[0] = torch.tensor([2, 0, 5])
-    layout: StepLayout = step_layout.gather_batch(
-        slots, torch.tensor([0, 1]), max_length=10, block_size=4
-    )
-    assert layout.num_drafts.tolist() == [1, 0]
-    assert layout.positions.tolist() == [[7, 8, -1, -1], [-1] * 4]
-    assert layout.slots.tolist() == [[-1, 20, -1, -1], [-1] * 4]
 
 
 BLOCK, WIDTH = 64, 128
@@ -254,13 +231,13 @@ def test_a_step_at_real_sizes(rows: int, k: int, dtype: torch.dtype, device: str
     assert_same(layout, step_layout.gather_batch.reference(slots, index, **GATHER_OPTIONS))
     share = torch.rand(rows, generator=torch.Generator().manual_seed(k)).to(device)
     result = replace(result, accepted=(share * (layout.num_drafts + 1)).long())
-    ours, eager = deepcopy(slots), deepcopy(slots)
-    output = step_layout.commit(ours, layout, result)
+    changed, eager = deepcopy(slots), deepcopy(slots)
+    output = step_layout.commit(changed, layout, result)
     assert_same(output, step_layout.commit.reference(eager, layout, result))
-    step_layout.store_drafts(ours, index, *drafts)
+    step_layout.store_drafts(changed, index, *drafts)
     step_layout.store_drafts.reference(eager, index, *drafts)
-    assert equal(ours, eager, slice(-1))
-    assert not torch.equal(ours.length, slots.length)
+    assert equal(changed, eager, slice(-1))
+    assert not torch.equal(changed.length, slots.length)
     chain = output.positions, output.counts, layout.block_table, BLOCK, k - 1
     assert_same(chain_layout(*chain), chain_layout.reference(*chain))
 

@@ -9,14 +9,10 @@ from torch import Tensor
 
 from draftlab.kernels.swiglu import swiglu, swiglu_backward_
 from tests.helpers.gpu import on_devices
-from tests.helpers.interpreter import on_kernels, run_in_the_interpreter, runs_the_others
+from tests.helpers.interpreter import interpreter_test, on_kernels
 
 SHAPES = [(6, 40), (3, 1), (1, 2048), (2, 2100), (0, 8), (5, 14_336)]
-
-
-@runs_the_others
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+test_in_the_interpreter = interpreter_test(__file__)
 
 
 def case(n: int, columns: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -29,7 +25,7 @@ def case(n: int, columns: int, dtype: torch.dtype, device: str = "cpu") -> tuple
 
 
 @pytest.mark.parametrize(("n", "columns"), SHAPES)
-def test_the_reference_is_autograds(n: int, columns: int) -> None:
+def test_the_reference_equals_autograd(n: int, columns: int) -> None:
     gate_up, gradient = case(n, columns, torch.float64)
     leaf = gate_up.clone().requires_grad_()
     gate, up = leaf.chunk(2, -1)
@@ -44,10 +40,10 @@ def test_16_bit_is_rounded_once() -> None:
     gate_up, gradient = case(6, 40, torch.bfloat16)
     exact, exact_gradient = gate_up.double(), gradient.double()
     assert torch.equal(swiglu.reference(gate_up), swiglu.reference(exact.float()).bfloat16())
-    found = swiglu_backward_.reference(gate_up, gradient)
+    actual = swiglu_backward_.reference(gate_up, gradient)
     expected = swiglu_backward_.reference(exact, exact_gradient)
-    assert (found - expected).abs().max() <= 2**-8 * expected.abs().max()
-    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-30)
+    assert (actual - expected).abs().max() <= 2**-8 * expected.abs().max()
+    torch.testing.assert_close(actual.double(), expected, rtol=2**-8, atol=1e-30)
 
 
 @on_devices
@@ -60,21 +56,22 @@ def test_float64_is_not_rounded(device: str) -> None:
 @on_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "columns"), SHAPES)
-def test_the_kernels_compute_the_same(
+def test_the_kernels_equal_the_reference(
     n: int, columns: int, dtype: torch.dtype, device: str
 ) -> None:
     gate_up, gradient = case(n, columns, dtype, device)
     before, again = gate_up.clone(), gradient.clone()
     # The interpreter truncates bfloat16 where a GPU rounds.
     rtol = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
-    made = swiglu.triton(gate_up)
-    torch.testing.assert_close(made, swiglu.reference(gate_up), rtol=rtol, atol=1e-30)
+    product = swiglu.triton(gate_up)
+    torch.testing.assert_close(product, swiglu.reference(gate_up), rtol=rtol, atol=1e-30)
     expected = swiglu_backward_.reference(gate_up, again)
-    found = swiglu_backward_.triton(gate_up, gradient)
-    assert found.isfinite().all()
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-5)
-    assert torch.equal(gradient, made)  # what the forward pass multiplied, to the bit
+    actual = swiglu_backward_.triton(gate_up.T.contiguous().T, gradient)
+    assert actual.isfinite().all()
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-5)
+    assert torch.equal(gradient, product)  # what the forward pass multiplied, to the bit
     assert torch.equal(gate_up, before)
+    assert torch.equal(swiglu.triton(gate_up.T.contiguous().T), product)  # any strides
 
 
 @on_kernels
@@ -83,13 +80,3 @@ def test_a_gradient_that_does_not_fit_is_refused(device: str) -> None:
     for wrong in (gradient[:5], gradient[:, :39], gradient.T.contiguous().T):
         with pytest.raises(ValueError, match=r"contiguous gradient \[6, 40\]"):
             swiglu_backward_.triton(gate_up, wrong)
-
-
-@on_kernels
-def test_gates_and_ups_of_any_strides(device: str) -> None:
-    gate_up, gradient = case(6, 40, torch.float32, device)
-    other = gate_up.T.contiguous().T
-    assert torch.equal(swiglu.triton(other), swiglu.triton(gate_up))
-    assert torch.equal(
-        swiglu_backward_.triton(other, gradient.clone()), swiglu_backward_.triton(gate_up, gradient)
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +14,10 @@ from torch import Tensor
 from draftlab.kernels.ttt_attention import document_starts, ttt_attention
 from draftlab.kernels.ttt_attention_types import StepKeyValues
 from tests.helpers.gpu import on_gpu, relative_error
-from tests.helpers.interpreter import inside, outside, run_in_the_interpreter, runs_the_others
+from tests.helpers.interpreter import inside, interpreter_test, outside
 from tests.helpers.ttt_attention_cases import Case
 
-
-@pytest.mark.slow
-@runs_the_others
-def test_in_the_interpreter() -> None:
-    run_in_the_interpreter(__file__)
+test_in_the_interpreter = pytest.mark.slow(interpreter_test(__file__))
 
 
 LENGTHS = [[11, 1, 20], [7, 25], [40]]  # in 40 slots: ends in padding, ends in padding, full
@@ -49,9 +46,9 @@ def test_gradients_of_the_reference() -> None:
     """By finite differences, padding included."""
     case = Case([[3, 2], [4]], 6, steps=2, head_dim=2, dtype=torch.float64)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
-        made = StepKeyValues(own[:2], own[2:], case.own.rows)
-        return ttt_attention(query, key, value, case.index, case.starts, made)
+    def attend(query: Tensor, key: Tensor, value: Tensor, *step_keys: Tensor) -> Tensor:
+        steps = StepKeyValues(step_keys[:2], step_keys[2:], case.own.rows)
+        return ttt_attention(query, key, value, case.index, case.starts, steps)
 
     leaves = [t.requires_grad_() for t in case.leaves()]
     assert torch.autograd.gradcheck(attend, leaves)
@@ -64,20 +61,21 @@ def test_document_starts() -> None:
 
 
 @outside
-def test_own_keys_follow_their_rows() -> None:
-    """Three steps, each of fewer rows: what is found is what each row made."""
+def test_step_keys_follow_their_rows() -> None:
+    """Three steps, each of fewer rows: a row reads the keys of its own earlier steps."""
     alive = torch.arange(7).expand(2, 7)  # row 0 of step 0 is called 0, and so on
-    own = None
-    for step, kept in enumerate([[[1, 2, 4, 5], [0, 3, 5, 6]], [[0, 2, 3], [1, 2, 3]], [[1], [0]]]):
-        select = torch.tensor(kept)
+    step_keys = None
+    for step, rows in enumerate([[[1, 2, 4, 5], [0, 3, 5, 6]], [[0, 2, 3], [1, 2, 3]], [[1], [0]]]):
+        select = torch.tensor(rows)
         alive = alive.gather(1, select)
-        made = (100.0 * step + 10 * torch.arange(2)[:, None] + alive)[:, :, None, None]
-        own = StepKeyValues.extend(own, made, -made, select)
-        for earlier, (keys, values) in enumerate(zip(own.keys, own.values, strict=True)):
-            found = keys.flatten(0, 1)[own.rows[earlier]]
+        new = (100.0 * step + 10 * torch.arange(2)[:, None] + alive)[:, :, None, None]
+        step_keys = StepKeyValues.extend(step_keys, new, -new, select)
+        pairs = zip(step_keys.keys, step_keys.values, strict=True)
+        for earlier, (keys, values) in enumerate(pairs):
+            actual = keys.flatten(0, 1)[step_keys.rows[earlier]]
             expected = 100.0 * earlier + 10 * torch.arange(2)[:, None] + alive
-            assert torch.equal(found[:, :, 0, 0], expected)
-            assert torch.equal(values.flatten(0, 1)[own.rows[earlier]], -found)
+            assert torch.equal(actual[:, :, 0, 0], expected)
+            assert torch.equal(values.flatten(0, 1)[step_keys.rows[earlier]], -actual)
     assert alive.tolist() == [[4], [3]]
 
 
@@ -95,63 +93,49 @@ def check(case: Case, plan: tuple[int, int] | None = (16, 16), tolerance: float 
     """Output and every gradient of the kernels, against the reference's in float64."""
     from draftlab.kernels.ttt_attention_launch import Plan, Tiles
 
-    made = plan and Plan(*[Tiles(*plan, 4, 1)] * 4)
-    found = case.run(partial(ttt_attention.triton, plan=made))
+    tiles = plan and Plan(*[Tiles(*plan, 4, 1)] * 4)
+    actual = case.run(partial(ttt_attention.triton, plan=tiles))
     expected = case.run(ttt_attention.reference, torch.float64)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.dtype == case.query.dtype
-        torch.testing.assert_close(mine.double(), theirs, atol=tolerance, rtol=tolerance)
+    for output, exact in zip(actual, expected, strict=True):
+        assert output.dtype == case.query.dtype
+        torch.testing.assert_close(output.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+def sizes(lengths: list[list[int]], width: int, **others: Any) -> dict[str, Any]:
+    return {"lengths": lengths, "width": width} | others
+
+
+HEADS = [(3, 3, 16), (4, 1, 32), (16, 2, 16), (6, 2, 20)]  # the last leave rows and channels unused
+SIZES = {
+    **{f"{steps} steps": sizes(LENGTHS, 40, steps=steps) for steps in (0, 1, 5)},
+    **{
+        f"heads {heads, kv_heads, head_dim}": sizes(
+            [[9, 12], [19]], 23, steps=2, heads=heads, kv_heads=kv_heads, head_dim=head_dim
+        )
+        for heads, kv_heads, head_dim in HEADS
+    },
+    **{
+        f"tiles of {plan}": sizes([[20, 31], [48]], 51, steps=3, share=0.9, plan=plan)
+        for plan in [(16, 32), (32, 16), (64, 64)]
+    },
+    # Most tiles are seen whole; rows of many neighbouring slots.
+    "one long document": sizes([[70], [60, 9]], 70, steps=1, share=1.0),
+    "rows in any order": sizes(LENGTHS, 40, steps=2, shuffled=True),
+    "more steps than one kernel takes": sizes([[12]], 12, steps=9),
+    "no rows": sizes([[5], [3]], 6, share=0.0),
+    "no rows, two steps": sizes([[5], [3]], 6, steps=2, share=0.0),
+    "nothing but padding": sizes([[], []], 20, steps=1),
+    "the plan's own choices": sizes([[40, 30]], 70, steps=2, plan=None),
+    "float16": sizes([[40, 30]], 70, steps=2, plan=None, dtype=torch.float16),
+}
 
 
 @inside
-@pytest.mark.parametrize("steps", [0, 1, 5])
-def test_kernels(steps: int) -> None:
-    check(Case(LENGTHS, 40, steps=steps))
-
-
-@inside
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(3, 3, 16), (4, 1, 32), (16, 2, 16), (6, 2, 20)]
-)
-def test_kernels_of_other_heads(heads: int, kv_heads: int, head_dim: int) -> None:
-    """Groups of 1, 4, 8 and 3; the last leaves packed rows and dimensions unused."""
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    check(Case([[9, 12], [19]], 23, steps=2, **shape))
-
-
-@inside
-@pytest.mark.parametrize("plan", [(16, 32), (32, 16), (64, 64)])
-def test_kernels_with_other_tiles(plan: tuple[int, int]) -> None:
-    check(Case([[20, 31], [48]], 51, steps=3, share=0.9), plan)
-
-
-@inside
-def test_kernels_on_whole_tiles() -> None:
-    """One long document: most tiles are seen whole; rows of many neighbouring slots."""
-    check(Case([[70], [60, 9]], 70, steps=1, share=1.0))
-
-
-@inside
-def test_kernels_with_rows_in_any_order() -> None:
-    check(Case(LENGTHS, 40, steps=2, shuffled=True))
-
-
-@inside
-def test_kernels_with_more_steps_than_one_kernel_takes() -> None:
-    check(Case([[12]], 12, steps=9))
-
-
-@inside
-def test_kernels_without_rows() -> None:
-    for steps in (0, 2):
-        check(Case([[5], [3]], 6, steps=steps, share=0.0))
-
-
-@inside
-def test_kernels_with_nothing_but_padding() -> None:
-    case = Case([[], []], 20, steps=1)
-    assert (case.starts > case.index).all()
-    check(case)
+@pytest.mark.parametrize("name", SIZES)
+def test_kernels(name: str) -> None:
+    plan = {"plan": (16, 16)} | SIZES[name]
+    case = Case(**{key: value for key, value in SIZES[name].items() if key != "plan"})
+    check(case, plan["plan"], 1e-2 if case.query.dtype == torch.float16 else 1e-4)
 
 
 @inside
@@ -179,14 +163,6 @@ def test_scores_far_from_zero() -> None:
     case = Case(LENGTHS, 40, steps=2)
     case.query *= 30
     check(case, tolerance=2e-3)
-
-
-@inside
-def test_kernels_as_planned() -> None:
-    """The plan's own choices, in float32 and float16."""
-    check(Case([[40, 30]], 70, steps=2), None)
-    case = Case([[40, 30]], 70, steps=2, dtype=torch.float16)
-    check(case, None, tolerance=1e-2)
 
 
 @inside
