@@ -32,9 +32,8 @@ from tests.helpers.diagnosis import (
     initial_tensors,
     reference_config,
 )
-from tests.helpers.head_toys import make_head
+from tests.helpers.head_toys import LLAMA4_HEAD, make_head
 from tests.helpers.llama4_reader import half_split, pairs
-from tests.helpers.llama4_toys import LLAMA4_HEAD
 
 
 def lengths(diagnosis: Diagnosis) -> dict[str, float]:

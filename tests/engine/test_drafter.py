@@ -27,6 +27,7 @@ from draftlab.target_model.model import Target
 from tests.helpers.decoding import MASK, PARALLEL, untrained_head
 from tests.helpers.dense_attention import dense_pass
 from tests.helpers.engines import RaggedPairs
+from tests.helpers.head_toys import randomise
 
 K = 4
 TABLE = torch.tensor([[2], [3], [1]], dtype=torch.int32)  # one block a row; block 0 is nobody's
@@ -37,14 +38,7 @@ PASSES = {"eager": EagerHead, "fused": FusedHead, "packed": PrepackedHead}
 def large_head(target: Target, **changes: Any) -> PeagleHead:
     """Return a parallel head with large weights; with small ones attention has little effect."""
     head = untrained_head(target, K, target.vocab_size - 20, **(PARALLEL | changes))
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
-                parameter.copy_(1 + 0.3 * noise)
-            elif "embed" not in name:
-                parameter.copy_(0.3 * noise)
+    randomise(head, 2, weights=0.3, norms=0.3)
     return head.eval().requires_grad_(False)
 
 

@@ -28,7 +28,7 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.suites import load_suite
 from tests.helpers.gpu import on_gpu
-from tests.helpers.head_toys import make_config
+from tests.helpers.head_toys import make_config, randomise
 from tests.helpers.zoo import ZOO, wide, zoo_folder
 
 K, MAX_LENGTH = 4, 160
@@ -60,14 +60,8 @@ def random_head(target: Target, **changes: Any) -> Any:
         vocab_size=vocabulary,
         draft_vocab_size=vocabulary // 2,
     )
-    generator = torch.Generator().manual_seed(1)
     head = new_head(config)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 0.06 * noise)
-    ids = torch.randperm(vocabulary, generator=generator)[: vocabulary // 2]
-    head.set_draft_vocabulary(ids.sort().values)
+    randomise(head, 1, weights=0.06, norms=0.3)
     return head.to(target.device, target.dtype).eval().requires_grad_(False)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from draftlab.heads.folder import load_head
 from draftlab.target_model.parts import load_parts
-from tests.helpers.dense_attention import dense_logits, run_llama4_head
+from tests.helpers.dense_attention import dense_pass
 from tests.helpers.export_toys import EAGLE, HIDDEN, LLAMA3, LLAMA4, MASK, PEAGLE, VOCAB, ExportHead
 from tests.helpers.llama4_reader import Reader
 from tests.helpers.plain_chain import read_export
@@ -72,9 +72,8 @@ def test_an_exports_drafts_are_the_heads(
         hidden, row, caches = plain.step(int(tokens[t]), hidden, t, caches)
         expected.append(row)
     logits = torch.stack(expected)
-    torch.testing.assert_close(
-        dense_logits(head, tokens, torch.stack(inputs)), logits, rtol=1e-4, atol=1e-4
-    )
+    outputs = dense_pass(head, tokens, torch.stack(inputs))
+    torch.testing.assert_close(head.logits(outputs), logits, rtol=1e-4, atol=1e-4)
     assert torch.equal(ids, head.target_ids(torch.arange(len(ids))))
     assert logits.std() > 1  # constant logits would equal anything
 
@@ -88,8 +87,8 @@ def test_a_llama4_exports_outputs_are_the_heads(export_head: ExportHead) -> None
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, VOCAB, (13,), generator=generator)
     states = torch.randn(13, HIDDEN, generator=generator, dtype=torch.float64)
-    outputs = run_llama4_head(head, tokens, states)
     normed = head.project_features(states)
+    outputs = dense_pass(head, tokens, normed)
     for position, (token, state) in enumerate(zip(tokens.tolist(), normed, strict=True)):
         expected = reader.step(token, state, position)
         torch.testing.assert_close(outputs[position], expected, rtol=0, atol=1e-5)

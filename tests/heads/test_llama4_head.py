@@ -12,9 +12,8 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextModel
 
 from draftlab.heads.vllm_config import native_config
 from tests.helpers.dense_attention import dense_pass
-from tests.helpers.head_toys import LLAMA3, make_head
+from tests.helpers.head_toys import LLAMA3, LLAMA4_ATTENTION, LLAMA4_HEAD, make_head
 from tests.helpers.llama4_reader import Reader, half_split, pairs
-from tests.helpers.llama4_toys import LLAMA4_ATTENTION, LLAMA4_HEAD
 
 LENGTH = 13  # two borders of chunks, four of temperatures
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from draftlab.heads.config import TargetIdentity, make_head_config
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import new_head
@@ -17,6 +16,7 @@ from draftlab.target_model.model import Target
 from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.loss import SOFT_CE, LossTerms
 from tests.helpers.greedy_answers import BOUNDARIES, answers, greedy_records
+from tests.helpers.head_toys import make_config
 from tests.helpers.synthetic import family_loss
 from tests.helpers.toys import toy_target_folder
 from tests.helpers.zoo import load_on_cpu
@@ -41,14 +41,13 @@ def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> A
     size = target.hidden_size
     if get_family(changed.get("family", "eagle3")).reads_last_state:
         draft_size = target.vocab_size
-    config = make_head_config(
+    config = make_config(
         **({"boundaries": BOUNDARIES} | changed),
         target_num_layers=target.num_layers,
         target_hidden_size=size,
         hidden_size=size,
         intermediate_size=2 * size,
         num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=size // 4,
         rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -56,9 +55,6 @@ def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> A
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_size,
         k_trained=k,
-        target=TargetIdentity(
-            name="toy", fingerprint="f", architecture="a", tokenizer_sha256="t", template_sha256="c"
-        ),
     )
     head = new_head(config)
     initialise_head(

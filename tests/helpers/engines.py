@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor
 
 from draftlab.engine.drafter import HeadDrafter, VerifiedFeatures
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling, sampling_metadata
+from draftlab.evaluate.certificate.gtest import g_test
 from draftlab.kernels.sampling import target_probabilities
 from draftlab.kernels.sampling_types import SamplingMetadata
 from draftlab.target_model.model import Target
@@ -51,9 +52,10 @@ def joint_p_value(target: Target, drafter: HeadDrafter | None) -> float:
         return Request(name, JOINT_PROMPT, JOINT_TOKENS, JOINT_SAMPLING)
 
     engine = Engine(target, drafter, batch=1500, max_length=16)
-    counts: dict[tuple[int, ...], int] = {}
-    for generation in engine.generate([request(str(i)) for i in range(JOINT_ROWS)]):
-        counts[generation.token_ids] = counts.get(generation.token_ids, 0) + 1
+    counts = Counter(
+        generation.token_ids
+        for generation in engine.generate([request(str(i)) for i in range(JOINT_ROWS)])
+    )
     # The probability of every answer, from one forward pass over all of them.
     answers = list(itertools.product(range(JOINT_VOCAB), repeat=JOINT_TOKENS))
     ids = torch.tensor([[*JOINT_PROMPT, *answer] for answer in answers])
@@ -61,17 +63,10 @@ def joint_p_value(target: Target, drafter: HeadDrafter | None) -> float:
     metadata = sampling_metadata([request("")] * len(answers), ids.device)
     p = target_probabilities(logits, metadata).double()
     p = p.gather(-1, ids[:, len(JOINT_PROMPT) :, None])[..., 0].prod(-1)
-    joint = dict(zip(answers, (p / p.sum()).tolist(), strict=True))
-    if any(joint[answer] == 0 for answer in counts):
-        return 0.0
-    possible = [answer for answer, probability in joint.items() if probability > 0]
-    expected = np.array([joint[answer] * JOINT_ROWS for answer in possible])
-    observed = np.array([counts.get(answer, 0) for answer in possible], dtype=float)
-    rare = expected < 5
-    expected = np.append(expected[~rare], expected[rare].sum())
-    observed = np.append(observed[~rare], observed[rare].sum())
-    assert len(expected) > 30
-    return float(stats.power_divergence(observed, expected, lambda_="log-likelihood").pvalue)
+    observed = np.array([float(counts[answer]) for answer in answers])
+    result = g_test(observed, (p / p.sum()).numpy())
+    assert result.freedom >= 30 or result.p_value == 0
+    return result.p_value
 
 
 def hot_metadata(rows: int) -> SamplingMetadata:

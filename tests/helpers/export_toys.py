@@ -15,13 +15,13 @@ from torch import Tensor
 from draftlab.export.layout import Export, layout_for
 from draftlab.export.weight_files import floating_dtype
 from draftlab.export.write import verify_export, write_export
-from draftlab.heads.config import TargetIdentity, make_head_config
+from draftlab.heads.config import TargetIdentity
 from draftlab.heads.folder import load_config, new_head, save_head
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import template_sha256, tokenizer_sha256
-from tests.helpers.llama4_toys import LLAMA4_HEAD
+from tests.helpers import head_toys
 
 HIDDEN, VOCAB, LAYERS, MAX_LENGTH = 32, 289, 6, 512
 BOUNDARIES = (1, 3, 5)
@@ -30,20 +30,13 @@ PEAGLE = {"family": "peagle", "mask_token_id": MASK, "embeddings": "own", "num_l
 """Fields of a parallel head."""
 EAGLE = {"family": "eagle", "boundaries": (LAYERS,), "draft_vocab_size": VOCAB, "num_layers": 2}
 """Fields of a head of the first generation."""
-LLAMA4 = LLAMA4_HEAD | {
+LLAMA4 = head_toys.LLAMA4_HEAD | {
     "boundaries": (LAYERS,),
     "target_hidden_size": HIDDEN,
     "draft_vocab_size": VOCAB,
 }
 """Fields of a dense Llama 4 head."""
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = head_toys.LLAMA3 | {"original_max_position_embeddings": 64}
 
 
 def save_random_head(
@@ -58,8 +51,6 @@ def save_random_head(
         "hidden_size": HIDDEN,
         "intermediate_size": 40,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
         "max_position_embeddings": MAX_LENGTH,
@@ -74,14 +65,8 @@ def save_random_head(
             template_sha256=template_sha256(tokenizer),
         ),
     }
-    head = new_head(make_head_config(**fields | changes))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.5 * noise if parameter.ndim == 1 else 0.3 * noise)
-    size = head.config.draft_vocab_size
-    head.set_draft_vocabulary(torch.randperm(VOCAB, generator=generator)[:size].sort().values)
+    head = new_head(head_toys.make_config(**fields | changes))
+    head_toys.randomise(head, 3, weights=0.3, norms=0.5)
     save_head(folder, head, dtype)
     return folder
 

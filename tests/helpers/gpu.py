@@ -54,22 +54,22 @@ def no_host_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(actual: Any, expected: Any) -> None:
     """Assert that two values hold equal tensors of equal dtypes, nested tensors included."""
     if isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
     elif is_dataclass(expected):
         for field in fields(expected):
-            assert_same(getattr(found, field.name), getattr(expected, field.name))
+            assert_same(getattr(actual, field.name), getattr(expected, field.name))
     elif isinstance(expected, tuple | list):
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)
     else:
-        assert found == expected
+        assert actual == expected
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return ‖found − expected‖ / ‖expected‖, computed in float64."""
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return ‖actual − expected‖ / ‖expected‖, computed in float64."""
     exact = expected.detach().double()
-    return float((found.detach().double() - exact).norm() / exact.norm().clamp(min=1e-9))
+    return float((actual.detach().double() - exact).norm() / exact.norm().clamp(min=1e-9))

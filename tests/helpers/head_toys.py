@@ -1,4 +1,4 @@
-"""Small heads with large random weights."""
+"""Configs of small heads, and heads with random weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
+from draftlab.heads.head import DraftHead
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -18,6 +19,23 @@ LLAMA3 = {
 }
 PEAGLE = {"family": "peagle", "mask_token_id": 7, "embeddings": "own", "num_layers": 2}
 EAGLE = {"family": "eagle", "boundaries": (5,), "target_hidden_size": 24, "draft_vocab_size": 50}
+LLAMA4_ATTENTION = {
+    "no_rope_layers": (1, 0),
+    "attention_chunk_size": 5,
+    "use_qk_norm": True,
+    "attn_temperature_tuning": True,
+    "floor_scale": 3,
+    "attn_scale": 0.5,
+}
+LLAMA4_HEAD: dict[str, object] = {
+    "family": "eagle_llama4",
+    "boundaries": (5,),
+    "target_hidden_size": 24,
+    "draft_vocab_size": 50,
+    "num_layers": 2,
+    "llama4": LLAMA4_ATTENTION,
+}
+"""Fields of a dense Llama 4 head of two layers."""
 
 
 def make_config(**changes: object) -> HeadConfig:
@@ -47,15 +65,24 @@ def make_config(**changes: object) -> HeadConfig:
     return make_head_config(**(fields | changes))
 
 
-def make_head(seed: int = 0, **changes: object) -> Eagle3Head:
-    """Return a float64 head with large weights: small ones would hide wrong RoPE and norms."""
-    head = new_head(make_config(**changes)).double()
+def randomise(head: DraftHead, seed: int, *, weights: float, norms: float) -> None:
+    """Draw the draft vocabulary and all parameters: of norms around 1, others around 0.
+
+    Args:
+        weights, norms: standard deviations; small ones would hide mistakes of RoPE and norms.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(1 + 0.5 * noise if parameter.ndim == 1 else 0.4 * noise)
+            parameter.copy_(1 + norms * noise if parameter.ndim == 1 else weights * noise)
     config = head.config
-    chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
-    head.set_draft_vocabulary(chosen.sort().values)
+    ids = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]
+    head.set_draft_vocabulary(ids.sort().values)
+
+
+def make_head(seed: int = 0, **changed: object) -> Eagle3Head:
+    """Return a head with large random weights in float64."""
+    head = new_head(make_config(**changed)).double()
+    randomise(head, seed, weights=0.4, norms=0.5)
     return head.requires_grad_(False)

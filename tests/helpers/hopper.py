@@ -59,12 +59,12 @@ def compiled() -> Iterator[dict[str, list[Any]]]:
 
     from draftlab.kernels import dependent_launch, paged_attention_launch
 
-    found: dict[str, list[Any]] = {}
+    kernels: dict[str, list[Any]] = {}
     run = JITFunction.run
 
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        found.setdefault(self.__name__, []).append(kernel)
+        kernels.setdefault(self.__name__, []).append(kernel)
         return kernel
 
     with pytest.MonkeyPatch.context() as patch:
@@ -73,8 +73,8 @@ def compiled() -> Iterator[dict[str, list[Any]]]:
         patch.setattr(paged_attention_launch, "_multiprocessors", lambda device: 132)
         patch.setattr(driver, "_active", _NoDevice())
         patch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # Triton 3.10's: kernels have to ask for it
-        yield found
-    for name, variants in found.items():
+        yield kernels
+    for name, variants in kernels.items():
         assert all(kernel.metadata.enable_fp_fusion for kernel in variants), name
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor
 
 from draftlab.engine.drafter import ChainDrafter, Proposal, VerifiedFeatures
 from draftlab.engine.eager_head import PassLayout
+from draftlab.evaluate.certificate.gtest import g_test, samples_for
 from draftlab.kernels import sampling as sampling_module
 from draftlab.kernels import verify as verify_module
 from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
@@ -141,13 +141,13 @@ def decode(
     steps = []
     while bool((length < 3).any()):
         rows = (length < 3).nonzero()[:, 0]
-        row_keys_, at = keys[rows], length[rows] + 1  # the prompt is START, at position 0
+        row_keys, at = keys[rows], length[rows] + 1  # the prompt is START, at position 0
         last = torch.where(length[rows] > 0, tokens[rows, (length[rows] - 1).clamp(min=0)], START)
-        proposal = propose(drafter, last, at, row_keys_)
+        proposal = propose(drafter, last, at, row_keys)
         chain = torch.cat([last[:, None], proposal.tokens], 1)
         num_drafts = torch.full((len(rows),), K, device=device)
         verdict = verify(
-            target[chain], chain[:, 1:], num_drafts, proposal.distribution, at, row_keys_
+            target[chain], chain[:, 1:], num_drafts, proposal.distribution, at, row_keys
         )
         steps.append((rows, verdict))
         for depth in range(K + 1):
@@ -168,44 +168,25 @@ def exact_joint(case: Case) -> np.ndarray:
     return p[START][:, None, None] * p[:, :, None] * p[None]
 
 
-def g_statistic(tokens: Tensor, joint: np.ndarray) -> tuple[float, int]:
-    """Return G and its degrees of freedom; G is infinite if an impossible outcome occurred."""
+def joint_counts(tokens: Tensor) -> np.ndarray:
+    """Return how often each three tokens occurred, [V, V, V]."""
     code = (tokens[:, 0] * VOCAB + tokens[:, 1]) * VOCAB + tokens[:, 2]
-    observed = code.bincount(minlength=VOCAB**3).double().numpy()
-    expected = joint.flatten() * len(tokens)
-    if observed[expected == 0].sum():
-        return float("inf"), 1
-    observed, expected = observed[expected > 0], expected[expected > 0]
-    rare = expected < 5
-    if rare.any():
-        observed = np.append(observed[~rare], observed[rare].sum())
-        expected = np.append(expected[~rare], expected[rare].sum())
-    terms = observed * np.log(np.where(observed > 0, observed, 1) / expected)
-    return float(2 * terms.sum()), len(observed) - 1
+    return code.bincount(minlength=VOCAB**3).double().numpy().reshape(VOCAB, VOCAB, VOCAB)
 
 
-def g_test(tokens: Tensor, joint: np.ndarray) -> float:
+def p_value(tokens: Tensor, joint: np.ndarray) -> float:
     """Return the p-value of the hypothesis that the tokens come from the joint."""
-    return float(stats.chi2.sf(*g_statistic(tokens, joint)))
-
-
-def samples_for_power(tokens: Tensor, joint: np.ndarray, level: float = 1e-6) -> int:
-    """Return the samples (within 5 %) that reject such a fault at `level` 99 times in 100."""
-    g, freedom = g_statistic(tokens, joint)
-    per_sample = (g - freedom) / len(tokens)
-    border = stats.chi2.isf(level, freedom)
-    noncentrality = 1.0
-    while stats.ncx2.sf(border, freedom, noncentrality) < 0.99:
-        noncentrality *= 1.05
-    return round(noncentrality / per_sample)
+    return g_test(joint_counts(tokens), joint).p_value
 
 
 def assert_rejected(tokens: Tensor, joint: np.ndarray) -> None:
-    """Assert that the fault is found, and with fewer samples than were drawn."""
-    needed = samples_for_power(tokens, joint)
-    print(f"99 % power at p < 1e-6 needs {needed:,} samples")
-    assert g_test(tokens, joint) < 1e-6
-    assert needed < ROWS
+    """Assert that the fault is found, and with half of the samples that were drawn."""
+    counts = joint_counts(tokens)
+    needed = samples_for(0.99, joint, counts / counts.sum(), 1e-6)
+    print(f"99 % power at p < 1e-6 needs {needed} samples")
+    assert p_value(tokens, joint) < 1e-6
+    assert needed is not None
+    assert needed < ROWS // 2
 
 
 def broken(old: str, new: str) -> ModuleType:

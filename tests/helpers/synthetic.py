@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
+from draftlab.heads.config import HeadConfig
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead, initialise_head
@@ -15,6 +15,7 @@ from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.packing import Batch
 from draftlab.train.objectives.loss import SOFT_CE, DraftTeacher, LossTerms, Sums, weighted_loss
+from tests.helpers.head_toys import make_config
 
 VOCAB, HIDDEN, BOUNDARIES = 40, 32, (1, 2)
 
@@ -28,21 +29,16 @@ def config(**changes: object) -> HeadConfig:
         "hidden_size": HIDDEN,
         "intermediate_size": 48,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
         "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "max_position_embeddings": 512,
         "vocab_size": VOCAB,
         "draft_vocab_size": 30,
         "k_trained": 3,
-        "target": TargetIdentity(
-            name="t", fingerprint="f", architecture="a", tokenizer_sha256="k", template_sha256="c"
-        ),
     }
     if changes.get("family") == "peagle":
         fields |= {"mask_token_id": 5, "embeddings": "own"}
-    return make_head_config(**(fields | changes))
+    return make_config(**(fields | changes))
 
 
 def parts(seed: int = 0) -> TargetParts:

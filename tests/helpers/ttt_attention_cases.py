@@ -1,4 +1,4 @@
-"""Cases of training-time test's attention: packed documents, rows and their own keys."""
+"""Cases of training-time test's attention: packed documents, rows and keys of their own steps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Attend = Callable[..., Tensor]
 
 
 class Case:
-    """Rows of packed documents, some of them padding, with own keys of `steps` steps.
+    """Rows of packed documents, some of them padding, with keys and values of `steps` steps.
 
     Args:
         lengths: lengths of each batch row's documents; the rest of its `width` slots is padding.
         share: the share of the slots that are rows.
-        steps: the own keys of a row.
+        steps: the keys that a row has of its own.
         shuffled: whether rows come in any order, padding rows among them.
-        device: where the tensors are moved after they were drawn on the CPU.
+        device: where the tensors are moved after they were orders on the CPU.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Case:
         self.key, self.value = (
             self.random(batch, width, kv_heads, head_dim, dtype=dtype) for _ in range(2)
         )
-        self.own: StepKeyValues | None = None
+        self.steps: StepKeyValues | None = None
         for left in range(steps - 1, -1, -1):  # rows of earlier steps: all of these, and more
             rows = count + 2 * left
-            made = (self.random(batch, rows, kv_heads, head_dim, dtype=dtype) for _ in range(2))
-            self.own = StepKeyValues.extend(self.own, *made, self.choose(rows + 2, rows, batch))
+            new = (self.random(batch, rows, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+            self.steps = StepKeyValues.extend(self.steps, *new, self.choose(rows + 2, rows, batch))
         self.d_output = self.random(batch, count, heads, head_dim, dtype=dtype)
         for name, value in vars(self).items():
             if name != "generator":
@@ -71,25 +71,26 @@ class Case:
 
     def choose(self, population: int, count: int, batch: int) -> Tensor:
         """Return `count` different numbers below `population`, ascending, int64 [batch, count]."""
-        drawn = [torch.randperm(population, generator=self.generator) for _ in range(batch)]
-        return torch.stack([numbers[:count].sort().values for numbers in drawn])
+        orders = [torch.randperm(population, generator=self.generator) for _ in range(batch)]
+        return torch.stack([numbers[:count].sort().values for numbers in orders])
 
     def random(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*shape, generator=self.generator).to(dtype)
 
     def leaves(self) -> list[Tensor]:
         """Return every tensor that has a gradient."""
-        own = [] if self.own is None else [*self.own.keys, *self.own.values]
-        return [self.query, self.key, self.value, *own]
+        step_keys = [] if self.steps is None else [*self.steps.keys, *self.steps.values]
+        return [self.query, self.key, self.value, *step_keys]
 
     def run(self, attend: Attend, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """Return the output and the gradients of the leaves, computed in `dtype`."""
         leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in self.leaves()]
-        query, key, value, *own = leaves
-        steps = len(own) // 2
-        if self.own is not None:
-            own = StepKeyValues(tuple(own[:steps]), tuple(own[steps:]), self.own.rows)
-        output = attend(query, key, value, self.index, self.starts, own or None)
+        query, key, value, *step_tensors = leaves
+        steps, count = None, len(step_tensors) // 2
+        if self.steps is not None:
+            keys, values = tuple(step_tensors[:count]), tuple(step_tensors[count:])
+            steps = StepKeyValues(keys, values, self.steps.rows)
+        output = attend(query, key, value, self.index, self.starts, steps)
         return output, *torch.autograd.grad(output, leaves, self.d_output.to(output.dtype))
 
     def expected(self) -> Tensor:
@@ -102,9 +103,12 @@ class Case:
                 continue
             keys = [*self.key[b, start : slot + 1, kv]]
             values = [*self.value[b, start : slot + 1, kv]]
-            if self.own is not None:
+            if self.steps is not None:
                 for key, value, at in zip(
-                    self.own.keys, self.own.values, self.own.rows[:, b, r], strict=True
+                    self.steps.keys,
+                    self.steps.values,
+                    self.steps.rows[:, b, r],
+                    strict=True,
                 ):
                     keys.append(key.flatten(0, 1)[at, kv])
                     values.append(value.flatten(0, 1)[at, kv])

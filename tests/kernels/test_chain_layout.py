@@ -53,19 +53,19 @@ def test_passes(data: st.DataObject) -> None:
         return block * size + position % size if block else -1
 
     for operation in LAY_OUT:
-        found = operation(positions, counts, table, size, later)
+        layout = operation(positions, counts, table, size, later)
         last = [s + c - 1 if c else -1 for c, s in zip(shown, starts, strict=True)]
-        assert found.last.tolist() == last
+        assert layout.last.tolist() == last
         for number in range(later + 1):
             if number == 0:
                 expected = positions.tolist()
             else:
                 expected = [[p + number if p >= 0 else -1] for p in last]
             places = [[slot(row, p) for p in line] for row, line in enumerate(expected)]
-            assert found.select_pass(found.positions, number).tolist() == expected
-            assert found.select_pass(found.slots, number).tolist() == places
-            assert found.select_pass(found.slots, number).is_contiguous()
-        assert len(found.slots) == len(found.positions) == rows * (width + later)
+            assert layout.select_pass(layout.positions, number).tolist() == expected
+            assert layout.select_pass(layout.slots, number).tolist() == places
+            assert layout.select_pass(layout.slots, number).is_contiguous()
+        assert len(layout.slots) == len(layout.positions) == rows * (width + later)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
@@ -77,8 +77,8 @@ def test_last_rows(dtype: torch.dtype) -> None:
         assert torch.equal(operation(x, counts), expected)
         turned = x.transpose(2, 3).contiguous().transpose(2, 3)
         assert torch.equal(operation(turned, counts), expected)
-        found = operation(x, counts.clamp(max=3), 2)
-        assert torch.equal(found, torch.stack([x[0, 2:4], x[1, :2], x[2, 1:3]]))
+        last_two = operation(x, counts.clamp(max=3), 2)
+        assert torch.equal(last_two, torch.stack([x[0, 2:4], x[1, :2], x[2, 1:3]]))
     one = x[:, :1]
     assert module.last_rows(one, torch.ones(3, dtype=torch.int64)) is one  # nothing to pick
 

@@ -28,7 +28,6 @@ from tests.helpers.lossless import (
     DRAFT_IDS,
     FAULTS,
     HEAD,
-    START,
     TARGET,
     VOCAB,
     Case,
@@ -38,8 +37,8 @@ from tests.helpers.lossless import (
     by_definition,
     decode,
     exact_joint,
-    g_test,
     make_drafter,
+    p_value,
     propose,
     sampling_metadata,
 )
@@ -51,7 +50,7 @@ each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @each_case
 def test_the_joint_of_three_tokens_is_the_targets(case: Case, device: str) -> None:
     tokens, steps = decode(case, verify_module.verify, sampling_metadata(case, device=device))
-    assert g_test(tokens, exact_joint(case)) > 1e-3
+    assert p_value(tokens, exact_joint(case)) > 1e-3
     first = steps[0][1]
     if case.draft_probs:
         # A good head would hide faults.
@@ -73,16 +72,6 @@ def test_expected_acceptance_is_observed(case: Case, device: str) -> None:
             surplus += float((verdict.accepted[reached] > depth).sum() - chance.sum())
             variance += float((chance * (1 - chance)).sum())
         assert abs(surplus) < 4 * variance**0.5
-
-
-@on_devices
-def test_greedy_is_the_chain_of_argmaxes(device: str) -> None:
-    case = Case(temperature=0.0)
-    tokens, _ = decode(case, verify_module.verify, sampling_metadata(case, 50, device=device))
-    chain = [START]
-    for _ in range(3):
-        chain.append(int(TARGET[chain[-1]].argmax()))
-    assert tokens.tolist() == [chain[1:]] * 50
 
 
 @on_devices
@@ -165,4 +154,4 @@ def test_draft_probabilities_5_percent_too_small_are_rejected(device: str) -> No
         return verify_module.verify(logits, drafts, num, q, *rest)
 
     tokens, _ = decode(case, verify, sampling_metadata(case, 200_000, device=device))
-    assert g_test(tokens, exact_joint(case)) < 1e-6
+    assert p_value(tokens, exact_joint(case)) < 1e-6

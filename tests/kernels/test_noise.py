@@ -91,25 +91,25 @@ def test_small_values_are_fine_grained() -> None:
 def named_numbers() -> dict[str, Tensor]:
     """Numbers whose keys differ in one thing each, for the same prompts."""
     seed, prompt, position = keys(20_000)
-    found = {
+    numbers = {
         f"{purpose.name} {offset:+}": keyed_uniform(seed, prompt, position + offset, purpose)
         for purpose in Purpose
         for offset in (-1, 0, 1, 8)
     }
-    found["seed"] = keyed_uniform(seed + 1, prompt, position, Purpose.EMIT)
+    numbers["seed"] = keyed_uniform(seed + 1, prompt, position, Purpose.EMIT)
     for purpose in Purpose:
         e = keyed_exponential(seed, prompt, position, purpose, 4)
-        found |= {f"{purpose.name} token {v}": (-e[:, v]).exp().double() for v in range(4)}
-    return found
+        numbers |= {f"{purpose.name} token {v}": (-e[:, v]).exp().double() for v in range(4)}
+    return numbers
 
 
 def test_parts_of_a_key_give_independent_numbers() -> None:
-    found = named_numbers()
-    stacked = torch.stack(list(found.values()))
+    numbers = named_numbers()
+    stacked = torch.stack(list(numbers.values()))
     for values in (stacked, (stacked - 0.5).abs()):  # monotone and symmetric dependence
         correlation = torch.corrcoef(values) - torch.eye(len(values))
         worst = int(correlation.abs().argmax())
-        pair = [list(found)[i] for i in divmod(worst, len(values))]
+        pair = [list(numbers)[i] for i in divmod(worst, len(values))]
         assert float(correlation.abs().max()) < 5 * stacked.shape[1] ** -0.5, pair
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -79,17 +81,17 @@ def test_reference_in_bf16() -> None:
 @outside
 def test_one_block_a_row_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case([40], [1], 1, block_size=64, spare=0)
-    seen = []
+    inputs = []
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
     def spy(query: Tensor, key: Tensor, value: Tensor, **options) -> Tensor:
-        seen.extend([key, value])
+        inputs.extend([key, value])
         return sdpa(query, key, value, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     case.run()
     pools = [case.key_pool, case.value_pool]
-    assert [t.untyped_storage().data_ptr() for t in seen] == [
+    assert [t.untyped_storage().data_ptr() for t in inputs] == [
         t.untyped_storage().data_ptr() for t in pools
     ]
 
@@ -146,64 +148,62 @@ def test_write_into_what_cannot_be_viewed_by_slot() -> None:
         write_paged(key, key, both[:, 0], both[:, 1], torch.tensor([[1]]))
 
 
-def triton_case(plan: tuple[int, ...] | None, case: Case, **options) -> None:
-    from draftlab.kernels.paged_attention_launch import Plan
+def make_case(shape: tuple, **others: Any) -> tuple[Case, dict[str, Any]]:
+    """Return a case and the options of its attention."""
+    lengths, counts, m, heads, kv_heads, head_dim, block_size, options = shape
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
+    case = Case(lengths, counts, m, **sizes, **others)
+    if "sinks" in options:
+        options = options | {"sinks": sinks(heads).to(case.query.dtype)}
+    return case, options
 
-    def attend(*inputs: Tensor, **options) -> Tensor:
-        return attend_paged.triton(*inputs, plan=plan and Plan(*plan, 4, 2), **options)
 
-    case.check(attend, **options)
+# lengths, counts, m, heads, kv heads, head_dim, block size, options
+SMALL = [
+    # Rows with no keys, with fewer key tiles than splits, and with more.
+    *(((33, 0, 90, 3), (3, 2, 1, 0), 3, 4, 2, 16, 16, options) for options in OPTIONS),
+    ((21, 40), (3, 2), 3, 4, 4, 16, 8, {"window": 30}),
+    ((21, 40), (3, 2), 3, 6, 2, 20, 7, {"window": 30}),
+    ((21, 40), (3, 2), 3, 7, 1, 16, 100, {"window": 30}),
+    ((21, 40), (3, 2), 3, 20, 1, 24, 16, {"window": 30}),
+    ((21, 40), (3, 2), 3, 8, 4, 32, 32, {"window": 30}),
+    # Several tiles of rows, as in prefill: each has key tiles of its own.
+    ((0, 13), (40, 22), 40, 2, 1, 32, 16, {}),
+    ((0, 13), (40, 22), 40, 2, 1, 32, 16, {"window": 9}),
+    ((0, 13), (40, 22), 40, 2, 1, 32, 16, {"chunk": 16}),
+]
 
 
 @inside
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_kernel(options: dict, splits: int) -> None:
-    """Rows of several lengths: with no keys, with fewer key tiles than splits, and with more."""
-    case = Case([33, 0, 90, 3], [3, 2, 1, 0], 3, head_dim=16, block_size=16)
-    options = options | ({"sinks": sinks(4)} if "sinks" in options else {})
-    triton_case((16, 16, splits), case, **options)
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_kernel(shape: tuple, splits: int) -> None:
+    from draftlab.kernels.paged_attention_launch import Plan
 
-
-@inside
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size"),
-    [(4, 4, 16, 8), (6, 2, 20, 7), (7, 1, 16, 100), (20, 1, 24, 16), (8, 4, 32, 32)],
-)
-def test_kernel_on_odd_shapes(heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
-    rows = 32 if heads // kv_heads > 16 else 16
-    for splits in (1, 2):
-        triton_case((rows, 16, splits), Case([21, 40], [3, 2], 3, **shape), window=30)
-
-
-@inside
-def test_kernel_with_many_tokens() -> None:
-    """Several tiles of rows, as in prefill: each has key tiles of its own."""
-    shape = {"head_dim": 32, "heads": 2, "kv_heads": 1, "block_size": 16}
-    for options in ({}, {"window": 9}, {"chunk": 16}):
-        triton_case((16, 16, 1), Case([0, 13], [40, 22], 40, **shape), **options)
-    triton_case((32, 16, 2), Case([50], [40], 40, **shape))
+    case, options = make_case(shape)
+    rows = 32 if case.query.shape[2] // case.key_pool.shape[2] > 16 else 16
+    attend = partial(attend_paged.triton, plan=Plan(rows, 16, splits, 4, 2))
+    case.check(attend, **options)
 
 
 @inside
 def test_kernel_as_planned() -> None:
     """The plan's own choices, in float32 and float16."""
-    triton_case(None, Case([150, 10], [2, 1], 2, head_dim=32, block_size=16))
-    case = Case([150, 10], [2, 1], 2, head_dim=32, block_size=64, dtype=torch.float16)
-    case.check(attend_paged.triton, tolerance=4e-3)
+    for dtype, block_size, tolerance in ((torch.float32, 16, 1e-5), (torch.float16, 64, 4e-3)):
+        case = Case([150, 10], [2, 1], 2, head_dim=32, block_size=block_size, dtype=dtype)
+        case.check(attend_paged.triton, tolerance=tolerance)
 
 
 @inside
-def test_scores_far_from_zero() -> None:
+@pytest.mark.parametrize("splits", [1, 4])
+def test_scores_far_from_zero(splits: int) -> None:
     """Whole tiles of vanishing weight before and after the ones that count."""
-    case = Case([60], [2], 2, head_dim=16, block_size=16)
-    case.scale = 40.0
-    for splits in (1, 4):
-        triton_case((16, 16, splits), case)
+    from draftlab.kernels.paged_attention_launch import Plan
+
+    case = Case([60], [2], 2, head_dim=16, block_size=16, scale=40.0)
+    case.check(partial(attend_paged.triton, plan=Plan(16, 16, splits, 4, 2)))
 
 
-# lengths, counts, m, heads, kv heads, head_dim, block size, options
 REAL = [
     ((700, 0, 33), (5, 3, 0), 5, 32, 8, 128, 16, {}),
     ((700, 0, 33), (9, 5, 0), 9, 32, 8, 128, 64, {}),
@@ -224,9 +224,5 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 @pytest.mark.parametrize("shape", REAL, ids=str)
 def test_kernel_at_real_sizes(shape: tuple, dtype: torch.dtype, device: str) -> None:
     """Relative errors against dense attention in float64; repeated runs give equal bits."""
-    lengths, counts, m, heads, kv_heads, head_dim, block_size, options = shape
-    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
-    case = Case(lengths, counts, m, **sizes, dtype=dtype, scale=head_dim**-0.5)
-    if "sinks" in options:
-        options = options | {"sinks": sinks(heads).to(dtype)}
+    case, options = make_case(shape, dtype=dtype, scale=shape[5] ** -0.5)
     case.check_norm(device, BOUNDS[dtype], **options)

@@ -39,7 +39,7 @@ def batches(draw: st.DrawFn) -> SimpleNamespace:
         length = draw(st.integers(1, 7))
         rows.append(
             SimpleNamespace(
-                fed=draw(st.lists(st.integers(1, 500), min_size=length, max_size=length)),
+                inputs=draw(st.lists(st.integers(1, 500), min_size=length, max_size=length)),
                 emitted=draw(st.integers(1, 500)),
                 pairs=draw(st.integers(1, length)),
                 start=draw(st.integers(-2, limit + 2)),
@@ -53,7 +53,7 @@ def expected_row(batch: SimpleNamespace, row: SimpleNamespace, width: int) -> li
     """Return (token, position, slot, is mask) of each column of a row."""
     padding = 0, -1, -1, False
     columns = []
-    tokens = [*row.fed[1 : row.pairs], row.emitted] + [MASK] * (batch.k - 1)
+    tokens = [*row.inputs[1 : row.pairs], row.emitted] + [MASK] * (batch.k - 1)
     for column in range(width + batch.k - 1):
         position = row.start + column
         block, offset = divmod(position, batch.size)
@@ -69,8 +69,8 @@ def expected_row(batch: SimpleNamespace, row: SimpleNamespace, width: int) -> li
 @settings(max_examples=60, deadline=None)
 @given(batch=batches())
 def test_layout_equals_the_loop(batch: SimpleNamespace) -> None:
-    width = max(len(row.fed) for row in batch.rows)
-    tokens = [[*row.fed[1 : row.pairs], row.emitted] for row in batch.rows]
+    width = max(len(row.inputs) for row in batch.rows)
+    tokens = [[*row.inputs[1 : row.pairs], row.emitted] for row in batch.rows]
     padded = int64([row + [9999] * (2 * width - len(row)) for row in tokens])
     for operation in OPERATIONS:
         layout = operation(

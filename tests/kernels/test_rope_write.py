@@ -107,9 +107,10 @@ def test_the_kernel_equals_the_reference(
 
 @on_kernels
 def test_angles_of_far_positions(device: str) -> None:
-    case = Case(device=device)
+    case = Case(device=device, head_dim=80)
     angle = case.positions.clamp(min=0)[:, None].float() * case.inv_freq
+    tolerance = 1e-5 if device == "cpu" else 1e-6
     for operation in (rope_angles.triton, rope_angles.reference):
         angles = operation(case.positions, case.inv_freq, 1.2, torch.float32)
         for half, expected in zip(angles, (angle.cos(), angle.sin()), strict=True):
-            torch.testing.assert_close(half, expected * 1.2, atol=1e-5, rtol=0)
+            torch.testing.assert_close(half, expected * 1.2, atol=tolerance, rtol=0)

@@ -47,7 +47,7 @@ def test_gradients_of_the_reference() -> None:
     case = Case([[3, 2], [4]], 6, steps=2, head_dim=2, dtype=torch.float64)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *step_keys: Tensor) -> Tensor:
-        steps = StepKeyValues(step_keys[:2], step_keys[2:], case.own.rows)
+        steps = StepKeyValues(step_keys[:2], step_keys[2:], case.steps.rows)
         return ttt_attention(query, key, value, case.index, case.starts, steps)
 
     leaves = [t.requires_grad_() for t in case.leaves()]
@@ -86,7 +86,9 @@ def test_wrong_inputs() -> None:
     with pytest.raises(ValueError, match="3 query heads cannot share 2 kv heads"):
         ttt_attention(case.query[:, :, :3], case.key, case.value, *rows)
     with pytest.raises(ValueError, match="of one dtype"):
-        ttt_attention(case.query.double(), case.key.double(), case.value.double(), *rows, case.own)
+        ttt_attention(
+            case.query.double(), case.key.double(), case.value.double(), *rows, case.steps
+        )
 
 
 def check(case: Case, plan: tuple[int, int] | None = (16, 16), tolerance: float = 1e-4) -> None:
@@ -153,7 +155,7 @@ def test_rows_of_padding_that_repeat_others() -> None:
     """What they would write is not written: the real row's gradients stay."""
     case = Case([[20]], 20, steps=2, share=0.5)
     case.index[0, -3:], case.starts[0, -3:] = case.index[0, 2], 20
-    case.own.rows[:, 0, -3:] = case.own.rows[:, 0, 2:3]
+    case.steps.rows[:, 0, -3:] = case.steps.rows[:, 0, 2:3]
     check(case)
 
 

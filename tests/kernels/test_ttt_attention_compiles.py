@@ -29,14 +29,14 @@ def attend(num_rows: int, num_keys: int, steps: int, heads: tuple[int, int, int]
         for shape in ((num_rows, num_heads), (num_keys, num_kv_heads), (num_keys, num_kv_heads))
     )
     index = on_gpu(1, num_rows, dtype=torch.int64)
-    own = None
+    step_keys = None
     for _ in range(steps):
-        made = (
+        new = (
             on_gpu(1, num_rows, num_kv_heads, head_dim, dtype=dtype).requires_grad_()
             for _ in range(2)
         )
-        own = StepKeyValues.extend(own, *made, index)
-    ttt_attention(query, key, value, index, index, own).sum().backward()
+        step_keys = StepKeyValues.extend(step_keys, *new, index)
+    ttt_attention(query, key, value, index, index, step_keys).sum().backward()
 
 
 def spilled(kernel: Any, folder: Path) -> int:

@@ -58,13 +58,18 @@ def _no_tensors_from_lists() -> Iterator[None]:
 
 @torch.inference_mode()
 def pass_on_meta(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a pass of three rows of four tokens; draftlab's kernels are replaced by empty results."""
+    """Run a pass of three rows of four tokens, and one of a packed row, which recording launches.
+
+    draftlab's kernels are replaced by empty results.
+    """
     monkeypatch.setattr(attention, "attend_paged", lambda query, *_, **__: torch.empty_like(query))
     monkeypatch.setattr(paged, "write_paged", lambda *_: None)
     target = Target(target.model.to(META), target.folder, target.name)
     cache, (rows, width) = PagedCache(target.num_layers, 9, 4), (3, 4)
     tokens, positions = torch.zeros(2, rows, width, dtype=torch.int64, device=META)
     table = torch.zeros(rows, 5, dtype=torch.int32, device=META)
+
+    row, ids = PackedRow.of((5, 30, 1), META), torch.zeros(1, 36, dtype=torch.int64, device=META)
 
     def run() -> tuple[Tensor, Tensor]:
         cache.at(table, positions, slot_mapping(table, positions, 4))
@@ -74,9 +79,13 @@ def pass_on_meta(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     run()  # allocates the pools, as a warm-up does
     with _no_tensors_from_lists(), _NoCopies():
         features, logits = run()
+        packed = target.states(ids, (0, 2, 4), packed_row=row)
+        packed_logits = target.logits(packed.last)
     assert features.shape == (rows, width, 3 * target.hidden_size)
     assert logits.shape == (rows, width, target.vocab_size)
-    assert {features.device, logits.device} == {META}
+    assert packed.features.shape == (1, 36, 3 * target.hidden_size)
+    tensors = features, logits, packed.features, packed_logits
+    assert {tensor.device for tensor in tensors} == {META}
 
 
 @pytest.mark.parametrize(
@@ -88,33 +97,6 @@ def test_a_pass_never_waits(
     monkeypatch.setattr(experts, "grouped_products", lambda dtype, device: grouped)
     dtype = "bfloat16" if grouped else "float32"  # as on a GPU
     pass_on_meta(zoo_target(tmp_path, kind, dtype=dtype), monkeypatch)
-
-
-@pytest.mark.parametrize("kind", list(ZOO))
-@torch.inference_mode()
-def test_a_packed_row_never_waits(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Recording launches passes ahead of the device."""
-    monkeypatch.setattr(experts, "grouped_products", lambda dtype, device: True)
-    loaded = zoo_target(tmp_path, kind, dtype="bfloat16")
-    target = Target(loaded.model.to(META), loaded.folder, loaded.name)
-    row, tokens = PackedRow.of((5, 30, 1), META), torch.zeros(1, 36, dtype=torch.int64, device=META)
-    with _no_tensors_from_lists(), _NoCopies():
-        states = target.states(tokens, (0, 2, 4), packed_row=row)
-        logits = target.logits(states.last)
-    assert states.features.shape == (1, 36, 3 * target.hidden_size)
-    assert {states.features.device, logits.device} == {META}
-
-
-@pytest.mark.parametrize("kind", MIXTURES)
-def test_transformers_loop_over_experts_waits(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = zoo_target(tmp_path, kind)
-    target.model.set_experts_implementation("eager")
-    with pytest.raises((RuntimeError, NotImplementedError), match="nonzero"):
-        pass_on_meta(target, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model import compiled, loading
 from draftlab.target_model.compiled import compile_layers, compile_target
 from draftlab.target_model.fused_decoder import has_known_layers
 from draftlab.target_model.model import Target
-from tests.helpers.zoo import SHAPE, load_on_cpu, zoo_folder, zoo_target
+from tests.helpers.ragged import paged_cache, run_ragged
+from tests.helpers.zoo import load_on_cpu, random_texts, zoo_folder, zoo_target
 
 # The number of modules in four layers whose method is compiled.
 KINDS = {
@@ -36,19 +36,11 @@ def compiled_modules(target: Target) -> list[torch.nn.Module]:
 
 def run(target: Target, rows: int, width: int) -> list[Tensor]:
     """Return states without a cache, with a paged cache, and logits, of random tokens."""
-    ids = torch.randint(
-        3, SHAPE["vocab_size"], (rows, width), generator=torch.Generator().manual_seed(width)
-    )
-    cache = target.new_paged_cache(4 * rows + 1, 8)
+    ids = torch.stack(random_texts((width,) * rows, seed=width))
     table = torch.arange(1, 4 * rows + 1, dtype=torch.int32).view(rows, 4)
-    positions = torch.arange(width).repeat(rows, 1)
-    cache.at(table, positions, slot_mapping(table, positions, 8))
     alone = target.states(ids, (1, 3))
-    return [
-        alone.features,
-        target.states(ids, positions=positions, cache=cache).last,
-        target.logits(alone.last),
-    ]
+    cached = run_ragged(target, paged_cache(target, table, 8), ids, [(width,) * rows])
+    return [alone.features, *(last for _, last in cached), target.logits(alone.last)]
 
 
 class Backend:

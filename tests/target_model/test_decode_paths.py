@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from draftlab.errors import UserError
 from draftlab.kernels.cpu_prepacked_linear import why_no_prepacking
 from draftlab.kernels.linear import MAX_ROWS
-from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model.fused_decoder import FusedDecoder, fused_decoder, has_known_layers
-from draftlab.target_model.model import DecodePath, HiddenStates, Target
+from draftlab.target_model.model import HiddenStates, Target
 from draftlab.target_model.path_check import check_decode_path
 from draftlab.target_model.prepacked_decoder import (
     PrepackedDecoder,
@@ -25,6 +24,8 @@ from draftlab.target_model.prepacked_decoder import (
     prepacked_decoder,
     why_not_prepacked,
 )
+from tests.helpers.head_toys import LLAMA3
+from tests.helpers.ragged import paged_cache, run_ragged
 from tests.helpers.zoo import assert_close, random_texts, zoo_target
 
 # Windows of 8 matter: the sequences below are longer.
@@ -32,16 +33,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True}),
     "llama3 rope": (
         "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10_000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            }
-        },
+        {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16}},
     ),
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
@@ -77,34 +69,25 @@ def llama(tmp_path: Path) -> Target:
     return load(tmp_path, "llama")
 
 
-def run_ragged(path: DecodePath, target: Target) -> list[Tensor]:
-    """Return the states of two rows, run in ragged chunks with padding; only real tokens."""
-    cache = target.new_paged_cache(9, 4)
-    table = torch.tensor([[3, 1, 8, 5, 0], [2, 7, 4, 6, 0]], dtype=torch.int32)
-    done, results = [0, 0], []
-    for sizes in ((6, 3), (1, 5), (0, 2), (5, 1), (4, 4)):
-        width = max(sizes)
-        ids, positions = torch.zeros(2, width, dtype=torch.int64), torch.full((2, width), -1)
-        for row, n in enumerate(sizes):
-            ids[row, :n] = SEQUENCES[row, done[row] : done[row] + n]
-            positions[row, :n] = torch.arange(done[row], done[row] + n)
-            done[row] += n
-        slots = slot_mapping(table, positions, 4)
-        states = path.states(
-            ids, (0, 2, 4), positions=positions, cache=cache.at(table, positions, slots)
-        )
-        results += [states.features[positions >= 0], states.last[positions >= 0]]
-    return results
-
-
 @pytest.mark.parametrize("path_class", PATHS)
 def test_states_and_logits_equal_transformers(path_class: Any, target: Target) -> None:
+    """Ragged chunks in several blocks, and one block a row, as a CPU engine has it."""
     before = {name: value.clone() for name, value in target.model.state_dict().items()}
     assert has_known_layers(target)
-    path, expected = path_class(target), run_ragged(target, target)
-    for one, other in zip(run_ragged(path, target), expected, strict=True):
-        assert_close(one, other, 2e-5)
-    last = expected[-1]
+    path = path_class(target)
+    for table, block_size, passes in (
+        ([[3, 1, 8, 5, 0], [2, 7, 4, 6, 0]], 4, [(6, 3), (1, 5), (0, 2), (5, 1), (4, 4)]),
+        ([[2], [1]], 32, [(12, 12), (1, 1), (5, 5)]),
+    ):
+        blocks = torch.tensor(table, dtype=torch.int32)
+        states, expected = (
+            run_ragged(run, paged_cache(target, blocks, block_size), SEQUENCES, passes, (0, 2, 4))
+            for run in (path, target)
+        )
+        for row, expected_row in zip(states, expected, strict=True):
+            for one, other in zip(row, expected_row, strict=True):
+                assert_close(one, other, 2e-5)
+    last = expected[0][1]
     assert_close(path.logits(last), target.logits(last), 2e-5)
     check_decode_path(target, path, "the path")
     after = target.model.state_dict()
@@ -125,25 +108,8 @@ def test_the_fused_path_shares_the_models_memory(target: Target) -> None:
         assert torch.equal(one, other)
 
 
-@needs_prepacked
-def test_the_prepacked_path_reads_one_block_a_row(target: Target) -> None:
-    """The default cache on a CPU: a prompt, then one token and five."""
-    path, table = PrepackedDecoder(target), torch.tensor([[2], [1]], dtype=torch.int32)
-    caches = {run: target.new_paged_cache(3, 32) for run in (path, target)}
-    for start, end in ((0, 12), (12, 13), (13, 18)):
-        positions = torch.arange(start, end).repeat(2, 1)
-        slots = slot_mapping(table, positions, 32)
-        one, other = (
-            run.states(
-                SEQUENCES[:, start:end],
-                (0, 4),
-                positions=positions,
-                cache=cache.at(table, positions, slots),
-            )
-            for run, cache in caches.items()
-        )
-        assert_close(one.features, other.features, 2e-5)
-        assert_close(one.last, other.last, 2e-5)
+class QuantisedTensor(Tensor):
+    """A tensor class of a quantisation library."""
 
 
 def test_modified_layers_are_not_known(llama: Target) -> None:
@@ -158,13 +124,26 @@ def test_modified_layers_are_not_known(llama: Target) -> None:
     llama.decoder.rotary_emb.rope_type = "dynamic"
     assert not has_known_layers(llama)
     llama.decoder.rotary_emb.rope_type = "default"
+    for module in (llama.layers[2], llama.layers[2].self_attn, llama.layers[2].mlp):
+        cls = type(module)
+        module.__class__ = type("Positioned", (cls,), {})  # as target_model/llama4.py does
+        assert not has_known_layers(llama)
+        module.__class__ = type(cls.__name__, (cls,), {})  # the same name, another module
+        assert not has_known_layers(llama)
+        module.__class__ = cls
+    product = llama.layers[1].mlp.up_proj
+    plain = product.weight
+    quantised = plain.data.as_subclass(QuantisedTensor)
+    product.weight = nn.Parameter(quantised, requires_grad=False)
+    assert not has_known_layers(llama)
+    product.weight = plain
     assert has_known_layers(llama)
     gate = llama.layers[3].mlp.gate_proj
     gate.bias = nn.Parameter(torch.zeros(gate.out_features))
     assert not has_known_layers(llama)
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "granite"])
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "llama4_text"])
 def test_other_architectures_run_through_transformers(kind: str, tmp_path: Path) -> None:
     target = zoo_target(tmp_path, kind)
     assert not has_known_layers(target)
@@ -190,36 +169,32 @@ def test_the_check_runs_a_prompt_of_more_rows_than_small_kernels_take(
         check_decode_path(llama, fused, "the fused path")
 
 
-@pytest.mark.parametrize("fault", ["scale", "window", "eps", "rope", "norm"])
-def test_the_check_finds_faults_of_the_fused_path(fault: str, llama: Target) -> None:
-    """Each is a way in which a layer could differ from fused_decoder.py."""
-    fused = FusedDecoder(llama)
-    check_decode_path(llama, fused, "the fused path")
-    attention = llama.layers[1].self_attn
-    if fault == "scale":
-        attention.scaling *= 1.1
-    elif fault == "window":
-        fused.layers[1].window = 6
-    elif fault == "eps":
-        fused.eps += 0.05
-    elif fault == "rope":
-        fused.scaling = 1.05
-    else:
-        weights = fused.layers[3].weights
-        weights.mlp_norm = weights.mlp_norm + 0.02
-    with pytest.raises(UserError, match="differ in their"):
-        check_decode_path(llama, fused, "the fused path")
-
-
-@needs_prepacked
-@pytest.mark.parametrize("fault", ["scale", "norm", "weight"])
-def test_the_check_finds_faults_of_the_prepacked_path(fault: str, llama: Target) -> None:
-    path = PrepackedDecoder(llama)
+@pytest.mark.parametrize(
+    ("path_class", "fault"),
+    [
+        *((FusedDecoder, fault) for fault in ("scale", "window", "eps", "rope", "fused norm")),
+        *(
+            pytest.param(PrepackedDecoder, fault, marks=needs_prepacked)
+            for fault in ("scale", "packed norm", "weight")
+        ),
+    ],
+)
+def test_the_check_finds_faults(path_class: Any, fault: str, llama: Target) -> None:
+    """Each is a way in which a layer could differ from fused_decoder.py or prepacked_decoder.py."""
+    path = path_class(llama)
     check_decode_path(llama, path, "the path")
-    layer: Any = path.layers[2]
     if fault == "scale":
-        layer.scale *= 1.1
-    elif fault == "norm":
+        llama.layers[1].self_attn.scaling *= 1.1
+    elif fault == "window":
+        path.layers[1].window = 6
+    elif fault == "eps":
+        path.eps += 0.05
+    elif fault == "rope":
+        path.scaling = 1.05
+    elif fault == "fused norm":
+        weights = path.layers[3].weights
+        weights.mlp_norm = weights.mlp_norm + 0.02
+    elif fault == "packed norm":
         path.norm.scaled = path.norm.scaled * 1.001
     else:
         llama.layers[1].mlp.up_proj.weight.data[3] *= 1.5

@@ -44,13 +44,6 @@ def test_parts_from_shards_equal_those_in_memory(kind: str, shard: str, tmp_path
     torch.testing.assert_close(actual.logits(last, rows), logits[:, rows])
 
 
-def test_tied_and_untied_differ_where_they_should(tmp_path: Path) -> None:
-    tied = load_parts(zoo_folder(tmp_path / "tied", "llama", tie_word_embeddings=True))
-    untied = load_parts(zoo_folder(tmp_path / "untied", "llama"))
-    assert torch.equal(tied.embeddings, tied.lm_head)
-    assert not torch.equal(untied.embeddings, untied.lm_head)
-
-
 def test_parts_keep_the_checkpoints_dtype_and_move_as_copies(tmp_path: Path) -> None:
     """Copies for a trainer must not turn the norm of a model in use into another dtype."""
     target = zoo_target(tmp_path, "llama")
@@ -61,21 +54,16 @@ def test_parts_keep_the_checkpoints_dtype_and_move_as_copies(tmp_path: Path) -> 
     target.check_parts()
 
 
-def test_an_unknown_logit_transformation_is_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("granite", "logits_scaling", 3.0), ("gemma2", "final_logit_softcapping", 3.0)],
+)
+def test_other_transformations_of_logits_are_refused(
+    kind: str, key: str, value: float, tmp_path: Path
 ) -> None:
-    """Granite divides its logits."""
-    folder = zoo_folder(tmp_path, "granite")
-    load_on_cpu(folder)
-    monkeypatch.setattr("draftlab.target_model.parts._logit_scale", lambda config: 1.0)
-    with pytest.raises(UserError, match="Granite"):
-        load_on_cpu(folder)
-
-
-def test_an_unknown_softcap_is_caught(tmp_path: Path) -> None:
-    target = zoo_target(tmp_path, "gemma2")
-    assert target.parts.softcap == 10.0
-    target.model.config.final_logit_softcapping = 3.0
+    target = zoo_target(tmp_path, kind)
+    target.check_parts()
+    setattr(target.model.config, key, value)
     with pytest.raises(UserError, match="transforms logits"):
         target.check_parts()
 

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from draftlab.engine.engine import Engine
 from draftlab.errors import UserError
 from draftlab.target_model.fused_decoder import has_known_layers
-from draftlab.target_model.model import Target
 from draftlab.target_model.parts import load_parts
 from tests.helpers.greedy_answers import STOPS, requests, run
 from tests.helpers.toys import toy_target_folder
@@ -108,17 +106,3 @@ def test_without_its_library_a_quantised_target_is_refused(plain: Path, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="pip install compressed-tensors"):
         load_on_cpu(tmp_path)
-
-
-class QuantisedTensor(Tensor):
-    """A tensor class of a quantisation library."""
-
-
-def test_weights_of_another_class_are_not_known_layers(plain: Path) -> None:
-    target: Target = load_on_cpu(plain)
-    assert has_known_layers(target)
-    product = target.layers[1].mlp.up_proj
-    product.weight = nn.Parameter(
-        product.weight.data.as_subclass(QuantisedTensor), requires_grad=False
-    )
-    assert not has_known_layers(target)

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.kernels.paged_attention import slot_mapping
-from draftlab.target_model import llama4, replacements
-from draftlab.target_model.fused_decoder import has_known_layers
+from draftlab.target_model import attention, llama4, probe, replacements
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import load_parts
+from tests.helpers.ragged import row_cache, run_ragged
 from tests.helpers.zoo import (
     LINEAR_ATTENTION,
     SHAPE,
@@ -25,68 +24,30 @@ from tests.helpers.zoo import (
     eager_model,
     load_on_cpu,
     random_texts,
+    wide,
     zoo_folder,
     zoo_target,
 )
 
-LENGTHS = (70, 3, 33)  # Llama 4's temperature in the zoo steps every 16 positions
-
-
-def texts() -> list[Tensor]:
-    return random_texts(LENGTHS, seed=3)
-
-
-def last_five(target: Target, paged: bool) -> Tensor:
-    """Return logits [3, 5, V] of the texts' last tokens, decoded in one batch after the rest."""
-    size, width = 16, 5
-    rows = target.new_cache(3, 80)
-    pages = target.new_paged_cache(3 * width + 1, size)
-    table = (torch.randperm(3 * width).view(3, width) + 1).int()
-    logits = torch.zeros(3, 5, target.vocab_size)
-    for first in (True, False):
-        chunks = [t[:-5] if first else t[-5:] for t in texts()]
-        starts = [0 if first else len(t[:-5]) for t in texts()]
-        longest = max(map(len, chunks))
-        ids = torch.zeros(3, longest, dtype=torch.int64)
-        positions = torch.full((3, longest), -1)
-        for row, (chunk, start) in enumerate(zip(chunks, starts, strict=True)):
-            ids[row, : len(chunk)] = chunk
-            positions[row, : len(chunk)] = torch.arange(start, start + len(chunk))
-        if paged:
-            cache = pages.at(table, positions, slot_mapping(table, positions, size))
-        else:
-            cache = rows.at(range(3), positions, int(positions.max()) + 1)
-        states = target.states(ids, positions=positions, cache=cache).last
-        if not first:
-            for row, chunk in enumerate(chunks):
-                logits[row, -len(chunk) :] = target.logits(states[row, : len(chunk)])
-    return logits
-
-
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("kind", ["llama4_text", "ministral3", "phi3", "gpt_oss"])
-def test_rows_of_different_lengths_are_as_alone(kind: str, paged: bool, tmp_path: Path) -> None:
-    """A row's logits are those of transformers' own model run on that row, without a cache."""
-    folder = zoo_folder(tmp_path, kind)
-    logits = last_five(load_on_cpu(folder), paged)
-    alone = eager_model(folder)
-    for row, text in enumerate(texts()):
-        with torch.inference_mode():
-            expected = alone(input_ids=text[None], use_cache=False).logits[0, -5:]
-        assert_close(logits[row, -len(expected) :], expected)
+ATTEND_READS = attention.attend_reads
 
 
 def test_llama4_without_the_replacement_is_wrong_and_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = zoo_folder(tmp_path, "llama4_text")
-    right = last_five(load_on_cpu(folder), False)
+    folder, texts = zoo_folder(tmp_path, "llama4_text"), random_texts((70, 3, 33), seed=3)
+
+    def last_states(target: Target) -> Tensor:
+        cache, passes = row_cache(target, range(3), 80), [(65, 0, 28), (5, 3, 5)]
+        return run_ragged(target, cache, texts, passes)[1][1]
+
+    right = last_states(load_on_cpu(folder))
     monkeypatch.setattr(llama4, "use_true_positions", lambda layers: None)
     target = load_on_cpu(folder)
     with pytest.raises(UserError, match="Llama4TextModel takes positions from the length"):
         target.new_cache(3, 80)
     monkeypatch.setattr(Target, "_check_once", lambda self, check: None)
-    assert float((last_five(target, False) - right).abs().max()) > 0.1
+    assert float((last_states(target) - right).abs().max()) > 0.1
 
 
 def test_llama4_replaces_only_layers_with_a_temperature(tmp_path: Path) -> None:
@@ -95,20 +56,6 @@ def test_llama4_replaces_only_layers_with_a_temperature(tmp_path: Path) -> None:
     assert replaced == [False, True, False, True]
     plain = zoo_target(tmp_path / "plain", "llama4_text", attn_temperature_tuning=False)
     assert not any(isinstance(layer, llama4.PositionedLayer) for layer in plain.layers)
-
-
-def test_replaced_layers_are_not_known_layers(tmp_path: Path) -> None:
-    assert not has_known_layers(zoo_target(tmp_path / "llama4", "llama4_text"))
-    target = zoo_target(tmp_path / "llama", "llama")
-    assert has_known_layers(target)
-    for module in (target.layers[2], target.layers[2].self_attn, target.layers[2].mlp):
-        cls = type(module)
-        module.__class__ = type("Positioned", (cls,), {})  # as target_model/llama4.py does
-        assert not has_known_layers(target)
-        module.__class__ = type(cls.__name__, (cls,), {})  # the same name, another module
-        assert not has_known_layers(target)
-        module.__class__ = cls
-    assert has_known_layers(target)
 
 
 def test_multimodal_llama4_gives_its_text_model(
@@ -122,7 +69,7 @@ def test_multimodal_llama4_gives_its_text_model(
     (note,) = target.notes
     assert "multi_modal_projector (1), vision_model (25)" in note
     whole = eager_model(folder)
-    ids = texts()[0][None]
+    ids = random_texts((70,))[0][None]
     with torch.inference_mode():
         expected = whole(input_ids=ids, use_cache=False).logits
     assert_close(target.logits(target.states(ids).last), expected)
@@ -132,15 +79,27 @@ def test_multimodal_llama4_gives_its_text_model(
     assert torch.equal(parts.embeddings, target.parts.embeddings)
 
 
-def test_longrope_uses_its_short_set(tmp_path: Path) -> None:
-    """`max_length` is the set's limit; the configs of layers do not change."""
-    target = zoo_target(tmp_path, "phi3")
-    assert target.max_length == 96
+@pytest.mark.parametrize(
+    ("kind", "changes", "max_length"),
+    [
+        ("phi3", {}, 96),  # its short set of frequencies ends there
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+            SHAPE["max_position_embeddings"],
+        ),
+    ],
+)
+def test_rope_does_not_follow_the_longest_text(
+    kind: str, changes: dict[str, Any], max_length: int, tmp_path: Path
+) -> None:
+    target = zoo_target(tmp_path, kind, **changes)
+    assert target.max_length == max_length
     assert {layer.self_attn.config.max_position_embeddings for layer in target.layers} == {128}
     before = target.decoder.rotary_emb.inv_freq.clone()
-    short, beyond = torch.tensor([[3, 4, 5]]), torch.full((1, 120), 7)
+    short, beyond = torch.tensor([[3, 4, 5]]), torch.full((1, max_length + 70), 7)
     expected = target.states(short).last
-    target.states(beyond)  # transformers would switch to the long set here
+    target.states(beyond)  # transformers would change the frequencies here
     assert torch.equal(target.decoder.rotary_emb.inv_freq, before)
     assert torch.equal(target.states(short).last, expected)
 
@@ -152,19 +111,6 @@ def test_longrope_that_follows_the_longest_row_is_refused(
     target = zoo_target(tmp_path, "phi3")
     with pytest.raises(UserError, match="Phi3Model treats a row differently when the row beside"):
         target.new_cache(2, 8)
-
-
-def test_dynamic_rope_does_not_grow(tmp_path: Path) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    target = zoo_target(tmp_path, "llama", rope_parameters=rope)
-    short = torch.tensor([[3, 4, 5]])
-    expected = target.states(short).last
-    assert target.max_length == SHAPE["max_position_embeddings"]
-    target.states(torch.full((1, 200), 7))
-    assert torch.equal(
-        target.decoder.rotary_emb.inv_freq, target.decoder.rotary_emb.original_inv_freq
-    )
-    assert torch.equal(target.states(short).last, expected)
 
 
 def test_longrope_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
@@ -225,3 +171,37 @@ def test_faults_in_custom_code_are_found(change: Any, message: str, tmp_path: Pa
     change_layer(target, change)
     with pytest.raises(UserError, match=message):
         target.new_paged_cache(4, 16)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A target with random experts, whose routers are near ties everywhere."""
+    path = tmp_path_factory.mktemp("mixture")
+    return zoo_target(path, "gpt_oss", dtype="bfloat16", **wide("gpt_oss"))
+
+
+def test_other_rounding_is_accepted(mixture: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other kernels round so, and routers then select other experts for some tokens."""
+
+    def rounded_otherwise(query: Tensor, *rest: object, **scores: object) -> Tensor:
+        attended = ATTEND_READS(query, *rest, **scores)
+        noise = torch.randn(attended.shape, generator=torch.Generator().manual_seed(7))
+        return (attended * (1 + noise * 2**-7)).to(attended.dtype)
+
+    monkeypatch.setattr(attention, "attend_reads", rounded_otherwise)
+    with torch.inference_mode():
+        rows, pages = probe._rows_and_pages(mixture)
+    changes = (rows - pages).norm(dim=-1) / rows.norm(dim=-1)
+    assert (changes > 0.2).sum() > changes.numel() / 2, "no router selects other experts"
+    probe.check_pages(mixture)
+
+
+def test_a_misread_cache_is_refused(mixture: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are read from other slots."""
+
+    def misread(query: Tensor, keys: Tensor, values: Tensor, *rest: object, **scores: object):
+        return ATTEND_READS(query, keys, values.roll(1, 0), *rest, **scores)
+
+    monkeypatch.setattr(attention, "attend_reads", misread)
+    with pytest.raises(UserError, match="pages of keys do not serve"):
+        probe.check_pages(mixture)

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.target_model.boundaries import check_boundaries, default_boundaries
+from draftlab.target_model.cache import RowCache
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import text_decoder
+from tests.helpers.ragged import paged_cache, row_cache, run_ragged
 from tests.helpers.zoo import (
     SHAPE,
     ZOO,
@@ -37,7 +39,7 @@ def target(folder: Path) -> Target:
 
 def test_boundaries_are_transformers_hidden_states(target: Target, folder: Path) -> None:
     """hidden_states[b] enters layer b; the last state enters the final norm."""
-    ids = random_texts((25,))[0][None]
+    ids = random_texts((70,))[0][None]
     before_norm: list[Tensor] = []
     model = eager_model(folder)
     _, _, norm = text_decoder(model)
@@ -54,32 +56,28 @@ def test_boundaries_are_transformers_hidden_states(target: Target, folder: Path)
     assert_close(target.logits(states.last), expected.logits)
     picked = target.states(ids, (1, LAYERS)).features
     assert torch.equal(picked, torch.cat([features[1], features[LAYERS]], -1))
-    assert target.states(ids).features.shape == (1, 25, 0)
+    assert target.states(ids).features.shape == (1, 70, 0)
 
 
-def test_a_cache_fed_in_ragged_chunks_changes_nothing(target: Target) -> None:
+@pytest.mark.parametrize("kind", ["rows", "pages"])
+def test_a_cache_fed_in_ragged_chunks_changes_nothing(kind: str, target: Target) -> None:
     """Rows of different lengths, chunks of different sizes, one row started late."""
-    tokens = random_texts((30, 17, 24))
-    expected = [target.states(t[None], (0, 2, 3)) for t in tokens]
-    cache = target.new_cache(5, 40)
-    done = [0, 0, 0]
-    for sizes in ([7, 1, 0], [1, 5, 12], [13, 0, 1], [2, 11, 3], [7, 0, 8]):
-        width = max(sizes)
-        ids, positions = torch.zeros(3, width, dtype=torch.int64), torch.full((3, width), -1)
-        for row, n in enumerate(sizes):
-            ids[row, :n] = tokens[row][done[row] : done[row] + n]
-            positions[row, :n] = torch.arange(done[row], done[row] + n)
-        visible = int(positions.max()) + 1
-        # Rows without tokens keep their cache row; `visible` covers the longest row.
-        states = target.states(
-            ids, (0, 2, 3), positions=positions, cache=cache.at([1, 3, 2], positions, visible)
-        )
-        for row, n in enumerate(sizes):
-            columns = slice(done[row], done[row] + n)
-            assert_close(states.last[row, :n], expected[row].last[0, columns])
-            assert_close(states.features[row, :n], expected[row].features[0, columns])
-            done[row] += n
-    assert done == [30, 17, 24]
+    texts = random_texts((30, 17, 24))
+    table = torch.tensor([[3, 1, 8, 5], [2, 7, 4, 9], [6, 10, 12, 11]], dtype=torch.int32)
+    cache = row_cache(target, [1, 3, 2], 30) if kind == "rows" else paged_cache(target, table, 8)
+    passes = [[7, 1, 0], [1, 5, 12], [13, 0, 1], [2, 11, 3], [7, 0, 8]]
+    for text, (features, last) in zip(
+        texts, run_ragged(target, cache, texts, passes, (0, 2, 3)), strict=True
+    ):
+        expected = target.states(text[None], (0, 2, 3))
+        assert_close(features, expected.features[0])
+        assert_close(last, expected.last[0])
+
+
+@pytest.mark.parametrize(("rows", "visible"), [([0, 1, 2], 5), ([1, 2, 3], 4), ([3], 1)])
+def test_passes_that_do_not_fit_are_refused(rows: list[int], visible: int) -> None:
+    with pytest.raises(ValueError, match="do not fit into 3 rows of 4"):
+        RowCache(1, 3, 4).at(rows, torch.zeros(len(rows), 1, dtype=torch.int64), visible)
 
 
 def test_rejected_tokens_leave_no_trace(target: Target) -> None:
@@ -90,8 +88,8 @@ def test_rejected_tokens_leave_no_trace(target: Target) -> None:
 
     def feed(row: int, tokens: Tensor, start: int) -> Tensor:
         positions = torch.arange(start, start + len(tokens))[None]
-        aimed = cache.at([row], positions, start + len(tokens))
-        return target.states(tokens[None], positions=positions, cache=aimed).last
+        at_row = cache.at([row], positions, start + len(tokens))
+        return target.states(tokens[None], positions=positions, cache=at_row).last
 
     feed(0, wrong, 0)  # an earlier request
     feed(1, right[:9], 0)

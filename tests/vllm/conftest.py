@@ -27,3 +27,11 @@ def metadata(target: Target) -> TargetMetadata:
 def install_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Return a function that makes the fake package the client's vLLM, and returns its log file."""
     return partial(fake_vllm.install, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder as far as the client reads it."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"

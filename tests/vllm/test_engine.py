@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
@@ -22,14 +21,6 @@ from tests.helpers.fake_vllm import read_log
 from tests.helpers.monitors import RecordingMonitor
 
 HERE = VllmSettings(python=sys.executable)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A model folder as far as the client reads it."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    return tmp_path / "model"
 
 
 def requests(*firsts: int, count: int = 8, temperature: float = 0.0) -> list[Request]:
@@ -151,50 +142,30 @@ def test_version_runner_device_and_corrections_are_reported(
         assert engine.corrections == ()
 
 
-@pytest.mark.parametrize("states", [{}, {"boundaries": [0, 2]}])
+@pytest.mark.parametrize(
+    ("config", "states", "tuning"),
+    [
+        ({"model_type": "llama"}, {}, None),
+        ({"model_type": "llama4_text"}, {}, True),
+        (
+            {"text_config": {"model_type": "llama4_text", "attn_temperature_tuning": False}},
+            {"boundaries": [0, 2]},
+            False,
+        ),
+    ],
+)
 def test_a_llama4_target_has_its_own_attention_temperature(
-    states: dict, folder: Path, install_fake: Any
+    config: dict, states: dict, tuning: bool | None, folder: Path, install_fake: Any
 ) -> None:
     """In decoding and for hidden states. vLLM by itself ignores the setting in config.json."""
     log = install_fake()
-    (folder / "config.json").write_text('{"text_config": {"model_type": "llama4_text"}}')
+    (folder / "config.json").write_text(json.dumps(config))
     setup = {"target": str(folder), "states_folder": str(folder), "max_model_len": 9} | states
     VllmProcess(setup, HERE).close()
     (options,) = read_log(log)
     assert ("kv_transfer_config" in options) == bool(states)
-    assert options["override_generation_config"] == {"attn_temperature_tuning": True}
-
-
-def test_states_come_from_vllms_hidden_state_extraction(folder: Path, install_fake: Any) -> None:
-    log = install_fake()
-    setup = {"target": str(folder), "boundaries": [0, 2, 4], "max_model_len": 9}
-    with pytest.raises(UserError, match="states_folder: expected a folder"):
-        VllmProcess(setup, HERE)
-    setup |= {"states_folder": str(folder), "max_num_seqs": 3, "engine_extra": {"extra": 1}}
-    process = VllmProcess(setup, HERE)
-    try:
-        answer = process.request({"prompts": [[5, 6], [7]]})
-    finally:
-        process.close()
-    assert (answer["tokens"], answer["logprobs"]) == ([5, 7], [-0.5, -0.5])
-    assert load_file(answer["files"][0])["hidden_states"][1].tolist() == [[6.0] * 4] * 3
-    assert "copies without CUDA streams" in process.describe()
-    (options,) = read_log(log)
-    speculative = options["speculative_config"]
-    assert speculative["method"] == "extract_hidden_states"
-    assert speculative["draft_model_config"] == {
-        "hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
-    }
-    assert options["kv_transfer_config"] == {
-        "kv_connector": "CpuHiddenStatesConnector",
-        "kv_connector_module_path": "vllm_client.connector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-    }
-    # Older versions write wrong states of a chunked prompt.
-    assert options["enable_chunked_prefill"] is False
-    assert options["enable_prefix_caching"] is False
-    assert (options["max_num_batched_tokens"], options["extra"]) == (9, 1)
+    expected = None if tuning is None else {"attn_temperature_tuning": tuning}
+    assert options.get("override_generation_config") == expected
 
 
 def test_an_old_vllm_counts_prompt_by_prompt_and_has_no_draft_probabilities(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
@@ -26,11 +28,13 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings, VllmSettings
 from draftlab.vllm import hidden_states
 from draftlab.vllm.hidden_states import VllmStateSource
-from draftlab.vllm.process import PYTHON_VARIABLE
+from draftlab.vllm.process import PYTHON_VARIABLE, VllmProcess
+from tests.helpers.fake_vllm import read_log
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.recordings import file_hashes, identity_of, make_samples, record_store
 from tests.helpers.vllm_stand_in import StandIn
 
+HERE = VllmSettings(python=sys.executable)
 SETTINGS = RecordSettings(dtype="float32", shard_tokens=100, batch_tokens=96, backend="vllm")
 
 
@@ -206,6 +210,38 @@ def test_wrong_files_and_probabilities_are_refused(
     with pytest.raises(UserError, match=words):
         record_with_stand_in(tmp_path, faults=faults)
     assert not (tmp_path / "shard-00000.json").exists()  # other shards may be complete by then
+
+
+def test_states_come_from_vllms_hidden_state_extraction(folder: Path, install_fake: Any) -> None:
+    log = install_fake()
+    setup = {"target": str(folder), "boundaries": [0, 2, 4], "max_model_len": 9}
+    with pytest.raises(UserError, match="states_folder: expected a folder"):
+        VllmProcess(setup, HERE)
+    setup |= {"states_folder": str(folder), "max_num_seqs": 3, "engine_extra": {"extra": 1}}
+    process = VllmProcess(setup, HERE)
+    try:
+        answer = process.request({"prompts": [[5, 6], [7]]})
+    finally:
+        process.close()
+    assert (answer["tokens"], answer["logprobs"]) == ([5, 7], [-0.5, -0.5])
+    assert load_file(answer["files"][0])["hidden_states"][1].tolist() == [[6.0] * 4] * 3
+    assert "copies without CUDA streams" in process.describe()
+    (options,) = read_log(log)
+    speculative = options["speculative_config"]
+    assert speculative["method"] == "extract_hidden_states"
+    assert speculative["draft_model_config"] == {
+        "hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
+    }
+    assert options["kv_transfer_config"] == {
+        "kv_connector": "CpuHiddenStatesConnector",
+        "kv_connector_module_path": "vllm_client.connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+    # Older versions write wrong states of a chunked prompt.
+    assert options["enable_chunked_prefill"] is False
+    assert options["enable_prefix_caching"] is False
+    assert (options["max_num_batched_tokens"], options["extra"]) == (9, 1)
 
 
 def test_metadata_equals_the_loaded_targets(target: Target, metadata: TargetMetadata) -> None:
