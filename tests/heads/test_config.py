@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.head_toys import EAGLE, PEAGLE, make_config
-from tests.helpers.llama4_toys import LLAMA4_ATTENTION, LLAMA4_HEAD
+from tests.helpers.head_toys import EAGLE, LLAMA4_ATTENTION, LLAMA4_HEAD, PEAGLE, make_config
 
 INCOMPLETE = {name: value for name, value in LLAMA4_ATTENTION.items() if name != "attn_scale"}
 

@@ -7,8 +7,14 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.heads.initial import fingerprint, start_from
-from tests.helpers.head_toys import EAGLE, PEAGLE, make_config, make_head
-from tests.helpers.llama4_toys import LLAMA4_ATTENTION, LLAMA4_HEAD
+from tests.helpers.head_toys import (
+    EAGLE,
+    LLAMA4_ATTENTION,
+    LLAMA4_HEAD,
+    PEAGLE,
+    make_config,
+    make_head,
+)
 
 
 def test_a_head_starts_from_one_with_other_drafts_and_fewer_layers() -> None:
