@@ -19,7 +19,7 @@ from torch import Tensor
 from draftlab.engine.drafter import HeadDrafter, new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.reference import ReferenceEngine
-from draftlab.engine.sampling import Generation, Request, Sampling
+from draftlab.engine.sampling import Request, Sampling
 from draftlab.heads.folder import load_head, new_head
 from draftlab.pipeline.resolve import reference_head
 from draftlab.progress import Monitor
@@ -28,6 +28,7 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.suites import load_suite
 from tests.helpers.gpu import on_gpu
+from tests.helpers.greedy_answers import outcomes, run
 from tests.helpers.head_toys import make_config, randomise
 from tests.helpers.zoo import ZOO, wide, zoo_folder
 
@@ -70,17 +71,6 @@ def drafter_of(head: Any, temperature: float) -> HeadDrafter | None:
     return new_drafter(head, K, draft_probs=temperature > 0) if head is not None else None
 
 
-def decode(engine: Engine | ReferenceEngine, requests: list[Request]) -> list[Generation]:
-    """Return generations in the order of the requests."""
-    by_id = {generation.id: generation for generation in engine.generate(requests)}
-    return [by_id[request.id] for request in requests]
-
-
-def outcomes(generations: list[Generation]) -> list[tuple]:
-    """Return what must be equal: tokens, and drafted and accepted tokens of every step."""
-    return [(g.token_ids, g.steps) for g in generations]
-
-
 @lru_cache(maxsize=1)
 def embedded(device: str) -> tuple[Target, dict[str, Any], list[tuple[str, tuple[int, ...]]]]:
     """Return the embedded target in float32, its heads by kind, and 48 prompts."""
@@ -98,12 +88,12 @@ def embedded(device: str) -> tuple[Target, dict[str, Any], list[tuple[str, tuple
 
 
 @lru_cache
-def expected_outcomes(device: str, kind: str, sampling: Sampling) -> list[tuple]:
+def expected_outcomes(device: str, kind: str, sampling: Sampling) -> list[Any]:
     """Return the reference engine's outcomes for the embedded target."""
     target, heads, prompts = embedded(device)
     drafter = drafter_of(heads[kind], sampling.temperature)
     engine = ReferenceEngine(target, drafter, batch=8, max_length=400)
-    return outcomes(decode(engine, [Request(i, ids, 64, sampling) for i, ids in prompts]))
+    return outcomes(run(engine, [Request(i, ids, 64, sampling) for i, ids in prompts]))
 
 
 @on_gpu
@@ -128,7 +118,7 @@ def test_the_embedded_target(
     drafter = drafter_of(heads[kind], sampling.temperature)
     engine = Engine(target, drafter, max_length=400, **options)
     for _ in range(2):  # the second time with graphs that the first one captured
-        assert outcomes(decode(engine, requests)) == expected_outcomes(device, kind, sampling)
+        assert outcomes(run(engine, requests)) == expected_outcomes(device, kind, sampling)
 
 
 def load(folder: Path, device: str, dtype: str, **options: Any) -> Target:
@@ -162,11 +152,11 @@ def test_every_architecture(kind: str, temperature: float, device: str, tmp_path
         reference = ReferenceEngine(
             target, drafter_of(head, temperature), batch=8, max_length=MAX_LENGTH
         )
-        expected = outcomes(decode(reference, requests))
+        expected = outcomes(run(reference, requests))
         for batch in (1, 8):
             drafter = drafter_of(head, temperature)
             engine = Engine(target, drafter, batch=batch, max_length=MAX_LENGTH)
-            assert outcomes(decode(engine, requests)) == expected, batch
+            assert outcomes(run(engine, requests)) == expected, batch
 
 
 @on_gpu
@@ -175,15 +165,15 @@ def test_every_architecture(kind: str, temperature: float, device: str, tmp_path
 def test_graphs_change_no_bit(kind: str, temperature: float, device: str, tmp_path: Path) -> None:
     """In bfloat16, also of the keys, values and draft logits that are left on the device."""
     target = load(zoo_folder(tmp_path, kind, **wide(kind)), device, "bfloat16", compile=True)
-    head, graphs = random_head(target), device == "cuda"
+    head = random_head(target)
     engines = [
         Engine(
             target, drafter_of(head, temperature), batch=1, max_length=MAX_LENGTH, graphs=captured
         )
-        for captured in (graphs, False)
+        for captured in (True, False)
     ]
     for request in zoo_requests(target, temperature):
-        one, other = (outcomes(decode(engine, [request])) for engine in engines)
+        one, other = (outcomes(run(engine, [request])) for engine in engines)
         assert one == other
         for tensor, expected in zip(*(device_state(e) for e in engines), strict=True):
             assert torch.equal(tensor, expected)
@@ -219,5 +209,5 @@ def test_a_pipeline_parallel_target(kind: str, device: str, tmp_path: Path) -> N
                 warnings.simplefilter("ignore")  # a pipeline-parallel target has no graphs
                 drafter = drafter_of(random_head(target), temperature)
                 engine = Engine(target, drafter, batch=4, max_length=MAX_LENGTH)
-            results.append(outcomes(decode(engine, zoo_requests(target, temperature))))
+            results.append(outcomes(run(engine, zoo_requests(target, temperature))))
         assert results[0] == results[1]

@@ -69,7 +69,7 @@ def joint_p_value(target: Target, drafter: HeadDrafter | None) -> float:
     return result.p_value
 
 
-def hot_metadata(rows: int) -> SamplingMetadata:
+def sampled_metadata(rows: int) -> SamplingMetadata:
     """Return the sampling metadata of rows at temperature 1."""
     hot = Sampling(temperature=1.0)
     return sampling_metadata([Request(str(i), (1,), 1, hot) for i in range(rows)], CPU)
@@ -97,4 +97,4 @@ class RaggedPairs:
             positions[row, :n] = torch.arange(columns.start, columns.stop)
             self.done[row] += n
         real = torch.tensor(counts).clamp(min=1)
-        return VerifiedFeatures(tokens, features, positions, real, table, hot_metadata(rows))
+        return VerifiedFeatures(tokens, features, positions, real, table, sampled_metadata(rows))
