@@ -10,7 +10,7 @@ from draftlab.heads.head import DraftHead
 from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.chunked_attention import chunked_attention
 from draftlab.train.objectives.ttt import unroll
-from tests.helpers.chunked_chain import run_chain
+from tests.helpers.dense_attention import dense_chain
 from tests.helpers.synthetic import HIDDEN, VOCAB, assert_same, head, parts, record
 
 STEPS = 4
@@ -51,7 +51,9 @@ def test_an_unroll_over_borders_is_a_server(layers: tuple[int, ...]) -> None:
             at = teacher - 1 - k
             which = at >= offsets[1]
             if at not in chains:
-                chains[at] = run_chain(model, answers[which], at - offsets[which])
+                chains[at] = dense_chain(
+                    model, answers[which].tokens, answers[which].last, at - offsets[which]
+                )
             torch.testing.assert_close(row, chains[at][k], rtol=0, atol=1e-12)
             actual, expected = actual + probe @ row, expected + probe @ chains[at][k]
             compared += 1
