@@ -20,7 +20,7 @@ from draftlab.engine.fused_head import FusedHead
 from draftlab.engine.parallel_drafter import ParallelDrafter
 from draftlab.engine.prepacked_head import PrepackedHead
 from draftlab.engine.sampling import Request, Sampling, sampling_metadata
-from draftlab.evaluate.certificate.exact_tree import build_trees
+from draftlab.evaluate.certificate.exact_tree import TreeSettings, build_trees
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.peagle import PeagleHead
 from draftlab.target_model.model import Target
@@ -180,24 +180,21 @@ def test_the_certificates_tree_has_the_drafters_probabilities(
 ) -> None:
     """The tree computes them without engine and drafter."""
     context, ids = (5, 6, 7, 8), torch.tensor([[5, 6, 7, 8]])
-    (tree,) = build_trees(
-        target, parallel_head, [context], levels=3, top_k=2, temperature=1.0, k=3,
-        draft_temperature=0.7,
-    )  # fmt: skip
+    settings = TreeSettings(
+        levels=3, width=2, temperature=1.0, top_k=None, top_p=None, k=3, draft_temperature=0.7
+    )
+    (tree,) = build_trees(target, parallel_head, [context], settings)
     drafter = ParallelDrafter(parallel_head, 3, draft_temperature=0.7)
     drafter.start(2, 16)
     verified = VerifiedFeatures(
-        torch.tensor([[6, 7, 8, tree.first_tokens[0]]]),
+        torch.tensor([[6, 7, 8, int(tree.first_logits.argmax())]]),
         target.states(ids, parallel_head.config.boundaries).features,
         torch.arange(4)[None],
         torch.tensor([4]),
         torch.tensor([[1]], dtype=torch.int32),
         sampling_metadata([Request("r", context, 4, Sampling(1.0))], ids.device),
     )
-    q = torch.zeros(3, target.vocab_size)
-    q[:, drafter.draft_ids] = probabilities(drafter.propose(verified))[0]
+    q = probabilities(drafter.propose(verified))[0].double()
     for depth in range(3):  # of the step that begins at the root
-        expected = torch.from_numpy(tree.draft[depth][depth])
-        actual = q[depth][torch.from_numpy(tree.tokens[depth])]
-        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-7)
-        assert bool((expected > 1e-4).any())
+        expected = (tree.draft_logits[depth][depth].double() / 0.7).softmax(-1)
+        torch.testing.assert_close(q[depth].expand_as(expected), expected, rtol=1e-4, atol=1e-7)

@@ -15,7 +15,7 @@ from draftlab.engine.prepacked_head import PrepackedHead
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Sampling
 from draftlab.engine.scheduler import Scheduler
-from draftlab.evaluate.certificate.exact_tree import ChainDrafts
+from draftlab.evaluate.certificate.forced_drafts import ChainDrafts
 from draftlab.kernels.cpu_prepacked_linear import why_no_prepacking
 from draftlab.target_model.model import Target
 from draftlab.target_model.prepacked_decoder import PrepackedDecoder
@@ -150,10 +150,11 @@ def test_the_certificates_chain_crosses_borders(start: int, llama4: tuple[Target
     target, head = llama4
     rows = torch.tensor([list(range(5, 16))])
     features = target.states(rows, head.config.boundaries).features
-    chain = ChainDrafts(head, rows, features, 1.0)
+    chain = ChainDrafts(head, rows, features)
     for depth, output in enumerate(dense_chain(head, rows[0], features[0], start)):
         expected = head.logits(output).double().softmax(-1)
-        torch.testing.assert_close(chain.draft(start, depth)[0], expected, rtol=1e-4, atol=1e-7)
+        actual = chain.draft(start, depth)[0].double().softmax(-1)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.skipif(NO_PREPACKING is not None, reason="no packed products")
