@@ -391,7 +391,7 @@ def test_killed_at_every_step_a_recording_resumes_to_the_same_bytes(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1800,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert process.returncode == 0, process.stderr[-3000:]

@@ -52,7 +52,7 @@ def torchrun(folder: Path, *names: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--standalone", "-m", "tests.helpers.rank_program", str(folder), *names]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     errors = [line for line in done.stderr.splitlines() if "[rank" in line]
     assert done.returncode == 0, "\n".join(errors) or done.stderr
 
