@@ -124,6 +124,7 @@ def test_passes_are_part_of_the_key_where_the_loss_depends_on_them(tmp_path: Pat
 def test_an_older_checkpoint_continues(tmp_path: Path) -> None:
     target, monitor = orthogonal_parts(), RecordingMonitor()
     store = ListStore([toy_answer(target, i) for i in range(40)])
+    store.manifest = store.manifest.model_copy(update={"schema_version": 1})  # as stores were then
     trained(tmp_path, store, target, **CUT)
     path = tmp_path / "checkpoints/step-0000001/state.json"
     state = json.loads(path.read_text())
