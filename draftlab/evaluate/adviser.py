@@ -202,7 +202,7 @@ def _interval(model: SpeedupModel, k: int, speedup: float) -> tuple[float, float
 
 def _half_width(intervals: Mapping[int, tuple[float, float] | None], k: int) -> float:
     """Return half the width of the interval at K, or else of the widest, as a logarithm."""
-    widths = {i: math.log(ci[1] / ci[0]) / 2 for i, ci in intervals.items() if ci}
+    widths = {i: math.log(ci[1] / ci[0]) / 2 for i, ci in intervals.items() if ci and ci[0] > 0}
     return widths.get(k, max(widths.values(), default=0.0))
 
 
