@@ -17,7 +17,8 @@ from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.pipeline.api import export_head, new_evaluator, write_report
 from draftlab.pipeline.recipe import Recipe, flatten, read_run_recipe
 from draftlab.pipeline.resolve import find_head, find_target, name_in_reports
-from draftlab.pipeline.run_folder import RUNS, find_run, lock, recorded_with
+from draftlab.pipeline.run_folder import RUNS, find_run, lock
+from draftlab.pipeline.stage_records import recorded_with
 from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
 from draftlab.target_model.settings import TargetSettings

@@ -19,7 +19,8 @@ from draftlab.heads.family import get_family
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config, stored_shapes
 from draftlab.pipeline.head_workspace import recipe_of
 from draftlab.pipeline.resolve import REFERENCE, reference_head
-from draftlab.pipeline.run_folder import find_run, read_record, record_path
+from draftlab.pipeline.run_folder import find_run
+from draftlab.pipeline.stage_records import read_record, record_path
 from draftlab.pipeline.stages import STAGES
 from draftlab.pipeline.store_statistics import store_statistics
 from draftlab.report import print_report, print_suites

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import torch
 
-from draftlab.evaluate.evaluator import environment
-from draftlab.files import sha256_file, write_json
+from draftlab.files import sha256_file
 from draftlab.formatting import count_text
 from draftlab.heads.folder import WEIGHTS, save_head
 from draftlab.heads.head import DraftHead
@@ -29,6 +28,7 @@ from draftlab.pipeline.api import evaluate_head, export_head
 from draftlab.pipeline.check_recipe import check_before_run, input_error
 from draftlab.pipeline.estimate import estimate_table
 from draftlab.pipeline.head_workspace import input_files
+from draftlab.pipeline.provenance import write_provenance
 from draftlab.pipeline.recipe import Recipe, flatten, to_yaml
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.resolve import find_head
@@ -40,7 +40,6 @@ from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import resolve_target
 from draftlab.text.prompts import prompt_file
 from draftlab.train.distributed.ranks import Ranks, num_launched
-from draftlab.version import git_commit
 
 
 @dataclass
@@ -209,25 +208,11 @@ class Pipeline:
             "eval": self._eval,
             "export": self._export,
         }
-        self._write_provenance()
+        write_provenance(self.recipe, self.run)
         start = time.perf_counter()
         with self.run.recorded_stage(stage) as artefact:
             functions[stage.name](artefact)
         self.monitor.say(f"{stage.name}: done in {time.perf_counter() - start:.0f} s")
-
-    def _write_provenance(self) -> None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        write_json(
-            self.folder / "provenance.json",
-            {
-                "environment": environment(device),
-                "draftlab_commit": git_commit(),
-                "target": self.recipe.target.path,
-                "target_revision": self.recipe.target.revision,
-                "seed": self.recipe.seed,
-                "inputs": self.run.files,
-            },
-        )
 
     @property
     def _gpus(self) -> int:

@@ -14,15 +14,14 @@ from draftlab.errors import UserError
 from draftlab.files import (
     check_locks,
     locked,
-    read_json,
     remove_leftovers,
     same_fingerprint,
     sha256_file,
-    write_json,
     write_text,
 )
 from draftlab.heads.family import get_family
 from draftlab.pipeline.recipe import LATEST, RENAMED_SETTINGS
+from draftlab.pipeline.stage_records import read_record, record_path, recorded
 from draftlab.pipeline.stages import FORMER_DEFAULTS, STAGES, Stage, settings_with_effect
 from draftlab.store.store import check_store
 
@@ -186,7 +185,7 @@ class Run:
         """Record a stage as started, yield its artefact's path, record it as complete."""
         record = record_path(self.folder, stage)
         try:
-            with _recorded(self.folder, stage, self.inputs(stage)):
+            with recorded(self.folder, stage, self.inputs(stage)):
                 yield self.folder / stage.artefact
         except UserError:
             # A stage that wrote nothing yet may start again with other settings.
@@ -211,46 +210,6 @@ class Run:
             temporary.symlink_to(self.folder.name)
             os.replace(temporary, link)
         return None
-
-
-def record_path(folder: Path, stage: Stage) -> Path:
-    """Return the path of a stage's record."""
-    return folder / "stages" / f"{stage.name}.json"
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Return a stage's record: its `inputs` and whether it is `complete`."""
-    record = read_json(path, kind="stage record")
-    if not isinstance(record, dict) or not isinstance(record.get("inputs"), dict):
-        raise UserError(
-            "expected a stage record, found other JSON",
-            where=path,
-            do="delete the file; the stage then runs again",
-        )
-    return {"complete": False} | record
-
-
-@contextmanager
-def _recorded(folder: Path, stage: Stage, inputs: dict[str, Any]) -> Iterator[None]:
-    record = record_path(folder, stage)
-    write_json(record, {"complete": False, "inputs": inputs})
-    yield
-    files = [path for path in sorted(folder.glob(stage.hashed)) if path.is_file()]
-    hashes = {str(path.relative_to(folder)): sha256_file(path) for path in files}
-    write_json(record, {"complete": True, "inputs": inputs, "sha256": hashes})
-
-
-@contextmanager
-def recorded_with(folder: Path, stage: Stage, settings: dict[str, Any]) -> Iterator[None]:
-    """Record a stage that runs with other settings than the run's recipe; the run must be locked.
-
-    `Run.status` then reports the stage as changed.
-    """
-    inputs: dict[str, Any] = {}
-    if stage.after and (path := record_path(folder, STAGES[stage.after])).exists():
-        inputs = read_record(path)["inputs"]
-    with _recorded(folder, stage, inputs | settings_with_effect(settings)):
-        yield
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from draftlab.errors import UserError
 from draftlab.files import read_json
 from draftlab.pipeline import run_folder
 from draftlab.pipeline.recipe import Recipe, flatten, parse_recipe
-from draftlab.pipeline.run_folder import Run, find_run, record_path, recorded_with
+from draftlab.pipeline.run_folder import Run, find_run
+from draftlab.pipeline.stage_records import record_path, recorded_with
 from draftlab.pipeline.stages import STAGES
 
 ANSWERS, HEAD, EVAL, EXPORT = (STAGES[n] for n in ("answers", "head", "eval", "export"))

@@ -1,0 +1,53 @@
+"""Records of stages, stages/<name>.json: the inputs, and the hashes of what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from draftlab.errors import UserError
+from draftlab.files import read_json, sha256_file, write_json
+from draftlab.pipeline.stages import STAGES, Stage, settings_with_effect
+
+
+def record_path(folder: Path, stage: Stage) -> Path:
+    """Return the path of a stage's record."""
+    return folder / "stages" / f"{stage.name}.json"
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Return a stage's record: its `inputs` and whether it is `complete`."""
+    record = read_json(path, kind="stage record")
+    if not isinstance(record, dict) or not isinstance(record.get("inputs"), dict):
+        raise UserError(
+            "expected a stage record, found other JSON",
+            where=path,
+            do="delete the file; the stage then runs again",
+        )
+    return {"complete": False} | record
+
+
+@contextmanager
+def recorded(folder: Path, stage: Stage, inputs: dict[str, Any]) -> Iterator[None]:
+    """Record a stage as started with these inputs, and at the end of the block as complete."""
+    record = record_path(folder, stage)
+    write_json(record, {"complete": False, "inputs": inputs})
+    yield
+    files = [path for path in sorted(folder.glob(stage.hashed)) if path.is_file()]
+    hashes = {str(path.relative_to(folder)): sha256_file(path) for path in files}
+    write_json(record, {"complete": True, "inputs": inputs, "sha256": hashes})
+
+
+@contextmanager
+def recorded_with(folder: Path, stage: Stage, settings: dict[str, Any]) -> Iterator[None]:
+    """Record a stage that runs with other settings than the run's recipe; the run must be locked.
+
+    `Run.status` then reports the stage as changed.
+    """
+    inputs: dict[str, Any] = {}
+    if stage.after and (path := record_path(folder, STAGES[stage.after])).exists():
+        inputs = read_record(path)["inputs"]
+    with recorded(folder, stage, inputs | settings_with_effect(settings)):
+        yield
