@@ -257,7 +257,11 @@ class Manifest(_Strict):
         index = RecordIndex.map(file)
         records = sum(shard.records for shard in manifest.shards)
         if records != len(index.lengths):
-            raise UserError(f"expected {len(index.lengths)} records, found {records}", where=path)
+            raise UserError(
+                f"expected {len(index.lengths)} records, found {records}",
+                where=path,
+                do="restore both files, or record the store again",
+            )
         return manifest._attached(index)
 
 
