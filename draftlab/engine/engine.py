@@ -32,9 +32,9 @@ from draftlab.engine.step import GraphedStep, Step, Verifier
 from draftlab.kernels.cuda_device import out_of_memory_error, use_device
 from draftlab.kernels.step_layout import unpack_results
 from draftlab.kernels.verify import verify
+from draftlab.target_model.check_capabilities import can_capture
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
-from draftlab.target_model.probe import can_capture
 
 
 @dataclass(frozen=True)

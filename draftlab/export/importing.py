@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftlab.errors import UserError
-from draftlab.export.boundaries import read_boundaries
 from draftlab.export.compare import compare_tensors
 from draftlab.export.destination import atomic_folder
+from draftlab.export.foreign_boundaries import read_boundaries
 from draftlab.export.foreign_config import (
     DEFAULT_ROPE_THETA,
     ForeignHead,

@@ -16,8 +16,8 @@ from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.online import OnlineStore
-from draftlab.store.plan import plan_recording
 from draftlab.store.record import Role, record
+from draftlab.store.recording_plan import plan_recording
 from draftlab.store.samples import SampleTable, Selection
 from draftlab.store.store import Store, StoreIdentity
 from draftlab.target_model.loading import load_target, load_tokenizer

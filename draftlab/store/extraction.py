@@ -18,7 +18,7 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.store.fp8 import E4M3, quantise
 from draftlab.store.manifest import Manifest, Shard, StoreIdentity
-from draftlab.store.plan import SIDE_BY_SIDE
+from draftlab.store.recording_plan import SIDE_BY_SIDE
 from draftlab.store.samples import Sample
 from draftlab.store.store import DTYPES, NO_TEACHER, teacher_mask
 from draftlab.target_model.metadata import TargetMetadata

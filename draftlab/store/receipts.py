@@ -31,8 +31,8 @@ from draftlab.files import (
 )
 from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Manifest, Shard
-from draftlab.store.plan import check_same_recording
 from draftlab.store.record_index import RECORDS
+from draftlab.store.recording_plan import check_same_recording
 
 MOUNTS, HOST = Path("/proc/self/mounts"), ".recording-host"
 _BLANK: dict[str, Any] = {"bytes": None, "sha256": None, "not_finite": {}, "fp8_errors": []}

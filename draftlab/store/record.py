@@ -21,8 +21,8 @@ from draftlab.formatting import count_text, size_text
 from draftlab.progress import Monitor
 from draftlab.store.extraction import HiddenStateExtractor, StateSource
 from draftlab.store.manifest import MANIFEST, Manifest, Shard, StoreIdentity
-from draftlab.store.plan import check_same_recording, plan_recording
 from draftlab.store.receipts import Receipts, lock_folder, resume_plan
+from draftlab.store.recording_plan import check_same_recording, plan_recording
 from draftlab.store.samples import Sample
 from draftlab.store.settings import RecordSettings
 from draftlab.store.shard_writer import ShardWriters

@@ -15,11 +15,11 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.target_model.attention import attention_inputs
 from draftlab.target_model.cache import RowCache
+from draftlab.target_model.check_capabilities import check_pages, check_rows, padding_reason
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.packed_rows import PackedRow
 from draftlab.target_model.paged_cache import PagedCache
 from draftlab.target_model.parts import TargetParts, model_parts, text_decoder
-from draftlab.target_model.probe import check_pages, check_rows, padding_reason
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Target:
         """Return an empty cache for `num_rows` sequences of at most `max_length` positions.
 
         Raises:
-            UserError: the model cannot decode with such a cache (`target_model/probe.py`).
+            UserError: the model cannot decode with such a cache (`target_model/check_capabilities.py`).
         """
         self._check_once(check_rows)
         return RowCache(self.num_layers, num_rows, max_length)

@@ -27,8 +27,8 @@ import torch
 from draftlab.files import sha256_file, write_json
 from draftlab.progress import Monitor
 from draftlab.store.manifest import StoreIdentity
-from draftlab.store.plan import plan_recording
 from draftlab.store.receipts import Receipts
+from draftlab.store.recording_plan import plan_recording
 from draftlab.store.samples import Sample, write_index
 from draftlab.store.settings import RecordSettings
 from draftlab.target_model.loading import load_tokenizer

@@ -13,8 +13,8 @@ import torch
 
 from draftlab.progress import Monitor
 from draftlab.store.online import OnlineStore
-from draftlab.store.plan import plan_recording
 from draftlab.store.record import RecordSettings, Role, record
+from draftlab.store.recording_plan import plan_recording
 from draftlab.store.samples import Sample
 from draftlab.store.store import Store, StoreIdentity
 from draftlab.target_model.loading import load_target

@@ -20,9 +20,9 @@ import torch
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store import shard_writer
-from draftlab.store.plan import plan_recording
 from draftlab.store.receipts import Receipts
 from draftlab.store.record import RecordSettings
+from draftlab.store.recording_plan import plan_recording
 from draftlab.store.samples import Sample
 from draftlab.store.store import Store
 from draftlab.target_model.model import Target

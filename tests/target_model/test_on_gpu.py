@@ -26,12 +26,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from draftlab.kernels import dependent_launch
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model.attention import ATTENTION
+from draftlab.target_model.check_capabilities import can_capture
 from draftlab.target_model.experts import EXPERTS
 from draftlab.target_model.fused_decoder import FusedDecoder, has_known_layers
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.model import Target
 from draftlab.target_model.packed_rows import PackedRow
-from draftlab.target_model.probe import can_capture
 from draftlab.target_model.settings import TargetSettings
 from tests.helpers.gpu import capture, no_host_sync, on_gpu, relative_error
 from tests.helpers.zoo import ZOO, wide, zoo_folder
