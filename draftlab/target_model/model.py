@@ -113,7 +113,7 @@ class Target:
         """Return an empty cache for `num_rows` sequences of at most `max_length` positions.
 
         Raises:
-            UserError: the model cannot decode with such a cache (`target_model/check_capabilities.py`).
+            UserError: the model cannot decode with such a cache (`check_capabilities.py`).
         """
         self._check_once(check_rows)
         return RowCache(self.num_layers, num_rows, max_length)

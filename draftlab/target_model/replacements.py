@@ -14,8 +14,8 @@ cache length, of `arange` and of a maximum of positions outside masks:
 | Qwen3-Next, MiniMax, LFM2, Mamba … | a state that cannot be rolled back | refused |
 | OPT, BioGPT, BART … | learned positions from the cache length | refused |
 
-Refusals that name no class come from `target_model/check_capabilities.py`, which tests what a model does (and so
-covers code shipped with a checkpoint), or from `target_model/parts.py`.
+Refusals that name no class come from `target_model/check_capabilities.py`, which tests what a model
+does (and so covers code shipped with a checkpoint), or from `target_model/parts.py`.
 """
 
 from __future__ import annotations
