@@ -10,7 +10,7 @@ from typing import Any
 
 from draftlab.evaluate.results import Report, Row
 from draftlab.files import atomic_path, write_text
-from draftlab.report import break_even
+from draftlab.report import break_even, verdict
 from draftlab.report import formatting as fmt
 from draftlab.report.conditions import report_conditions, row_labels
 from draftlab.report.formatting import NONE
@@ -163,7 +163,8 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
     views = _views(rows, several_heads=several_heads)
     facts = {"Target": report.target, "Environment": environment_facts}
     return environment.from_string(template).render(
-        target=fmt.target_name(report),
+        title=verdict.title(report),
+        verdicts=verdict.verdicts(report),
         rows=views,
         drafted=[view for view in views if view["drafted"]],
         most_positions=max((row.k for row in rows if fmt.has_drafter(row)), default=0),

@@ -14,6 +14,7 @@ from draftlab.report import break_even
 from draftlab.report import formatting as fmt
 from draftlab.report.conditions import report_conditions
 from draftlab.report.formatting import NONE
+from draftlab.report.verdict import verdicts
 
 Column = tuple[str, Callable[[Row], str]]
 _EXPECTED = "ex-\npected\nAL"
@@ -166,6 +167,8 @@ def print_report(report: Report, console: Console) -> None:
         varying.pop("head", None)
     console.print()
     console.print(Text(f"Target {fmt.target_name(report)}", style="bold"))
+    for verdict in verdicts(report):
+        console.print(Text(verdict))
     console.print(_table(rows, _metric_columns(rows)))
     console.print(_table(rows, _measured(_time_and_counter_columns(), rows)))
     if any(len(row.timings) > 1 for row in rows):

@@ -1,0 +1,59 @@
+"""The verdict of a report in one sentence for each head: how fast it makes decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from draftlab.evaluate.results import Report, Row
+from draftlab.report import formatting as fmt
+
+
+def title(report: Report) -> str:
+    """Return the names of the heads and of the target, without folders."""
+    names = dict.fromkeys(row.head for row in report.rows if row.head)
+    target = Path(str(report.target.get("name") or "the target")).name
+    return f"{', '.join(Path(name).name for name in names) or 'Plain decoding'} for {target}"
+
+
+def verdicts(report: Report) -> list[str]:
+    """Return a sentence for each head, about its lowest temperature: the measured effect and K.
+
+    "At T = 0 and K = 4 quickstart makes decoding 1.60× as fast [1.52, 1.68]; K = 3 would be best
+    (predicted 1.65×)." Without times the sentence states the acceptance length.
+    """
+    heads = dict.fromkeys(row.head for row in report.rows if fmt.has_drafter(row))
+    return [sentence for head in heads for sentence in _of_head(report, head)]
+
+
+def _of_head(report: Report, head: str | None) -> Iterator[str]:
+    rows = [row for row in report.rows if row.head == head and fmt.has_drafter(row)]
+    lowest = min(row.temperature for row in rows)
+    row = max((row for row in rows if row.temperature == lowest), key=_speed)
+    where = f"At T = {fmt.temperature(row.temperature)} and K = {row.k}"
+    name = Path(head or "the head").name
+    if row.speedup is None or row.speedup_ci is None:
+        length = fmt.number(row.acceptance_length, 2)
+        yield f"{where} {name} has AL {length}; no times were measured."
+        return
+    low, high = row.speedup_ci
+    effect = "makes decoding" if row.speedup >= 1 else "slows decoding down:"
+    sentence = f"{where} {name} {effect} {row.speedup:.2f}× as fast [{low:.2f}, {high:.2f}]"
+    if (best := _predicted_best(report, row)) is not None and best["k"] != row.k:
+        sentence += f"; K = {best['k']} would be best (predicted {best['speedup']:.2f}×)"
+    yield f"{sentence}."
+
+
+def _speed(row: Row) -> tuple[float, float]:
+    """Return what rows are compared by: the speed-up, or else the acceptance length."""
+    return row.speedup or 0.0, row.acceptance_length or 0.0
+
+
+def _predicted_best(report: Report, row: Row) -> dict[str, Any] | None:
+    """Return the adviser's best prediction for the row's head, temperature and drafts."""
+    for one in (report.adviser or {}).get("advice", []):
+        keys = ("engine", "head", "temperature", "draft_probs")
+        if all(one[key] == getattr(row, key) for key in keys):
+            return next(p for p in one["predictions"] if p["k"] == one["best_k"])
+    return None
