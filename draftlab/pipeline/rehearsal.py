@@ -53,6 +53,9 @@ REPLACED = {
     "target.dtype": "auto",
     "target.gpus": 1,
     "target.revision": None,
+    "regenerate.backend": "paged",
+    "record.backend": "transformers",
+    "eval.engine": "paged",
     "record.max_length": 1024,
     "train.validation_share": 0.2,
     "train.wandb": None,
@@ -110,6 +113,11 @@ def rehearsal_recipe(recipe: Recipe, runs: Path, monitor: Monitor) -> Recipe:
     changes |= {"prompts.max_prompts": MAX_SIZES["prompts.max_prompts"]}
     changes |= {"eval.max_prompts": MAX_SIZES["eval.max_prompts"]}
     changes |= _prompt_changes(recipe, monitor)
+    for key in ("regenerate.backend", "record.backend", "eval.engine"):
+        if (program := flatten(recipe)[key]) != changes[key]:
+            monitor.say(
+                f"{key}: {changes[key]} in place of {program}, which a rehearsal leaves out"
+            )
     for key, value in changes.items():
         section, setting = key.split(".")
         tree[section][setting] = value

@@ -64,7 +64,7 @@ SETTINGS_WITHOUT_EFFECT = {
     "target.device",
     "target.gpus",
     "target.compile",
-    *(f"regenerate.server.{name}" for name in ServerSettings.model_fields),
+    *(f"regenerate.server.{name}" for name in ServerSettings.model_fields if name != "model"),
     *(f"{s}.vllm.{name}" for s in ("regenerate", "record") for name in VllmSettings.model_fields),
 }
 """Settings that change how a stage runs and not its result, beside those of training

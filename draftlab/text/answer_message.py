@@ -35,15 +35,21 @@ def parse_answer(
         stopped: whether its last token is a stop token.
 
     Raises:
-        RenderError: the answer calls a tool, or has other control tokens than the family's.
+        RenderError: the answer calls a tool, has other control tokens than the family's, or cannot
+            be parsed.
     """
     if getattr(tokenizer, "response_template", None) is not None:
-        return _message(**tokenizer.parse_response(list(token_ids), prefix=list(prompt_ids)))
-    parts = _split_at_controls(tokenizer, token_ids)
+        try:
+            parsed = tokenizer.parse_response(list(token_ids), prefix=list(prompt_ids))
+            return _message(**parsed)
+        except (ValueError, KeyError, TypeError) as error:  # such as a tool call that was cut
+            raise _refusal(f"what its response template cannot parse ({error})") from None
     if set(tokenizer.added_tokens_encoder) >= _HARMONY:
-        return _parse_harmony(parts)
+        return _parse_harmony(_split_at_controls(tokenizer, token_ids))
+    # A stop token need not be special: it may be any token of the vocabulary.
+    parts = _split_at_controls(tokenizer, token_ids[:-1] if stopped else token_ids)
     prompt_end = tokenizer.decode(list(prompt_ids[-8:]))
-    return _parse_think(parts[:-1] if stopped else parts, prompt_end.rstrip().endswith(_OPEN))
+    return _parse_think(parts, prompt_end.rstrip().endswith(_OPEN))
 
 
 def raw_message(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> dict[str, Any]:

@@ -137,5 +137,7 @@ class AnswerGenerator:
             message = parse_answer(self.tokenizer, request.prompt_ids, ids, stopped=stopped)
         except RenderError as error:
             message, draft.end = raw_message(self.tokenizer, ids), error.what
+        if not (stopped or message["content"] or draft.end):
+            draft.end = "the answer before them was cut in its reasoning"
         draft.messages.append(message)
         draft.answers.append(Answer(request.prompt_ids, ids, finish))

@@ -36,6 +36,7 @@ from draftlab.text.chat_template import (
 from draftlab.text.conversations import Conversation, answer_id, write_conversations
 from draftlab.text.prompts import select_answered
 from draftlab.text.reasons import Reasons
+from draftlab.text.server_answers import ServerAnswers
 from draftlab.text.settings import RegenerateSettings
 
 MANY_UNFINISHED = 0.25
@@ -94,6 +95,7 @@ def regenerate(
         **settings.model_dump(mode="json", exclude={"enabled", "backend", "vllm", "server"}),
         # Older answer files have no such key.
         **({} if settings.backend == "paged" else {"backend": settings.backend}),
+        **({"model": decode.model} if isinstance(decode, ServerAnswers) else {}),
     }
     answers = AnswerFile(path, identity, monitor)
     if answers.is_complete():

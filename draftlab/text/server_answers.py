@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from threading import Event
 from typing import Any
 
@@ -82,42 +83,59 @@ class ServerAnswers:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p or 1.0,
             "seed": _seed(request),
+            # A server fills what is missing from the model's generation_config.json.
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             # Not in OpenAI's interface, but read by vLLM and SGLang:
+            "top_k": sampling.top_k or -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
             "stop_token_ids": sorted(request.stop_ids),
             "skip_special_tokens": False,
             "return_token_ids": True,
         }
-        if sampling.top_k is not None:
-            body["top_k"] = sampling.top_k
-        choice = self._post("/v1/completions", body)["choices"][0]
-        finish = "stop" if choice.get("finish_reason") == "stop" else "length"
+        (choice,) = self._post("/v1/completions", body, "choices")
+        finish = choice.get("finish_reason")
+        if finish not in ("stop", "length"):
+            raise self._failure(
+                "/v1/completions", f"the answer ended by {finish!r}", "see the server's log"
+            )
         tokens = choice.get("token_ids")
         if tokens is None:
-            tokens = self._tokens_of_text(choice, request, finish)
+            tokens = self._tokens_of_text(choice)
+        if finish == "stop" and not (tokens and tokens[-1] in request.stop_ids):
+            tokens = [*tokens, self._stop_token(choice, request)]
         seconds = time.perf_counter() - started
         return Generation(request.id, tuple(tokens), finish, Counters(0), (), (), seconds, seconds)
 
-    def _tokens_of_text(self, choice: dict[str, Any], request: Request, finish: str) -> list[int]:
-        """Return the ids of an answer's text, with the stop token that ended it.
-
-        The stop token is the one that the server names, or the tokenizer's end of sequence.
-        """
+    def _tokens_of_text(self, choice: dict[str, Any]) -> list[int]:
+        """Return the ids of an answer's text."""
         if not self._says_text:
             self._says_text = True
             self.monitor.say(
                 "warning: answers: the server returns no token_ids; its text is tokenised, which "
                 "can give other tokens than the target wrote"
             )
-        tokens = self.tokenizer.encode(choice["text"], add_special_tokens=False)
-        if finish == "stop" and not (tokens and tokens[-1] in request.stop_ids):
-            reason, end = choice.get("stop_reason"), self.tokenizer.eos_token_id
-            known = [token for token in (reason, end) if token in request.stop_ids]
-            tokens.append(known[0] if known else min(request.stop_ids))
-        return tokens
+        return self.tokenizer.encode(choice["text"], add_special_tokens=False)
+
+    def _stop_token(self, choice: dict[str, Any], request: Request) -> int:
+        """Return the stop token that the server left out: the one it names, or the end of sequence.
+
+        Raises:
+            UserError: neither is a stop token of the target.
+        """
+        for token in (choice.get("stop_reason"), self.tokenizer.eos_token_id):
+            if token in request.stop_ids:
+                return token
+        raise self._failure(
+            "/v1/completions",
+            f"the answer ended at {choice.get('stop_reason')!r}, which is no stop token",
+            "start the server without stop texts of its own",
+        )
 
     def _served_model(self) -> str:
         """Return the id of the model to ask for: the named one, or the only one there is."""
-        models = [model["id"] for model in self._post("/v1/models", None)["data"]]
+        models = [model["id"] for model in self._post("/v1/models", None, "data")]
         name = self.settings.model
         if name is None and len(models) == 1:
             return models[0]
@@ -129,11 +147,11 @@ class ServerAnswers:
             )
         return name
 
-    def _post(self, path: str, body: dict[str, Any] | None) -> Any:
-        """Send a request (GET without a body) and return its JSON answer.
+    def _post(self, path: str, body: dict[str, Any] | None, field: str) -> Any:
+        """Send a request (GET without a body) and return a field of its JSON answer.
 
-        Refused connections, time-outs, errors of the server (5xx) and "too many requests" (429)
-        are repeated.
+        Refused and broken connections, time-outs, errors of the server (5xx) and "too many
+        requests" (429) are repeated.
         """
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY):
@@ -146,12 +164,14 @@ class ServerAnswers:
                 with urllib.request.urlopen(
                     http_request, timeout=self.settings.timeout_s
                 ) as answer:
-                    return json.load(answer)
+                    return json.load(answer)[field]
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}: {error.read(2000).decode(errors='replace')}"
                 if error.code != 429 and error.code < 500:
                     raise self._failure(path, reason, "check regenerate.server") from None
-            except (OSError, json.JSONDecodeError) as error:  # URLError is an OSError
+            except (KeyError, TypeError) as error:
+                reason = f"an answer without {field}: {error}"
+            except (OSError, HTTPException, ValueError) as error:  # refused, broken off, not JSON
                 reason = str(getattr(error, "reason", error) or type(error).__name__)
             if attempt == attempts or self._stopped.wait(wait):
                 break

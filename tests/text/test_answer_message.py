@@ -17,6 +17,7 @@ from tests.helpers.fake_decoder import generate
 from tests.helpers.messages import assistant, user
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.template_families import FAMILIES
+from tests.helpers.toys import toy_tokenizer
 from tests.text.test_public_templates import (
     AGAIN,
     ASK,
@@ -91,7 +92,7 @@ def test_a_tokenizers_own_response_template_is_used() -> None:
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
             "thinking": {"open": "easy", "close": "sum", "content": "text"},
-            "tool_calls": {"open": "add", "close": "sir", "repeats": True, "content": "text"},
+            "tool_calls": {"open": "add", "close": "sir", "repeats": True, "content": "json"},
             "content": {"close": "<|im_end|>", "content": "text"},
         },
     }
@@ -103,7 +104,37 @@ def test_a_tokenizers_own_response_template_is_used() -> None:
     message = parse("easy four sum yes<|im_end|>")
     assert {k: v.strip() for k, v in message.items()} == assistant("yes", reasoning_content="four")
     with pytest.raises(RenderError, match="the part 'tool_calls'"):
+        parse("yes add 4 sir<|im_end|>")
+    with pytest.raises(RenderError, match="response template cannot parse"):
         parse("yes add four sir<|im_end|>")
+
+
+def test_a_stop_token_need_not_be_special() -> None:
+    tokenizer = toy_tokenizer()
+    text = tokenizer("four yes", add_special_tokens=False)["input_ids"]
+    assert text[-1] not in tokenizer.all_special_ids
+    message = parse_answer(tokenizer, (), text, stopped=True)
+    assert message["content"].strip() == tokenizer.decode(text[:-1]).strip() != ""
+
+
+def test_no_turn_follows_an_answer_that_was_cut_in_its_reasoning(tmp_path: Path) -> None:
+    tokenizer = tokenizer_for("qwen3")
+    cut = tuple(tokenizer("<think>\neasy", add_special_tokens=False)["input_ids"])
+
+    def decode(requests: Sequence[Request], _: int) -> Iterator[Generation]:
+        for request in requests:
+            yield Generation(request.id, cut, "length", Counters(0), (), (), 0.0, 0.0)
+
+    monitor = RecordingMonitor()
+    (conversation,) = generate(
+        tmp_path / "a.jsonl",
+        decode,
+        tokenizer=tokenizer,
+        prompts=[Conversation("c", [ASK, FOUR, AGAIN], "s")],
+        monitor=monitor,
+    )
+    assert len(conversation.answers) == 1
+    assert any("left out 1 later turns" in line and "cut in its reasoning" in line for line in monitor.lines)
 
 
 @pytest.mark.parametrize(

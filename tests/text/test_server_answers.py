@@ -30,8 +30,8 @@ class CompletionServer(ThreadingHTTPServer):
         target: folder of the target that it serves.
 
     Attributes:
-        failures: one for each of the next requests: an HTTP status, or "drop" (the connection
-            is closed without an answer).
+        failures: one for each of the next requests: an HTTP status, "drop" (the connection
+            is closed without an answer) or "break" (in the middle of an answer).
         text_only: answers have no token ids.
         models: ids of the served models.
         requests: bodies of the completions asked for.
@@ -51,6 +51,10 @@ class CompletionServer(ThreadingHTTPServer):
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return the choice of a completion."""
+        # A server fills what a request lacks from the model's generation_config.json.
+        plain = {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "top_p": 1}
+        plain |= {"presence_penalty": 0, "frequency_penalty": 0}
+        assert {key: body.get(key) for key in plain} == plain
         stops = frozenset(body["stop_token_ids"])
         sampling = Sampling(body["temperature"], seed=body["seed"])
         ids = tuple(body["prompt"])
@@ -88,6 +92,12 @@ class _Handler(BaseHTTPRequestHandler):
         with server.lock:  # before the answer, upon which the next request comes
             server.in_work -= 1
         if status == "drop":
+            self.close_connection = True
+        elif status == "break":  # after the first bytes of an answer
+            self.send_response(200)
+            self.send_header("Content-Length", "500")
+            self.end_headers()
+            self.wfile.write(b"{")
             self.close_connection = True
         else:
             self._send(int(status), answer)
@@ -139,7 +149,7 @@ def test_answers_of_a_server_are_the_engines(workshop: Path) -> None:
     assert draftlab(workshop, "prepare", "small.yaml", "name=engine", *SAMPLED).exit_code == 0
     expected = answer_tokens(workshop, "engine")
     with serve(workshop / "toy") as server:
-        server.failures = [503, "drop", 429, 500]
+        server.failures = [503, "drop", 429, "break", 500]
         output = prepare(workshop, server, "name=server")
         assert "the-target at http://127.0.0.1" in output
         assert len(server.requests) == len(expected) == 12
@@ -161,6 +171,11 @@ def test_a_failing_server_ends_the_run_and_another_goes_on(workshop: Path) -> No
         assert "(2 attempts)" in output
         assert "repeat the command" in output
         server.failures = []
+        server.models = ["second"]
+        output = prepare(workshop, server, code=2)
+        assert "model" in output, "answers of two models do not mix"
+        assert "second" in output
+        server.models = ["the-target"]
         # Neither address nor attempts decide the answers, so the run goes on with another server.
         prepare(workshop, server, "regenerate.server.attempts=3")
         requests = len(server.requests)
@@ -175,7 +190,7 @@ def test_refusals(workshop: Path) -> None:
         server.models = ["one", "two"]
         output = prepare(workshop, server, code=2)
         assert "expected the server to serve one model, found one, two" in output
-        output = prepare(workshop, server, "regenerate.server.model=three", code=2)
+        output = prepare(workshop, server, "regenerate.server.model=three", "name=new", code=2)
         assert "expected the server to serve three, found one, two" in output
     output = prepare(workshop, server, "regenerate.server.attempts=1", code=2)
     assert "the server gave no answer" in output
