@@ -134,7 +134,8 @@ def test_no_turn_follows_an_answer_that_was_cut_in_its_reasoning(tmp_path: Path)
         monitor=monitor,
     )
     assert len(conversation.answers) == 1
-    assert any("left out 1 later turns" in line and "cut in its reasoning" in line for line in monitor.lines)
+    assert "left out 1 later turns" in monitor.text
+    assert "cut in its reasoning" in monitor.text
 
 
 @pytest.mark.parametrize(
