@@ -121,7 +121,7 @@ def test_store_split_keeps_prompts_together(tmp_path: Path) -> None:
     split = ("store", "split", "s", "--out", "a", "--out", "b", "--shares", "70,30")
     assert draftlab(tmp_path, *split).exit_code == 0
     a, b = (Store.open(tmp_path / part).ids for part in "ab")
-    assert sorted(a + b) == sorted(ids)
+    assert sorted([*a, *b]) == sorted(ids)
     assert abs(len(a) - 0.7 * 36) < 3
     assert not prompts_of(a) & prompts_of(b)
 
