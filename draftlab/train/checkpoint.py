@@ -17,7 +17,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, read_json, save_tensors, sha256_text, write_json
+from draftlab.files import (
+    atomic_path,
+    canonical_json,
+    read_json,
+    save_tensors,
+    sha256_file,
+    sha256_text,
+    write_json,
+)
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.initial import fingerprint
 from draftlab.store.store import Store
@@ -37,6 +45,7 @@ class Checkpoint:
         key: hash of recipe and store.
         weights: trained parameters by name.
         moments: the optimizer's state by parameter/field.
+        verified: whether all shards of the store had been hashed when it was written.
     """
 
     step: int
@@ -44,6 +53,7 @@ class Checkpoint:
     key: str
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]
+    verified: bool
 
 
 def training_keys(
@@ -74,6 +84,8 @@ def trainable(head: nn.Module) -> dict[str, nn.Parameter]:
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> None:
     """Write `folder`/step-NNNNNNN atomically: it is built under another name, then renamed.
 
+    Its files are on the disk before it has its name.
+
     Args:
         checkpoint: its tensors are on the CPU.
         keep: how many of the newest checkpoints stay.
@@ -82,12 +94,17 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> N
     building = folder / f".{final.name}.tmp"
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
-    save_tensors(checkpoint.weights, building / WEIGHTS)
-    save_tensors(checkpoint.moments, building / MOMENTS)
+    sha256 = {}
+    for name, tensors in ((WEIGHTS, checkpoint.weights), (MOMENTS, checkpoint.moments)):
+        with atomic_path(building / name) as path:
+            save_tensors(tensors, path)
+            sha256[name] = sha256_file(path)
     state = {
         "step": checkpoint.step,
         "tokens_seen": checkpoint.tokens_seen,
         "key": checkpoint.key,
+        "verified": checkpoint.verified,
+        "sha256": sha256,
     }
     write_json(building / STATE, state)
     shutil.rmtree(final, ignore_errors=True)
@@ -120,12 +137,37 @@ def read_checkpoint(path: Path, *, keys: Sequence[str]) -> Checkpoint:
             where=path,
             do="train with --force, or under a new name",
         )
+    sha256 = state.get("sha256", {})  # older checkpoints have none
+    weights, moments = (_read_tensors(path / name, sha256.get(name)) for name in (WEIGHTS, MOMENTS))
+    verified = state.get("verified", True)  # older checkpoints were written after the hashing
+    return Checkpoint(state["step"], state["tokens_seen"], keys[0], weights, moments, verified)
+
+
+def _read_tensors(path: Path, sha256: str | None) -> dict[str, Tensor]:
     try:
-        weights, moments = load_file(path / WEIGHTS), load_file(path / MOMENTS)
+        if sha256 is not None and (digest := sha256_file(path)) != sha256:
+            raise ValueError(f"expected SHA-256 {sha256}, found {digest}")
+        return load_file(path)
     except Exception as error:  # safetensors raises its own types for missing and truncated files
         raise UserError(
             f"the checkpoint is damaged: {error}",
             where=path,
-            do="remove it to resume from an older one",
+            do=f"remove {path.parent} to resume from an older checkpoint",
         ) from None
-    return Checkpoint(state["step"], state["tokens_seen"], keys[0], weights, moments)
+
+
+def set_unverified_aside(folder: Path) -> list[Path]:
+    """Rename the checkpoints of a store with unverified shards to step-NNNNNNN.damaged.
+
+    No training resumes from them.
+
+    Returns:
+        Their new paths.
+    """
+    aside = []
+    for path in checkpoints(folder):
+        if not read_json(path / STATE).get("verified", True):
+            aside.append(path.with_name(f"{path.name}.damaged"))
+            shutil.rmtree(aside[-1], ignore_errors=True)
+            path.rename(aside[-1])
+    return aside

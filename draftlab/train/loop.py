@@ -20,7 +20,6 @@ from draftlab.heads.initial import start_from
 from draftlab.kernels.cuda_device import out_of_memory_error
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
-from draftlab.store.verification import ShardVerification
 from draftlab.target_model.parts import TargetParts
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.batch.loader import BatchLoader, MicroBatch
@@ -45,6 +44,7 @@ from draftlab.train.optimizer import learning_rate
 from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
 from draftlab.train.settings import TrainSettings
 from draftlab.train.validation import Validation, split_records, validate
+from draftlab.train.verification import ShardVerification
 
 
 class Trainer:
@@ -109,13 +109,13 @@ class Trainer:
         self.backend = wrap(module, settings, self.ranks)
         self.keys = training_keys(settings, config, vocabulary, store, seed, initial)
         self.key = self.keys[0]
-        self.step = self.tokens_seen = 0
+        self.step, self.tokens_seen, self.resumed_verified = 0, 0, True
         self.log = MetricsLog(folder, muted=not self.ranks.is_main)
         self.ending = EndingSignal(self.ranks)
         self.timer = PhaseTimer(self.device)
         self._report_setup(module)
         self._resume()
-        self.verification = ShardVerification(store, folder, self.ranks.rank, self.ranks.size)
+        self.verification = ShardVerification(store, folder, self.ranks)
 
     def _report_setup(self, module: DistillationModule) -> None:
         """Print how training runs; on a GPU measure the rate of products, which MFU refers to."""
@@ -138,6 +138,7 @@ class Trainer:
             checkpoint = read_checkpoint(path, keys=self.keys)
             self.backend.load(checkpoint.weights, checkpoint.moments)
             self.step, self.tokens_seen = checkpoint.step, checkpoint.tokens_seen
+            self.resumed_verified = checkpoint.verified
             self.monitor.say(f"resuming training after step {self.step}")
         self.log.truncate(self.step, last=self.step == self.settings.steps)
 
@@ -148,9 +149,13 @@ class Trainer:
             "training", "lower train.micro_rows or train.row_tokens, or raise train.anchor_parts"
         )
         with closing(self.verification), self.ranks.report_lost_rank(), tracked, memory:
+            if not self.resumed_verified:
+                self.verification.finish(self.monitor)
             with self.ending.postponed():
                 self._train()
             self.save()
+            if self.verification.finish(self.monitor):
+                self.save()
             validation = None
             if self.held_out:
                 validation = self.validate()
@@ -192,17 +197,14 @@ class Trainer:
 
     def _optimizer_steps(self) -> Iterator[OptimizerStep]:
         """Yield this process's share of the remaining optimizer steps."""
-        for step, rows in islice(enumerate(self._order()), self.step, self.settings.steps):
-            yield OptimizerStep(
-                step, assign_micro_batches(rows, self.settings.micro_rows, self.ranks)
-            )
+        steps, micro_rows = self.settings.steps, self.settings.micro_rows
+        for step, rows in islice(enumerate(self._order()), self.step, steps):
+            yield OptimizerStep(step, assign_micro_batches(rows, micro_rows, self.ranks))
 
     def _order(self) -> Iterator[list[list[int]]]:
         """Yield each optimizer step's rows of record indices."""
-        lengths = [self.store.lengths[i] for i in self.training]
-        for rows in batches(
-            lengths, self.settings.row_tokens, self.settings.batch_rows, seed=self.seed
-        ):
+        settings, lengths = self.settings, [self.store.lengths[i] for i in self.training]
+        for rows in batches(lengths, settings.row_tokens, settings.batch_rows, seed=self.seed):
             yield [[self.training[i] for i in row] for row in rows]
 
     def _start_step(self, micro: MicroBatch) -> None:
@@ -282,15 +284,16 @@ class Trainer:
         """Write a checkpoint of the current step with whole weights and moments, not shards.
 
         Raises:
-            UserError: weights are not finite, or a shard of the store is damaged. A run that
-                resumes from such weights could not recover.
+            UserError: weights are not finite, or a shard that is hashed by now is damaged. A run
+                that resumes from such weights could not recover.
         """
-        self.verification.finish(self.ranks.all_gather, self.monitor)
+        self.verification.update()
         weights, moments = self.backend.weights(), self.backend.moments()
         broken = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
         if broken := self.ranks.broadcast(broken):
             self._raise_not_finite(f"weights that are not finite: {', '.join(broken)}")
         if self.ranks.is_main:
-            checkpoint = Checkpoint(self.step, self.tokens_seen, self.key, weights, moments)
+            state, verified = (self.step, self.tokens_seen, self.key), self.verification.complete
+            checkpoint = Checkpoint(*state, weights, moments, verified)
             save_checkpoint(self.folder / "checkpoints", checkpoint)
         self.timer.mark(NOT_TRAINING)
