@@ -56,16 +56,17 @@ _LOCKS_NEEDED = (
 def atomic_path(path: Path, *, exclusive: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success fsync that file and rename it to `path`.
 
-    After a crash `path` holds either the old file or the new one, never a half-written one.
+    After a crash `path` holds either the old file or the new one, never a half-written one. What
+    is at the temporary path is removed first: it may be a link that leads out of the folder.
 
     Args:
         exclusive: no other process writes this file. The next writer then replaces what a killed
-            one left at `exclusive_temporary(path)`.
+            one left.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    if exclusive:
-        temporary = exclusive_temporary(path)
+    writer = "" if exclusive else f".{os.getpid()}"
+    temporary = path.with_name(f".{path.name}{writer}.tmp")
+    temporary.unlink(missing_ok=True)
     try:
         yield temporary
         # Some writers create files that only their owner may read; servers run as other users.
@@ -83,11 +84,6 @@ def atomic_path(path: Path, *, exclusive: bool = False) -> Iterator[Path]:
             os.close(directory)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def exclusive_temporary(path: Path) -> Path:
-    """Return the temporary path of a file that one process at a time writes."""
-    return path.with_name(f".{path.name}.tmp")
 
 
 def remove_leftovers(folder: Path, pattern: str = ".*.tmp") -> None:
@@ -189,8 +185,11 @@ def check_folder(path: Path) -> None:
 
 def write_text(path: Path, text: str, *, exclusive: bool = False) -> None:
     """Write a text file atomically (see `atomic_path`)."""
-    with atomic_path(path, exclusive=exclusive) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    with (
+        atomic_path(path, exclusive=exclusive) as temporary,
+        open(temporary, "x", encoding="utf-8") as file,  # which follows no link
+    ):
+        file.write(text)
 
 
 def write_json(path: Path, value: Any, *, exclusive: bool = False) -> None:

@@ -216,6 +216,17 @@ def test_a_link_out_of_a_store_is_refused(tmp_path: Path, read: Callable[[Path],
     assert len(Store.open(tmp_path / "moved")) == 3
 
 
+def test_recording_writes_through_no_link(tmp_path: Path) -> None:
+    store, victim = tmp_path / "store", tmp_path / "victim"
+    record_table(store, SAMPLES)
+    victim.write_text("unchanged")
+    (store / SHARD).unlink()
+    for name in (SHARD, "shard-00000.json", "shard-00001.safetensors", "shard-00001.json"):
+        (store / f".{name}.tmp").symlink_to(victim)
+    record_table(store, SAMPLES).verify()
+    assert victim.read_text() == "unchanged"
+
+
 # Configs
 
 

@@ -6,6 +6,8 @@ ones admitted last; the tokens do not change.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import torch
 
@@ -20,12 +22,28 @@ RESERVE = 0.2
 """Share of the free memory that is left for activations, logits and CUDA graphs."""
 
 
+CGROUP = Path("/sys/fs/cgroup")
+"""Where a container sees its own memory limit (cgroup v2)."""
+
+
 def available_bytes(device: torch.device) -> int:
     """Return the bytes that can be allocated on a device; torch's unused ones count as free."""
     if device.type != "cuda":
-        return psutil.virtual_memory().available
+        return _available_on_host()
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def _available_on_host() -> int:
+    """Return the free bytes of the machine, or of a container with a lower limit."""
+    available = psutil.virtual_memory().available
+    try:
+        limit, usage = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no container, or the limit is "max"
+        return available
+    # As psutil does, count cached files as free: the kernel drops them when memory is needed.
+    return min(available, max(0, limit - usage + int(stat.get("inactive_file", 0))))
 
 
 def draft_kv_bytes(head: DraftHead) -> int:

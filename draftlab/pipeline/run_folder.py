@@ -177,7 +177,10 @@ class Run:
         if stage.name == "head":
             paths.add(self.folder / "train")
         if stage.name == "answers":
-            paths.update(self.folder.glob("answers*"))
+            for name in ("answers.json", "answers.partial.jsonl", "answers.index"):
+                paths.add(self.folder / name)
+            for name in ("jsonl", "json", "index"):
+                paths.update(self.folder.glob(f".answers.{name}.*tmp"))
         return paths
 
     @contextmanager

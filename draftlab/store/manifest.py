@@ -170,7 +170,7 @@ class Manifest(_Strict):
     """Number of stored samples that were truncated to max_length."""
     records_sha256: str | None = None
     """SHA-256 of the index (records.safetensors); None in schema 1."""
-    shards: list[Shard]
+    shards: list[Shard] = Field(min_length=1)
 
     @model_serializer(mode="wrap")
     def _serialise(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -16,12 +16,17 @@ import numpy as np
 def group_by_prompt(ids: Sequence[str]) -> list[list[int]]:
     """Return record numbers in a group for each prompt, ordered by their first records."""
     all_ids = set(ids)
+    # Continuations begin at #2. Where prompts themselves are named repository#1, or have further
+    # answers (repository#12~1), the numbers continue a conversation only if there is a
+    # `repository`. Its record may have been left out as too long, so else they always do.
+    prompt_number = re.compile(r"(.*)#(?:0\d*|1|\d+[~#]\d+)", re.DOTALL)
+    numbered = {match[1] for match in map(prompt_number.fullmatch, ids) if match} - all_ids
     groups: dict[str, list[int]] = {}
     for number, id_ in enumerate(ids):
-        # An id such as repository#12 continues a conversation only if there is a `repository`.
         conversation = re.sub(r"#\d+$", "", id_)
-        prompt = re.sub(r"~\d+$", "", conversation if conversation in all_ids else id_)
-        groups.setdefault(prompt, []).append(number)
+        if conversation in numbered:
+            conversation = id_
+        groups.setdefault(re.sub(r"~\d+$", "", conversation), []).append(number)
     return list(groups.values())
 
 

@@ -20,7 +20,6 @@ from draftlab.errors import UserError
 from draftlab.files import (
     canonical_json,
     check_locks,
-    exclusive_temporary,
     locked,
     read_json,
     remove_leftovers,
@@ -148,7 +147,7 @@ class Receipts:
         return shard.model_copy(update={"bytes": receipt["bytes"]}).problem(self.folder) is None
 
     def claim(self, shard: Shard, *, wait: bool) -> int | None:
-        """Claim a shard that is not committed, and remove the files of a killed attempt.
+        """Claim a shard that is not committed, and remove the receipt of an earlier file.
 
         Args:
             wait: wait until the process that has the claim commits the shard or dies.
@@ -170,10 +169,8 @@ class Receipts:
         if replaced or self.is_committed(shard):
             os.close(descriptor)
             return None
-        receipt = self.receipt_path(shard)
-        receipt.unlink(missing_ok=True)  # of an older file, not of the next one
-        for path in (receipt, self.folder / shard.file):
-            exclusive_temporary(path).unlink(missing_ok=True)
+        # It is the receipt of an older file, not of the next one.
+        self.receipt_path(shard).unlink(missing_ok=True)
         return descriptor
 
     def complete(self) -> None:

@@ -20,14 +20,14 @@ _BLOCK = 1 << 24
 
 
 def write_shard(tensors: dict[str, Tensor], path: Path) -> tuple[int, str]:
-    """Write the bytes of `safetensors.torch.save_file`, without a copy of the tensors.
+    """Write the bytes of `safetensors.torch.save_file` to a new file; copy no tensor.
 
     Returns:
         The file's size and its hex SHA-256, computed while it is written.
     """
     header, names = _header(tensors)
     digest = hashlib.sha256(header)
-    with open(path, "wb") as file:
+    with open(path, "xb") as file:
         file.write(header)
         for name in names:
             data = memoryview(tensors[name].contiguous().flatten().view(torch.uint8).numpy())

@@ -83,7 +83,7 @@ class AnswerFile:
         with (
             open(self.partial, "rb") as partial,
             atomic_path(self.path) as temporary,
-            open(temporary, "wb") as file,
+            open(temporary, "xb") as file,
         ):
             partial.readline()  # the header
             shutil.copyfileobj(partial, file)

@@ -209,5 +209,5 @@ def check_not_empty(conversations: list[Conversation], path: Path) -> list[Conve
 
 def write_conversations(path: Path, conversations: Iterable[Conversation]) -> None:
     """Write conversations as JSONL, in order and atomically."""
-    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+    with atomic_path(path) as temporary, open(temporary, "x", encoding="utf-8") as file:
         file.writelines(conversation.to_json() + "\n" for conversation in conversations)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +57,22 @@ def test_one_sequence_that_does_not_fit_is_a_user_error(
     with pytest.raises(UserError, match=r"one sequence, .* for 128 positions, found") as error:
         Engine(target, ChainDrafter(head, 3), **SIZE)
     assert "regenerate.max_new_tokens" in error.value.do
+
+
+@pytest.mark.parametrize(
+    ("limit", "usage", "available"),
+    [("1000", "700", 350), ("500", "700", 0), ("max", "700", 2000), ("9999", "7", 2000)],
+)
+def test_free_memory_on_a_cpu_is_within_the_containers_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, usage: str, available: int
+) -> None:
+    monkeypatch.setattr(kv_pool.psutil, "virtual_memory", lambda: SimpleNamespace(available=2000))
+    monkeypatch.setattr(kv_pool, "CGROUP", tmp_path)
+    assert kv_pool.available_bytes(torch.device("cpu")) == 2000  # no container
+    files = {"max": limit, "current": usage, "stat": "anon 600\ninactive_file 50"}
+    for name, text in files.items():
+        (tmp_path / f"memory.{name}").write_text(text + "\n")
+    assert kv_pool.available_bytes(torch.device("cpu")) == available
 
 
 def test_engines_that_take_turns_share_a_pool(target: Target, head: Eagle3Head) -> None:

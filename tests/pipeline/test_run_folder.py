@@ -70,7 +70,7 @@ def test_a_stage_that_failed_before_it_wrote_anything_has_no_record(
     with pytest.raises(UserError, match="wrong"), run.recorded_stage(stage):
         raise UserError("wrong")
     assert not record_path(tmp_path, stage).exists()
-    file = {"answers": "answers.parts/0", "head": "train/metrics.jsonl"}.get(name)
+    file = {"answers": "answers.index/0", "head": "train/metrics.jsonl"}.get(name)
     path = tmp_path / (file or f"{stage.artefact}/file")
     path.parent.mkdir(parents=True)
     path.write_text("")
@@ -189,6 +189,18 @@ def test_remove_deletes_later_stages_first(tmp_path: Path, monkeypatch: pytest.M
     ]
     run.remove(ANSWERS)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["stages"]
+
+
+def test_removing_answers_keeps_files_of_the_user(tmp_path: Path) -> None:
+    run = finish_stages(make_run(tmp_path), "answers")
+    own = {"answers-backup.jsonl", "answers.jsonl.bak", "answers.txt", ".answers.tmp"}
+    written = ["answers.json", "answers.partial.jsonl", ".answers.json.7.tmp"]
+    for name in (*own, *written):
+        (tmp_path / name).write_text("")
+    for name in ("answers.index", ".answers.index.tmp"):
+        (tmp_path / name).mkdir()
+    run.remove(ANSWERS)
+    assert {path.name for path in tmp_path.iterdir()} == {*own, "stages"}
 
 
 def test_removing_a_link_keeps_its_target(tmp_path: Path) -> None:

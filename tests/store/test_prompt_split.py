@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,8 +32,35 @@ def prompts_of(ids: list[str]) -> set[str]:
 
 
 def test_records_are_grouped_by_their_ids() -> None:
-    ids = ["a", "b", "a~1", "a#2", "a~1#3", "b~10", "a~x", "r#12", "r#13", "a-1", "c~2", "c~1"]
+    ids = ["a", "b", "a~1", "a#2", "a~1#3", "b~10", "a~x", "r#12", "q#13", "a-1", "c~2", "c~1"]
     assert group_by_prompt(ids) == [[0, 2, 3, 4], [1, 5], [6], [7], [8], [9], [10, 11]]
+
+
+def test_records_of_a_prompt_whose_first_record_was_left_out_stay_together() -> None:
+    ids = ["x#2", "a~1#2", "y#12", "x#3", "a", "b#2", "b~1", "z~1#2", "z~1#4"]
+    assert group_by_prompt(ids) == [[0, 3], [1, 4], [2], [5, 6], [7, 8]]
+    for seed in range(20):
+        left_out = [f"p-{i}#{n}" for i in range(6) for n in (2, 3)]
+        parts = [{left_out[i][:3] for i in part} for part in hold_out(left_out, 0.5, seed)]
+        assert not parts[0] & parts[1]
+
+
+@pytest.mark.parametrize("ids", [["r#1", "r#2", "r#13"], ["r#0", "r#5"], ["r#5", "r#7", "r#5~1"]])
+def test_prompts_that_are_named_by_a_number_are_apart(ids: list[str]) -> None:
+    assert len(group_by_prompt(ids)) == len({id_.partition("~")[0] for id_ in ids})
+    assert group_by_prompt([*ids, "r"]) != group_by_prompt(ids)
+
+
+def test_with_all_first_records_the_groups_are_those_of_earlier_versions() -> None:
+    prompts = [f"{name}{sample}" for name in ("p", "r#1", "r#7", "s~x") for sample in ("", "~1")]
+    ids = [*prompts, *(f"{prompt}#{n}" for prompt in prompts for n in (2, 3)), "t#0"]
+    ids = [ids[i] for i in np.random.default_rng(0).permutation(len(ids))]
+    earlier: dict[str, list[int]] = {}
+    for number, id_ in enumerate(ids):
+        first = re.sub(r"#[23]$", "", id_)
+        earlier.setdefault(re.sub(r"~1$", "", first), []).append(number)
+    assert group_by_prompt(ids) == list(earlier.values())
+    assert len(earlier) == 5
 
 
 def test_the_records_of_a_conversation_belong_to_one_prompt() -> None:

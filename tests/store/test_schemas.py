@@ -108,6 +108,20 @@ def test_a_damaged_index_is_refused_and_written_again(tmp_path: Path) -> None:
         Store.open(tmp_path)
 
 
+@pytest.mark.parametrize("schema", [1, 2])
+def test_a_manifest_without_shards_is_refused(tmp_path: Path, schema: int) -> None:
+    manifest = record_table(tmp_path, SAMPLES).manifest
+    manifest = manifest.model_copy(update={"schema_version": schema, "shards": []})
+    empty = Shard.of("shard-00000.safetensors", [], [], [], [])._window.index.to_bytes()
+    (tmp_path / RECORDS).write_bytes(empty)
+    manifest.records_sha256 = hashlib.sha256(empty).hexdigest()
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest.dump()))
+    with pytest.raises(UserError, match="shards: expected at least one value") as caught:
+        Store.open(tmp_path)
+    assert caught.value.where.endswith("manifest.json")
+    assert "record again" in caught.value.do
+
+
 def test_the_manifest_does_not_grow_with_its_records(tmp_path: Path) -> None:
     count = 20_000
     ids = [f"record {number}" for number in range(count)]
