@@ -191,6 +191,7 @@ REFUSED = [
         ("prompts.max_prompts=0", "prompts.max_prompts"),
         ("eval.suite=nowhere.jsonl", "nowhere.jsonl"),
         ("eval.k=0", "eval.k"),
+        ("eval.k=500", "eval.k"),
         ("eval.k=[]", "eval.k"),
         ("eval.temperatures=[-1]", "eval.temperatures"),
         ("eval.compare=[nowhere]", "nowhere"),
@@ -333,7 +334,6 @@ DAMAGED_STORE = [
 ]
 """Damage that the store's verbs must name; `run` and `train` make such artefacts again."""
 ACCEPTED = [
-    Case("run small.yaml --plan eval.k=500", "500"),
     Case("run small.yaml --plan record.max_length=20", "20"),
     Case("run small.yaml --plan train.micro_rows=99", ""),
     *[

@@ -49,8 +49,8 @@ def test_a_rehearsal_runs_every_stage(
 ) -> None:
     config = real_target(name, tmp_path / "target")
     recipe = load_recipe(RECIPES / f"{name}.yaml")
-    arguments = ("run", str(RECIPES / f"{name}.yaml"), "target=target", "--rehearse")
-    result = draftlab(tmp_path, *arguments)
+    arguments = ("run", str(RECIPES / f"{name}.yaml"), "target=target", "draft_vocab.size=128")
+    result = draftlab(tmp_path, *arguments, "--rehearse")
     assert result.exit_code == 0, result.output
     run = tmp_path / "runs/rehearsals" / name
     head = load_config(run / "head")

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from draftlab.kernels.paged_attention import slot_mapping
-from draftlab.target_model import attention, experts, probe
+from draftlab.target_model import attention, check_capabilities, experts
 from draftlab.target_model import paged_cache as paged
 from draftlab.target_model.model import Target
 from draftlab.target_model.packed_rows import PackedRow
@@ -131,7 +131,7 @@ def test_a_pass_that_waits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", mode.append)
     target = zoo_target(tmp_path, "llama")
-    assert probe.synchronisation_error(target) is None
+    assert check_capabilities.synchronisation_error(target) is None
     assert mode == [1, "error", 1]
     mlp = target.layers[1].mlp
     forward = mlp.forward
@@ -142,7 +142,9 @@ def test_a_pass_that_waits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return forward(x)
 
     mlp.forward = wait
-    assert probe.synchronisation_error(target) == "called a synchronizing CUDA operation"
+    assert (
+        check_capabilities.synchronisation_error(target) == "called a synchronizing CUDA operation"
+    )
     assert mode[-1] == 1
 
 
@@ -150,12 +152,12 @@ def test_a_target_that_waits_is_not_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = zoo_target(tmp_path, "llama")
-    assert not probe.can_capture(target)  # no GPU, no graphs, no warning
+    assert not check_capabilities.can_capture(target)  # no GPU, no graphs, no warning
     monkeypatch.setattr(Target, "device", torch.device("cuda"))
     monkeypatch.setattr(Target, "pipeline_parallel", False)
-    monkeypatch.setattr(probe, "synchronisation_error", lambda _: None)
-    assert probe.can_capture(target)
-    monkeypatch.setattr(probe, "synchronisation_error", lambda _: "a value was read")
+    monkeypatch.setattr(check_capabilities, "synchronisation_error", lambda _: None)
+    assert check_capabilities.can_capture(target)
+    monkeypatch.setattr(check_capabilities, "synchronisation_error", lambda _: "a value was read")
     message = "LlamaModel decodes without CUDA graphs.*a value was read"
     with pytest.warns(RuntimeWarning, match=message):
-        assert not probe.can_capture(target)
+        assert not check_capabilities.can_capture(target)

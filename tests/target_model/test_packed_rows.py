@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftlab.target_model import attention, packed_rows, probe
+from draftlab.target_model import attention, check_capabilities, packed_rows
 from draftlab.target_model.model import Target
 from draftlab.target_model.packed_rows import PackedRow
 from tests.helpers.zoo import (
@@ -108,11 +108,13 @@ def test_a_gpu_pads_rows_without_the_varlen_kernel(
 ) -> None:
     """A small kernel for every conversation and layer took five times as long as padding."""
     target = zoo_target(tmp_path, kind)
-    experiment = "one by one", probe._in_one_kernel, 0.0
-    assert "no kernel for torch.float32 heads of" in probe.find_fault(target, *experiment)
+    experiment = "one by one", check_capabilities._in_one_kernel, 0.0
+    assert "no kernel for torch.float32 heads of" in check_capabilities.find_fault(
+        target, *experiment
+    )
     monkeypatch.setattr(packed_rows, "varlen_attn", varlen)
     monkeypatch.setattr(attention, "supports_varlen", lambda *_: True)
-    fault = probe.find_fault(target, *experiment)
+    fault = check_capabilities.find_fault(target, *experiment)
     if kind == "gpt_oss":
         assert fault is not None
         assert fault.endswith("with sinks or capped scores")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.target_model import attention, llama4, probe, replacements
+from draftlab.target_model import attention, check_capabilities, llama4, replacements
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import load_parts
 from tests.helpers.ragged import row_cache, run_ragged
@@ -190,10 +190,10 @@ def test_other_rounding_is_accepted(mixture: Target, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(attention, "attend_reads", rounded_otherwise)
     with torch.inference_mode():
-        rows, pages = probe._rows_and_pages(mixture)
+        rows, pages = check_capabilities._rows_and_pages(mixture)
     changes = (rows - pages).norm(dim=-1) / rows.norm(dim=-1)
     assert (changes > 0.2).sum() > changes.numel() / 2, "no router selects other experts"
-    probe.check_pages(mixture)
+    check_capabilities.check_pages(mixture)
 
 
 def test_a_misread_cache_is_refused(mixture: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,4 +204,4 @@ def test_a_misread_cache_is_refused(mixture: Target, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(attention, "attend_reads", misread)
     with pytest.raises(UserError, match="pages of keys do not serve"):
-        probe.check_pages(mixture)
+        check_capabilities.check_pages(mixture)
