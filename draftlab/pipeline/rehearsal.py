@@ -220,6 +220,8 @@ def _shrink(fields: dict[str, Any]) -> dict[str, Any]:
         fields["num_key_value_heads"] = min(kv_heads, 2)
         fields["num_attention_heads"] = heads // kv_heads * fields["num_key_value_heads"]
         fields["head_dim"] = WIDTHS["head_dim"]
+        if fields["hidden_size"] % fields["num_attention_heads"]:  # exports need a multiple
+            fields["hidden_size"] = fields["num_attention_heads"] * fields["head_dim"]
     rope = fields.get("rope_parameters") or {}
     for key in ("short_factor", "long_factor"):
         if key in rope:
