@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -65,6 +66,12 @@ class Generation:
         if len(self.token_ids) < 2:
             return None
         return (self.total_s - self.first_token_s) / (len(self.token_ids) - 1)
+
+
+def request_seed(request: Request) -> int:
+    """Return a seed for another program that depends on the request's seed and id alone."""
+    text = f"{request.sampling.seed} {request.id}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def sampling_metadata(requests: Sequence[Request], device: torch.device) -> SamplingMetadata:

@@ -174,8 +174,9 @@ class Pipeline:
 
     def _run_stages(self, *last: str, force: bool) -> None:
         run = self.run
-        self.check(run.plan(*last), plan=False)
-        if run.status(STAGES["answers"]).state != "done":
+        statuses = run.plan(*last)  # reads whole files, to compare their hashes
+        self.check(statuses, plan=False)
+        if any(s.stage.name == "answers" and s.state != "done" for s in statuses):
             _ = self.recording.prompts  # a broken file must not leave a run folder
         with lock(run.folder):
             statuses = run.plan(*last)

@@ -7,7 +7,6 @@ included, and a line says so: such ids can differ from those that the target wro
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -22,7 +21,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.engine.counters import Counters
-from draftlab.engine.sampling import Generation, Request
+from draftlab.engine.sampling import Generation, Request, request_seed
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.text.settings import RegenerateSettings
@@ -82,7 +81,7 @@ class ServerAnswers:
             "max_tokens": min(request.max_new_tokens, max_length - len(request.prompt_ids)),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p or 1.0,
-            "seed": _seed(request),
+            "seed": request_seed(request),
             # A server fills what is missing from the model's generation_config.json.
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -181,9 +180,3 @@ class ServerAnswers:
 
     def _failure(self, path: str, reason: str, do: str) -> UserError:
         return UserError(f"the server gave no answer: {reason}", where=f"{self._url}{path}", do=do)
-
-
-def _seed(request: Request) -> int:
-    """Return a seed that depends on the request's seed and id alone, not on its batch."""
-    text = f"{request.sampling.seed} {request.id}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")

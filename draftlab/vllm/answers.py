@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 
-from draftlab.engine.sampling import Generation, Request
+from draftlab.engine.sampling import Generation, Request, request_seed
 from draftlab.progress import Monitor
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.text.settings import RegenerateSettings
@@ -47,7 +46,7 @@ class VllmAnswers:
         if process is None or max_length > self._max_length:
             self.__exit__()
             process = self._process = self._start(max_length)
-        yield from generate(process, requests, [_seed(request) for request in requests], 0)
+        yield from generate(process, requests, [request_seed(request) for request in requests], 0)
 
     def _start(self, max_length: int) -> VllmProcess:
         target, batch = self.target, self.settings.batch
@@ -70,8 +69,3 @@ class VllmAnswers:
         )
         self.monitor.say(process.describe())
         return process
-
-
-def _seed(request: Request) -> int:
-    text = f"{request.sampling.seed} {request.id}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

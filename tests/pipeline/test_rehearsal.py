@@ -74,8 +74,10 @@ def test_missing_tokenizer_files_are_named(tmp_path: Path) -> None:
 def test_a_rehearsal_keeps_the_run_it_rehearses(tmp_path: Path) -> None:
     folder = copy_of_finished(tmp_path)
     before = (folder / "runs/small/head/model.safetensors").read_bytes()
-    result = draftlab(folder, "run", "small.yaml", "--rehearse", "train.steps=2")
+    server = ("regenerate.backend=openai", "regenerate.server.url=http://127.0.0.1:9")
+    result = draftlab(folder, "run", "small.yaml", "--rehearse", "train.steps=2", *server)
     assert result.exit_code == 0, result.output
+    assert "regenerate.backend: paged in place of openai" in result.output
     assert (folder / "runs/small/head/model.safetensors").read_bytes() == before
     assert (folder / "runs/latest").resolve().name == "small"
     rehearsal = folder / "runs/rehearsals/small"
