@@ -1,4 +1,4 @@
-"""A head's decode pass in few fused kernels (CUDA, 16-bit); `EagerHead` is the reference.
+"""A head's decode pass in few fused kernels (CUDA); `EagerHead` is the reference.
 
 One pass is: inputs (embedding and hidden state, normed, side by side), then for each layer the qkv
 product, rotation and cache write, attention, output product plus residual, gated product, and down
@@ -25,7 +25,7 @@ class FusedHead(ProductRunner):
     """The decode pass of a head in fused kernels.
 
     Args:
-        head: on CUDA, in bfloat16 or float16.
+        head: on CUDA, in one dtype.
     """
 
     @torch.no_grad()
@@ -45,7 +45,7 @@ class FusedHead(ProductRunner):
         return (
             head.has_fused_passes
             and weight.is_cuda
-            and weight.dtype in (torch.bfloat16, torch.float16)
+            and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
             and {p.dtype for p in head.parameters()} == {weight.dtype}
         )
 

@@ -12,6 +12,9 @@ that the next product need not read all of x before it starts.
 `linear_reference` and `swiglu_linear_reference` define the results. They run on CPUs, for more than
 MAX_ROWS rows (where cuBLAS is the better kernel) and for dtypes the kernel does not take. Tests:
 tests/kernels/test_linear.py.
+
+In float32 the kernel adds three TF32 products, which rounds like float32. cuBLAS chooses kernels
+there that take up to eight times as long at seven rows as at six (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def linear(
     """Return norm(x) Wᵀ + bias + residual.
 
     Args:
-        x: [M, Kin], 16-bit on CUDA for the kernel; or the norm from `linear_then_norm`.
+        x: [M, Kin], of 16 or 32 bits on CUDA for the kernel; or the norm from `linear_then_norm`.
         weight: [N, Kin], of x's dtype, contiguous.
         norm_weight: [Kin]; the norm is then the RMS norm with `eps`, otherwise the identity.
         residual: [M, N].
@@ -137,7 +140,7 @@ def linear_then_norm(
         y [M, N] and its norm, rounded to y's dtype before the division by the rms (the next product
         divides its float32 sums), or after it where the kernel does not run.
     """
-    config = config or choose(len(x), *weight.shape, False, False)
+    config = config or choose(x, len(weight))
     parts = -(-len(weight) // config.tile) * padded_rows(len(x))
     # x · norm_weight before the division by the rms may overflow float16.
     defers = _takes(x, weight) and x.dtype != torch.float16 and parts <= _MAX_PARTS
@@ -195,7 +198,7 @@ def _takes(x: Tensor, weight: Tensor) -> bool:
     return (
         x.is_cuda
         and len(x) <= MAX_ROWS
-        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and weight.dtype == x.dtype
         and weight.is_contiguous()
         and x.stride(-1) == 1

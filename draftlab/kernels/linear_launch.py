@@ -36,14 +36,17 @@ class Config:
     prefetch: int = 0
 
 
-def choose(num_rows: int, num_out: int, size_in: int, swiglu: bool, normed: bool) -> Config:
-    """Return the configuration for a product of `num_rows` rows with W [num_out, size_in].
+def choose(x: Tensor, num_out: int, swiglu: bool = False, normed: bool = False) -> Config:
+    """Return the configuration for a product of x [M, Kin] with W [num_out, Kin].
 
     These were the fastest on an H200 at the shapes of Llama-3.1-8B (docs/benchmarks.md), inside a
     chain of layers or alone. A fused norm (`normed`) keeps Σ x² in registers and needs wider tiles;
     few rows of W are split, or read in deep steps, so that every multiprocessor has enough loads in
     flight.
     """
+    num_rows, size_in = x.shape
+    if x.dtype == torch.float32:
+        return _choose_float32(num_rows, num_out, size_in, swiglu)
     if num_rows <= 8:
         if swiglu:
             return Config(32, 128, 1, 2, 6, 512)
@@ -67,6 +70,15 @@ def choose(num_rows: int, num_out: int, size_in: int, swiglu: bool, normed: bool
     while not swiglu and split < 8 and tiles * split < 264 and size_in // (split * 2) >= 1024:
         split *= 2
     return Config(64, 64, split, 4, 5, 512)
+
+
+def _choose_float32(num_rows: int, num_out: int, size_in: int, swiglu: bool) -> Config:
+    """Return the configuration in float32, also measured at a width of 384 (docs/benchmarks.md)."""
+    few = num_rows <= 16
+    if swiglu:
+        return Config(32, 64, 1, 2, 4) if few else Config(64, 32, 1, 4, 4)
+    depth = 64 if few and max(size_in, num_out // 2) >= 4096 else 32
+    return Config(64, depth, 2 if num_out >= 8192 else 4, 4, 4)
 
 
 @lru_cache
@@ -133,7 +145,7 @@ def launch(
     num_rows, size_in = x.shape
     num_out = len(weight)
     normed = norm_weight is not None
-    config = config or choose(num_rows, num_out, size_in, up is not None, normed)
+    config = config or choose(x, num_out, up is not None, normed)
     rows = padded_rows(num_rows)
     tiles = -(-num_out // config.tile)
     split = config.split
@@ -184,6 +196,7 @@ def launch(
             EVEN=size_in == steps * config.depth * split,
             PREFETCH=prefetch,
             WIDE=not x.is_cuda,
+            PRECISION="tf32x3" if x.is_cuda and x.dtype == torch.float32 else "ieee",
             **options,
         )
     return out

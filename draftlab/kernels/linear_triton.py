@@ -62,14 +62,16 @@ def skinny_kernel(
     SWIGLU: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NEXT: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN: tl.constexpr, PREFETCH: tl.constexpr, WIDE: tl.constexpr, GDC: tl.constexpr,
+    EVEN: tl.constexpr, PREFETCH: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    GDC: tl.constexpr,
 ):  # fmt: skip
     """Multiply one tile of rows of W (or its SPLIT-th part) with all rows of x.
 
     NORM: x is still to be normed. PARTS: x is a norm before the division by the rms, and x_squares
     has Σ x² in PARTS parts (PADDED to a power of two), [PARTS, ROWS]. EVEN: size_in is a multiple
     of DEPTH · SPLIT. PREFETCH: elements of each row prefetched before the previous kernel is done.
-    WIDE: multiply in float32 (the interpreter lacks bfloat16).
+    WIDE: multiply in float32 (the interpreter lacks bfloat16). PRECISION: of products of float32:
+    "tf32x3" adds three products of tensor cores, which leaves float32's error.
     """
     program = tl.program_id(0)
     tile, part = program // SPLIT, program % SPLIT
@@ -117,7 +119,7 @@ def skinny_kernel(
             norms += DEPTH
         if WIDE:
             w, x_tile = w.to(tl.float32), x_tile.to(tl.float32)
-        total = tl.dot(w, tl.trans(x_tile), total, input_precision="ieee")
+        total = tl.dot(w, tl.trans(x_tile), total, input_precision=PRECISION)
         if SWIGLU:
             if EVEN:
                 v = tl.load(ups, eviction_policy="evict_first")
@@ -125,7 +127,7 @@ def skinny_kernel(
                 v = tl.load(ups, mask=k[None, :] < left, other=0.0, eviction_policy="evict_first")
             if WIDE:
                 v = v.to(tl.float32)
-            second = tl.dot(v, tl.trans(x_tile), second, input_precision="ieee")
+            second = tl.dot(v, tl.trans(x_tile), second, input_precision=PRECISION)
             ups += DEPTH
         weights += DEPTH
         xs += DEPTH

@@ -7,8 +7,8 @@ cache, so each of them would be traced and compiled anew.
 
 A function is compiled twice, for one row and for any number, whatever the number of layers, and
 compared with the eager one when the target is loaded. Targets with a fast path
-(`target_model/fused_decoder.py`) need none of this; in float32, which parity is measured on, layers
-run as transformers writes them.
+(`target_model/fused_decoder.py`) need none of this; in float32 the others' layers run as
+transformers writes them.
 """
 
 from __future__ import annotations

@@ -195,10 +195,10 @@ class FusedDecoder(KnownDecoder):
 def fused_decoder(target: Target) -> FusedDecoder | None:
     """Return the checked fused path of a target; None if the target runs through transformers.
 
-    That is the case off CUDA, in 32 bit, for an architecture that is not listed, and for layers
-    with other modules, parameters or hooks or with input-dependent rotary frequencies.
+    That is the case off CUDA, for an architecture that is not listed, and for layers with other
+    modules, parameters or hooks or with input-dependent rotary frequencies.
     """
-    if target.device.type != "cuda" or target.dtype not in (torch.bfloat16, torch.float16):
+    if target.device.type != "cuda":
         return None
     if "fused" not in target.decode_paths:
         target.decode_paths["fused"] = None

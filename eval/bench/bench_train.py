@@ -80,9 +80,9 @@ def trainer(work: Work, device: torch.device, options: argparse.Namespace) -> Tr
         cod_ratio=work.shape.cod_ratio,
         cod_min=work.shape.cod_min,
     )
-    lesson = DistillationModule(work.head, work.target, settings, DTYPES[options.precision])
-    print(f"how steps are run: {lesson.description}", file=sys.stderr)
-    return TrainBackend(lesson, settings, Ranks(0, 1, device))
+    distillation = DistillationModule(work.head, work.target, settings, DTYPES[options.precision])
+    print(f"how steps are run: {distillation.description}", file=sys.stderr)
+    return TrainBackend(distillation, settings, Ranks(0, 1, device))
 
 
 def step(whole: TrainBackend, batch: Batch, clock: PhaseTimer) -> Tensor:

@@ -39,18 +39,19 @@ def test_gpus_before_hopper_are_asked_for_the_same_sums() -> None:
     assert launch_options(torch.device("cpu")) == {"GDC": False, "enable_fp_fusion": True}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_rows", [1, 9, 32])
-def test_products(kernels: dict[str, list[Any]], num_rows: int) -> None:
+def test_products(kernels: dict[str, list[Any]], num_rows: int, dtype: torch.dtype) -> None:
     from draftlab.kernels.linear import linear, linear_then_norm, swiglu_linear
 
-    x, bias = on_gpu(num_rows, 4096), on_gpu(6144)
-    norm = on_gpu(4096)
-    linear(x, on_gpu(6144, 4096), norm_weight=norm, eps=1e-5, bias=bias)
-    y, normed = linear_then_norm(x, on_gpu(4096, 4096), norm, 1e-5, residual=x)
-    gate = on_gpu(14336, 4096)
+    x, bias = on_gpu(num_rows, 4096, dtype=dtype), on_gpu(6144, dtype=dtype)
+    norm, qkv = on_gpu(4096, dtype=dtype), on_gpu(6144, 4096, dtype=dtype)
+    linear(x, qkv, norm_weight=norm, eps=1e-5, bias=bias)
+    y, normed = linear_then_norm(x, on_gpu(4096, 4096, dtype=dtype), norm, 1e-5, residual=x)
+    gate = on_gpu(14336, 4096, dtype=dtype)
     inner = swiglu_linear(normed, gate, gate)
-    linear_then_norm(inner, on_gpu(4096, 14336), norm, 1e-5, residual=y)
-    linear(normed, on_gpu(6144, 4096))
+    linear_then_norm(inner, on_gpu(4096, 14336, dtype=dtype), norm, 1e-5, residual=y)
+    linear(normed, qkv)
     variants = kernels["skinny_kernel"]
     assert len(variants) == 5
     assert all("griddepcontrol.wait" in kernel.asm["ptx"] for kernel in variants)

@@ -139,15 +139,17 @@ def test_a_norm_before_and_after_its_division() -> None:
 @pytest.mark.parametrize("shape", [(1024, 896), (6144, 4096), (152064, 3584), (4096, 14336)])
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_configurations_fit_the_device(
-    num_rows: int, shape: tuple[int, int], swiglu: bool, normed: bool
+    num_rows: int, shape: tuple[int, int], swiglu: bool, normed: bool, dtype: torch.dtype
 ) -> None:
     """Shared memory of an H200, tiles Triton takes, and no split where it is not meant."""
     from draftlab.kernels.linear_launch import choose
 
-    config = choose(num_rows, *shape, swiglu, normed)
+    x = torch.empty(num_rows, shape[1], dtype=dtype, device="meta")
+    config = choose(x, shape[0], swiglu, normed)
     rows = max(8, 1 << (num_rows - 1).bit_length())
-    tile_bytes = 2 * config.depth * ((1 + swiglu) * config.tile + rows + 1)
+    tile_bytes = dtype.itemsize * config.depth * ((1 + swiglu) * config.tile + rows + 1)
     assert tile_bytes * (config.stages - 1) <= 227 * 1024
     assert config.tile >= 16 * config.warps
     assert config.depth & (config.depth - 1) == 0
@@ -164,6 +166,9 @@ REAL = [  # dtype, rows, outputs, inputs, arguments of a configuration (None: th
     (torch.bfloat16, (64, 640, 896), None),
     (torch.bfloat16, (64, 640, 896), (64, 64, 4, 4, 4, 256)),
     (torch.float16, (6, 1000, 4096), (64, 64, 4, 4, 4, 256)),
+    (torch.float32, (7, 640, 384), None),
+    (torch.float32, (9, 4096, 4104), None),
+    (torch.float32, (33, 16384, 384), None),
 ]
 
 
@@ -172,7 +177,7 @@ REAL = [  # dtype, rows, outputs, inputs, arguments of a configuration (None: th
 def test_products_at_real_sizes(
     dtype: torch.dtype, shape: tuple[int, int, int], config: tuple[int, ...] | None, device: str
 ) -> None:
-    """Errors against float32 of the same numbers; a split product repeats bit by bit."""
+    """Errors against float64 of the same numbers; a split product repeats bit by bit."""
     from draftlab.kernels.linear_launch import Config
 
     m, n, k = shape
@@ -181,21 +186,23 @@ def test_products_at_real_sizes(
     weight, up = (draw(n, k, seed=s, scale=k**-0.5) for s in (3, 4))
     residual, bias = draw(m, n, seed=5), draw(n, seed=6)
     chosen = Config(*config) if config else None
+    bound = 2e-6 if dtype == torch.float32 else 0.02
 
     def error(output: Tensor, expected: Tensor) -> float:
-        return float((output.float() - expected).abs().max() / expected.abs().max())
+        return float((output.double() - expected).abs().max() / expected.abs().max())
 
     for options in (
         {"norm_weight": norm, "eps": 1e-5, "bias": bias, "residual": residual},
         {"residual": residual},
     ):
-        wide = {name: v.float() if torch.is_tensor(v) else v for name, v in options.items()}
+        wide = {name: v.double() if torch.is_tensor(v) else v for name, v in options.items()}
         outputs = [linear(x, weight, config=chosen, **options) for _ in range(5)]
         assert all(torch.equal(outputs[0], other) for other in outputs)
-        assert error(outputs[0], linear_reference(x.float(), weight.float(), **wide)) < 0.02
+        assert error(outputs[0], linear_reference(x.double(), weight.double(), **wide)) < bound
     swiglu = swiglu_linear(x, weight, up, norm_weight=norm, eps=1e-5, config=chosen)
-    wide = [t.float() for t in (x, weight, up)]
-    assert error(swiglu, swiglu_linear_reference(*wide, norm_weight=norm.float(), eps=1e-5)) < 0.02
+    wide = [t.double() for t in (x, weight, up)]
+    expected = swiglu_linear_reference(*wide, norm_weight=norm.double(), eps=1e-5)
+    assert error(swiglu, expected) < bound
 
 
 @on_gpu

@@ -42,13 +42,15 @@ class TrainBackend:
 
     name = "one process"
 
-    def __init__(self, lesson: DistillationModule, settings: TrainSettings, ranks: Ranks) -> None:
-        self.head, self.settings, self.ranks = lesson.head, settings, ranks
-        self.module, self.optimizer = self._wrap(lesson)
+    def __init__(
+        self, distillation: DistillationModule, settings: TrainSettings, ranks: Ranks
+    ) -> None:
+        self.head, self.settings, self.ranks = distillation.head, settings, ranks
+        self.module, self.optimizer = self._wrap(distillation)
 
-    def _wrap(self, lesson: DistillationModule) -> tuple[Any, torch.optim.Optimizer]:
+    def _wrap(self, distillation: DistillationModule) -> tuple[Any, torch.optim.Optimizer]:
         """Return the module to call, and the optimizer."""
-        return lesson, self._new_optimizer()
+        return distillation, self._new_optimizer()
 
     def _check_wrapper(self, module: Any, kind: type) -> Any:
         """Return the module if it has the type; a launcher can make accelerate use another one."""
@@ -173,7 +175,7 @@ class Ddp(TrainBackend):
 
     name = "DistributedDataParallel"
 
-    def _wrap(self, lesson: DistillationModule) -> tuple[Any, torch.optim.Optimizer]:
+    def _wrap(self, distillation: DistillationModule) -> tuple[Any, torch.optim.Optimizer]:
         # Buffers are functions of the recipe, so they are equal on all ranks.
         options = DistributedDataParallelKwargs(
             broadcast_buffers=False, gradient_as_bucket_view=True
@@ -184,7 +186,7 @@ class Ddp(TrainBackend):
         with warnings.catch_warnings():
             # Newer versions of torch have another name for the option, which older ones lack.
             warnings.simplefilter("ignore", FutureWarning)
-            module = accelerator.prepare_model(lesson)
+            module = accelerator.prepare_model(distillation)
         return self._check_wrapper(module, DistributedDataParallel), self._new_optimizer()
 
     def _set_reduce(self, reduce: bool) -> None:
@@ -208,11 +210,11 @@ class Fsdp2(ShardedBackend):
 
     name = "fully_shard"
 
-    def _wrap(self, lesson: DistillationModule) -> tuple[Any, torch.optim.Optimizer]:
+    def _wrap(self, distillation: DistillationModule) -> tuple[Any, torch.optim.Optimizer]:
         # One group: a head has one layer or few, which every step of an unroll needs. Frozen
         # parameters stay whole on every rank: they need no reduction.
         frozen = {p for p in self.head.parameters() if not p.requires_grad}
-        module = fully_shard(lesson, reshard_after_forward=False, ignored_params=frozen)
+        module = fully_shard(distillation, reshard_after_forward=False, ignored_params=frozen)
         return self._check_wrapper(module, FSDPModule), self._new_optimizer()
 
     def _set_reduce(self, reduce: bool) -> None:

@@ -11,7 +11,7 @@ from draftlab.train.settings import TrainSettings
 BACKENDS = {"ddp": Ddp, "fsdp2": Fsdp2, "zero1": Zero, "zero2": Zero, "zero3": Zero}
 
 
-def wrap(lesson: DistillationModule, settings: TrainSettings, ranks: Ranks) -> TrainBackend:
+def wrap(distillation: DistillationModule, settings: TrainSettings, ranks: Ranks) -> TrainBackend:
     """Return the backend that `train.parallel` names; one process needs none of them."""
     backend = TrainBackend if ranks.size == 1 else BACKENDS[settings.parallel]
-    return backend(lesson, settings, ranks)
+    return backend(distillation, settings, ranks)

@@ -40,16 +40,16 @@ class Zero(ShardedBackend):
         """The backend's name, for the console."""
         return f"DeepSpeed ZeRO-{self.stage}"
 
-    def _wrap(self, lesson: DistillationModule) -> tuple[Any, torch.optim.Optimizer]:
+    def _wrap(self, distillation: DistillationModule) -> tuple[Any, torch.optim.Optimizer]:
         self.deepspeed = deepspeed = _import_deepspeed()
         if self.stage == 3:
             # A pass reads parameters outside of the modules that own them.
             for parameter in self.head.parameters():
-                deepspeed.zero.register_external_parameter(lesson, parameter)
+                deepspeed.zero.register_external_parameter(distillation, parameter)
         deepspeed.init_distributed(dist.get_backend(), verbose=False)
         optimizer = self._new_optimizer()
         module, *_ = deepspeed.initialize(
-            model=lesson,
+            model=distillation,
             optimizer=optimizer,
             config={
                 "train_micro_batch_size_per_gpu": 1,

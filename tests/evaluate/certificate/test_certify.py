@@ -35,6 +35,7 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
 from tests.helpers.broken_verifiers import faulty_verifier
 from tests.helpers.decoding import untrained_head
+from tests.helpers.gpu import on_devices
 from tests.helpers.lossless import ARGMAX_DRAFT_FAULTS, FAULTS, broken
 from tests.helpers.zoo import zoo_folder
 
@@ -276,9 +277,13 @@ def test_a_16_bit_target_has_sampler_and_verifier_tested(
         assert (arm.passed, arm.level) == (False, "L3")
 
 
-def test_the_false_alarm_rate_in_16_bits(small_16_bit: Target, poor_head: Eagle3Head) -> None:
+@on_devices
+def test_the_false_alarm_rate_in_16_bits(small: Target, device: str) -> None:
     """At a level of 5 % about 5 % of right samplers fail; ten times as many would be an error."""
-    (tree,) = trees(small_16_bit, poor_head, [(3, 1, 2)], ON.tree)
+    settings = TargetSettings(path=str(small.folder), device=device, dtype="bfloat16")
+    target = load_target(settings)
+    head = untrained_head(target, 2, VOCAB - 1).eval().requires_grad_(False)
+    (tree,) = trees(target, head, [(3, 1, 2)], ON.tree)
     assert {logits.dtype for logits in (tree.first_logits, *tree.logits)} == {torch.bfloat16}
     sampler, joint = TableSampler(tree), tree.joint()
     failed = 0

@@ -188,12 +188,12 @@ def test_ranks_without_work_are_named(rows: int, size: int, note: str | None) ->
 def test_a_pass_without_loss_gives_every_parameter_a_gradient() -> None:
     target = synthetic.parts()
     head = synthetic.head(target)
-    lesson = DistillationModule(
+    distillation = DistillationModule(
         head, DraftTeacher.of(target, head), TrainSettings(ttt_steps=3), torch.float32
     )
     batch = pack([[synthetic.record([0, 0, 1, 0], target)]], 8, 3)
     assert batch.counts == [0, 0, 0]
-    loss, sums = lesson(batch, [1.0, 1.0, 1.0])
+    loss, sums = distillation(batch, [1.0, 1.0, 1.0])
     loss.backward()
     assert loss.item() == sums.count.sum().item() == 0
     for name, parameter in trainable(head).items():
