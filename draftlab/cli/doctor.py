@@ -18,11 +18,14 @@ NOTHING_WRITTEN = "a diagnosis writes nothing, and the same command starts over"
 @OPTIONS.add_to
 def doctor(
     head: Annotated[
-        str, typer.Argument(help='A head folder, a run folder, or "reference".', metavar="HEAD")
+        str, typer.Argument(help='A run, a head folder, or "reference".', metavar="HEAD")
     ],
     target: Annotated[
         str | None,
-        typer.Option(help='Target: a folder, a Hub id or "embedded" (the default for its heads).'),
+        typer.Option(
+            help='Target: a folder, a Hub id or "embedded"; by default that of the run, and '
+            '"embedded" for its heads.'
+        ),
     ] = None,
     chosen: Any = None,
     device: Annotated[
@@ -36,18 +39,22 @@ def doctor(
 ) -> None:
     """Check a head's files, and whether another reading of them predicts the target better.
 
-    The exit code is 0 for a healthy head and 1 for a head with faults.
+    The prompts are by default those of the run's evaluation. The exit code is 0 for a healthy head
+    and 1 for a weak head or one with faults.
     """
     with guard(debug, NOTHING_WRITTEN):
         # Mistakes are reported before torch is imported.
-        settings = OPTIONS.apply(DoctorSettings(), chosen)
+        OPTIONS.apply(DoctorSettings(), chosen)
         from draftlab.doctor.diagnose import diagnose
         from draftlab.doctor.print_diagnosis import print_diagnosis
         from draftlab.doctor.target_session import TargetSession
-        from draftlab.pipeline.resolve import find_head, find_target
+        from draftlab.pipeline.resolve import find_head, find_target, recipe_of, run_of
 
         folder = find_head(head, any_layout=True)
         target_settings = find_target(folder, target, device, trust_remote_code=trust_remote_code)
+        run = run_of(folder)
+        defaults = DoctorSettings(prompts=recipe_of(run).eval.suite) if run else DoctorSettings()
+        settings = OPTIONS.apply(defaults, chosen)
         diagnosis = diagnose(folder, TargetSession(target_settings, settings, monitor))
         if as_json:
             typer.echo(json.dumps(diagnosis.dump(), indent=2, ensure_ascii=False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from draftlab.doctor.findings import Diagnosis, fault
+from draftlab.doctor.findings import Diagnosis, fault, note
 from draftlab.doctor.foreign_head import read_foreign_head
 from draftlab.doctor.head_files import HeadFiles, complete_tensors, read_draftlab_head
 from draftlab.doctor.head_variant import HeadVariant
@@ -16,6 +16,7 @@ from draftlab.doctor.identity import (
     resemblance_findings,
     shape_findings,
 )
+from draftlab.doctor.run_files import changed_file_findings
 from draftlab.doctor.score import Scorer
 from draftlab.doctor.scoring_set import input_norm
 from draftlab.doctor.search import VariantSearch, hypotheses, search_variants
@@ -35,8 +36,12 @@ MIN_POSITIONS = 100
 def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
     """Diagnose a head with its target. Faults of the head are findings, not exceptions.
 
+    The files are checked first. If the head cannot be scored after faults were found there, the
+    reason is a note of the diagnosis.
+
     Raises:
-        UserError: no such folder, a target that does not load, prompts that cannot be used.
+        UserError: no such folder, or a head without faults in its files cannot be scored: the
+            target does not load, or the prompts cannot be used.
     """
     if not folder.is_dir():
         raise UserError(
@@ -46,13 +51,15 @@ def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
         )
     text_config = session.text_config  # raises here: it is no fault of the head
     conclude = partial(make_diagnosis, str(folder), session.target_settings.path)
+    changed = changed_file_findings(folder)
     try:
         if (folder / CONFIG).is_file():
             files, findings = read_draftlab_head(folder)
         else:
             files, findings = read_foreign_head(folder, session)
     except UserError as error:
-        return conclude([fault("unreadable", error.what, error.do)])
+        return conclude([fault("unreadable", error.what, error.do), *changed])
+    findings += changed
     if files is None:
         return conclude(findings)
     config, target_tensors = files.config, session.shared_tensors
@@ -60,7 +67,7 @@ def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
     if shape_faults := shape_findings(config, text_config):
         return conclude(findings + shape_faults)
     findings += config_findings(config, text_config)
-    findings += identity_findings(config, session.target.fingerprint, session.tokenizer)
+    findings += identity_findings(config, session.fingerprint, session.tokenizer)
     tensors, tensor_findings = complete_tensors(files, target_tensors)
     findings += tensor_findings
     if tensors is None:
@@ -68,8 +75,18 @@ def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
     findings += resemblance_findings(config, tensors, target_tensors)
     k = session.settings.k or min(config.k_trained, DEFAULT_K)
     stored = HeadVariant(config, tensors, template=session.has_template)
-    conditions = session.conditions(stored.template, k)
-    search = score_variants(stored, files, session, k)
+    kinds = ", ".join(dict.fromkeys(f.kind for f in findings if f.severity == "fault"))
+    session.monitor.say(
+        f"doctor: the files have {f'faults ({kinds})' if kinds else 'no faults'}; now the target "
+        "answers prompts"
+    )
+    try:
+        conditions = session.conditions(stored.template, k)
+        search = score_variants(stored, files, session, k)
+    except UserError as error:
+        if not kinds:
+            raise
+        return conclude([*findings, note("not scored", f"not scored: {error.what}", error.do)])
     return conclude(findings, conditions=conditions, search=search, provenance=config.provenance)
 
 

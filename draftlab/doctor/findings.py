@@ -60,6 +60,7 @@ class ScoredVariant(BaseModel):
 class Diagnosis(BaseModel):
     """A complete diagnosis, which `--json` prints.
 
+    `state` is "weak" for a head whose only fault is that it accepts too few drafts.
     `readings` holds the variants: the stored head first, then the others, best first.
     """
 
@@ -67,6 +68,7 @@ class Diagnosis(BaseModel):
 
     schema_version: int = SCHEMA
     healthy: bool
+    state: Literal["healthy", "weak", "faulty"]
     verdict: str
     head: str
     layout: str

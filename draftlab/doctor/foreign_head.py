@@ -96,7 +96,7 @@ def _config_findings(foreign: ForeignHead, session: TargetSession) -> Iterator[F
             "write rope_theta and rope_parameters",
         )
     path, name = session.target_settings.path, foreign.verifier
-    if name and name != path and Path(name).resolve() != session.target.folder.resolve():
+    if name and name != path and Path(name).resolve() != session.folder.resolve():
         yield note(
             "target",
             f"the config names the target {name}, but the diagnosis uses {path}",

@@ -15,8 +15,9 @@ MAX_PAIRS = 3  # variants with two changes that the table shows
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Print a diagnosis; the verdict is the first line."""
-    mark, style = ("healthy", "bold green") if diagnosis.healthy else ("sick", "bold red")
-    console.print(Text(f"{mark}: {diagnosis.verdict}", style=style), soft_wrap=True)
+    colour = {"healthy": "green", "weak": "yellow", "faulty": "red"}[diagnosis.state]
+    verdict = Text(f"{diagnosis.state}: {diagnosis.verdict}", style=f"bold {colour}")
+    console.print(verdict, soft_wrap=True)
     subject = f"head {diagnosis.head} ({diagnosis.layout} layout), target {diagnosis.target}"
     console.print(Text(subject, style="dim"), soft_wrap=True)
     if diagnosis.findings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +14,11 @@ from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.evaluate.statistics import repetition_rate
 from draftlab.pipeline.head_spec import target_config
 from draftlab.progress import Monitor
+from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.model import Target
+from draftlab.target_model.parts import load_parts
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import stop_ids
 from draftlab.text.suites import load_suite
@@ -29,6 +33,16 @@ class TargetSession:
         self.target_settings, self.settings, self.monitor = target_settings, settings, monitor
         self.scoring_set = cache(self._scoring_set)
         self._answers = cache(self._generate)
+
+    @cached_property
+    def folder(self) -> Path:
+        """The target's folder."""
+        return resolve_target(self.target_settings)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The target's fingerprint; no model is built."""
+        return fingerprint(self.folder)
 
     @cached_property
     def text_config(self) -> Any:
@@ -52,8 +66,9 @@ class TargetSession:
 
     @cached_property
     def shared_tensors(self) -> dict[str, Tensor]:
-        """The target's tensors that a head may share, on the CPU like the tensors of heads."""
-        return {name: tensor.cpu() for name, tensor in self.target.parts.shared_tensors.items()}
+        """The target's tensors that a head may share, on the CPU; no layer is loaded."""
+        remote_code = self.target_settings.trust_remote_code
+        return load_parts(self.folder, trust_remote_code=remote_code).shared_tensors
 
     def _generate(self, template: bool) -> tuple[list[Request], list[Generation]]:
         target, settings = self.target, self.settings

@@ -15,8 +15,8 @@ from draftlab.export.settings import ExportSettings
 from draftlab.files import check_folder, sha256_file
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.pipeline.api import export_head, new_evaluator, write_report
-from draftlab.pipeline.recipe import Recipe, flatten, read_run_recipe
-from draftlab.pipeline.resolve import find_head, find_target, name_in_reports
+from draftlab.pipeline.recipe import flatten
+from draftlab.pipeline.resolve import find_head, find_target, name_in_reports, recipe_of
 from draftlab.pipeline.run_folder import RUNS, find_run, lock
 from draftlab.pipeline.stage_records import recorded_with
 from draftlab.pipeline.stages import STAGES
@@ -143,8 +143,3 @@ def open_head(run_name: str | None, head: str | None, target: str | None) -> Hea
         RUNS / f"eval-{name}",
         False,
     )
-
-
-def recipe_of(run_folder: Path) -> Recipe:
-    """Return the resolved recipe of a run."""
-    return read_run_recipe(run_folder / "recipe.yaml")

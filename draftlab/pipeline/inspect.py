@@ -17,8 +17,7 @@ from draftlab.evaluate.results import Report
 from draftlab.formatting import count_text, plain_values, size_text
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config, stored_shapes
-from draftlab.pipeline.head_workspace import recipe_of
-from draftlab.pipeline.resolve import REFERENCE, reference_head
+from draftlab.pipeline.resolve import REFERENCE, recipe_of, reference_head
 from draftlab.pipeline.run_folder import find_run
 from draftlab.pipeline.stage_records import read_record, record_path
 from draftlab.pipeline.stages import STAGES

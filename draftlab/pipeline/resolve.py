@@ -9,6 +9,7 @@ from shlex import quote
 from draftlab.errors import UserError
 from draftlab.files import read_json
 from draftlab.heads.folder import CONFIG, NATIVE, load_config
+from draftlab.pipeline.recipe import Recipe, read_run_recipe
 from draftlab.pipeline.run_folder import RUNS
 from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.settings import EMBEDDED, TargetSettings
@@ -36,7 +37,7 @@ def find_head(name: str | Path, *, any_layout: bool = False) -> Path:
         return reference_head()
     if not path.exists() and (RUNS / name).is_dir():
         path = RUNS / name
-    if (path / "head" / CONFIG).is_file():
+    if (path / "head" / CONFIG).is_file() or (any_layout and any((path / "head").glob("*"))):
         path = path / "head"
     elif not path.is_dir():
         raise UserError(
@@ -64,6 +65,19 @@ def find_head(name: str | Path, *, any_layout: bool = False) -> Path:
     return path
 
 
+def run_of(folder: Path) -> Path | None:
+    """Return the run folder that holds a head folder or an export; None: it belongs to no run."""
+    for parent in folder.resolve().parents[:2]:  # runs/NAME/head and runs/NAME/export/LAYOUT
+        if (parent / "recipe.yaml").is_file() and (parent / "stages").is_dir():
+            return parent
+    return None
+
+
+def recipe_of(run_folder: Path) -> Recipe:
+    """Return the resolved recipe of a run."""
+    return read_run_recipe(run_folder / "recipe.yaml")
+
+
 def name_in_reports(folder: Path) -> str:
     """Return a head's name in reports: that of its run or of its folder."""
     folder = folder.resolve()
@@ -73,24 +87,32 @@ def name_in_reports(folder: Path) -> str:
 def find_target(
     head: Path, name: str | None, device: str | None = None, *, trust_remote_code: bool = False
 ) -> TargetSettings:
-    """Return the settings of the named target; by default the embedded one, if the head is for it.
+    """Return the settings of the named target.
+
+    By default it is that of the run to which the head belongs, or the embedded one, if the head is
+    for it.
 
     Raises:
-        UserError: no target is named, and the head was trained for another than the embedded one.
+        UserError: no target is named, the head belongs to no run, and it was trained for another
+            target than the embedded one.
     """
-    if name is None:
+    settings = TargetSettings()
+    if name is None and (run := run_of(head)) is not None:
+        settings = recipe_of(run).target
+        name = settings.path
+    elif name is None:
         trained_for = _target_name(head)
         embedded = resolve_target(TargetSettings(path=EMBEDDED))
         if trained_for != EMBEDDED and Path(trained_for or "").resolve() != embedded.resolve():
             raise UserError(
                 "expected --target with the head"
-                + (f" (it was trained for {trained_for})" if trained_for else ""),
+                + (f", which was trained for {trained_for!r}" if trained_for else ""),
                 where=head,
                 do='give a folder, a Hub id such as "org/name", or "embedded"',
             )
         name = EMBEDDED
-    fields = {"path": name, "trust_remote_code": trust_remote_code}
-    return TargetSettings(**fields | ({"device": device} if device else {}))
+    fields = {"path": name, "trust_remote_code": trust_remote_code or settings.trust_remote_code}
+    return settings.model_copy(update=fields | ({"device": device} if device else {}))
 
 
 def _target_name(head: Path) -> str | None:

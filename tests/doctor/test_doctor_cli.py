@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.small_run import copy_of_finished, draftlab, snapshot
 
-OPTIONS = ("--target", "toy", "--prompts", "prompts.jsonl", "--k", "2", "--device", "cpu")
+OPTIONS = ("--k", "2", "--device", "cpu")
 
 
 @pytest.fixture
@@ -21,14 +22,15 @@ def workspace(tmp_path: Path) -> Path:
 def test_diagnosis_of_a_runs_head_writes_nothing(workspace: Path) -> None:
     before = snapshot(workspace)
     result = draftlab(workspace, "doctor", "small", *OPTIONS)
-    # After six steps of training validation measures hardly any accuracy either.
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
     assert snapshot(workspace) == before
     first = result.stdout.splitlines()[0]
-    assert first.startswith("healthy: ")
-    assert first.endswith("; hardly trained")
-    assert "of first drafts are accepted" in result.stdout
+    assert first.startswith("weak: ")
+    assert "40% are expected of a trained head" in first
+    assert "after 6 steps" in first
     assert "as stored" in result.stdout
+    assert "prompts of prompts.jsonl" in result.stdout  # those of the run's evaluation
+    assert "target toy" in result.stdout
 
     head = workspace / "runs" / "small" / "head"
     config = json.loads((head / "draftlab.json").read_text())
@@ -39,8 +41,35 @@ def test_diagnosis_of_a_runs_head_writes_nothing(workspace: Path) -> None:
     diagnosis = json.loads(result.stdout)
     assert diagnosis["schema"] == 1
     assert not diagnosis["healthy"]
-    assert {f["kind"] for f in diagnosis["findings"]} >= {"max_position_embeddings", "config.json"}
+    assert diagnosis["state"] == "faulty"
+    kinds = {f["kind"] for f in diagnosis["findings"]}
+    assert kinds >= {"max_position_embeddings", "config.json", "changed file"}
     assert diagnosis["readings"][0]["name"] == "as stored"
+
+
+def test_every_fault_of_a_runs_files_is_reported_without_answers(workspace: Path) -> None:
+    """The prompts are too few to score a head, and draftlab.json is missing."""
+    head = workspace / "runs" / "small" / "head"
+    (head / "draftlab.json").unlink()
+    weights = bytearray((head / "model.safetensors").read_bytes())
+    weights[-1] ^= 0x40
+    (head / "model.safetensors").write_bytes(weights)
+    short = ("--max-prompts", "2", "--max-new-tokens", "8")
+    result = draftlab(workspace, "doctor", "small", *OPTIONS, *short)
+    assert result.exit_code == 1, result.output
+    assert result.stdout.startswith("faulty: ")
+    assert "draftlab.json is missing; the run wrote one" in result.stdout
+    assert "model.safetensors has SHA-256" in result.stdout
+    assert "note: not scored: expected answers with at least 100 places" in result.stdout
+
+
+def test_an_export_of_a_run_has_the_runs_target(workspace: Path) -> None:
+    assert draftlab(workspace, "export", "--run", "small", "--to", "vllm").exit_code == 0
+    result = draftlab(workspace, "doctor", "runs/small/export/vllm", *OPTIONS, "--json")
+    assert result.exit_code == 1, result.output
+    diagnosis = json.loads(result.stdout)
+    assert (diagnosis["layout"], diagnosis["target"]) == ("native", "toy")
+    assert [f["kind"] for f in diagnosis["findings"] if f["severity"] == "fault"] == ["weak"]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +78,7 @@ def test_diagnosis_of_a_runs_head_writes_nothing(workspace: Path) -> None:
         (("nowhere",), "head.*found none"),
         (("prompts.jsonl",), "head.*found a file"),
         (("runs/headless",), "run.*trained head, found none"),
-        (("runs/small",), "expected --target.*trained for toy"),
+        (("head",), "expected --target.*trained for 'toy'"),
         (("runs/small", "--target", "nothing/there/at-all"), r"config\.json"),
         (("runs/small", "--target", "toy", "--max-prompts", "1"), "--max-prompts: expected"),
         (("runs/small", "--target", "toy", "--prompts", "none.jsonl"), "prompt suite"),
@@ -61,6 +90,7 @@ def test_mistakes_of_the_command_line(
     headless = workspace / "runs" / "headless"
     headless.mkdir()
     (headless / "recipe.yaml").write_text("target: toy\n")
+    shutil.copytree(workspace / "runs" / "small" / "head", workspace / "head")
     result = draftlab(workspace, "doctor", *arguments)
     assert result.exit_code == 2, result.output
     assert re.search(message, result.output.replace("\n", " "))

@@ -213,6 +213,30 @@ def test_a_wrong_target_is_the_verdict(copy_head: CopyHead, session: TargetSessi
     diagnosis = diagnose(copy_head(randomise, target=identity | {"name": "org/other"}), session)
     assert "the target is not the one the head was trained with (org/other)" in diagnosis.verdict
     assert "AL 1.0" in diagnosis.verdict
-    assert {f.kind for f in diagnosis.findings} >= {"target", "nothing fits", "lm_head"}
-    fits = next(f for f in diagnosis.findings if f.kind == "nothing fits")
-    assert "training measured 78% of first drafts right" in fits.what
+    assert {f.kind for f in diagnosis.findings} >= {"target", "weak", "lm_head"}
+    assert diagnosis.state == "faulty"
+    weak = next(f for f in diagnosis.findings if f.kind == "weak")
+    assert "training measured 78% right" in weak.what
+
+
+def test_faults_of_files_are_reported_if_no_answer_can_be_scored(
+    session: TargetSession, copy_head: CopyHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_answers(*_: object) -> None:
+        raise UserError("expected answers, found none", do="give more prompts")
+
+    monkeypatch.setattr(session, "conditions", no_answers)
+    monkeypatch.setattr(TargetSession, "target", property(no_answers))  # files need no model
+
+    def damage(tensors: Tensors) -> None:
+        tensors["d2t"][-1] = 9999
+        tensors["fc.weight"][0, 0] = float("nan")
+
+    folder = copy_head(damage)
+    diagnosis = diagnose(folder, session)
+    assert [f.kind for f in diagnosis.findings] == ["not finite", "d2t", "not scored"]
+    assert diagnosis.state == "faulty"
+    assert diagnosis.verdict.startswith("fc.weight: 1 of")
+    assert not diagnosis.readings
+    with pytest.raises(UserError, match="expected answers, found none"):
+        diagnose(reference_head(), session)  # nothing was found out about it

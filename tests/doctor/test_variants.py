@@ -43,11 +43,25 @@ def lengths(diagnosis: Diagnosis) -> dict[str, float]:
 def test_a_good_head_is_healthy(diagnose_copy: DiagnoseCopy) -> None:
     diagnosis = diagnose_copy()
     assert diagnosis.healthy
+    assert diagnosis.state == "healthy"
     assert not diagnosis.findings
     assert "none of" in diagnosis.verdict
     assert lengths(diagnosis)["as stored"] > 1.9
     assert not any(r.better for r in diagnosis.readings)
     assert len(diagnosis.readings) > 12  # many were scored
+
+
+def test_an_untrained_head_is_weak(session: TargetSession, copy_head: CopyHead) -> None:
+    initial = initial_tensors(reference_config(), session.target.parts)
+    tensors = {n: t.bfloat16() if t.is_floating_point() else t for n, t in initial.items()}
+    diagnosis = diagnose(copy_head(lambda t: t.update(tensors), provenance={}), session)
+    assert diagnosis.state == "weak"
+    assert not diagnosis.healthy
+    assert fault_kinds(diagnosis) == ["weak"]
+    stored = diagnosis.readings[0]
+    assert stored.accepted_at[0] / stored.drafts < 0.05
+    share = f"{stored.accepted_at[0] / stored.drafts:.0%} of {stored.drafts:,} first drafts"
+    assert diagnosis.verdict.startswith(share)
 
 
 def interleave(tensors: Tensors) -> None:
@@ -256,7 +270,7 @@ def test_a_first_generation_head_is_also_scored_on_the_state_before_the_norm(
 ) -> None:
     """No variants of boundaries are proposed for this family."""
     diagnosis = diagnose(untrained_eagle, session)
-    assert fault_kinds(diagnosis) == ["nothing fits"]  # it was never trained
+    assert fault_kinds(diagnosis) == ["weak"]  # it was never trained
     names = {r.name: r for r in diagnosis.readings}
     assert names["features before the final norm"].likelier != 0
     assert not any(name.startswith(("boundaries", "features in")) for name in names)
