@@ -74,7 +74,12 @@ def import_(
     ] = None,
     k: Annotated[
         int | None,
-        typer.Option("--k", help="Draft tokens that it was trained for; by default 7.", min=1),
+        typer.Option(
+            "--k",
+            help="Draft tokens that it was trained for; by default what its config or launch.md "
+            "names, else 7.",
+            min=1,
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16; by default that of its files.")

@@ -23,7 +23,6 @@ from draftlab.doctor.search import VariantSearch, hypotheses, search_variants
 from draftlab.doctor.target_session import TargetSession
 from draftlab.doctor.verdict import make_diagnosis
 from draftlab.errors import UserError
-from draftlab.evaluate.decoding_config import DEFAULT_K
 from draftlab.heads.folder import CONFIG
 from draftlab.heads.head import EMBEDDINGS
 
@@ -73,7 +72,7 @@ def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
     if tensors is None:
         return conclude(findings)
     findings += resemblance_findings(config, tensors, target_tensors)
-    k = session.settings.k or min(config.k_trained, DEFAULT_K)
+    k = session.settings.k or config.default_k
     stored = HeadVariant(config, tensors, template=session.has_template)
     kinds = ", ".join(dict.fromkeys(f.kind for f in findings if f.severity == "fault"))
     session.monitor.say(

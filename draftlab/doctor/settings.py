@@ -17,4 +17,4 @@ class DoctorSettings(Settings):
     max_new_tokens: int = Field(default=64, ge=8)
     """Tokens of each answer."""
     k: int | None = Field(default=None, ge=1)
-    """Drafts a step; None: what the head was trained for, at most 4."""
+    """Drafts a step; None: as `eval.k`."""

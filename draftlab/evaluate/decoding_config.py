@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from draftlab.evaluate.settings import EvalSettings
+from draftlab.evaluate.settings import MAX_K, EvalSettings
 from draftlab.heads.head import DraftHead
-
-DEFAULT_K = 4
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class NamedHead:
 
     def ks(self, settings: EvalSettings) -> tuple[int, ...]:
         """Return the values of K to evaluate the head at."""
-        return settings.k or (min(self.k_trained, DEFAULT_K),)
+        return settings.k or (min(self.head.config.default_k, MAX_K),)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ class EvalSettings(Settings):
     k: Annotated[tuple[_Drafts, ...] | None, SingleOrList, _Distinct] = Field(
         default=None, min_length=1
     )
-    """Drafts a step, one or several values up to 64; None: what the head was trained for, at most
-    4."""
+    """Drafts a step, one or several values up to 64; None: what an imported head's files name, else
+    what the head was trained for, at most 4."""
     temperatures: Annotated[tuple[_Temperature, ...], SingleOrList, _Distinct] = Field(
         default=(0.0, 0.8), min_length=1
     )

@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from transformers import PretrainedConfig
 
 from draftlab.errors import UserError
+from draftlab.export.launch_text import stated_k
+from draftlab.export.layout import LAUNCH
 from draftlab.files import read_json
 from draftlab.heads.family import Family, families
 from draftlab.heads.vllm_config import MASK_TOKEN_KEYS
@@ -103,7 +105,7 @@ class ForeignHead:
         layout: "speculators" or "native".
         family: draftlab's family of its heads.
         config: its keys.
-        k: tokens that a server drafts, if the config names a number.
+        k: tokens that a server drafts, if the config or the launch command names a number.
         verifier: the target, if the config names one.
     """
 
@@ -221,7 +223,9 @@ def _read_native(
         )
     parsed = _parse(config, where, ignore)
     family = next(f for f in families() if f.reads(name, parsed, tensors))
-    return ForeignHead("native", family, parsed)
+    launch = where.with_name(LAUNCH)  # which draftlab writes: config.json has no key for K
+    k = stated_k(launch.read_text("utf-8", "replace")) if launch.is_file() else None
+    return ForeignHead("native", family, parsed, k)
 
 
 def _parse(config: dict[str, Any], where: Path, ignore: frozenset[str]) -> ForeignConfig:

@@ -69,7 +69,8 @@ def import_head(
         target: the target it was trained for; None: the one that a speculators config names.
         boundaries: as inputs of layers; None: those of the config, if it is not ambiguous.
         norm_before_residual: needed if the config has no value and programs' defaults differ.
-        k: tokens that the head was trained to draft; None: a speculators config's, else 7.
+        k: tokens that the head was trained to draft; None: the number that a speculators config
+            or the launch command of a draftlab export names, else 7.
         dtype: of floating tensors, needed if the file mixes several; None: the file's.
         ignore: unknown config keys that are known to change nothing.
         trust_remote_code: whether code shipped with the target may run.
@@ -215,9 +216,11 @@ def foreign_head_config(
             f"import: max_position_embeddings {config.max_position_embeddings} becomes the "
             f"target's {positions}: servers stop drafting at the head's number"
         )
+    if foreign.k is not None:
+        log(f"import: evaluated with {foreign.k} drafts a step by default, as its files name")
     if k is None and (k := foreign.k) is None:
         k = DEFAULT_K
-        log(f"import: trained for {k} drafts, the usual number: the config names none (--k)")
+        log(f"import: trained for {k} drafts, the usual number: the files name none (--k)")
     tokenizer = load_tokenizer(settings)
     nested = config.eagle_config
     before_fc = config.norm_before_fc or (nested.norm_before_fc if nested else None)
@@ -256,6 +259,7 @@ def foreign_head_config(
             provenance={
                 "imported": {
                     "layout": foreign.layout,
+                    "k": foreign.k,
                     "sha256": {
                         file.name: sha256_file(file) for file in (where, *weight_files(folder))
                     },

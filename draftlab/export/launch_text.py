@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.version import package_version
 from draftlab.vllm.vllm_client.loading import generation_override
+
+_K_OPTIONS = re.compile(
+    r'(?:"num_speculative_tokens": |--speculative-num-steps |--spec-draft-n-max )([1-9]\d{0,8})\b'
+)
 
 
 def is_hub_id(name: str) -> bool:
@@ -26,6 +31,15 @@ def is_hub_id(name: str) -> bool:
 def code_block(*lines: str) -> str:
     """Return command lines as a Markdown code block."""
     return "```\n" + "\n".join(lines) + "\n```\n"
+
+
+def stated_k(text: str) -> int | None:
+    """Return the K of the launch command in a launch.md; None: it names none.
+
+    It is read back from the options that the functions below write for vLLM, SGLang and llama.cpp.
+    """
+    match = _K_OPTIONS.search(text)
+    return int(match[1]) if match else None
 
 
 def vllm_text(export: Export, path: Path, *, alone: bool = False) -> str:

@@ -14,6 +14,8 @@ from draftlab.formatting import count_text
 from draftlab.heads.family import get_family
 
 HEAD_SCHEMA = 2
+USUAL_K = 4
+"""Drafts a step that an evaluation takes at most by itself."""
 _SCHEMA_1_OPTIONS: dict[str, Any] = {
     "norm_before_residual": False,
     "norm_before_fc": False,
@@ -130,6 +132,14 @@ class HeadConfig(BaseModel):
     def reads_last(self) -> bool:
         """Return whether the only feature is the last state, which every store holds."""
         return self.boundaries == (self.target_num_layers,)
+
+    @property
+    def default_k(self) -> int:
+        """Return the drafts a step to evaluate at: those that an imported head's files name, else
+        what the head was trained for, at most `USUAL_K`."""
+        imported = self.provenance.get("imported")
+        stated = imported.get("k") if isinstance(imported, dict) else None
+        return stated if isinstance(stated, int) and stated > 0 else min(self.k_trained, USUAL_K)
 
     def options(self) -> dict[str, Any]:
         """Return the fields that this head's family adds to those of all families."""

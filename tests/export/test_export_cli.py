@@ -51,7 +51,7 @@ def test_export_and_import_of_a_head(folder: Path, tmp_path: Path) -> None:
     assert "--speculative-num-steps 3" in (tmp_path / "x" / "launch.md").read_text()
 
     back = ("import", tmp_path / "x", "--target", folder / "target", "--to")
-    result = draftlab(*back, tmp_path / "back", "--k", 3)
+    result = draftlab(*back, tmp_path / "back")
     assert result.exit_code == 0, result.output
     assert "boundaries [1, 3, 5], inputs of layers" in result.stderr
     assert f"next: draftlab doctor {tmp_path}/back" in result.stderr.replace("\n", "")

@@ -10,8 +10,10 @@ import torch
 
 import draftlab
 from draftlab import UserError
+from draftlab.evaluate.decoding_config import NamedHead
+from draftlab.evaluate.settings import EvalSettings
 from draftlab.export.importing import import_head
-from draftlab.heads.folder import load_config
+from draftlab.heads.folder import load_config, new_head
 from tests.helpers.export_toys import (
     BOUNDARIES,
     EAGLE,
@@ -94,6 +96,32 @@ def test_import_of_an_export_gives_equal_bits(
         "model.safetensors",
     }
     assert (exported.head / "config.json").read_bytes() == (back / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("shape", [{}, EAGLE, PEAGLE])
+@pytest.mark.parametrize("program", ["speculators", "vllm", "sglang", "llamacpp"])
+def test_an_import_evaluates_at_the_k_of_the_export(
+    export_head: ExportHead, import_back: ImportHead, program: str, shape: dict
+) -> None:
+    try:
+        exported = export_head(program, k=6, **shape)
+    except UserError:  # a program that cannot serve this family
+        assert (program, shape) in REFUSED_FAMILIES
+        return
+    config = load_config(import_back(exported.folder))
+    assert (config.k_trained, config.default_k) == (6, 6)
+    assert config.provenance["imported"]["k"] == 6
+    head = NamedHead("imported", new_head(config))
+    assert head.ks(EvalSettings()) == (6,)
+    assert head.ks(EvalSettings(k=2)) == (2,)
+
+
+REFUSED_FAMILIES = [
+    ("speculators", EAGLE),
+    ("llamacpp", EAGLE),
+    ("sglang", PEAGLE),
+    ("llamacpp", PEAGLE),
+]
 
 
 def test_a_split_checkpoint_is_read_whole(export_head: ExportHead, tmp_path: Path) -> None:
@@ -259,10 +287,12 @@ def test_missing_keys_are_defaults_or_refused(
     monitor = RecordingMonitor()
     rope = {"rope_theta": ..., "rope_parameters": ..., "rope_scaling": ...}
     folder = change_config(export_head("vllm").folder, max_position_embeddings=64, **rope)
+    (folder / "launch.md").unlink()
     with pytest.raises(UserError, match=r"its config names none(?s:.*)--target"):
         import_back(folder, target=None)
     config = load_config(import_back(folder, monitor=monitor))
     assert config.rope_parameters == {"rope_theta": 10000.0, "rope_type": "default"}
+    assert (config.k_trained, config.default_k) == (7, 4)
     assert config.max_position_embeddings == MAX_LENGTH
     for choice in (
         "no RoPE base in the config, so 10000",
