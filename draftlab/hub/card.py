@@ -11,6 +11,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from draftlab.evaluate.certificate.result import SamplingTest
 from draftlab.evaluate.results import Report, Row
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
@@ -43,6 +44,8 @@ def model_card(
             value) pairs about the training data; `plots`, the file names of the plots.
     """
     results = [result for row in rows for result in _eval_results(row)]
+    name = next(row.head for row in rows if row.head)
+    certificate = report.environment.get("certificates", {}).get(name)
     metadata = ModelCardData(
         base_model=base_model,
         license=licence,
@@ -66,9 +69,41 @@ def model_card(
         launch=launch.split("\n", 1)[1] if launch.startswith("# ") else launch,  # without its title
         cells=[_result_cells(row) for row in rows],
         conditions=_conditions(rows, report.environment),
-        certificates=formatting.certificates(report),
+        equality=_equality(rows, certificate),
+        certificate=certificate["lines"] if certificate else [],
     )
     return str(card).rstrip() + "\n"
+
+
+SHOWN = {
+    "L1": "the output has the target's distribution, tested with 99 % power (L1)",
+    "LS": "sampler and verifier keep the distribution of the target's own logits, tested with 99 % "
+    "power; rounding inside of the target was not tested (LS)",
+}
+"""What a passed test at T > 0 shows, by its level; other levels show no equality."""
+
+
+def _equality(rows: list[Row], certificate: dict[str, Any] | None) -> list[str]:
+    """Return what the evaluation shows about the output, as lines of Markdown.
+
+    These are the tokens that its rows at T = 0 compared, and each test of the head's certificate.
+    """
+    lines = [
+        f"T = 0, K = {row.k}, {row.dtype}, {row.engine}: tokens of {row.prompts_equal:.1%} of "
+        f"{row.prompts} prompts equal those of decoding without drafts"
+        for row in rows
+        if formatting.has_drafter(row) and row.prompts_equal is not None
+    ]
+    if certificate is None:
+        lines.append("T > 0: not tested (`draftlab eval --certify` tests it)")
+    elif not certificate["passed"]:
+        lines.append(f"the certificate **failed**: {'; '.join(certificate['faults'])}")
+    else:
+        lines.append(certificate["lines"][0])  # T = 0
+        for test in map(SamplingTest.model_validate, certificate.get("arms", ())):
+            shown = SHOWN.get(test.level, f"no equality shown: the test lacks power ({test.level})")
+            lines.append(f"{test.row.name}: {shown}")
+    return lines
 
 
 def _eval_results(row: Row) -> Iterator[EvalResult]:

@@ -5,28 +5,48 @@ from __future__ import annotations
 import yaml
 from huggingface_hub import ModelCard
 
+from draftlab.evaluate.certificate.result import Certificate, SamplingTest
 from draftlab.heads.folder import load_config
 from draftlab.hub.card import model_card
 from draftlab.pipeline.resolve import reference_head
 from tests.helpers.sample_report import report
 
 LAUNCH = "# Serving this head with vLLM\n\n```\nvllm serve org/base\n```\n"
-CERTIFICATE = {
-    "level": "L1",
-    "passed": True,
-    "lines": ["T = 0: 32 of 32 prompts equal", "T = 1.5: G = 61.2, p = 0.5"],
-}
 
 
-def card(**changes: object) -> str:
-    certified = report()
-    environment = certified.environment | {"certificates": {"head": CERTIFICATE}}
-    name = next(row.head for row in certified.rows if row.head)
+def sampling_test(**fields: object) -> SamplingTest:
+    """Return a passed test at T > 0 of level L1."""
+    values = {
+        "temperature": 0.8, "k": 4, "draft_probs": True, "draft_temperature": None, "top_k": None,
+        "top_p": None, "level": "L1", "test": "G-test", "passed": True, "statistic": 61.2,
+        "freedom": 60, "p_value": 0.5, "acceptance_p_value": None, "n": 4000, "needed": {},
+    }  # fmt: skip
+    return SamplingTest(**(values | fields))
+
+
+GREEDY = "T = 0, K = 4, float32: tokens of 100.0% of 32 prompts equal plain decoding's"
+
+
+def certificate(*arms: SamplingTest, **fields: object) -> Certificate:
+    values = {"level": "L1", "prompts_equal": 1.0, "passed": True, "faults": []}
+    lines = [GREEDY, "passed, level L1"]
+    return Certificate(**(values | {"arms": list(arms), "lines": lines} | fields))
+
+
+def card(certified: Certificate | None = None, **changes: object) -> str:
+    """Return the card of a report, by default without a certificate of the head."""
+    base = report()
+    name = next(row.head for row in base.rows if row.head)
+    # The certificate of a head that was only compared says nothing about this one.
+    certificates = {"another": certificate(sampling_test()).model_dump(mode="json")}
+    if certified is not None:
+        certificates[name] = certified.model_dump(mode="json")
+    environment = base.environment | {"certificates": certificates}
     fields = {
         "repo": "org/head",
         "head": load_config(reference_head()),
-        "report": certified.model_copy(update={"environment": environment}),
-        "rows": [row for row in certified.rows if row.head in (name, None)],
+        "report": base.model_copy(update={"environment": environment}),
+        "rows": [row for row in base.rows if row.head in (name, None)],
         "layout": "speculators layout",
         "launch": LAUNCH,
         "recipe": "name: x\nnote: 'a: b'\n",
@@ -36,6 +56,51 @@ def card(**changes: object) -> str:
         "plots": ["tpot.png"],
     }
     return model_card(**fields | changes)
+
+
+MEASURED = "T = 0, K = 4, float32, draftlab-eager: tokens of {} of 64 prompts equal those of"
+CLAIMS = ("lossless", "target alone", "target's distribution", "L1", "L2", "certificate")
+
+
+def test_without_a_certificate_only_what_was_measured_is_said() -> None:
+    text = card()
+    assert f"- {MEASURED.format('100.0%')} decoding without drafts\n- T > 0: not tested" in text
+    assert not [words for words in CLAIMS if words.lower() in text.lower()]
+
+    unequal = [
+        row.model_copy(update={"prompts_equal": 0.9 if row.temperature == 0 else None})
+        for row in report().rows
+    ]
+    assert f"- {MEASURED.format('90.0%')}" in card(rows=unequal)
+    unknown = [row.model_copy(update={"prompts_equal": None}) for row in unequal]
+    assert "prompts equal" not in card(rows=unknown)
+
+
+def test_a_certificate_is_claimed_for_what_it_tested() -> None:
+    tests = (
+        sampling_test(),
+        sampling_test(k=2, draft_probs=False, top_p=0.9, level="LS"),
+        sampling_test(temperature=1.5, level="L2"),
+    )
+    text = card(certificate(*tests, level="L2"))
+    for line in (
+        f"- {GREEDY}",
+        "- T = 0.8, K = 4, draft probabilities on: the output has the target's distribution, "
+        "tested with 99 % power (L1)",
+        "- T = 0.8, top-p 0.9, K = 2, draft probabilities off: sampler and verifier keep the "
+        "distribution of the target's own logits",
+        "- T = 1.5, K = 4, draft probabilities on: no equality shown: the test lacks power (L2)",
+        "## Certificate",
+    ):
+        assert line in text, line
+    assert "the output is what" not in text
+
+
+def test_a_failed_certificate_is_stated() -> None:
+    faults = ["T = 0: tokens differ from plain decoding's in float32"]
+    text = card(certificate(sampling_test(), level="L3", passed=False, faults=faults))
+    assert f"- the certificate **failed**: {faults[0]}" in text
+    assert "has the target's distribution" not in text
 
 
 def test_the_hub_can_read_the_front_matter() -> None:
@@ -50,7 +115,7 @@ def test_the_hub_can_read_the_front_matter() -> None:
     assert body.lstrip().startswith("# head")
 
 
-def test_the_card_has_counters_conditions_certificate_and_commands() -> None:
+def test_the_card_has_counters_conditions_and_commands() -> None:
     text = card()
     row = next(row for row in report().rows if row.head)
     for words in (
@@ -58,9 +123,6 @@ def test_the_card_has_counters_conditions_certificate_and_commands() -> None:
         f"| {row.drafts:,} | {row.draft_tokens:,} | {row.accepted:,} |",
         f"{row.prompts} of {row.suite}",
         row.suite_sha256[:12],
-        "## Losslessness certificate",
-        "L1, passed",
-        "32 of 32 prompts equal",
         "vllm serve org/base",
         "![tpot](tpot.png)",
         "note: 'a: b'",

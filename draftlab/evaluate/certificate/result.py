@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -117,6 +117,12 @@ class SamplingTest(BaseModel):
     n: int
     needed: dict[str, int | None]
     """Samples for 99 % power of G against each fault; None: too many to draw."""
+
+    @property
+    def row(self) -> Sampled:
+        """How the tested row is sampled."""
+        names = [field.name for field in fields(Sampled)]
+        return Sampled(**{name: getattr(self, name) for name in names})
 
     @property
     def n_for_99_power(self) -> int | None:
