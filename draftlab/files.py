@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,31 @@ def sha256_file(path: Path) -> str:
     """Return the hex SHA-256 of a file, read in blocks."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+_known_sha256: dict[tuple[int, ...], str] = {}
+_SETTLED_NS = 100_000_000
+"""Age of a change from which a later one has another time: clocks of file systems are coarse."""
+
+
+def known_sha256(path: Path) -> str:
+    """Return `sha256_file`, without reading a file that this process has hashed before.
+
+    A file is hashed again if its device, inode, size, or the time of its last change (mtime or
+    ctime) is another one.
+    """
+
+    def state() -> tuple[int, ...]:
+        one = path.stat()
+        return one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns
+
+    before, started = state(), time.time_ns()
+    if (digest := _known_sha256.get(before)) is not None:
+        return digest
+    digest = sha256_file(path)
+    if state() == before and started - max(before[3:]) > _SETTLED_NS:
+        _known_sha256[before] = digest
+    return digest
 
 
 def same_fingerprint(one: Any, other: Any) -> bool:

@@ -12,7 +12,7 @@ from draftlab.errors import UserError
 from draftlab.evaluate.results import Report
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.export.settings import ExportSettings
-from draftlab.files import check_folder, sha256_file
+from draftlab.files import check_folder, known_sha256
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.pipeline.api import export_head, new_evaluator, write_report
 from draftlab.pipeline.recipe import flatten
@@ -30,7 +30,7 @@ def input_files(settings: EvalSettings) -> dict[str, str]:
     suite = suite_sha256(settings.suite)
     hashes = {"eval.suite.sha256": suite} if suite else {}
     return hashes | {
-        f"eval.compare.{source}.sha256": sha256_file(find_head(source) / WEIGHTS)
+        f"eval.compare.{source}.sha256": known_sha256(find_head(source) / WEIGHTS)
         for source in settings.compare
     }
 

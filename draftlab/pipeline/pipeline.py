@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from draftlab.files import sha256_file
+from draftlab.files import known_sha256
 from draftlab.formatting import count_text
 from draftlab.heads.folder import WEIGHTS, save_head
 from draftlab.heads.head import DraftHead
@@ -75,13 +75,13 @@ class Pipeline:
         files = {
             "answers": {
                 "target.fingerprint": fingerprint(target),
-                "prompts.sha256": sha256_file(prompt_file(self.recipe.prompts.source)),
+                "prompts.sha256": known_sha256(prompt_file(self.recipe.prompts.source)),
             },
             "eval": input_files(self.recipe.eval),
         }
         initial = self.recipe.head.init
         if initial is not None:
-            files["head"] = {"head.init.sha256": sha256_file(find_head(initial) / WEIGHTS)}
+            files["head"] = {"head.init.sha256": known_sha256(find_head(initial) / WEIGHTS)}
         return Run(self.folder, flatten(self.recipe), files)
 
     @property

@@ -13,10 +13,10 @@ from typing import Any, Literal
 from draftlab.errors import UserError
 from draftlab.files import (
     check_locks,
+    known_sha256,
     locked,
     remove_leftovers,
     same_fingerprint,
-    sha256_file,
     write_text,
 )
 from draftlab.heads.family import get_family
@@ -102,7 +102,7 @@ class Run:
         for name, digest in (dict.fromkeys(files) | record.get("sha256", {})).items():
             if not (self.folder / name).is_file():
                 return f"{name} is missing"
-            if digest and (actual := sha256_file(self.folder / name)) != digest:
+            if digest and (actual := known_sha256(self.folder / name)) != digest:
                 return f"{name} has SHA-256 {actual[:12]}, and {digest[:12]} when it was written"
         if stage.name == "store":
             try:

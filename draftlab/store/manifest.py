@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, read_json, sha256_file, write_json
+from draftlab.files import atomic_path, known_sha256, read_json, write_json
 from draftlab.settings import describe_errors
 from draftlab.store.identity import StoreIdentity
 from draftlab.store.record_index import RECORDS, RecordIndex, Window
@@ -288,4 +288,4 @@ def _read_schema_1(fields: dict[str, Any]) -> Manifest:
 
 
 def _has_hash(path: Path, digest: str | None) -> bool:
-    return path.is_file() and sha256_file(path) == digest
+    return path.is_file() and known_sha256(path) == digest

@@ -12,7 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
-from draftlab.files import read_json, sha256_file
+from draftlab.files import known_sha256, read_json
 from draftlab.progress import Monitor
 from draftlab.store.samples import Sample, SampleTable, read_index, write_index
 from draftlab.text.chat_template import (
@@ -70,7 +70,7 @@ def open_samples(
 def index_key(answers: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the hashes of what decides the samples of an answers file."""
     try:
-        sha256 = sha256_file(answers)
+        sha256 = known_sha256(answers)
     except OSError as error:
         raise UserError(
             f"expected the answers of a run: {error.strerror}",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, sha256_file, sha256_text
+from draftlab.files import canonical_json, known_sha256, sha256_text
 from draftlab.progress import Monitor
 from draftlab.text.benchmarks import BENCHMARKS, parse_benchmark, read_rows
 from draftlab.text.chat_template import RenderError, prompt_ids, template_sha256
@@ -91,9 +91,9 @@ def suite_sha256(source: str) -> str | None:
     benchmark = parse_benchmark(source)
     if benchmark is None:
         _check_known(source)
-        return sha256_file(prompt_file(source))
+        return known_sha256(prompt_file(source))
     files = benchmark.files()
-    return None if files is None else sha256_text(canonical_json([sha256_file(f) for f in files]))
+    return None if files is None else sha256_text(canonical_json([known_sha256(f) for f in files]))
 
 
 def _check_known(source: str) -> None:

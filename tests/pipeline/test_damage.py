@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from draftlab import Monitor, Pipeline, Report, load_recipe
+from draftlab import Monitor, Pipeline, Report, files, load_recipe
 from draftlab.errors import UserError
 from draftlab.pipeline.stages import STAGES
 from draftlab.store import store as store_module
@@ -142,3 +146,33 @@ def test_a_resumed_training_hashes_changed_shards_only(
     shutil.rmtree("runs/small/head")
     pipeline().make("head")
     assert hashed == [shard.name]
+
+
+def test_a_finished_run_is_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of stages are decided before the lock and once more under it."""
+    reads: Counter[str] = Counter()
+    original = files.hashlib.file_digest
+
+    def count(file: Any, *rest: Any) -> Any:
+        reads[str(file.name).removeprefix("runs/small/")] += 1
+        return original(file, *rest)
+
+    time.sleep(0.11)  # files that were changed a moment ago are hashed each time
+    monkeypatch.setattr(files.hashlib, "file_digest", count)
+    pipeline().make("eval", "export")
+    recorded = {
+        name
+        for record in Path("runs/small/stages").iterdir()
+        for name in json.loads(record.read_text())["sha256"]
+    }
+    assert {"answers.jsonl", "store/manifest.json", "head/model.safetensors"} < recorded
+    assert reads.keys() == recorded | {"prompts.jsonl", "store/records.safetensors"}
+    assert set(reads.values()) == {1}
+
+    # A change that keeps size and mtime is noticed by the same process.
+    weights = Path("runs/small/head/model.safetensors")
+    times = weights.stat()
+    flip_byte(weights)
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    status = pipeline().run.status(STAGES["head"])
+    assert status.damage.startswith("head/model.safetensors has SHA-256")
