@@ -81,7 +81,10 @@ def generate_answers(
     """Return the target's answers in the order of the requests."""
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests) + 1
     engine = Engine(
-        target, batch=min(MAX_BATCH, len(requests)), max_length=min(longest, target.max_length)
+        target,
+        batch=min(MAX_BATCH, len(requests)),
+        max_length=min(longest, target.max_length),
+        monitor=monitor,
     )
     answers: dict[str, Generation] = {}
     for generation in engine.generate(requests):

@@ -32,6 +32,7 @@ from draftlab.engine.step import GraphedStep, Step, Verifier
 from draftlab.kernels.cuda_device import out_of_memory_error, use_device
 from draftlab.kernels.step_layout import unpack_results
 from draftlab.kernels.verify import verify
+from draftlab.progress import Monitor
 from draftlab.target_model.check_capabilities import can_capture
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
@@ -73,6 +74,7 @@ class Engine:
         cpu_prepacked: on a CPU, use weights prepacked for oneDNN where the target has that path
             (`target_model/prepacked_decoder.py`): faster, and different in the last bits. It has
             no effect on a GPU.
+        monitor: told if memory makes the pool smaller.
 
     Attributes:
         max_in_flight: steps that the device may be ahead of the host.
@@ -93,6 +95,7 @@ class Engine:
         expect: bool = True,
         graphs: bool | None = None,
         cpu_prepacked: bool = False,
+        monitor: Monitor | None = None,
     ) -> None:
         self.target, self.drafter, self.max_length = target, drafter, max_length
         self.k = drafter.k if drafter else 0
@@ -105,6 +108,7 @@ class Engine:
             draft_bytes=draft_kv_bytes(head) if head else 0,
             block_size=block_size,
             num_blocks=num_blocks,
+            monitor=monitor,
         )
         self.block_size, pool_size = self.cache.block_size, self.cache.num_blocks
         self.num_blocks = pool_size - 1  # block 0 is never allocated

@@ -12,9 +12,10 @@ import psutil
 import torch
 
 from draftlab.errors import UserError
-from draftlab.formatting import size_text
+from draftlab.formatting import count_text, size_text
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.cuda_device import free_memory
+from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
 
@@ -60,12 +61,14 @@ def new_kv_pool(
     draft_bytes: int = 0,
     block_size: int | None = None,
     num_blocks: int | None = None,
+    monitor: Monitor | None = None,
 ) -> PagedCache:
     """Return an empty KV cache of the target for engines that take turns.
 
     Args:
         batch, max_length, block_size, num_blocks: see `Engine`; block 0 is added.
         draft_bytes: bytes of a position in the draft KV caches of all these engines.
+        monitor: told if memory holds fewer blocks than the batch can use.
 
     Raises:
         UserError: not even one sequence of `max_length` positions fits.
@@ -73,7 +76,15 @@ def new_kv_pool(
     block_size = block_size or (64 if target.device.type == "cuda" else max_length)
     width = -(-max_length // block_size)
     if num_blocks is None:
-        num_blocks = min(batch * width, _blocks_that_fit(target, draft_bytes, block_size, width))
+        wanted = batch * width
+        num_blocks = min(wanted, _blocks_that_fit(target, draft_bytes, block_size, width))
+        if num_blocks < wanted and monitor is not None:
+            monitor.say(
+                f"KV cache: free memory holds {num_blocks * block_size:,} tokens, and "
+                f"{count_text(batch, 'request')} of {max_length:,} can use "
+                f"{wanted * block_size:,}: requests wait, or are evicted and computed again. The "
+                "tokens stay the same; it takes longer"
+            )
     if num_blocks < width:
         raise UserError(
             f"expected a pool of at least {width} blocks of {block_size} positions for a sequence "

@@ -60,6 +60,7 @@ def _shared_pool(workload: Workload) -> PagedCache | None:
         batch=max((workload.batch, *timed)),
         max_length=workload.max_length,
         draft_bytes=sum(draft_kv_bytes(config.head.head) for config in alive if config.head),
+        monitor=workload.monitor,
     )
 
 

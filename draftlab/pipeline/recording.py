@@ -96,7 +96,7 @@ class Recording:
             elif settings.enabled:
                 devices = worker_devices(gpus, self.recipe.target.device)
                 workers = stack.enter_context(
-                    start_answer_workers(self.recipe.target, devices, settings.batch)
+                    start_answer_workers(self.recipe.target, devices, settings.batch, self.monitor)
                 )
                 target = self.target
             regenerate(

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
 from draftlab.formatting import exit_text
+from draftlab.progress import Monitor
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.locate import resolve_device
 from draftlab.target_model.metadata import TargetMetadata
@@ -32,24 +33,51 @@ Decode = Callable[[Sequence[Request], int], Iterator[Generation]]
 prompt and its answer together, in tokens."""
 
 
-def engine_decode(target: Target | TargetMetadata, batch: int) -> Decode:
-    """Return a `Decode` that runs the target's own engine on `batch` requests at once."""
+class _FirstLine(Monitor):
+    """Passes on the first line only: every piece of the prompts has an engine of its own."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._pass_on: Callable[[str], None] | None = say
+
+    def say(self, line: str) -> None:
+        pass_on, self._pass_on = self._pass_on, None
+        if pass_on is not None:
+            pass_on(line)
+
+
+def engine_decode(
+    target: Target | TargetMetadata, batch: int, monitor: Monitor | None = None
+) -> Decode:
+    """Return a `Decode` that runs the target's own engine on `batch` requests at once.
+
+    Args:
+        monitor: told once if memory is short for so many requests.
+    """
     if isinstance(target, TargetMetadata):
         raise ValueError("expected a loaded target or `decode`, found the target's metadata only")
+    first_line = _FirstLine((monitor or Monitor()).say)
 
     def decode(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
         size = min(batch, len(requests))
-        engine = Engine(target, batch=size, max_length=max_length, cpu_prepacked=True)
+        engine = Engine(
+            target, batch=size, max_length=max_length, cpu_prepacked=True, monitor=first_line
+        )
         return engine.generate(requests)
 
     return decode
 
 
+class _Line(NamedTuple):
+    """A line that a worker process reports."""
+
+    text: str
+
+
 class WorkerProcess:
     """A `Decode` that runs in its own process."""
 
-    def __init__(self, settings: TargetSettings, device: str, batch: int) -> None:
-        self.device = device
+    def __init__(self, settings: TargetSettings, device: str, batch: int, monitor: Monitor) -> None:
+        self.device, self.monitor = device, monitor
         self._connection, child = _SPAWN.Pipe()
         settings = settings.model_copy(update={"device": device})
         self._process = _SPAWN.Process(target=_serve, args=(child, settings, batch), daemon=True)
@@ -63,7 +91,10 @@ class WorkerProcess:
             while (message := self._connection.recv()) is not None:
                 if isinstance(message, str):
                     raise self._error(message)
-                yield message
+                if isinstance(message, _Line):
+                    self.monitor.say(f"{self.device}: {message.text}")
+                else:
+                    yield message
         except (EOFError, OSError):
             self._process.join()
             raise self._error(f"it ended ({exit_text(self._process.exitcode)})") from None
@@ -84,18 +115,19 @@ class WorkerProcess:
 
 @contextmanager
 def start_answer_workers(
-    settings: TargetSettings, devices: Sequence[str], batch: int
+    settings: TargetSettings, devices: Sequence[str], batch: int, monitor: Monitor
 ) -> Iterator[list[Decode]]:
     """Start one worker process on each device for the duration of the block.
 
     Args:
         settings: the target's; each process loads it.
         batch: prompts that each process decodes at once.
+        monitor: receives their lines.
     """
     with ExitStack() as stack:
         workers = []
         for device in devices:
-            workers.append(WorkerProcess(settings, device, batch))
+            workers.append(WorkerProcess(settings, device, batch, monitor))
             stack.callback(workers[-1].close)
         yield workers
 
@@ -107,7 +139,8 @@ def _serve(connection: Connection, settings: TargetSettings, batch: int) -> None
         device = resolve_device(settings.device)
         if device.type == "cuda":  # streams, events and graphs use the current device
             torch.cuda.set_device(device)
-        decode = engine_decode(load_target(settings), batch)
+        monitor = _FirstLine(lambda line: connection.send(_Line(line)))
+        decode = engine_decode(load_target(settings), batch, monitor)
         while True:
             for generation in decode(*connection.recv()):
                 connection.send(generation)

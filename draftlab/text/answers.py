@@ -82,7 +82,7 @@ def regenerate(
             "expected a target to answer the prompts, found none",
             do="set regenerate.enabled=false for given answers",
         )
-    decode = decode or engine_decode(target, settings.batch)
+    decode = decode or engine_decode(target, settings.batch, monitor)
     stops = stop_ids(tokenizer, target.folder)
     identity = {
         "target": target.fingerprint,

@@ -17,6 +17,7 @@ from draftlab.errors import UserError
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.target_model.model import Target
 from tests.helpers.greedy_answers import outcomes, requests, run
+from tests.helpers.monitors import RecordingMonitor
 
 SIZE = {"batch": 6, "max_length": 128, "block_size": 8}
 WIDTH = 128 // 8
@@ -41,11 +42,18 @@ def test_a_small_pool_gives_the_same_tokens(
     size = block_bytes(target, head)
     assert size == SIZE["block_size"] * (sum(target.kv_bytes.values()) + draft_kv_bytes(head))
     prompts = requests(8, seed=40)
-    full = Engine(target, ChainDrafter(head, 3), **SIZE)
+    silent = RecordingMonitor()
+    full = Engine(target, ChainDrafter(head, 3), **SIZE, monitor=silent)
+    assert not silent.text
     assert full.num_blocks == SIZE["batch"] * WIDTH
     # memory for 18 blocks beside the reserve, block 0 among them
     limit_memory(monkeypatch, 18.5 * size / (1 - kv_pool.RESERVE))
-    small = Engine(target, ChainDrafter(head, 3), **SIZE)
+    monitor = RecordingMonitor()
+    small = Engine(target, ChainDrafter(head, 3), **SIZE, monitor=monitor)
+    assert monitor.text == (
+        "KV cache: free memory holds 136 tokens, and 6 requests of 128 can use 768: requests wait, "
+        "or are evicted and computed again. The tokens stay the same; it takes longer"
+    )
     assert small.num_blocks == 17
     assert outcomes(run(small, prompts)) == outcomes(run(full, prompts))
 

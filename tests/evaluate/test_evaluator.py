@@ -232,6 +232,7 @@ def test_all_arms_share_one_kv_pool(
     assert one["batch"] == 5
     # four arms draft, and K = 1, which is timed for the adviser
     assert one["draft_bytes"] == 5 * draft_kv_bytes(head)
+    assert one["monitor"] is not None  # which tells if memory is short
 
 
 def test_timing_batches_are_full_and_copies_have_their_own_noise() -> None:

@@ -14,6 +14,7 @@ import pytest
 from draftlab.errors import UserError
 from draftlab.pipeline import recording
 from draftlab.pipeline.gpu_workers import launched_worker_overrides, worker_devices
+from draftlab.progress import Monitor
 from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings
@@ -48,7 +49,7 @@ def test_answers_are_computed_on_all_devices(
 
     @contextmanager
     def start_answer_workers(
-        settings: TargetSettings, devices: list[str], batch: int
+        settings: TargetSettings, devices: list[str], batch: int, monitor: Monitor
     ) -> Iterator[list[Decode]]:
         calls.append((devices, batch))
         yield [engine_decode(load_target(settings), batch) for _ in devices]

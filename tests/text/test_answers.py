@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from draftlab.engine import kv_pool
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.settings import TargetSettings
-from draftlab.text.answer_workers import start_answer_workers
+from draftlab.text import answer_workers
+from draftlab.text.answer_workers import WorkerProcess, engine_decode, start_answer_workers
 from draftlab.text.chat_template import prompt_ids
 from draftlab.text.conversations import Conversation, read_conversations
 from draftlab.text.settings import RegenerateSettings
@@ -220,7 +223,8 @@ def test_a_worker_process_writes_the_same_bytes_and_its_errors_reach_the_user(tm
         "decode": None,
     }
     request, alone, together = Request("a", (1, 2), 3, Sampling()), tmp_path / "a", tmp_path / "b"
-    with start_answer_workers(target_settings, ["cpu"], SETTINGS.batch) as workers:
+    monitor = RecordingMonitor()
+    with start_answer_workers(target_settings, ["cpu"], SETTINGS.batch, monitor) as workers:
         generate(alone, **arguments)
         generate(together, **arguments, extra_decoders=workers)
         assert together.read_bytes() == alone.read_bytes()
@@ -229,7 +233,58 @@ def test_a_worker_process_writes_the_same_bytes_and_its_errors_reach_the_user(tm
             next(workers[0]([request], 16))
     missing = TargetSettings(path=str(tmp_path / "nowhere"), device="cpu")
     with (
-        start_answer_workers(missing, ["cpu"], 1) as workers,
+        start_answer_workers(missing, ["cpu"], 1, monitor) as workers,
         pytest.raises(UserError, match=r"on cpu failed: .*nowhere"),
     ):
         next(workers[0]([request], 16))
+
+
+@pytest.fixture
+def short_memory(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Memory holds two blocks; the message for 4 requests of 16 tokens."""
+    monkeypatch.setattr(kv_pool, "_blocks_that_fit", lambda *_: 2)
+    return "free memory holds 32 tokens, and 4 requests of 16 can use 64: requests wait"
+
+
+def test_short_memory_is_reported_once(tmp_path: Path, short_memory: str) -> None:
+    folder = toy_target_folder(tmp_path / "target", layers=1, hidden=32, max_length=128)
+    target = load_target(TargetSettings(path=str(folder), device="cpu"))
+    monitor = RecordingMonitor()
+    decode = engine_decode(target, 4, monitor)
+    requests = [Request(str(i), (1, 2), 3, Sampling()) for i in range(4)]
+    for _ in range(2):  # two pieces of the prompts
+        assert len(list(decode(requests, 16))) == 4
+    (line,) = monitor.lines
+    assert short_memory in line
+
+
+class Wire:
+    """A connection that delivers given messages."""
+
+    def __init__(self, messages: list[Any]) -> None:
+        self.messages, self.sent = iter(messages), []
+        self.send = self.sent.append
+
+    def recv(self) -> Any:
+        try:
+            return next(self.messages)
+        except StopIteration:
+            raise EOFError from None
+
+
+def test_a_worker_process_reports_short_memory(
+    tmp_path: Path, short_memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ends run in this process, one after the other."""
+    folder = toy_target_folder(tmp_path / "target", layers=1, hidden=32, max_length=128)
+    requests = [Request(str(i), (1, 2), 3, Sampling()) for i in range(4)]
+    monkeypatch.setattr(answer_workers.signal, "signal", lambda *_: None)
+    child = Wire([(requests, 16)])
+    answer_workers._serve(child, TargetSettings(path=str(folder), device="cpu"), 4)
+    worker = WorkerProcess.__new__(WorkerProcess)  # without a process
+    worker.device, worker.monitor = "cuda:1", RecordingMonitor()
+    worker._connection = Wire(child.sent)
+    assert len(list(worker(requests, 16))) == 4
+    (line,) = worker.monitor.lines
+    assert line.startswith("cuda:1: KV cache: ")
+    assert short_memory in line
