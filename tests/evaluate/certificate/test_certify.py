@@ -282,7 +282,7 @@ def test_the_false_alarm_rate_in_16_bits(small: Target, device: str) -> None:
     """At a level of 5 % about 5 % of right samplers fail; ten times as many would be an error."""
     settings = TargetSettings(path=str(small.folder), device=device, dtype="bfloat16")
     target = load_target(settings)
-    head = untrained_head(target, 2, VOCAB - 1).eval().requires_grad_(False)
+    head = untrained_head(target, 2, VOCAB - 1).to(device).eval().requires_grad_(False)
     (tree,) = trees(target, head, [(3, 1, 2)], ON.tree)
     assert {logits.dtype for logits in (tree.first_logits, *tree.logits)} == {torch.bfloat16}
     sampler, joint = TableSampler(tree), tree.joint()
