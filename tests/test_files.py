@@ -94,7 +94,8 @@ def dead_pid() -> int:
 def test_leftovers_of_killed_processes_are_removed_by_the_next_run(tmp_path: Path) -> None:
     folder, pid = tmp_path / "runs" / "x", dead_pid()
     alive = [folder / f"head/.model.safetensors.{os.getpid()}.tmp", tmp_path / f"runs/.latest.{1}"]
-    dead = [folder / f"head/.model.safetensors.{pid}.tmp", folder / f"stages/.head.json.{pid}.tmp"]
+    files = ("head/.model.safetensors", "stages/.head.json", "train/.verified.json")
+    dead = [folder / f"{name}.{pid}.tmp" for name in files]
     kept = [folder / "head/.hidden", folder / "head/.x.tmp", folder / f"head/model.{pid}.tmp"]
     tree = folder / f"export/.speculators.{pid}.tmp"
     for path in (*alive, *dead, *kept, tree / "model.safetensors"):

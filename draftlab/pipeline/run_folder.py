@@ -231,7 +231,7 @@ def lock(folder: Path) -> Iterator[None]:
                 where=folder,
                 do="wait until it has finished, or start a run with another name",
             )
-        for name in (".", "stages", *(stage.artefact for stage in STAGES.values())):
+        for name in (".", "stages", "train", *(stage.artefact for stage in STAGES.values())):
             if name != STAGES["store"].artefact:  # which `record` looks after
                 remove_leftovers(folder / name)
         yield

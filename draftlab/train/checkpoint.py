@@ -92,7 +92,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> N
     """
     final = folder / f"step-{checkpoint.step:07d}"
     building = folder / f".{final.name}.tmp"
-    shutil.rmtree(building, ignore_errors=True)
+    for killed in folder.glob(".step-*.tmp"):  # left by a killed process
+        shutil.rmtree(killed)
     building.mkdir(parents=True)
     sha256 = {}
     for name, tensors in ((WEIGHTS, checkpoint.weights), (MOMENTS, checkpoint.moments)):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftlab.files import write_text
 from draftlab.train.objectives.loss import Sums
 from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
 from draftlab.train.settings import TrainSettings
@@ -141,7 +142,7 @@ class MetricsLog:
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
         rows = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
         valid = [line for line, row in rows if row["step"] <= step - (last and "validation" in row)]
-        self.path.write_text("".join(valid), encoding="utf-8")
+        write_text(self.path, "".join(valid), exclusive=True)
 
     def overfitting_warning(self) -> str | None:
         """Return a warning if the last validation's predicted AL is 1 % below an earlier one's."""

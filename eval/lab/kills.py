@@ -1,117 +1,315 @@
-"""Kill a run repeatedly while it records and trains, and compare the bytes of its results.
+"""Kill runs at random moments, start them again, and compare every file with an undisturbed run's.
 
-    python eval/lab/kills.py [--kills 200] [--seed 0] [--recipe small.yaml]
+    python eval/lab/kills.py [--kills 60] [--seed 0] [--folder FOLDER]
 
-A process that has imported everything forks one that runs the recipe up to the head, and kills it
-(SIGKILL) after a random share of the time of an uninterrupted run. A run that is complete by then
-loses its store and its training and starts again. At the end, store and head are compared byte for
-byte with those of the uninterrupted run. The program works in the current folder, on runs named
-`whole` and `killed`.
+A process that has imported everything forks one that runs a command of draftlab. It waits until a
+stage chosen at random has begun, and sends SIGKILL or SIGTERM within the time that the stage takes.
+The same command is started again, and killed again, until it ends. Then all files of the run
+must have the bytes of an undisturbed run, and nothing else may be left in the current folder. The
+cases are
+
+    run        draftlab run RECIPE
+    force      draftlab run RECIPE OVERRIDE --force, in a finished run
+    two        two processes of the same run at once
+    gpus       draftlab run RECIPE --gpus 2, two ranks that train on the CPU through gloo
+    workers    draftlab record RECIPE --gpus 2, which answers and records in two processes
+
+Of several processes either all are killed or one of them. Target and prompts are the tests' toys,
+and the recipe takes seconds on a CPU. FOLDER must not exist; by default it is a temporary one.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
+import json
 import os
 import random
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from draftlab.pipeline.pipeline import Pipeline
-from draftlab.pipeline.recipe import load_recipe
-from draftlab.progress import Monitor
+from draftlab.cli import app
+from draftlab.pipeline.stages import STAGES
+from tests.helpers.small_run import new_workshop
+
+RECIPE, RUN, LOG = Path("small.yaml"), Path("runs/kills"), Path("kills.log")
+OVERRIDES = (
+    "name=kills",
+    "target.device=cpu",
+    "train.device=cpu",
+    "train.steps=60",
+    "train.checkpoint_every=7",
+)
+SIGNALS = (signal.SIGKILL, signal.SIGTERM)
+ENDED = (0, *(code for number in SIGNALS for code in (-number, 128 + number)))
+"""Exit codes of a process that finished or was killed."""
+LOCKED = "another draftlab process is working in this run"
+POLL_S, PATIENCE_S = 0.005, 120.0
+TIMES = {"tokens_per_s", "loss_tokens_per_s", "predictions_per_s", "phases", "peak_memory_gib"}
+"""Keys of metrics.jsonl that differ from run to run."""
 
 
-def fork(recipe: Path, name: str) -> int:
-    """Fork a process that runs the recipe up to the head; return its id."""
+@dataclass(frozen=True)
+class Case:
+    """A command that is killed.
+
+    Attributes:
+        verb, options: of the command; the recipe and `OVERRIDES` stand between them.
+        processes: started at once.
+        before: options of a run that is finished first; None: there is no run.
+    """
+
+    verb: str = "run"
+    options: tuple[str, ...] = ()
+    processes: int = 1
+    before: tuple[str, ...] | None = None
+
+
+CASES = {
+    "run": Case(),
+    "force": Case(options=("seed=1", "--force"), before=()),
+    "force, head": Case(options=("train.learning_rate=2.0e-3", "--force"), before=()),
+    "two": Case(processes=2),
+    "gpus": Case(options=("--gpus", "2")),
+    "workers": Case("record", ("--gpus", "2")),
+}
+
+
+@dataclass
+class Undisturbed:
+    """What a case leaves without kills: hashes of its files, and the seconds of each stage."""
+
+    files: dict[str, str] = field(default_factory=dict)
+    seconds: Counter[str] = field(default_factory=Counter)
+
+
+def start(verb: str, options: Sequence[str]) -> int:
+    """Fork a process that runs a command in a session of its own; return its id."""
     child = os.fork()
     if child:
         return child
+    os.setsid()
+    log = os.open(LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    code = 1
     try:
         torch.set_num_threads(1)
-        Pipeline(load_recipe(recipe, [f"name={name}"]), Monitor()).make("head")
-        os._exit(0)
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        os._exit(1)
+        app([verb, str(RECIPE), *OVERRIDES, *options], prog_name="draftlab")
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        os._exit(code)
 
 
-def wait_for(child: int) -> int:
-    """Wait for a process and return its exit code; negative for a signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def members(session: int) -> list[psutil.Process]:
+    """Return the running processes of a session."""
+    running = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                running.append(process)
+        except (psutil.Error, ProcessLookupError):
+            pass
+    return running
 
 
-def contents(run: Path) -> dict[str, str]:
-    """Return hashes of the files of store and head; the log of metrics is left out."""
-    files = (p for stage in ("store", "head") for p in sorted((run / stage).rglob("*")))
-    return {
-        str(p.relative_to(run)): hashlib.sha256(p.read_bytes()).hexdigest()
-        for p in files
-        if p.is_file()
-    }
+def current_stage() -> str:
+    """Return the stage that is running, or "start" before and between stages."""
+    for stage in STAGES:
+        try:
+            if not json.loads((RUN / "stages" / f"{stage}.json").read_text())["complete"]:
+                return stage
+        except OSError:
+            pass
+    return "start"
 
 
-def stage_of(run: Path) -> str:
-    """Return the stage that a killed run was in."""
-    if (run / "train").is_dir():
-        return "training"
-    if (run / "store" / "manifest.json").is_file():
-        return "recording"
-    return "before"
+def wait(children: Sequence[int], until: Callable[[], bool] = lambda: False) -> dict[int, int]:
+    """Wait until all processes have ended, or a condition holds; return the exit codes."""
+    codes: dict[int, int] = {}
+    while len(codes) < len(children) and not until():
+        for child in set(children) - codes.keys():
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                codes[child] = os.waitstatus_to_exitcode(status)
+        time.sleep(POLL_S)
+    return codes
+
+
+def contents() -> dict[str, str]:
+    """Return a hash of every file in the current folder, and the links.
+
+    Times are left out, and checkpoints before the last step: a SIGTERM writes further ones.
+    """
+    files = {}
+    older = sorted(RUN.glob("train/checkpoints/step-*"))[:-1]
+    for path in sorted(Path().rglob("*")):
+        if path.is_symlink():
+            files[str(path)] = f"→ {os.readlink(path)}"
+        elif path.is_file() and path != LOG and path.parent not in older:
+            data = path.read_bytes()
+            if path.name == "metrics.jsonl":
+                rows = [json.loads(line) for line in data.splitlines()]
+                rows = [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+                data = json.dumps(rows).encode()
+            elif path.name == "verified.json":  # SHA-256, size and time of the shards
+                data = json.dumps([v[:2] for v in json.loads(data).values()]).encode()
+            files[str(path)] = hashlib.sha256(data).hexdigest()
+    return files
+
+
+class Kills:
+    """The kills of a session of this program, and what went wrong."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.undisturbed = {name: Undisturbed() for name in CASES}
+        self.kills: Counter[str] = Counter()
+        self.cases: Counter[str] = Counter()
+        self.faults: list[str] = []
+
+    def fault(self, text: str) -> None:
+        """Record and print a fault; print the log once for all faults of a case."""
+        self.faults.append(text)
+        print(f"FAULT: {text}\n{LOG.read_text()}", flush=True)
+        LOG.write_text("")
+
+    def begin(self, case: Case) -> None:
+        """Make the state in which a case starts."""
+        shutil.rmtree("runs", ignore_errors=True)
+        LOG.write_text("")
+        if case.before is not None:
+            self.finish([start("run", case.before)])
+
+    def finish(self, children: Sequence[int]) -> None:
+        if any(wait(children).values()):
+            raise SystemExit(f"the undisturbed run failed: {LOG.read_text()[-3000:]}")
+
+    def measure(self, name: str) -> None:
+        """Run a case undisturbed."""
+        case, one = CASES[name], self.undisturbed[name]
+        self.begin(case)
+        last = [time.monotonic()]
+
+        def watch() -> bool:
+            now = time.monotonic()
+            one.seconds[current_stage()] += now - last[0]
+            last[0] = now
+            return False
+
+        child = start(case.verb, case.options)
+        if wait([child], watch)[child]:
+            raise SystemExit(f"the undisturbed {name} failed: {LOG.read_text()[-3000:]}")
+        one.files = contents()
+
+    def attempt(self, name: str, *, kill: bool) -> bool:
+        """Run a case, with a kill at a random moment; return whether it has ended by itself."""
+        case, seconds = CASES[name], self.undisturbed[name].seconds
+        LOG.write_text("")
+        stage = self.random.choice([s for s, time_ in seconds.items() if time_ > 0])
+        delay, number = self.random.uniform(0, seconds[stage]), self.random.choice(SIGNALS)
+        alone, pick = self.random.random() < 0.5, self.random.random()
+        children = [start(case.verb, case.options) for _ in range(case.processes)]
+        codes, killed = {}, False
+        if kill:
+            codes = wait(children, lambda: current_stage() == stage)
+            codes |= wait([c for c in children if c not in codes], after(delay))
+            alive = [p for child in children for p in members(child)]
+            victims = [alive[int(pick * len(alive))]] if alone and alive else alive
+            for process in victims:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
+                    killed = True
+            if killed:
+                self.kills[f"{number.name} in {stage}"] += 1
+                self.cases[name] += 1
+        codes |= wait([c for c in children if c not in codes])
+        late = time.monotonic() + PATIENCE_S
+        while alive := [p for child in children for p in members(child)]:
+            if time.monotonic() > late:
+                self.fault(f"{name}: {alive} still run {PATIENCE_S:g} s after their parent's end")
+                for process in alive:
+                    process.kill()
+            time.sleep(10 * POLL_S)
+        self.check_exit_codes(case, list(codes.values()), killed=killed)
+        return 0 in codes.values()
+
+    def check_exit_codes(self, case: Case, codes: list[int], *, killed: bool) -> None:
+        """Record a fault if a process ended neither by a signal nor by itself."""
+        log = LOG.read_text()
+        refused = codes.count(2) if case.processes > 1 and LOCKED in log else 0
+        wrong = [code for code in codes if code not in ENDED]
+        if "--gpus" in case.options and killed:  # the others lose the connection to the killed one
+            wrong = []
+        if len(wrong) > refused or "internal error" in log.lower() or "Traceback" in log:
+            self.fault(f"exit codes {codes} of {case}, killed: {killed}")
+
+    def life(self, name: str, kills: int) -> None:
+        """Start and kill a case until it ends, at most so many times; compare what it leaves."""
+        self.begin(CASES[name])
+        last = sum(self.kills.values()) + kills
+        while not self.attempt(name, kill=sum(self.kills.values()) < last):
+            if len(self.faults) > 20:
+                raise SystemExit("too many faults")
+        expected, actual = self.undisturbed[name].files, contents()
+        for path in sorted(expected.keys() | actual.keys()):
+            if expected.get(path) != actual.get(path):
+                state = (
+                    "missing"
+                    if path not in actual
+                    else "left over"
+                    if path not in expected
+                    else "different"
+                )
+                self.fault(f"{name}: {path} is {state}")
+
+
+def after(seconds: float) -> Callable[[], bool]:
+    """Return a condition that holds after some time."""
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() >= end
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--recipe", type=Path, default=Path("small.yaml"))
+    parser.add_argument("--folder", type=Path)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    whole, killed = Path("runs/whole"), Path("runs/killed")
-    if wait_for(fork(options.recipe, "whole")):
-        return 1
-    shutil.copytree(whole, killed, dirs_exist_ok=True)  # answers are not what is tested
-    generator, stages, complete = random.Random(options.seed), Counter(), 0
-
-    def reset() -> None:
-        for stage in ("store", "train", "head"):
-            shutil.rmtree(killed / stage, ignore_errors=True)
-        for receipt in ("store.json", "head.json"):
-            (killed / "stages" / receipt).unlink(missing_ok=True)
-
-    reset()
-    started = time.monotonic()
-    if wait_for(fork(options.recipe, "killed")):
-        return 1
-    duration = time.monotonic() - started
-    reset()
-    for number in range(options.kills):
-        child = fork(options.recipe, "killed")
-        time.sleep(generator.uniform(0, duration / 2))
-        os.kill(child, signal.SIGKILL)
-        if wait_for(child) == -signal.SIGKILL:
-            stages[stage_of(killed)] += 1
-            if (killed / "head" / "draftlab.json").is_file():
-                stages["at the end"] += 1
-        if contents(killed) == contents(whole):
-            complete += 1
-            reset()
-        if (number + 1) % 20 == 0:
-            print(f"{number + 1} kills: {dict(stages)}; {complete} complete runs", flush=True)
-    if wait_for(fork(options.recipe, "killed")):
-        return 1
-    same = contents(killed) == contents(whole)
-    complete += same
-    print(f"{options.kills} kills ({dict(stages)}), {complete} complete runs; same bytes: {same}")
-    return not same
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="kills-")) / "work"
+    os.chdir(new_workshop(folder))
+    temporary = Path(tempfile.mkdtemp(prefix="kills-tmp-"))
+    os.environ["TMPDIR"] = str(temporary)
+    importlib.import_module("draftlab.pipeline.pipeline")  # before the forks
+    kills, lives = Kills(options.seed), 0
+    for name in CASES:
+        kills.measure(name)
+    while (left := options.kills - sum(kills.kills.values())) > 0:
+        name = list(CASES)[lives % len(CASES)]
+        kills.life(name, left)
+        lives += 1
+        print(f"{sum(kills.kills.values())} kills, {lives} complete runs: {name}", flush=True)
+    rest = sorted(path.name for path in temporary.iterdir())
+    print(f"{dict(kills.kills)}\n{dict(kills.cases)}\nin the system's temporary folder: {rest}")
+    print(
+        f"{sum(kills.kills.values())} kills, {lives} complete runs, {len(kills.faults)} faults; "
+        f"same bytes: {not kills.faults}"
+    )
+    return bool(kills.faults)
 
 
 if __name__ == "__main__":

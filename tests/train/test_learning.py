@@ -6,6 +6,7 @@ import json
 import signal
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -76,13 +77,33 @@ def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
     settings = {"steps": 12, "checkpoint_every": 4, "log_every": 1}
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path / "cut", store, target, InterruptingMonitor("train", 9), **settings)
+    # A process that was killed while it wrote the checkpoint of a signal.
+    killed = tmp_path / "cut/checkpoints/.step-0000009.tmp"
+    killed.mkdir()
+    (killed / "weights.safetensors").write_text("")
     resumed = trained(tmp_path / "cut", store, target, **settings)
+    assert not killed.exists()
     assert_same_weights(whole, resumed)
     assert resumed.tokens_seen == whole.tokens_seen
     steps = [
         line.split(",")[0] for line in (tmp_path / "cut/metrics.jsonl").read_text().split("\n")
     ]
     assert len([s for s in steps if s]) == 13  # twelve steps, each once, and the validation
+
+
+def test_a_kill_while_metrics_are_cut_loses_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = MetricsLog(tmp_path)
+    for step in (1, 2, 3):
+        log.write({"step": step})
+    monkeypatch.setattr("draftlab.files.os.replace", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        log.truncate(2, last=False)
+    monkeypatch.undo()
+    assert len(log.path.read_text().splitlines()) == 3
+    log.truncate(2, last=False)
+    assert len(log.path.read_text().splitlines()) == 2
 
 
 def test_accumulation_changes_nothing(tmp_path: Path) -> None:
