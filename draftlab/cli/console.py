@@ -148,6 +148,28 @@ STARTS_OVER = "nothing was written, and the same command starts over"
 
 
 @contextmanager
+def _ended_by_signals(monitor: ConsoleMonitor, interrupted: str) -> Iterator[None]:
+    """End the block at SIGTERM and SIGHUP with a line and `SystemExit`, 128 + their number."""
+    codes: list[int] = []
+
+    def end(number: int) -> None:
+        codes.append(128 + number)
+        monitor.close()
+        monitor.console.print(f"{signal.Signals(number).name}; {interrupted}")
+        raise SystemExit(codes[0])
+
+    try:
+        with on_ending_signal(end):
+            yield
+    except Exception:
+        # Libraries in C replace an exception of a handler by one of their own.
+        if not codes:
+            raise
+    if codes:
+        raise SystemExit(codes[0])
+
+
+@contextmanager
 def guard(
     debug: bool, interrupted: str = RESUMES, monitor: ConsoleMonitor = monitor
 ) -> Iterator[None]:
@@ -161,14 +183,8 @@ def guard(
         monitor: prints to its console, after its progress bar is removed.
     """
     console = monitor.console
-
-    def end(number: int) -> None:
-        monitor.close()
-        console.print(f"{signal.Signals(number).name}; {interrupted}")
-        raise SystemExit(128 + number)
-
     try:
-        with on_ending_signal(end):
+        with _ended_by_signals(monitor, interrupted):
             yield
     except UserError as error:
         monitor.close()

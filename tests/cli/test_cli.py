@@ -462,6 +462,27 @@ def test_a_signal_ends_the_process_with_a_line(number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.parametrize("error", [UserError("expected x", do="y"), TypeError("no shape"), None])
+def test_a_signal_whose_exception_a_library_replaces_ends_the_process(
+    error: Exception | None,
+) -> None:
+    """As torch does if the signal comes while it reads a tensor."""
+
+    def library() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except SystemExit:
+            if error is not None:
+                raise error from None
+
+    console = Console(file=io.StringIO(), width=100)
+    with pytest.raises(SystemExit) as ended, guard(False, monitor=ConsoleMonitor(console)):
+        library()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert console.file.getvalue().startswith("SIGTERM; the same")
+    assert "error" not in console.file.getvalue()
+
+
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
