@@ -74,10 +74,11 @@ def recording_workers(run: Path, devices: list[str], monitor: Monitor) -> Iterat
                 process.terminate()
             raise
         for log, process in workers:
-            if process.wait():
+            code, printed = process.wait(), bool(log.stat().st_size)
+            if code:
                 monitor.say(
-                    f"a recording worker failed ({exit_text(process.returncode)}); the others "
-                    f"recorded its shards; its log: {log}"
+                    f"a recording worker failed ({exit_text(code)}); the others recorded its "
+                    f"shards; {f'its log: {log}' if printed else 'it printed nothing'}"
                 )
-            else:
+            if not (code and printed):
                 log.unlink()

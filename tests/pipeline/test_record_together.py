@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,18 @@ import pytest
 
 from draftlab.errors import UserError
 from draftlab.pipeline import recording
-from draftlab.pipeline.gpu_workers import launched_worker_overrides, worker_devices
+from draftlab.pipeline.gpu_workers import (
+    launched_worker_overrides,
+    recording_workers,
+    worker_devices,
+)
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.answer_workers import Decode, engine_decode
 from draftlab.vllm import hidden_states as vllm_states
+from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import contents, copy_of_finished, draftlab
 from tests.helpers.vllm_stand_in import StandIn
 
@@ -91,6 +97,36 @@ def test_record_backend_vllm_computes_the_states(
     assert store.manifest.settings["backend"] == "vllm"
     both = ("record.online=true", *settings)
     assert "by transformers alone" in draftlab(workshop, "record", "small.yaml", *both).output
+
+
+@pytest.mark.parametrize(
+    ("program", "line", "logs"),
+    [
+        ("", None, []),
+        ("echo loading; ", None, []),
+        ("kill -9 $$", "a recording worker failed (killed by SIGKILL); the others recorded its "
+         "shards; it printed nothing", []),
+        ("echo loading; kill -9 $$", "a recording worker failed (killed by SIGKILL); the others "
+         "recorded its shards; its log: {}/record-1.log", ["record-1.log"]),
+    ],
+)  # fmt: skip
+def test_the_log_of_a_failed_worker_stays_if_it_says_something(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    line: str | None,
+    logs: list[str],
+) -> None:
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        "draftlab.pipeline.gpu_workers.subprocess.Popen",
+        lambda command, **options: start(["sh", "-c", program], **options),
+    )
+    monitor = RecordingMonitor()
+    with recording_workers(tmp_path, ["cpu"], monitor):
+        pass
+    assert monitor.lines == ([] if line is None else [line.format(tmp_path)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == logs
 
 
 def test_a_worker_with_another_recipe_is_refused(workshop: Path) -> None:
