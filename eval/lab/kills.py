@@ -16,6 +16,7 @@ cases are
 
 Of several processes either all are killed or one of them. Target and prompts are the tests' toys,
 and the recipe takes seconds on a CPU. FOLDER must not exist; by default it is a temporary one.
+Commit nothing meanwhile: the files of a run name draftlab's commit.
 """
 
 from __future__ import annotations
