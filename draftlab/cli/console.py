@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from draftlab.pipeline.run_folder import Status
 
 Json = Annotated[
-    bool, typer.Option("--json", help="Print report.json on stdout instead of tables.")
+    bool, typer.Option("--json", help="Print report.json on stdout instead of the table.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 HeadOption = Annotated[
@@ -49,10 +49,15 @@ PROGRESS_INTERVAL_S = 15.0  # between lines of progress in a log
 
 
 class ConsoleMonitor(Monitor):
-    """Prints lines and a progress bar on a terminal, and lines of progress into a log."""
+    """Prints lines and a progress bar on a terminal, and lines of progress into a log.
+
+    Attributes:
+        warnings: the printed lines that begin with "warning: ".
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self.warnings: list[str] = []
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
@@ -66,6 +71,8 @@ class ConsoleMonitor(Monitor):
         self._last = 0.0
 
     def say(self, line: str) -> None:
+        if line.startswith("warning: "):
+            self.warnings.append(line)
         self.console.print(Text(line), soft_wrap=not self.console.is_terminal)
 
     def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
@@ -214,6 +221,7 @@ def guard(
         raise typer.Exit(1) from None
     finally:
         monitor.close()
+        monitor.warnings.clear()
 
 
 def _print_error(console: Console, error: UserError) -> None:
@@ -231,11 +239,14 @@ def _print_traceback(console: Console, debug: bool) -> None:
 
 
 def show_report(report: Report, as_json: bool, path: Path) -> None:
-    """Print a report's tables or its JSON, and the path of its HTML page."""
+    """Print a report's table or its JSON, and the path of its HTML page.
+
+    Warnings that were printed before decoding are not repeated.
+    """
     if as_json:
         typer.echo(path.read_text(encoding="utf-8"), nl=False)
     else:
         from draftlab.report import print_report
 
-        print_report(report, output)
-    monitor.say(f"report: {path.with_name('report.html')}")
+        print_report(report, output, printed=monitor.warnings)
+    monitor.say(f"report: {path.with_name('report.html').resolve()}")

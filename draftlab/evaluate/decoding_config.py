@@ -59,7 +59,7 @@ class DecodingConfig:
         """Name in progress lines."""
         if self.head is None:
             return "no drafting"
-        return f"{self.head.name}, K={self.k}, draft probs {'on' if self.draft_probs else 'off'}"
+        return f"{self.head.name}, K={self.k}, {'sampled' if self.draft_probs else 'argmax'} drafts"
 
 
 PLAIN_DECODING = DecodingConfig()

@@ -1,4 +1,7 @@
-"""Warnings of an evaluation, for the console and the rows of the report."""
+"""Warnings of an evaluation, in the rows of its report.
+
+Equal texts of several rows are printed once, so that figures of a row are left to its table.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +48,14 @@ def row_warnings(row: Row) -> list[str]:
     warnings = []
     if row.self_check and (failure := failure_message(row.self_check)):
         warnings.append(failure)
-    slower = [t for t in row.timings if _interval(t)[1] < SLOWDOWN]
-    undecided = [t for t in row.timings if _interval(t)[0] < SLOWDOWN <= _interval(t)[1]]
-    for text, timings in (
-        ("drafting slows decoding down here", slower),
-        ("the intervals do not show whether drafting pays here", undecided),
-    ):
-        if timings:
-            where = ", ".join(f"{_speedup(t)} at batch {t.batch}" for t in timings)
-            warnings.append(f"{text}: {where}")
+    for timing in row.timings:
+        low, high = _interval(timing)
+        if high < SLOWDOWN:
+            warnings.append(f"drafting slows decoding down at batch {timing.batch}")
+        elif low < SLOWDOWN:
+            warnings.append(
+                f"the intervals do not show whether drafting pays at batch {timing.batch}"
+            )
     return warnings
 
 
@@ -61,8 +63,3 @@ def _interval(timing: Timing) -> tuple[float, float]:
     """Return the interval of the speed-up; without one, the speed-up itself or else 1."""
     point = 1.0 if timing.speedup is None else timing.speedup
     return timing.speedup_ci or (point, point)
-
-
-def _speedup(timing: Timing) -> str:
-    low, high = _interval(timing)
-    return f"{timing.speedup:.2f}×" + f" [{low:.2f}, {high:.2f}]" * (timing.speedup_ci is not None)

@@ -109,9 +109,8 @@ def _equality(rows: list[Row], certificate: dict[str, Any] | None) -> list[str]:
 def _eval_results(row: Row) -> Iterator[EvalResult]:
     if not formatting.has_drafter(row):
         return
-    probs = {"on": ", draft probabilities on", "off": ", draft probabilities off"}
     condition = f"K = {row.k}, T = {formatting.temperature(row.temperature)}"
-    condition += probs.get(formatting.draft_probs(row), "")
+    condition += f", {formatting.drafting(row)} drafts"
     for kind, name, value in (
         ("acceptance_length", "Acceptance length", row.acceptance_length),
         ("speedup", "Speed-up over plain decoding", row.speedup),
@@ -134,7 +133,7 @@ def _result_cells(row: Row) -> dict[str, str]:
     return {
         "T": formatting.temperature(row.temperature),
         "K": str(row.k) if drafted else "no drafting",
-        "draft probs": formatting.draft_probs(row),
+        "drafting": formatting.drafting(row),
         "AL [95 %]": formatting.with_interval(row.acceptance_length, row.acceptance_length_ci),
         "accepted at 1 …": " ".join(f"{rate:.2f}" for rate in rates) or formatting.NONE,
         "drafts": formatting.count(row.drafts),

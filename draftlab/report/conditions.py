@@ -1,4 +1,4 @@
-"""The conditions under which rows were measured, and short labels of rows."""
+"""The conditions under which rows were measured, labels of rows, and their warnings."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ def _with_drafter(get: Callable[[Row], str]) -> Callable[[Row], str | None]:
 
 _CONDITIONS: dict[str, Callable[[Row], str | None]] = {
     "head": _with_drafter(lambda row: row.head or "unnamed"),
+    "drafter": _with_drafter(lambda row: row.drafter),
+    "drafting": _with_drafter(fmt.drafting),
     "draft temperature": _with_drafter(
         lambda row: (
             "as the target's" if row.draft_temperature is None else f"{row.draft_temperature:g}"
@@ -31,6 +33,7 @@ _CONDITIONS: dict[str, Callable[[Row], str | None]] = {
     "device": lambda row: row.device,
     "dtype": lambda row: row.dtype,
     "batch": lambda row: str(row.batch),
+    "prompts": lambda row: fmt.count(row.prompts),
     "suite": lambda row: f"{row.suite} (sha256 {row.suite_sha256[:12]})",
     "template": lambda row: fmt.short_hash(row.template),
     "max tokens": lambda row: fmt.count(row.max_new_tokens),
@@ -52,15 +55,16 @@ class Conditions:
     shared: dict[str, str]
     varying: dict[str, list[str]]
 
-    def lines(self, width: int) -> list[str]:
-        """Return the shared conditions in lines of at most `width` characters."""
-        lines: list[str] = []
-        for item in (f"{name} {value}" for name, value in self.shared.items()):
-            if lines and len(lines[-1]) + len(item) + 3 <= width:
-                lines[-1] += f" · {item}"
-            else:
-                lines.append(item)
-        return lines
+
+def condition_lines(conditions: Mapping[str, str], width: int) -> list[str]:
+    """Return conditions in lines of at most `width` characters."""
+    lines: list[str] = []
+    for item in (f"{name} {value}" for name, value in conditions.items()):
+        if lines and len(lines[-1]) + len(item) + 3 <= width:
+            lines[-1] += f" · {item}"
+        else:
+            lines.append(item)
+    return lines
 
 
 def split_conditions(rows: Sequence[Row]) -> Conditions:
@@ -91,39 +95,53 @@ def report_conditions(report: Report) -> Conditions:
     timing = report.environment.get("timing")
     if not isinstance(timing, Mapping):
         return conditions
-    text = ", ".join(f"{name} {value}" for name, value in timing.items() if value is not None)
+    text = ", ".join(
+        f"{name.replace('_', ' ')} {value}" for name, value in timing.items() if value is not None
+    )
     return replace(conditions, shared=conditions.shared | {"timed at": text})
 
 
-def row_traits(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return what distinguishes each row, except temperature and draft probabilities."""
-    varying = split_conditions(rows).varying
-    several_k = len({row.k for row in rows if fmt.has_drafter(row)}) > 1
-    both_drafters = fmt.has_chain_and_parallel(rows)
+def row_traits(rows: Sequence[Row], without: Sequence[str] = ()) -> list[tuple[str, ...]]:
+    """Return what distinguishes each row from the others, except its temperature.
+
+    Args:
+        without: traits to leave out: "K", "drafting" or another condition.
+    """
+    varying = {k: v for k, v in split_conditions(rows).varying.items() if k not in without}
+    several_k = "K" not in without and len({row.k for row in rows if fmt.has_drafter(row)}) > 1
     traits = []
     for i, row in enumerate(rows):
-        parts = [row.drafter] if both_drafters and fmt.has_drafter(row) else []
-        parts += [f"K = {row.k}"] if several_k and fmt.has_drafter(row) else []
+        values = {name: column[i] for name, column in varying.items() if column[i] != NONE}
+        parts = [values.pop(name) for name in ("head", "drafter") if name in values]
+        parts += [f"K = {row.k}"] * (several_k and fmt.has_drafter(row))
         parts += [
-            values[i] if name == "head" else f"{name} {values[i]}"
-            for name, values in varying.items()
-            if values[i] != NONE
+            f"{value} drafts" if name == "drafting" else f"{name} {value}"
+            for name, value in values.items()
         ]
         traits.append(tuple(parts))
     return traits
 
 
-def row_labels(rows: Sequence[Row]) -> list[str]:
-    """Return a unique label per row: temperature, draft probabilities and its traits."""
+def row_labels(rows: Sequence[Row], without: Sequence[str] = ()) -> list[str]:
+    """Return a unique label per row: its temperature and its traits, but for those in `without`."""
     labels = []
-    for row, traits in zip(rows, row_traits(rows), strict=True):
-        probs = fmt.draft_probs(row)
-        state = "" if probs == NONE else f"draft probs {probs}"
-        if not fmt.has_drafter(row):
-            state = "no drafting"
-        parts = [f"T = {fmt.temperature(row.temperature)}", state, *traits]
-        labels.append(", ".join(filter(None, parts)))
+    for row, traits in zip(rows, row_traits(rows, without), strict=True):
+        state = [] if fmt.has_drafter(row) else ["no drafting"]
+        labels.append(", ".join([f"T = {fmt.temperature(row.temperature)}", *state, *traits]))
     return [
         label if labels.count(label) == 1 else f"{label} (#{i})"
         for i, label in enumerate(labels, 1)
     ]
+
+
+def warnings(rows: Sequence[Row]) -> dict[str, str]:
+    """Return each distinct warning, with the labels of its rows unless all drafted rows have it."""
+    labels_of: dict[str, list[str]] = {}
+    for row, label in zip(rows, row_labels(rows), strict=True):
+        for text in dict.fromkeys(row.warnings):
+            labels_of.setdefault(text, []).append(label)
+    drafted = sum(map(fmt.has_drafter, rows))
+    return {
+        text: text if len(labels) >= drafted else f"{text} ({'; '.join(labels)})"
+        for text, labels in labels_of.items()
+    }

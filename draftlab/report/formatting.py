@@ -14,9 +14,6 @@ from draftlab.evaluate.results import Report, Row
 
 NONE = "–"
 """Text for a value that was not measured or has no meaning for the row."""
-DEFAULT_MARK = "*"
-DEFAULT_NOTE = "vLLM's default: draft probabilities off (at T = 0 both settings are the same)"
-
 TIME_DIGITS = 2  # the same for all milliseconds, so that a column aligns
 
 HEAD_NOTES = {
@@ -25,17 +22,15 @@ HEAD_NOTES = {
 }
 """Notes on heads, by name."""
 
-IN_CONSOLE = ("AL", "expected AL", "speed-up", "repetition")  # the HTML page explains the rest
-
-# name: (one line for the console, what the HTML page adds)
+# name: (one line, what the HTML page adds)
 LEGEND: dict[str, tuple[str, str]] = {
     "AL": (
         "acceptance length = 1 + accepted / drafts; [95 % interval over prompts]",
         "The number of tokens that one verify step of the target emits: the accepted draft tokens "
         "and one token of the target. The interval is a percentile bootstrap over prompts.",
     ),
-    "expected AL": (
-        "1 + Σ expected acceptance, from probabilities instead of draws; should be close to AL",
+    "expected": (
+        "acceptance from probabilities instead of draws; should be close to the measured one",
         "A self-check: the same counts with each draw replaced by its probability. Accepted − "
         "expected is a sum of terms with mean zero for any prompts; z is that sum over its "
         "standard deviation, for each draft position. All rows of a report share the level 0.001. "
@@ -47,11 +42,12 @@ LEGEND: dict[str, tuple[str, str]] = {
         "Conditional acceptance divides by the drafts accepted up to the position before instead. "
         "The unconditional values sum to AL − 1.",
     ),
-    "draft probs": (
-        "whether verification uses the head's probabilities (no difference at T = 0)",
-        "On: drafts are sampled and accepted with probability min(1, p / q). Off: the draft is the "
-        "head's most likely token, accepted with the target's probability of it. Both leave the "
-        "target's distribution unchanged, and neither is always better.",
+    "drafting": (
+        "argmax (vLLM's default): drafts are the head's most likely tokens; sampled: drawn from it",
+        "The option --draft-probs off drafts the argmax, which is accepted with the target's "
+        "probability of it; --draft-probs on samples drafts, which are accepted with probability "
+        "min(1, p / q). Both leave the target's distribution unchanged, and neither is always "
+        "better. At T = 0 all drafts are the argmax.",
     ),
     "TPOT": (
         "milliseconds per output token after the first; [95 % interval over prompts]",
@@ -122,16 +118,11 @@ def has_drafter(row: Row) -> bool:
     return row.drafter != "none"
 
 
-def draft_probs(row: Row) -> str:
-    """Return "on", "off", or `NONE` if there is no difference (no drafter, T = 0)."""
-    if not has_drafter(row) or row.temperature == 0:
-        return NONE
-    return "on" if row.draft_probs else "off"
-
-
-def is_vllm_default(row: Row) -> bool:
-    """Return whether the row verifies as vLLM does by default: without draft probabilities."""
-    return has_drafter(row) and (row.temperature == 0 or not row.draft_probs)
+def drafting(row: Row) -> str:
+    """Return "argmax" or "sampled", how drafts are chosen; an empty string without a drafter."""
+    if not has_drafter(row):
+        return ""
+    return "sampled" if row.draft_probs and row.temperature else "argmax"
 
 
 def head_notes(rows: Sequence[Row]) -> dict[str, str]:
@@ -139,14 +130,9 @@ def head_notes(rows: Sequence[Row]) -> dict[str, str]:
     return {name: note for name, note in HEAD_NOTES.items() if any(r.head == name for r in rows)}
 
 
-def expected_length(row: Row) -> float | None:
-    """Return 1 + Σ expected acceptance (each a mean over drafts); None if not measured."""
-    return None if row.expected_acceptance is None else 1 + sum(row.expected_acceptance)
-
-
 def short_hash(text: str) -> str:
-    """Return the first 12 digits of a long hexadecimal hash, and other text unchanged."""
-    return text[:12] if re.fullmatch(r"[0-9a-f]{32,}", text) else text
+    """Return the first 12 characters of long hexadecimal hashes, and other text unchanged."""
+    return text[:12] if re.fullmatch(r"[0-9a-f-]{32,}", text) else text
 
 
 def target_name(report: Report) -> str:
@@ -157,10 +143,10 @@ def target_name(report: Report) -> str:
 
 
 def conditions_text(temperature_: float, draft_probs_: bool, batch: int | None, *names: str) -> str:
-    """Return "head, T = 0.8, draft probs on, batch 1"; `names` come first."""
+    """Return "head, T = 0.8, sampled drafts, batch 1"; `names` come first."""
     parts = [*names, f"T = {temperature(temperature_)}"]
     if temperature_ > 0:
-        parts.append(f"draft probs {'on' if draft_probs_ else 'off'}")
+        parts.append(f"{'sampled' if draft_probs_ else 'argmax'} drafts")
     if batch is not None:
         parts.append(f"batch {batch}")
     return ", ".join(parts)
@@ -179,11 +165,6 @@ def advice(report: Report) -> list[tuple[str, str]]:
     return list(lines.values())
 
 
-def has_chain_and_parallel(rows: Sequence[Row]) -> bool:
-    """Return whether the rows contain both chain and parallel heads."""
-    return len({row.drafter for row in rows if has_drafter(row)}) > 1
-
-
 def advice_check(report: Report) -> str:
     """Return how well predictions agree with measurements, and what a prediction is of.
 
@@ -199,16 +180,4 @@ def certificates(report: Report) -> list[tuple[str, list[str]]]:
     return [
         (head, [f"{one['level']}, {'passed' if one['passed'] else 'FAILED'}", *one["lines"]])
         for head, one in report.environment.get("certificates", {}).items()
-    ]
-
-
-def warnings(report: Report) -> list[tuple[str, str]]:
-    """Return each distinct warning with its rows: ("rows 1, 3", text)."""
-    rows_of: dict[str, list[int]] = {}
-    for i, row in enumerate(report.rows, 1):
-        for text in dict.fromkeys(row.warnings):
-            rows_of.setdefault(text, []).append(i)
-    return [
-        (f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows))}", text)
-        for text, rows in rows_of.items()
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -12,22 +13,10 @@ from draftlab.evaluate.results import Report, Row
 from draftlab.files import atomic_path, write_text
 from draftlab.report import break_even, verdict
 from draftlab.report import formatting as fmt
-from draftlab.report.conditions import report_conditions, row_labels
+from draftlab.report.conditions import report_conditions, row_labels, warnings
 from draftlab.report.formatting import NONE
 
-PLOT_TEXTS = {
-    "acceptance_length": "Acceptance length by temperature with 95 % intervals over prompts. At "
-    "T = 0 draft probabilities make no difference, so its row belongs to every line.",
-    "acceptance_by_position": "Acceptance at each draft position, unconditional: the share of "
-    "drafts accepted up to it, at the largest K. Dashed: without draft probabilities. Crosses: "
-    "expected acceptance.",
-    "tpot_by_k": "Milliseconds per output token by the number of drafts. Points were measured, "
-    "with 95 % intervals over prompts; lines are the adviser's prediction. Grey: without drafting.",
-    "speedup_by_batch": "Speed-up over decoding without drafts by the number of prompts decoded at "
-    "once, with 95 % intervals over prompts. Below 1 drafting costs time.",
-    "tpot": "Milliseconds per output token after the first, with 95 % intervals over prompts. "
-    "Grey: the same prompts without drafting.",
-}
+MAX_CARDS = 8  # more would push the table, which has the same figures, off the first screen
 
 
 def flatten(value: Any, name: str = "") -> list[tuple[str, str]]:
@@ -47,13 +36,14 @@ def _ratio(numerator: int, denominator: int) -> str:
     return f"{fmt.count(numerator)} / {fmt.count(denominator)}"
 
 
-def _interval(interval: tuple[float, float] | None, digits: int) -> str:
+def _interval(interval: tuple[float, float] | None) -> str:
     """Return "[2.20, 2.43]", or an empty string."""
-    return (
-        ""
-        if interval is None
-        else f"[{fmt.number(interval[0], digits)}, {fmt.number(interval[1], digits)}]"
-    )
+    return "" if interval is None else f"[{interval[0]:.2f}, {interval[1]:.2f}]"
+
+
+def _unbroken(text: str) -> str:
+    """Return the text with spaces at which no line breaks inside of "K = 4" and "[2.20, 2.43]"."""
+    return re.sub(r" = |(?<=\d), (?=\d)", lambda match: match[0].replace(" ", "\xa0"), text)
 
 
 def _positions(row: Row) -> list[dict[str, str]]:
@@ -99,32 +89,36 @@ def _lossless(row: Row) -> str:
     return f"{row.lossless.level}: {row.lossless.test}{p_value}, n = {fmt.count(row.lossless.n)}"
 
 
-def _views(rows: Sequence[Row], *, several_heads: bool) -> list[dict[str, Any]]:
-    """Return the rows with their labels; with several heads the drafter column names the head."""
-    with_drafter = fmt.has_chain_and_parallel(rows)
-    views = []
-    for number, (row, label) in enumerate(zip(rows, row_labels(rows), strict=True), 1):
-        has_drafter, drafter = fmt.has_drafter(row), row.drafter
-        if several_heads:
-            drafter = row.head or "none"
-            if with_drafter and has_drafter:
-                drafter = f"{row.head} ({row.drafter})"
-        views.append(
-            {
-                "i": number,
-                "label": label,
-                "row": row,
-                "drafted": has_drafter,
-                "mark": fmt.DEFAULT_MARK if fmt.is_vllm_default(row) else "",
-                "drafter": drafter,
-                "draft_probs": fmt.draft_probs(row),
-                "expected_al": fmt.expected_length(row),
-                "self_check": _self_check(row),
-                "lossless": _lossless(row),
-                "positions": _positions(row) if has_drafter else [],
-            }
-        )
-    return views
+def _views(rows: Sequence[Row], varying: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+    """Return each row with its label and the texts that its cells show."""
+    return [
+        {
+            "label": label,
+            "row": row,
+            "drafted": fmt.has_drafter(row),
+            "conditions": ["" if values[i] == NONE else values[i] for values in varying.values()],
+            "self_check": _self_check(row),
+            "lossless": _lossless(row),
+            "positions": _positions(row) if fmt.has_drafter(row) else [],
+        }
+        for i, (row, label) in enumerate(zip(rows, row_labels(rows), strict=True))
+    ]
+
+
+def _cards(rows: Sequence[Row]) -> list[tuple[str, Row]]:
+    """Return the fastest K of each head, temperature and kind of drafting, with its label.
+
+    The result is empty if there are more than `MAX_CARDS`.
+    """
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row.acceptance_length is not None:
+            key = (row.engine, row.head, row.temperature, fmt.drafting(row))
+            groups.setdefault(key, []).append(row)
+    if len(groups) > MAX_CARDS:
+        return []
+    fastest = [max(group, key=verdict.speed) for group in groups.values()]
+    return list(zip(row_labels(fastest, without=("K",)), fastest, strict=True))
 
 
 _FILTERS = {
@@ -134,15 +128,16 @@ _FILTERS = {
     "factor": fmt.factor,
     "interval": _interval,
     "temperature": fmt.temperature,
+    "unbroken": _unbroken,
 }
 
 
-def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
+def render_html(report: Report, images: Sequence[tuple[str, bytes]]) -> str:
     """Return the page.
 
     Args:
         report: the report.
-        pngs: plots by the names of `PLOT_TEXTS`. The page embeds them and needs no other file.
+        images: the text and the PNG of each plot. The page embeds them and needs no other file.
 
     Returns:
         HTML whose only external reference is the link to report.json beside it.
@@ -150,7 +145,7 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     rows = report.rows
-    own_sections = ("certificates", "alpha_by_position")
+    own_sections = ("certificates", "alpha_by_position", "timing")
     environment_facts = {k: v for k, v in report.environment.items() if k not in own_sections}
     conditions = report_conditions(report)
     # autoescape: names and warnings come from other people's files
@@ -159,25 +154,21 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
     )
     environment.filters |= _FILTERS
     template = files("draftlab.report").joinpath("report.html.jinja").read_text(encoding="utf-8")
-    several_heads = len({row.head for row in rows if row.head}) > 1
-    views = _views(rows, several_heads=several_heads)
+    views = _views(rows, conditions.varying)
     facts = {"Target": report.target, "Environment": environment_facts}
     return environment.from_string(template).render(
         title=verdict.title(report),
         verdicts=verdict.verdicts(report),
+        cards=_cards(rows),
         rows=views,
         drafted=[view for view in views if view["drafted"]],
         most_positions=max((row.k for row in rows if fmt.has_drafter(row)), default=0),
         timed=any(row.tpot_ms is not None for row in rows),
         expects=any(row.expected_acceptance is not None for row in rows),
-        default_mark=fmt.DEFAULT_MARK,
-        default_note=fmt.DEFAULT_NOTE,
         head_notes=fmt.head_notes(rows),
-        shared=conditions.shared,
-        # the other tables name the heads
-        varying={k: v for k, v in conditions.varying.items() if k != "head"},
+        shared={"target": fmt.target_name(report)} | conditions.shared,
+        varying=conditions.varying,
         legend=fmt.LEGEND,
-        drafter_column="head" if several_heads else "drafter",
         advice=(report.adviser or {}).get("advice", []),
         conditions_text=fmt.conditions_text,
         dash=NONE,
@@ -185,11 +176,8 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
         break_even=break_even.tables(report),
         alpha_by_position=report.environment.get("alpha_by_position", {}),
         certificates=fmt.certificates(report),
-        warnings=fmt.warnings(report),
-        plots=[
-            (name, PLOT_TEXTS[name], base64.b64encode(data).decode("ascii"))
-            for name, data in pngs.items()
-        ],
+        warnings=warnings(rows).values(),
+        plots=[(text, base64.b64encode(data).decode("ascii")) for text, data in images],
         facts=[(title, flatten(value)) for title, value in facts.items() if value],
         schema=report.schema_version,
     )
@@ -198,7 +186,8 @@ def render_html(report: Report, pngs: Mapping[str, bytes]) -> str:
 def write_html(report: Report, folder: Path) -> Path:
     """Write report.html and a PNG file per plot into `folder`, each atomically.
 
-    The page links to report.json beside it, which is written too if it is missing.
+    The page links to report.json beside it, which is written too if it is missing. Plots of an
+    earlier report that this one does not have are deleted.
 
     Returns:
         The path of report.html.
@@ -208,12 +197,19 @@ def write_html(report: Report, folder: Path) -> Path:
         plots,
     )
 
-    pngs = {name: canvas.png(figure) for name, figure in plots.figures(report).items()}
-    for name, data in pngs.items():
-        with atomic_path(folder / f"{name}.png") as temporary:
+    description, images = plots.description(report), []
+    drawn = plots.plots(report)
+    names = {plot.name for plot in drawn}
+    for old in folder.glob("*.png"):  # of an earlier report with other rows
+        if old.stem not in names and old.stem.rstrip("_0123456789") in plots.PLOTS:
+            old.unlink()
+    for plot in drawn:
+        data = canvas.png(plot.figure, description)
+        images.append((plot.text, data))
+        with atomic_path(folder / f"{plot.name}.png") as temporary:
             temporary.write_bytes(data)
     if not (folder / "report.json").exists():
         report.write(folder / "report.json")
     page = folder / "report.html"
-    write_text(page, render_html(report, pngs))
+    write_text(page, render_html(report, images))
     return page

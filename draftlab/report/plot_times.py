@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -17,18 +17,35 @@ from draftlab.report.canvas import (
     legend,
     line_style,
     new_figure,
-    pick_evenly,
     plain,
 )
-from draftlab.report.conditions import row_labels
+from draftlab.report.conditions import row_labels, row_traits
 
 MAX_BARS = 24
 
 
-def tpot(rows: Sequence[Row], caption: str) -> Figure | None:
-    """Return a bar plot of the TPOT of every row; rows without drafting are grey.
+def series(rows: Sequence[Row], without: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """Return each row's name in a legend and its line style; rows of one name have one style.
 
-    The result is None if nothing was timed or there are more than `MAX_BARS` rows.
+    Args:
+        rows: drafted rows.
+        without: traits that the names leave out (`conditions.row_traits`).
+    """
+    names = [
+        plain(", ".join(traits) or row.head or "unnamed")
+        for row, traits in zip(rows, row_traits(rows, without=without), strict=True)
+    ]
+    order = list(dict.fromkeys(names))
+    return [
+        (name, line_style(order.index(name), sampled=fmt.drafting(row) == "sampled"))
+        for name, row in zip(names, rows, strict=True)
+    ]
+
+
+def tpot(rows: Sequence[Row]) -> Iterator[Figure]:
+    """Yield a bar plot of the TPOT of every row; rows without drafting are grey.
+
+    Nothing is yielded if nothing was timed or there are more than `MAX_BARS` rows.
     """
     shown = [
         (row, label)
@@ -36,8 +53,8 @@ def tpot(rows: Sequence[Row], caption: str) -> Figure | None:
         if row.tpot_ms is not None
     ]
     if not 0 < len(shown) <= MAX_BARS:
-        return None
-    figure = new_figure("Time per output token", caption, height=1.3 + 0.42 * len(shown))
+        return
+    figure = new_figure("Time per output token", height=1.3 + 0.4 * len(shown))
     axes = figure.axes[0]
     for i, (row, _) in enumerate(shown):
         axes.barh(
@@ -52,126 +69,101 @@ def tpot(rows: Sequence[Row], caption: str) -> Figure | None:
         right = max(row.tpot_ms, row.tpot_ms_ci[1] if row.tpot_ms_ci else 0.0)
         speedup = f"  ({fmt.factor(row.speedup)})" if row.speedup is not None else ""
         text = f"  {fmt.milliseconds(row.tpot_ms)}{speedup}"
-        axes.text(right, i, text, va="center", fontsize=8.5)
-    names = [textwrap.fill(plain(label), 36, break_on_hyphens=False) for _, label in shown]
-    axes.set_yticks(range(len(shown)), names, fontsize=8.5)
+        axes.text(right, i, text, va="center", fontsize=9)
+    names = [textwrap.fill(plain(label), 26, break_on_hyphens=False) for _, label in shown]
+    axes.set_yticks(range(len(shown)), names, fontsize=9)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.margins(x=0.22)
+    axes.margins(x=0.34)
     axes.set_xlim(left=0)
     axes.set_xlabel("TPOT in ms (in brackets: speed-up)")
-    return figure
+    yield figure
 
 
-class _Styles:
-    """Line styles and legend names: colour and marker for head, engine and K, dashes for draft
-    probabilities that are off."""
+def tpot_by_k(report: Report) -> Iterator[Figure]:
+    """Yield a plot of TPOT by K at the first timed batch for each temperature.
 
-    def __init__(self, rows: Sequence[Row], *, with_k: bool) -> None:
-        self.with_k = with_k and len({row.k for row in rows}) > 1
-        self.with_engine = len({row.engine for row in rows}) > 1
-        self.with_drafter = fmt.has_chain_and_parallel(rows)
-        self.names = list(dict.fromkeys(self._name(row) for row in rows))
-
-    def _name(self, row: Row) -> str:
-        parts = [row.head or "unnamed"]
-        parts += [row.drafter] if self.with_drafter else []
-        parts += [row.engine] if self.with_engine else []
-        parts += [f"K = {row.k}"] if self.with_k else []
-        return ", ".join(parts)
-
-    def name(self, row: Row) -> str:
-        """Return the name in the legend."""
-        probs = fmt.draft_probs(row)
-        return self._name(row) + ("" if probs == fmt.NONE else f", draft probs {probs}")
-
-    def style(self, row: Row) -> dict[str, str]:
-        """Return colour, marker and line style."""
-        number = self.names.index(self._name(row))
-        return line_style(number, dashed=fmt.draft_probs(row) == "off")
-
-
-def tpot_by_k(report: Report, caption: str) -> Figure | None:
-    """Return a plot of TPOT by K at the first timed batch, with a panel per temperature.
-
-    Points are measured, lines are the adviser's predictions. The result is None without advice.
+    Points are measured, lines are the adviser's predictions. Nothing is yielded without advice.
     """
     advice = (report.adviser or {}).get("advice", [])
     rows = [row for row in report.rows if fmt.has_drafter(row) and row.timings]
     if not advice or not rows:
-        return None
+        return
     batch = rows[0].timings[0].batch
-    temperatures = pick_evenly([one["temperature"] for one in advice])
-    titles = [f"T = {fmt.temperature(t)}" for t in temperatures]
-    figure = new_figure("TPOT by K", f"{caption} · timed batch {batch}", panels=titles, height=3.2)
-    styles = _Styles(rows, with_k=False)
-    for axes, t in zip(figure.axes, temperatures, strict=True):
-        here = [row for row in rows if row.temperature == t]
-        for row in here:
-            timing, style = row.timings[0], styles.style(row)
+    styles = series(rows, without=("K",))
+    measured = [timing.tpot_ms_ci[1] for row in report.rows for timing in row.timings[:1]]
+    advice = [one for one in advice if one["batch"] == batch]
+    predicted = [p["tpot_ms"] for one in advice for p in one["predictions"]]
+    top = max(measured + predicted)
+    for temperature in sorted({row.temperature for row in rows}):
+        here = [one for one in zip(rows, styles, strict=True) if one[0].temperature == temperature]
+        where = f"T = {fmt.temperature(temperature)}, batch {batch}"
+        figure = new_figure(f"Time per output token by K, {where}")
+        axes = figure.axes[0]
+        names = list(dict.fromkeys(name for _, (name, _) in here))
+        for row, (name, style) in here:
+            timing = row.timings[0]
+            shift = (names.index(name) - (len(names) - 1) / 2) * 0.08  # side by side
             axes.errorbar(
-                [row.k],
+                [row.k + shift],
                 [timing.tpot_ms],
                 yerr=error_bars([timing.tpot_ms], [timing.tpot_ms_ci]),
                 capsize=3,
                 **style | {"linestyle": "none"},
             )
-            axes.plot([], [], label=plain(styles.name(row)), **style)
-        for row in {styles.name(row): row for row in here}.values():
+        for name, (row, style) in {name: (row, style) for row, (name, style) in here}.items():
+            axes.plot([], [], label=name, **style)
             for one in advice:
-                if _belongs_to(one, row, batch):
+                if _belongs_to(one, row):
                     axes.plot(
                         [p["k"] for p in one["predictions"]],
                         [p["tpot_ms"] for p in one["predictions"]],
-                        **styles.style(row) | {"marker": ""},
+                        **style | {"marker": ""},
                     )
-        max_k = max(row.k for row in here)
-        bases = sorted({row.timings[0].baseline_tpot_ms or 0.0 for row in here} - {0.0})
-        for base in bases:
+        for base in sorted({row.timings[0].baseline_tpot_ms or 0.0 for row, _ in here} - {0.0}):
             axes.axhline(base, color=GREY, linewidth=1.5, label="no drafting")
-        axes.set(xlabel="K (drafts a step)", ylabel="TPOT in ms", xticks=range(1, max_k + 1))
-        axes.set_xlim(0.7, max_k + 0.3)
-    figure.axes[0].set_ylim(bottom=0)  # last, since it ends autoscaling for all panels
-    legend(figure)
-    return figure
+        max_k = max(row.k for row, _ in here)
+        axes.set(xlabel="K (drafts a step)", ylabel="TPOT in ms")
+        axes.locator_params(axis="x", integer=True)
+        axes.set(xlim=(0.7, max_k + 0.3), ylim=(0, 1.05 * top))  # one scale for all temperatures
+        legend(figure)
+        yield figure
 
 
-def _belongs_to(one: Mapping[str, Any], row: Row, batch: int) -> bool:
-    """Return whether an advice belongs to the row's configuration and the batch."""
+def _belongs_to(one: Mapping[str, Any], row: Row) -> bool:
+    """Return whether an advice belongs to the row's configuration."""
     keys = ("engine", "head", "temperature", "draft_probs")
-    return one["batch"] == batch and all(one[key] == getattr(row, key) for key in keys)
+    return all(one[key] == getattr(row, key) for key in keys)
 
 
-def speedup_by_batch(rows: Sequence[Row], caption: str) -> Figure | None:
-    """Return a plot of the speed-up by batch size, with a panel per temperature.
+def speedup_by_batch(rows: Sequence[Row]) -> Iterator[Figure]:
+    """Yield a plot of the speed-up by batch size for each temperature.
 
-    The result is None if no row was timed at two batch sizes.
+    Nothing is yielded if no row was timed at two batch sizes.
     """
     shown = [row for row in rows if len([t for t in row.timings if t.speedup]) > 1]
-    if not shown:
-        return None
-    temperatures = pick_evenly([row.temperature for row in shown])
-    titles = [f"T = {fmt.temperature(t)}" for t in temperatures]
-    figure = new_figure("Speed-up by batch", caption, panels=titles, height=3.2)
-    styles = _Styles(shown, with_k=True)
+    styles = series(shown)
     batches = sorted({timing.batch for row in shown for timing in row.timings})
-    for axes, t in zip(figure.axes, temperatures, strict=True):
-        here = [row for row in shown if row.temperature == t]
-        for i, row in enumerate(here):
+    tops = [(t.speedup_ci or (0, t.speedup or 0))[1] for row in shown for t in row.timings]
+    for temperature in sorted({row.temperature for row in shown}):
+        here = [one for one in zip(shown, styles, strict=True) if one[0].temperature == temperature]
+        figure = new_figure(f"Speed-up by batch, T = {fmt.temperature(temperature)}")
+        axes = figure.axes[0]
+        for i, (row, (name, style)) in enumerate(here):
             timed = [timing for timing in row.timings if timing.speedup is not None]
-            shift = (i - (len(here) - 1) / 2) * 0.05  # draws intervals side by side
+            shift = (i - (len(here) - 1) / 2) * 0.4 / len(here)  # draws intervals side by side
             speedups = [one.speedup for one in timed]
             axes.errorbar(
                 [batches.index(one.batch) + shift for one in timed],
                 speedups,
                 yerr=error_bars(speedups, [one.speedup_ci for one in timed]),
                 capsize=3,
-                label=plain(styles.name(row)),
-                **styles.style(row),
+                label=name,
+                **style,
             )
         axes.axhline(1, color=GREY, linewidth=1.5)
         axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
         axes.set(xlabel="prompts decoded at once", ylabel="speed-up (×)")
-    figure.axes[0].set_ylim(bottom=0)  # last, since it ends autoscaling for all panels
-    legend(figure)
-    return figure
+        axes.set_ylim(0, 1.05 * max(1, *tops))  # the same for all temperatures
+        legend(figure)
+        yield figure

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
 from draftlab.evaluate.results import Report, Row
 from draftlab.report import formatting as fmt
-from draftlab.report.canvas import (
-    COLOURS,
-    MAX_PANELS,
-    error_bars,
-    legend,
-    line_style,
-    new_figure,
-    plain,
-)
+from draftlab.report.canvas import error_bars, legend, line_style, new_figure, plain
 from draftlab.report.conditions import report_conditions, row_labels, row_traits
-from draftlab.report.plot_times import speedup_by_batch, tpot, tpot_by_k
-
-MAX_LINES_WITH_CROSSES = 5
+from draftlab.report.plot_times import series, speedup_by_batch, tpot, tpot_by_k
 
 
-def acceptance_by_position(rows: Sequence[Row], caption: str) -> Figure | None:
-    """Return a plot of the unconditional acceptance at each draft position.
+class Plot(NamedTuple):
+    """A plot with its file name, without suffix, and the text below it on the HTML page."""
 
-    It shows only the largest K of a head, whose first positions equal those of smaller values. Each
-    head and engine has a panel, each temperature a colour; lines without draft probabilities are
-    dashed. If every panel had one line, all lines share a panel. Crosses are expected acceptance.
-    The result is None if nothing was drafted.
+    name: str
+    text: str
+    figure: Figure
+
+
+def acceptance_by_position(rows: Sequence[Row]) -> Iterator[Figure]:
+    """Yield plots of the unconditional acceptance at each draft position, one for each head.
+
+    A plot has only the head's largest K, whose first positions equal those of smaller values, and a
+    line for each temperature, for argmax drafts and for sampled drafts. If every plot had one line,
+    all lines share one plot. Nothing is yielded if nothing was drafted.
     """
     drafted = [row for row in rows if row.counters.acceptance_at]
     max_k: dict[tuple[str | None, str], int] = {}
@@ -37,110 +35,114 @@ def acceptance_by_position(rows: Sequence[Row], caption: str) -> Figure | None:
         key = (row.head, row.engine)
         max_k[key] = max(row.k, max_k.get(key, 0))
     shown = [row for row in drafted if row.k == max_k[row.head, row.engine]]
-    if not shown:
-        return None
-    panels: dict[tuple[str, ...], list[Row]] = {}
-    for row, traits in zip(shown, row_traits(shown), strict=True):
-        panels.setdefault(traits, []).append(row)
-    one_panel = all(len(here) == 1 for here in panels.values())
-    if one_panel:
-        panels = {(): shown[: len(COLOURS)]}
-    panels = dict(list(panels.items())[:MAX_PANELS])
-    titles = [", ".join(traits) for traits in panels]
-    figure = new_figure(
-        "Acceptance by draft position",
-        caption,
-        panels=titles,
-        height=4.2 if len(panels) < 2 else 3.4,
-    )
-    temperatures = sorted({row.temperature for row in shown})
-    has_crosses = False
-    for axes, here in zip(figure.axes, panels.values(), strict=True):
-        for n, (row, label) in enumerate(zip(here, row_labels(here), strict=True)):
-            i = n if one_panel else temperatures.index(row.temperature)
-            positions = range(1, row.k + 1)
+    groups: dict[str, list[Row]] = {}
+    for row, traits in zip(shown, row_traits(shown, without=("K", "drafting")), strict=True):
+        groups.setdefault(", ".join(traits), []).append(row)
+    if all(len(here) == 1 for here in groups.values()):
+        groups = {"": shown} if shown else {}
+    modes = sorted({(row.temperature, fmt.drafting(row)) for row in shown})
+    for name, here in groups.items():
+        figure = new_figure("Acceptance by draft position" + f", {name}" * bool(name))
+        axes = figure.axes[0]
+        for i, (row, label) in enumerate(zip(here, row_labels(here), strict=True)):
+            mode = row.temperature, fmt.drafting(row)
             axes.plot(
-                positions,
+                range(1, row.k + 1),
                 row.counters.acceptance_at,
                 label=plain(label),
-                **line_style(i, dashed=fmt.draft_probs(row) == "off"),
+                # the same colour for the same temperature in the plots of all heads
+                **line_style(modes.index(mode) if name else i, sampled=mode[1] == "sampled"),
             )
-        for row in here if len(here) <= MAX_LINES_WITH_CROSSES else []:
-            if row.expected_acceptance is not None:
-                axes.plot(
-                    range(1, row.k + 1),
-                    row.expected_acceptance,
-                    "x",
-                    color="#222222",
-                    markersize=8,
-                    label="_" if has_crosses else "expected (self-check)",  # one entry is enough
-                )
-                has_crosses = True
         axes.set(
-            xlabel="draft position",
-            ylabel="share accepted up to it",
+            xlabel="draft position i",
+            ylabel="share of drafts accepted up to i",
             ylim=(0, 1.03),
             xticks=range(1, max(row.k for row in here) + 1),
         )
-    legend(figure)
-    return figure
+        legend(figure)
+        yield figure
 
 
-def acceptance_length(rows: Sequence[Row], caption: str) -> Figure | None:
-    """Return a plot of AL by temperature; None for fewer than two temperatures.
-
-    At T = 0 draft probabilities make no difference, so its row belongs to both lines.
-    """
+def acceptance_length(rows: Sequence[Row]) -> Iterator[Figure]:
+    """Yield a plot of AL at each measured temperature; none for fewer than two temperatures."""
     measured = [row for row in rows if row.acceptance_length is not None]
-    if len({row.temperature for row in measured}) < 2:
-        return None
-    lines: dict[tuple[str, ...], list[Row]] = {}
-    for row, traits in zip(measured, row_traits(measured), strict=True):
-        for probs in ("on", "off") if row.temperature == 0 else (fmt.draft_probs(row),):
-            lines.setdefault((f"draft probs {probs}", *traits), []).append(row)
-    # a line with T = 0 only would repeat a point of the other line
-    lines = {name: line for name, line in lines.items() if any(row.temperature for row in line)}
-    settings = list(dict.fromkeys(name[1:] for name in lines))
-    figure = new_figure("Acceptance length by temperature", caption)
+    temperatures = sorted({row.temperature for row in measured})
+    if len(temperatures) < 2:
+        return
+    styles = series(measured)
+    figure = new_figure("Acceptance length by temperature")
     axes = figure.axes[0]
-    width = 0.012 * max(row.temperature for row in measured)
-    for i, (name, unsorted) in enumerate(lines.items()):
-        line = sorted(unsorted, key=lambda row: row.temperature)
-        shift = (i - (len(lines) - 1) / 2) * width  # draws intervals side by side
-        lengths = [row.acceptance_length for row in line]
-        # with a single setting the colours distinguish draft probabilities
-        style = i if len(settings) == 1 else settings.index(name[1:])
+    present = {
+        t: [name for row, (name, _) in zip(measured, styles, strict=True) if row.temperature == t]
+        for t in temperatures
+    }
+    width = 0.7 / max(map(len, present.values()))
+    for name, style in dict(styles).items():
+        # side by side, without lines: nothing was measured between temperatures
+        places, here = [], []
+        for row, (label, _) in zip(measured, styles, strict=True):
+            if label == name:
+                names = present[row.temperature]
+                shift = (names.index(name) - (len(names) - 1) / 2) * width
+                places.append(temperatures.index(row.temperature) + shift)
+                here.append(row)
+        lengths = [row.acceptance_length for row in here]
         axes.errorbar(
-            [row.temperature + shift for row in line],
+            places,
             lengths,
-            yerr=error_bars(lengths, [row.acceptance_length_ci for row in line]),
+            yerr=error_bars(lengths, [row.acceptance_length_ci for row in here]),
             capsize=3,
-            label=plain(", ".join(name)),
-            **line_style(style, dashed=name[0].endswith("off")),
+            label=name,
+            **style | {"linestyle": "none"},
         )
     axes.set(xlabel="temperature T", ylabel="AL (tokens per verify step)")
-    ticks = sorted({row.temperature for row in measured})
-    axes.set_xticks(ticks, [fmt.temperature(tick) for tick in ticks])
+    axes.set_xticks(range(len(temperatures)), map(fmt.temperature, temperatures))
+    axes.set_xlim(-0.5, len(temperatures) - 0.5)
+    axes.grid(visible=False, axis="x")
     axes.set_ylim(bottom=1)  # AL = 1: nothing accepted
     legend(figure)
-    return figure
+    yield figure
 
 
-def figures(report: Report) -> dict[str, Figure]:
-    """Return the plots that the rows allow, by file name without its suffix."""
-    rows = report.rows
-    facts = [
-        f"target {fmt.target_name(report)}",
-        *(f"{name} {value}" for name, value in report_conditions(report).shared.items()),
-        f"{' or '.join(map(str, sorted({row.prompts for row in rows})))} prompts",
-        *sorted({f"{row.drafter}, K = {row.k}" for row in rows if fmt.has_drafter(row)}),
-    ]
-    caption = " · ".join(facts)
-    plots = {
-        "acceptance_length": acceptance_length(rows, caption),
-        "acceptance_by_position": acceptance_by_position(rows, caption),
-        "tpot_by_k": tpot_by_k(report, caption),
-        "speedup_by_batch": speedup_by_batch(rows, caption),
-        "tpot": tpot(rows, caption),
-    }
-    return {name: figure for name, figure in plots.items() if figure is not None}
+PLOTS = {
+    "acceptance_length": (
+        lambda report: acceptance_length(report.rows),
+        "Tokens that a verify step of the target emits, with 95 % intervals over prompts.",
+    ),
+    "acceptance_by_position": (
+        lambda report: acceptance_by_position(report.rows),
+        "Share of drafts whose first i tokens are all accepted, at the largest K.",
+    ),
+    "tpot_by_k": (
+        tpot_by_k,
+        "Points: measured, with 95 % intervals over prompts. Lines: the adviser's prediction. "
+        "Grey: without drafting.",
+    ),
+    "speedup_by_batch": (
+        lambda report: speedup_by_batch(report.rows),
+        "Against decoding without drafts, by the number of prompts decoded at once, with 95 % "
+        "intervals over prompts. Below 1 drafting costs time.",
+    ),
+    "tpot": (
+        # the lines by K have the same times
+        lambda report: () if (report.adviser or {}).get("advice") else tpot(report.rows),
+        "Milliseconds per output token after the first, with 95 % intervals over prompts. Grey: "
+        "the same prompts without drafting.",
+    ),
+}
+
+
+def plots(report: Report) -> list[Plot]:
+    """Return the plots that the rows allow."""
+    found = []
+    for name, (draw, text) in PLOTS.items():
+        figures = list(draw(report))
+        for i, figure in enumerate(figures, 1):
+            found.append(Plot(name if len(figures) == 1 else f"{name}_{i}", text, figure))
+    return found
+
+
+def description(report: Report) -> str:
+    """Return target and conditions of a report's plots, which a PNG file carries as text."""
+    facts = {"target": fmt.target_name(report)} | report_conditions(report).shared
+    return " · ".join(f"{name} {value}" for name, value in facts.items())

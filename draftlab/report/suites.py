@@ -11,7 +11,7 @@ from rich.text import Text
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report, Row
 from draftlab.report import formatting as fmt
-from draftlab.report.conditions import split_conditions
+from draftlab.report.conditions import condition_lines, split_conditions
 from draftlab.report.formatting import NONE
 from draftlab.report.table import key_value_grid, new_table
 
@@ -22,7 +22,7 @@ _SETTINGS: _Columns = {
     "drafter": lambda row: row.drafter,
     "K": lambda row: str(row.k) if fmt.has_drafter(row) else NONE,
     "T": lambda row: fmt.temperature(row.temperature),
-    "draft\nprobs": fmt.draft_probs,
+    "drafting": fmt.drafting,
 }
 _METRICS: _Columns = {
     "prompts": lambda row: fmt.count(row.prompts),
@@ -53,7 +53,7 @@ def print_suites(reports: Sequence[Report], console: Console) -> None:
     settings = list(dict.fromkeys(map(_setting, rows)))
     rows.sort(key=lambda row: settings.index(_setting(row)))  # stable: suites stay in order
     columns = _SETTINGS | {"suite": _suite_names(rows)} | _METRICS
-    if not fmt.has_chain_and_parallel(rows):
+    if len({row.drafter for row in rows if fmt.has_drafter(row)}) < 2:
         del columns["drafter"]
     table = new_table()
     for name in columns:
@@ -68,8 +68,9 @@ def print_suites(reports: Sequence[Report], console: Console) -> None:
             end_section=_setting(row) != _setting(following),
         )
     conditions = split_conditions(rows)
-    lines = conditions.lines(console.width - 12)
-    if varying := [name for name in conditions.varying if name not in ("head", "suite")]:
+    lines = condition_lines(conditions.shared, console.width - 12)
+    columns_of = ("head", "drafter", "drafting", "suite", "prompts")
+    if varying := [name for name in conditions.varying if name not in columns_of]:
         lines.append(f"different between rows: {', '.join(varying)}")
     console.print()
     console.print(Text(f"Target {targets[0]}", style="bold"))

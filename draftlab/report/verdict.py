@@ -12,16 +12,19 @@ from draftlab.report import formatting as fmt
 
 def title(report: Report) -> str:
     """Return the names of the heads and of the target, without folders."""
-    names = dict.fromkeys(row.head for row in report.rows if row.head)
-    target = Path(str(report.target.get("name") or "the target")).name
-    return f"{', '.join(Path(name).name for name in names) or 'Plain decoding'} for {target}"
+    names = [Path(name).name for name in dict.fromkeys(row.head for row in report.rows if row.head)]
+    target = Path(str(report.target.get("name") or "unnamed")).name
+    if not names:
+        return f"Plain decoding of target {target}"
+    return f"Draft head{'s' * (len(names) > 1)} {', '.join(names)} for target {target}"
 
 
 def verdicts(report: Report) -> list[str]:
     """Return a sentence for each head, about its lowest temperature: the measured effect and K.
 
     "At T = 0 and K = 4 quickstart makes decoding 1.60× as fast [1.52, 1.68]; K = 3 would be best
-    (predicted 1.65×)." Without times the sentence states the acceptance length.
+    (predicted 1.65×)." If it was measured itself, that K "is best". Without times
+    the sentence states the acceptance length.
     """
     heads = dict.fromkeys(row.head for row in report.rows if fmt.has_drafter(row))
     return [sentence for head in heads for sentence in _of_head(report, head)]
@@ -30,8 +33,8 @@ def verdicts(report: Report) -> list[str]:
 def _of_head(report: Report, head: str | None) -> Iterator[str]:
     rows = [row for row in report.rows if row.head == head and fmt.has_drafter(row)]
     lowest = min(row.temperature for row in rows)
-    row = max((row for row in rows if row.temperature == lowest), key=_speed)
-    where = f"At T = {fmt.temperature(row.temperature)} and K = {row.k}"
+    row = max((row for row in rows if row.temperature == lowest), key=speed)
+    where = f"At {fmt.conditions_text(row.temperature, row.draft_probs, None)} and K = {row.k}"
     name = Path(head or "the head").name
     if row.speedup is None or row.speedup_ci is None:
         length = fmt.number(row.acceptance_length, 2)
@@ -40,12 +43,13 @@ def _of_head(report: Report, head: str | None) -> Iterator[str]:
     low, high = row.speedup_ci
     effect = "makes decoding" if row.speedup >= 1 else "slows decoding down:"
     sentence = f"{where} {name} {effect} {row.speedup:.2f}× as fast [{low:.2f}, {high:.2f}]"
-    if (best := _predicted_best(report, row)) is not None and best["k"] != row.k:
-        sentence += f"; K = {best['k']} would be best (predicted {best['speedup']:.2f}×)"
+    if (best := _predicted_best(report, row)) is not None:
+        predicted = f"would be best (predicted {best['speedup']:.2f}×)"
+        sentence += f"; K = {best['k']} {'is best' if best['k'] == row.k else predicted}"
     yield f"{sentence}."
 
 
-def _speed(row: Row) -> tuple[float, float]:
+def speed(row: Row) -> tuple[float, float]:
     """Return what rows are compared by: the speed-up, or else the acceptance length."""
     return row.speedup or 0.0, row.acceptance_length or 0.0
 

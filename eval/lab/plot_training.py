@@ -111,7 +111,8 @@ def draw(curves: Sequence[Curve], note: str) -> bytes:
     if len(set(depths.values())) > 1:
         found = ", ".join(f"{k} ({name})" for name, k in depths.items())
         raise UserError(f"expected runs trained for one K (train.ttt_steps), found {found}")
-    figure = new_figure(f"AL at K = {curves[0].k}", note, height=3.2, panels=("by time", "by data"))
+    figure = new_figure(*(f"AL at K = {curves[0].k}, {name}" for name in ("by time", "by data")))
+    figure.supxlabel(plain(note), fontsize=8)
     left, right = figure.axes
     for i, curve in enumerate(curves):
         for axes, x in ((left, curve.seconds), (right, curve.tokens / 1e6)):

@@ -194,8 +194,9 @@ def test_eval_of_several_heads_k_and_temperatures(tmp_path: Path) -> None:
     assert len(rows) == 2 + 4 + 8
     assert all([t["batch"] for t in row["timings"]] == [1, 2] for row in rows)
     folder = tmp_path / "runs" / "small" / "eval"
-    assert {path.stem for path in folder.glob("*.png")} >= {"tpot_by_k", "speedup_by_batch"}
+    assert {path.stem for path in folder.glob("*.png")} >= {"tpot_by_k_1", "speedup_by_batch_2"}
     plain = draftlab(tmp_path, "eval", *grid, *times)
+    assert (plain.stdout + plain.stderr).count("few timed prompts") == 1
     assert "advice, small, T = 0" in plain.stdout
 
 
@@ -284,9 +285,9 @@ def test_inspect_shows_run_store_head_and_report() -> None:
         ((str(run / "store"),), ("12 in 3 shards", "conversation p0")),
         ((str(run / "head"),), ("trained K", "LlamaForCausalLM", "tokens seen")),
         ((str(run / "head" / "model.safetensors"),), ("trained K", "15 tensors, ")),
-        ((str(run / "eval" / "report.json"),), ("expected AL",)),
-        ((str(run / "eval"),), ("expected AL",)),
-        ((str(run / "eval" / "report.html"),), ("expected AL",)),
+        ((str(run / "eval" / "report.json"),), ("acceptance length = 1 + accepted",)),
+        ((str(run / "eval"),), ("acceptance length = 1 + accepted",)),
+        ((str(run / "eval" / "report.html"),), ("acceptance length = 1 + accepted",)),
         (("reference",), ("embedded",)),
         ((str(run / "eval"), str(run / "eval" / "report.html")), ("suite", "prompts", "AL")),
     ):

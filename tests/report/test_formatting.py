@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from draftlab.heads.folder import load_config
 from draftlab.pipeline.resolve import reference_head
 from draftlab.report import formatting as fmt
-from draftlab.report.conditions import row_labels, split_conditions
+from draftlab.report.conditions import condition_lines, row_labels, split_conditions
 from tests.helpers import sample_report as sample
 
 
@@ -22,6 +22,7 @@ def test_formats() -> None:
     assert fmt.temperature(0.0) == "0"
     assert fmt.temperature(0.80) == "0.8"
     assert fmt.short_hash("ab" * 32) == "abababababab"
+    assert fmt.short_hash(f"2-{'ab' * 16}-{'cd' * 16}") == "2-ababababab"
     assert fmt.short_hash("none (raw text)") == "none (raw text)"
     assert fmt.milliseconds(0.5) == "0.50"
     assert fmt.milliseconds(512.3, (512.3, 512.3)) == "512.30 [512.30, 512.30]"
@@ -29,9 +30,9 @@ def test_formats() -> None:
 
 @given(st.integers(20, 200))
 def test_condition_lines_lose_nothing(width: int) -> None:
-    conditions = split_conditions(sample.report([sample.baseline()]).rows)
-    lines = conditions.lines(width)
-    items = [f"{name} {value}" for name, value in conditions.shared.items()]
+    shared = split_conditions(sample.report([sample.baseline()]).rows).shared
+    lines = condition_lines(shared, width)
+    items = [f"{name} {value}" for name, value in shared.items()]
     assert " · ".join(lines).split(" · ") == items
     assert all(len(line) <= width or line in items for line in lines)
 
@@ -40,10 +41,10 @@ def test_labels_name_what_differs_and_are_unique() -> None:
     report = sample.report()
     assert row_labels(report.rows) == [
         "T = 0, no drafting",
-        "T = 0",
+        "T = 0, argmax drafts",
         "T = 0.8, no drafting",
-        "T = 0.8, draft probs off",
-        "T = 0.8, draft probs on",
+        "T = 0.8, argmax drafts",
+        "T = 0.8, sampled drafts",
     ]
     rows = [sample.row(k=2), sample.row(k=4, batch=8), sample.row(k=4, batch=8)]
     assert row_labels(rows) == [
@@ -64,7 +65,7 @@ def test_the_trained_k_of_several_heads_names_the_head() -> None:
 def test_a_baseline_has_no_conditions_of_a_head() -> None:
     """Otherwise the head and K would differ in every report with a baseline."""
     conditions = split_conditions(sample.report().rows)
-    assert conditions.varying == {}
+    assert list(conditions.varying) == ["drafting"]
     assert conditions.shared["head"] == "runs/quickstart/head"
 
 

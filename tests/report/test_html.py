@@ -12,6 +12,7 @@ import pytest
 from draftlab.evaluate.results import Lossless, Report, SelfCheck
 from draftlab.report import write_html
 from draftlab.report.html import render_html
+from draftlab.report.verdict import speed
 from tests.helpers import sample_report as sample
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
@@ -65,19 +66,34 @@ class Page(HTMLParser):
 
 
 def page(report: Report) -> Page:
-    return Page(render_html(report, {}))
+    return Page(render_html(report, []))
 
 
-def test_ratios_are_shown_with_their_counters() -> None:
-    report = sample.report()
-    row = report.rows[4]
+def test_a_row_has_its_conditions_and_measured_values() -> None:
+    report = sample.timed_report()
+    plain, row = report.rows[3], report.rows[5]
     low, high = row.acceptance_length_ci
-    figures = page(report).rows("expected AL")[4]
-    assert figures[:5] == ["5", "chain", "4", "0.8", "on"]
-    assert figures[5] == (
-        f"{row.acceptance_length:.3f} [{low:.3f}, {high:.3f}] 1 + {row.accepted:,} / {row.drafts:,}"
-    )
-    assert figures[8] == f"{row.speedup:.2f}× 9.84 / {row.tpot_ms:.2f}"
+    times = f"{row.tpot_ms:.2f} [{row.tpot_ms_ci[0]:.2f}, {row.tpot_ms_ci[1]:.2f}]"
+    rows = page(report).rows("AL")
+    assert rows[5] == [
+        "sampled", "0.8", "2", f"{row.acceptance_length:.2f} [{low:.2f}, {high:.2f}]", times,
+        f"{row.speedup:.2f}×", "31.42", "0.10",
+    ]  # fmt: skip
+    assert rows[3] == ["", "0.8", "none", "", "9.84 [9.71, 9.99]", "", "29.80", "0.10"]
+    counters = page(report).rows("undrafted steps")
+    assert counters[5][4:6] == [f"{row.draft_tokens:,}", f"{row.accepted:,}"]
+    assert counters[3][2:6] == [f"{plain.output_tokens:,}", "–", "–", "–"]
+
+
+def test_cards_show_the_fastest_k_without_row_numbers() -> None:
+    text = page(sample.timed_report()).text
+    for label in ("T = 0, argmax drafts", "T = 0.8, argmax drafts", "T = 0.8, sampled drafts"):
+        assert label in text
+    row = max((r for r in sample.timed_report().rows if r.k and not r.temperature), key=speed)
+    length = f"{row.acceptance_length:.2f}"
+    assert f"{row.speedup:.2f}× as fast at K = {row.k}, AL {length}" in text
+    many = [sample.row(temperature=t / 10) for t in range(10)]
+    assert "as fast at K" not in page(sample.report(many)).text
 
 
 def test_acceptance_by_position_shows_conditional_and_expected_too() -> None:
@@ -85,7 +101,7 @@ def test_acceptance_by_position_shows_conditional_and_expected_too() -> None:
     row = report.rows[3]
     unconditional, conditional, expected = page(report).rows("share")[3:6]
     a = row.accepted_at
-    assert unconditional[0] == "4* T = 0.8, draft probs off"
+    assert unconditional[0] == "T = 0.8, argmax drafts"
     assert unconditional[3] == f"{a[1] / row.drafts:.3f} {a[1]:,} / {row.drafts:,}"
     assert conditional[2] == f"{a[1] / a[0]:.3f} {a[1]:,} / {a[0]:,}"
     assert expected[1:] == [f"{e:.3f}" for e in row.expected_acceptance]
@@ -105,12 +121,11 @@ def test_counters_conditions_warnings_and_environment_are_shown() -> None:
     parsed, row = page(report), report.rows[1]
     assert parsed.rows("undrafted steps")[1][1:] == [
         "64", "8,192", f"{row.drafts:,}", f"{row.draft_tokens:,}", f"{row.accepted:,}", "0",
-        str(row.truncated_tokens),
+        str(row.truncated_tokens), "1.000", "L2: tokens equal, n = 64",
     ]  # fmt: skip
-    assert parsed.rows("losslessness")[1][-1] == "L2: tokens equal, n = 64"
     assert parsed.rows("losslessness")[4][-1] == "L1: G-test, p = 0.314, n = 200,000"
     for text in (
-        "row 4: the answers repeat <themselves> [often]",
+        "the answers repeat <themselves> [often] (T = 0.8, argmax drafts)",
         "suite embedded/held-out (sha256 9f2c1e6a9f2c)",
         "cpu.model Xeon",
         "transformers 5.23.0",
@@ -124,7 +139,10 @@ def test_counters_conditions_warnings_and_environment_are_shown() -> None:
 def test_times_of_every_batch() -> None:
     report = sample.timed_report()
     rows = page(report).rows("at once")
-    assert [row[0] for row in rows[2:4]] == ["2* T = 0, K = 2", "8"]  # the label spans two lines
+    assert [row[0] for row in rows[2:4]] == [
+        "T = 0, K = 2, argmax drafts",
+        "8",
+    ]  # the label spans two lines
     timing = report.rows[1].timings[1]
     low, high = timing.speedup_ci
     assert rows[3] == [
@@ -171,17 +189,17 @@ def test_the_advisers_tables() -> None:
 def test_the_self_check_is_shown_with_the_expected_acceptance() -> None:
     failed = SelfCheck(z=[0.3, -5.2, 1.0, None], p_value=8e-7, passed=False)
     rows = page(sample.report([sample.row(temperature=0.8, self_check=failed)])).rows("share")
-    assert rows[2][0] == "expected; self-check FAILED, p = 8e-07"
+    assert rows[2][0] == "expected self-check FAILED, p = 8e-07"
     assert rows[2][2].endswith("z = -5.2")
     assert "z" not in rows[2][4]
     greedy = SelfCheck(z=[None] * 4, p_value=1.0, passed=True)
     rows = page(sample.report([sample.row(temperature=0.8, self_check=greedy)])).rows("share")
-    assert rows[2][0] == "expected; bookkeeping passed, accepted = expected"
+    assert rows[2][0] == "expected bookkeeping passed, accepted = expected"
 
 
 def test_conditions_that_differ_are_listed_by_row() -> None:
     rows = page(sample.report([sample.baseline(batch=8), sample.row(batch=1)])).rows("batch")
-    assert rows == [["1", "8"], ["2*", "1"]]
+    assert [row[:3] for row in rows] == [["8", "0", "none"], ["1", "0", "4"]]
 
 
 def test_text_from_files_is_escaped() -> None:
@@ -189,7 +207,7 @@ def test_text_from_files_is_escaped() -> None:
     report = sample.report([sample.row(head=evil, warnings=[evil]), sample.row(head="b")])
     report.target["name"] = evil
     report.environment[evil] = {evil: evil}
-    text = render_html(report, {})
+    text = render_html(report, [])
     assert "<script" not in text
     assert "<img" not in text
     parsed = Page(text)
@@ -212,6 +230,16 @@ def test_the_page_opens_offline(tmp_path: Path) -> None:
     assert all(data.startswith(b"\x89PNG\r\n") for data in embedded)
     assert Report.read(path.parent / "report.json") == sample.report()
     assert len(list(path.parent.iterdir())) == 5  # no temporary file stays
+
+
+def test_plots_of_an_earlier_report_are_deleted(tmp_path: Path) -> None:
+    write_html(sample.timed_report(), tmp_path)
+    (tmp_path / "own.png").write_bytes(b"a file of the user")
+    assert (tmp_path / "tpot_by_k_2.png").is_file()
+    write_html(sample.report(), tmp_path)
+    assert sorted(path.stem for path in tmp_path.glob("*.png")) == [
+        "acceptance_by_position", "acceptance_length", "own", "tpot",
+    ]  # fmt: skip
 
 
 def test_an_existing_report_json_is_not_changed(tmp_path: Path) -> None:

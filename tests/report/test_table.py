@@ -21,58 +21,59 @@ def printed(report: Report, width: int = 100) -> str:
     return console.file.getvalue()
 
 
-def lines_of(text: str, row: str) -> list[str]:
-    """Return the line of a row in each table."""
-    return [line for line in text.splitlines() if line.split()[:1] == [row]]
+def table(text: str) -> list[str]:
+    """Return the lines of the table below its heading."""
+    _, _, below = text.partition("─── \n")
+    return below.partition("\nconditions")[0].rstrip().splitlines()
 
 
-def test_every_value_of_a_row_is_shown() -> None:
+def test_a_row_has_its_conditions_acceptance_and_times_in_one_line() -> None:
     report = sample.report()
     row = report.rows[4] = report.rows[4].model_copy(update={"speedup_ci": (1.5, 1.7)})
-    text = printed(report)
-    figures, counters = lines_of(text, "5")
+    lines = table(printed(report))
+    assert len(lines) == 5
     low, high = row.acceptance_length_ci
-    assert f"{row.acceptance_length:.2f} [{low:.2f}, {high:.2f}]" in figures
-    assert f" {1 + sum(row.expected_acceptance):.2f} " in figures
-    assert " ".join(f"{a / row.drafts:.2f}" for a in row.accepted_at) in figures
-    assert f"{row.speedup:.2f}× [1.50, 1.70]" in figures
-    assert figures.split()[1:5] == ["chain", "4", "0.8", "on"]
-    low, high = row.tpot_ms_ci
-    assert f"{row.tpot_ms:.2f} [{low:.2f}, {high:.2f}]" in counters
-    assert " 31.42 " in counters
-    assert counters.split()[-6:] == [
-        "0.10", "64", "8,192", f"{row.drafts:,}", f"{row.draft_tokens:,}", f"{row.accepted:,}",
+    assert lines[4].split() == [
+        "0.8", "4", "sampled", f"{row.acceptance_length:.2f}", f"[{low:.2f},", f"{high:.2f}]",
+        *(f"{a / row.drafts:.2f}" for a in row.accepted_at), f"{row.tpot_ms:.2f}", "31.42",
+        f"{row.speedup:.2f}×", "[1.50,", "1.70]",
     ]  # fmt: skip
 
 
-def test_a_row_without_a_drafter_shows_no_acceptance() -> None:
-    figures, counters = lines_of(printed(sample.report()), "1")
-    assert figures.split() == ["1", "none", "–", "0", "–", "–", "–", "–", "–"]
-    assert "9.84 [9.71, 9.99]" in counters
-    assert counters.split()[-3:] == ["–", "–", "–"]
-
-
-def test_vllms_default_is_marked_and_explained() -> None:
+def test_a_row_without_a_drafter_shows_only_times() -> None:
     text = printed(sample.report())
-    assert lines_of(text, "2*")  # T = 0: draft probabilities play no part
-    assert lines_of(text, "4*")
-    assert lines_of(text, "5")
-    assert lines_of(text, "1")
-    assert fmt.DEFAULT_NOTE in text
-    only_probs = sample.report([sample.row(temperature=0.8, draft_probs=True)])
-    assert fmt.DEFAULT_NOTE not in printed(only_probs)
+    assert table(text)[0].split() == ["0", "none", "9.84", "29.80"]
+    assert "–" not in text  # no cell without a value
+
+
+def test_the_verdict_is_above_the_table() -> None:
+    head, _, _ = printed(sample.report()).partition("───")
+    assert head.split("\n")[1] == "Draft head head for target draftlab-embedded-12m"
+    assert head.split("\n")[2].startswith("At T = 0 and K = 4 head")
+
+
+def test_how_drafts_are_chosen_is_explained() -> None:
+    words = " ".join(printed(sample.report()).split())
+    assert fmt.LEGEND["drafting"][0] in words
+    assert [line.split()[2] for line in table(printed(sample.report()))] == [
+        "9.84", "argmax", "9.84", "argmax", "sampled",
+    ]  # fmt: skip
+    one = printed(sample.report([sample.row(temperature=0.8, draft_probs=True)]))
+    assert "drafting sampled" in " ".join(one.split())  # a condition of all rows
+    assert "drafting" not in printed(sample.report([sample.baseline()]))
 
 
 def test_conditions_are_stated_once_when_shared() -> None:
     text = " ".join(printed(sample.report()).split())
     for condition in (
-        "Target draftlab-embedded-12m (c0ffee12c0ff)",
+        "target draftlab-embedded-12m (c0ffee12c0ff)",
         "head runs/quickstart/head",
         "trained K 5",
         "engine draftlab-eager 0.1.0",
         "device cpu (2 threads)",
         "dtype float32",
         "batch 1",
+        "prompts 64",
         "suite embedded/held-out (sha256 9f2c1e6a9f2c)",
         "template 5d41402a5d41",
         "max tokens 128",
@@ -85,44 +86,42 @@ def test_conditions_are_stated_once_when_shared() -> None:
 
 def test_conditions_that_differ_get_a_column() -> None:
     rows = [sample.baseline(batch=8), sample.row(batch=8), sample.row(batch=1, head="other/head")]
-    text = printed(sample.report(rows))
-    *_, first = lines_of(text, "1")
-    *_, second = lines_of(text, "2*")
-    *_, third = lines_of(text, "3*")
-    assert first.split() == ["1", "–", "8"]
-    assert second.split() == ["2*", "runs/quickstart/head", "8"]
-    assert third.split() == ["3*", "other/head", "1"]
+    text = printed(sample.report(rows), width=140)
+    first, second, third = (line.split() for line in table(text))
+    assert first[:2] == ["8", "0"]
+    assert second[:3] == ["runs/quickstart/head", "8", "0"]
+    assert third[:3] == ["other/head", "1", "0"]
     assert "batch 8" not in text
 
 
-def test_warnings_come_last_and_markup_is_text() -> None:
+def test_warnings_come_last_and_once_and_markup_is_text() -> None:
     few, odd = "6 prompts are few [bold]", "[/] odd"
     rows = [sample.row(warnings=[few, odd, few], head="[red]h[/red]"), sample.row(warnings=[few])]
     text = printed(sample.report(rows))
     assert "[red]h[/red]" in text
-    tail = text.splitlines()[-2:]
-    assert " ".join(tail[0].split()) == "warning, rows 1, 2: 6 prompts are few [bold]"
-    assert " ".join(tail[1].split()) == "warning, row 1: [/] odd"
+    assert [line.rstrip() for line in text.splitlines()[-2:]] == [
+        "warning:  6 prompts are few [bold]",
+        "warning:  [/] odd (T = 0, [red]h[/red])",
+    ]
+    console = Console(file=io.StringIO(), width=100)
+    print_report(sample.report(rows), console, printed=[f"warning: a head: {few}"])
+    assert few not in console.file.getvalue()
+    assert odd in console.file.getvalue()
 
 
-def test_the_first_table_names_the_heads() -> None:
+def test_the_table_names_the_heads() -> None:
     rows = [sample.baseline(), sample.row(head="quickstart"), sample.row(head="reference")]
     text = printed(sample.report(rows))
-    assert [lines_of(text, mark)[0].split()[1] for mark in ("1", "2*", "3*")] == [
-        "none", "quickstart", "reference",
-    ]  # fmt: skip
-    assert len(lines_of(text, "2*")) == 2  # no third table repeats it
+    assert [line.split()[0] for line in table(text)] == ["0", "quickstart", "reference"]
     assert fmt.HEAD_NOTES["reference"] in " ".join(text.split())
     assert fmt.HEAD_NOTES["reference"] not in " ".join(printed(sample.report()).split())
 
 
-def test_the_first_table_names_the_engines() -> None:
+def test_the_table_names_the_engines() -> None:
     rows = [sample.row(), sample.row(engine="vllm (V1, cpu)", expected_acceptance=None)]
-    text = printed(sample.report(rows))
-    assert [lines_of(text, mark)[0].split()[1] for mark in ("1*", "2*")] == [
-        "draftlab-eager", "vllm",
-    ]  # fmt: skip
-    assert "vllm (V1, cpu) 0.1.0" in text  # in full among the conditions that differ
+    text = printed(sample.report(rows), width=120)
+    assert table(text)[0].startswith(" draftlab-eager 0.1.0 ")
+    assert table(text)[1].startswith(" vllm (V1, cpu) 0.1.0 ")
 
 
 def test_batches_and_advice() -> None:
@@ -130,11 +129,12 @@ def test_batches_and_advice() -> None:
     text = printed(report)
     timing = report.rows[1].timings[1]
     low, high = timing.speedup_ci
-    batches = [line for line in lines_of(text, "2*") if line.split()[1] == "8"]
-    assert batches[0].split()[-4:] == [
-        f"{timing.throughput_tok_s:.0f}", f"{timing.speedup:.2f}×", f"[{low:.2f},", f"{high:.2f}]",
+    first_batch, second_batch = table(text)[2:4]
+    assert first_batch.split()[:2] == ["0", "2"]
+    assert second_batch.split() == [
+        "8", f"{timing.tpot_ms:.2f}", f"{timing.ttft_ms:.2f}", f"{timing.speedup:.2f}×",
+        f"[{low:.2f},", f"{high:.2f}]",
     ]  # fmt: skip
-    assert f"{timing.ttft_ms:.2f}" in batches[0].split()
     words = " ".join(text.split())
     first = report.adviser["advice"][0]
     assert f"advice, T = 0: {first['text']}" in words
@@ -142,7 +142,7 @@ def test_batches_and_advice() -> None:
     assert max(map(len, text.splitlines())) <= 100
     once = sample.report()
     assert "advice" not in printed(once)
-    assert "tokens/s" not in printed(once)
+    assert "batch" not in printed(once).partition("───")[0]
 
 
 def test_without_times_there_are_no_columns_of_times() -> None:
@@ -151,11 +151,6 @@ def test_without_times_there_are_no_columns_of_times() -> None:
     for name in ("TPOT", "TTFT", "speed-up"):
         assert name in printed(sample.report())
         assert name not in text
-
-
-def test_the_legend_explains_only_what_is_shown() -> None:
-    assert "expected AL" in printed(sample.report())
-    assert "expected" not in printed(sample.report([sample.baseline(), sample.row()]))
 
 
 @pytest.mark.parametrize("k", [1, 4, 8])
@@ -171,21 +166,18 @@ def test_hundred_columns_are_enough(k: int) -> None:
         text = printed(sample.report(shown))
         assert max(map(len, text.splitlines())) <= 100
         assert "…" not in text.replace("1…K", "")
-        figures = lines_of(text, f"{len(shown) - 1}*")[0]
         low, high = rows[1].acceptance_length_ci
+        figures = next(line for line in table(text) if "1.50, 1.70" in line)
         assert f"{rows[1].acceptance_length:.2f} [{low:.2f}, {high:.2f}]" in figures
-        assert "[1.50, 1.70]" in figures
 
 
-def test_missing_values_are_dashes() -> None:
+def test_missing_values_are_left_out() -> None:
     bare = sample.row(
         **sample.NOT_TIMED
         | sample.NOTHING_DRAFTED
         | {"k_trained": None, "acceptance_length_ci": (float("nan"), float("nan"))}
     )
-    figures, counters = lines_of(printed(sample.report([bare])), "1*")
-    assert figures.split() == ["1*", "chain", "4", "0", "–", "–", "–"]
-    assert counters.split()[:2] == ["1*", "0.24"]
+    assert table(printed(sample.report([bare])))[0].split() == ["0", "4"]
     assert "nan" not in printed(sample.report([bare])).lower()
 
 

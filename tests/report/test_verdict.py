@@ -33,7 +33,11 @@ def report(speedup: float | None, adviser: dict[str, object] | None = None) -> R
     ("speedup", "adviser", "expected"),
     [
         (1.6, None, "At T = 0 and K = 4 head makes decoding 1.60× as fast [1.55, 1.65]."),
-        (1.6, advice(4, 1.7), "At T = 0 and K = 4 head makes decoding 1.60× as fast [1.55, 1.65]."),
+        (
+            1.6,
+            advice(4, 1.7),
+            "At T = 0 and K = 4 head makes decoding 1.60× as fast [1.55, 1.65]; K = 4 is best.",
+        ),
         (
             0.8,
             advice(3, 0.9),
@@ -57,4 +61,6 @@ def test_without_times_the_verdict_is_the_acceptance_length() -> None:
 
 def test_the_title_names_head_and_target_without_their_folders() -> None:
     named = report(1.6).model_copy(update={"target": {"name": "/models/llama"}})
-    assert title(named) == "head for llama"
+    assert title(named) == "Draft head head for target llama"
+    plain = named.model_copy(update={"rows": named.rows[:1]})
+    assert title(plain) == "Plain decoding of target llama"
