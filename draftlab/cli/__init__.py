@@ -161,7 +161,7 @@ def run(
 
             path = pipeline.folder / "eval" / "report.json"
             show_report(Report.read(path), as_json, path)
-            monitor.say(f"exports: {(pipeline.folder / 'export').resolve()}")
+            monitor.say(f"exports: {pipeline.folder.resolve() / 'export'}")
             if rehearse:
                 monitor.say(f"the rehearsal ran every stage; `draftlab run {recipe}` is the run")
 
@@ -226,8 +226,7 @@ def train(
             raise typer.Exit(_launch(("train",), recipe, overrides, force, debug, gpus))
         pipeline = _make(("head",), recipe, overrides, force, plan, gpus=gpus)
         if pipeline and pipeline.is_main:
-            head = (pipeline.folder / "head").resolve()
-            monitor.say(f"head: {head} · next: draftlab eval, draftlab export")
+            monitor.say(f"head: {pipeline.folder.resolve() / 'head'}; next: draftlab eval")
 
 
 app.command("eval")(eval_)
