@@ -245,7 +245,8 @@ def test_eval_with_out_leaves_the_run_unchanged(tmp_path: Path) -> None:
 
 def test_a_head_folder_is_evaluated_with_its_target(tmp_path: Path) -> None:
     head = str(finished() / "runs" / "small" / "head")
-    assert "expected --target with the head" in refused(finished(), "eval", "--head", head)
+    alone = shutil.copytree(head, tmp_path / "alone")  # it belongs to no run, which has a target
+    assert "expected --target with the head" in refused(finished(), "eval", "--head", str(alone))
     assert "found both" in refused(finished(), "eval", "--head", head, "--run", "small")
     options = ("--head", head, "--target", "toy", "--prompts", "prompts.jsonl", "--temps", "0")
     short = ("--max-prompts", "1", "--max-new-tokens", "4", "--out", str(tmp_path))
