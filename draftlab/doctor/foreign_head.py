@@ -62,7 +62,7 @@ def read_foreign_head(
         None,
         _ignore,
     )
-    has_own = EMBEDDINGS in tensors or foreign.family.has_mask_token
+    has_own = EMBEDDINGS in tensors or foreign.family.trains_mask
     head_config = head_config.model_copy(update={"embeddings": "own" if has_own else "target"})
     return HeadFiles(foreign.layout, head_config, tensors, tuple(others)), findings
 

@@ -189,7 +189,7 @@ def vocabularies(variant: HeadVariant, context: HypothesisContext) -> Iterator[H
 
 def with_mask_row(table: Tensor, variant: HeadVariant) -> Tensor:
     """Return embeddings with the head's own row of the mask token, if it has one."""
-    if not get_family(variant.config.family).has_mask_token:
+    if not get_family(variant.config.family).trains_mask:
         return table
     mask = variant.config.mask_token_id
     table = table.clone()
@@ -214,7 +214,7 @@ def masks(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypothes
 
 def can_unproject_mask(config: HeadConfig, tensors: Mapping[str, Tensor]) -> bool:
     """Return whether fc can be inverted for `mask_hidden`: not where there are norms before it."""
-    if not get_family(config.family).has_mask_token or "fc.weight" not in tensors:
+    if not get_family(config.family).trains_mask or "fc.weight" not in tensors:
         return False
     return not (config.norm_before_fc or config.fc_norm)
 

@@ -136,15 +136,18 @@ class HeadDrafter(ABC):
             )
             for _ in range(2)
         )
+        self.runner = self.new_runner(cpu_prepacked=cpu_prepacked)
+        self.prepare_runner()
+
+    def new_runner(self, *, cpu_prepacked: bool) -> HeadRunner:
+        """Return the fastest implementation of the head's pass on its device."""
         if FusedHead.supports(self.head):
             if self.fused_runner is None:  # one copy of the weights serves all engines
                 self.fused_runner = FusedHead(self.head)
-            self.runner = self.fused_runner
-        elif cpu_prepacked and PrepackedHead.supports(self.head):
-            self.runner = PrepackedHead(self.head)
-        else:
-            self.runner = EagerHead(self.head)
-        self.prepare_runner()
+            return self.fused_runner
+        if cpu_prepacked and PrepackedHead.supports(self.head):
+            return PrepackedHead(self.head)
+        return EagerHead(self.head)
 
     def prepare_runner(self) -> None:  # noqa: B027 (most need nothing)
         """Compute what no pass changes."""

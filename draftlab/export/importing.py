@@ -247,7 +247,7 @@ def foreign_head_config(
             norm_output=bool(config.norm_output),
             qk_norm=config.model_type == "qwen3",
             mask_token_id=mask_token,
-            embeddings="own" if foreign.family.has_mask_token else "target",
+            embeddings="own" if foreign.family.trains_mask else "target",
             k_trained=k,
             target=TargetIdentity(
                 name=settings.path,

@@ -49,10 +49,9 @@ def vllm_text(export: Export, path: Path, *, alone: bool = False) -> str:
         alone: whether vLLM can read target, method and K from config.json.
     """
     family = get_family(export.head.family)
-    parallel = family.drafting == "parallel"
     config = {"model": str(path), "method": family.vllm_method, "num_speculative_tokens": export.k}
-    if parallel:  # vLLM reads it from config.json only if the export is served alone
-        config["parallel_drafting"] = True
+    config |= family.vllm_options
+    parallel = family.drafting == "parallel"
     options = json.dumps(config, ensure_ascii=False)
     override, more = generation_override(export.target), ""
     if override:

@@ -147,13 +147,13 @@ def add_target_tensors(
             do="export the head again with the program that wrote it",
         )
     if table is None:
-        if family.has_mask_token:
+        if family.trains_mask:
             raise UserError(
                 f"missing {name}, in which a parallel head has a trained mask token",
                 do="export the head again with the program that wrote it",
             )
         log("import: the head has no embeddings and uses the target's")
-    elif not family.has_mask_token:
+    elif not family.trains_mask:
         if table.shape == embeddings.shape and torch.equal(table, embeddings.to(table.dtype)):
             del tensors[name]
             log("import: the head's embeddings equal the target's, and it uses those")

@@ -109,7 +109,7 @@ class Speculators(Layout):
 
 
 def _has_mask_token(head: HeadConfig) -> bool:
-    return get_family(head.family).has_mask_token
+    return get_family(head.family).trains_mask
 
 
 def _layer_config(head: HeadConfig, positions: int) -> dict[str, Any]:

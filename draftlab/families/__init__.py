@@ -3,13 +3,15 @@
 `docs/guide/add_a_family.md` explains how to add one, in this folder or outside of the package.
 """
 
+from draftlab.families.dflash import Dflash
+from draftlab.families.dspark import Dspark
 from draftlab.families.eagle import Eagle
 from draftlab.families.eagle3 import Eagle3
 from draftlab.families.eagle_llama4 import EagleLlama4
 from draftlab.families.peagle import Peagle
 from draftlab.heads.family import Family, register
 
-__all__ = ["Eagle", "Eagle3", "EagleLlama4", "Family", "Peagle", "register"]
+__all__ = ["Dflash", "Dspark", "Eagle", "Eagle3", "EagleLlama4", "Family", "Peagle", "register"]
 
-for _family in (Eagle3(), Peagle(), Eagle(), EagleLlama4()):
+for _family in (Eagle3(), Peagle(), Dspark(), Dflash(), Eagle(), EagleLlama4()):
     register(_family)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftlab.families.eagle3 import Eagle3
+from draftlab.heads.family import FORCED_DRAFTS
 
 if TYPE_CHECKING:
     from draftlab.export.foreign_config import ForeignConfig
@@ -20,6 +21,7 @@ class Peagle(Eagle3):
     config_type = "draftlab.heads.peagle:PeagleConfig"
     head_type = "draftlab.heads.peagle:PeagleHead"
     drafter_type = "draftlab.engine.parallel_drafter:ParallelDrafter"
+    forced_drafts_type = f"{FORCED_DRAFTS}:ParallelDrafts"
     aliases = ("ptd",)
     title = "parallel (P-EAGLE)"
     description = "parallel draft head (P-EAGLE: all draft tokens in one pass)"
@@ -29,18 +31,22 @@ class Peagle(Eagle3):
         {"norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm", "mask_token"}
     )
     has_mask_token = True
+    trains_mask = True
     starts_from = frozenset({"eagle3"})
     architectures = ("PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "PEagleDraftModel")
     speculators_type = "peagle"
     norm_flag_must_be_named = False
+    # vLLM reads it from config.json only if the export is served alone.
+    vllm_options: ClassVar[dict[str, Any]] = {"parallel_drafting": True}
 
     def objective(self) -> Objective:
+        from draftlab.train.batch.loss_rows import DEPTHS
         from draftlab.train.fast.parallel import FastParallel
         from draftlab.train.objectives.objective import Objective
         from draftlab.train.objectives.parallel import parallel_outputs, parallel_weights
 
         return Objective(
-            parallel_outputs, parallel_weights, fast_forward=FastParallel, drops_anchors=True
+            parallel_outputs, parallel_weights, fast_forward=FastParallel, sampling=DEPTHS
         )
 
     def layouts(self) -> dict[str, Layout | str]:

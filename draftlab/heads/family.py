@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # the rooms above this one
     from draftlab.train.settings import HeadSettings
 
 ENTRY_POINTS = "draftlab.families"
+FORCED_DRAFTS = "draftlab.evaluate.certificate.forced_drafts"
 
 
 class Family(ABC):
@@ -41,6 +42,8 @@ class Family(ABC):
             is the one that training checkpoints are tied to.
         config_type, head_type, drafter_type: its classes, as "module:name". A family may implement
             `config_class`, `new_head` and `new_drafter` instead.
+        forced_drafts_type: the class of its teacher-forced drafts for the certificate, as
+            "module:name".
         native_type: the function for `native_config`, as "module:name"; empty: none.
         title: name of its heads in messages, such as "EAGLE3".
         description: a line for model cards and READMEs.
@@ -50,13 +53,16 @@ class Family(ABC):
         reads_last_state: whether the only feature is the target's last state, so that the store
             needs no boundaries.
         uses_target_lm_head: whether heads draft with the target's lm_head, over its vocabulary.
-        has_mask_token: whether masked slots have a mask token, whose embedding is trained.
+        has_mask_token: whether masked slots have a mask token.
+        trains_mask: whether the mask token's embedding is trained, so that heads store embeddings
+            of their own.
         starts_from: other families whose heads a new head can start from (`head.init`).
         architectures: names of its heads in other programs' config.json.
         speculators_type: its `speculators_model_type`; None: the library has none.
         norm_flag_must_be_named: whether programs disagree about the default of
             `norm_before_residual` in the speculators layout.
         vllm_method: `method` of vLLM's speculative config; empty: vLLM has none.
+        vllm_options: further keys of that config.
         rotates_pairs: whether RoPE rotates neighbouring pairs, as in Llama 4, and not halves.
     """
 
@@ -65,6 +71,7 @@ class Family(ABC):
     config_type: ClassVar[str]
     head_type: ClassVar[str]
     drafter_type: ClassVar[str]
+    forced_drafts_type: ClassVar[str] = f"{FORCED_DRAFTS}:ChainDrafts"
     native_type: ClassVar[str] = ""
     title: ClassVar[str]
     description: ClassVar[str]
@@ -74,11 +81,13 @@ class Family(ABC):
     reads_last_state: ClassVar[bool] = False
     uses_target_lm_head: ClassVar[bool] = False
     has_mask_token: ClassVar[bool] = False
+    trains_mask: ClassVar[bool] = False
     starts_from: ClassVar[frozenset[str]] = frozenset()
     architectures: ClassVar[tuple[str, ...]] = ()
     speculators_type: ClassVar[str | None] = None
     norm_flag_must_be_named: ClassVar[bool] = False
     vllm_method: ClassVar[str] = ""
+    vllm_options: ClassVar[dict[str, Any]] = {}
     rotates_pairs: ClassVar[bool] = False
 
     def config_class(self) -> type[HeadConfig]:

@@ -156,9 +156,27 @@ class DraftHead(nn.Module):
         """Return the weight of the RMSNorm in `normed`; None: lm_head reads the output itself."""
         return self.norm.weight
 
-    def logits(self, output: Tensor) -> Tensor:
-        """Return draft-vocabulary logits [..., D] of the head's outputs [..., H]."""
+    def logits(self, output: Tensor, previous: Tensor | None = None) -> Tensor:
+        """Return draft-vocabulary logits [..., D] of the head's outputs [..., H].
+
+        Args:
+            previous: int64 [...], the token before each draft, which a Markov head reads.
+        """
         return F.linear(self.normed(output), self.lm_head.weight.to(output.dtype))
+
+    def loss_product(
+        self, normed: Tensor, previous: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what the logits of R rows are a product of, for the training loss.
+
+        Args:
+            normed: [R, H], the input of lm_head. previous: int64 [R].
+
+        Returns:
+            The rows [R, W], and the weights of their last columns, which are trained, and of their
+            first columns, which are frozen (None: there are no such columns).
+        """
+        return normed, self.lm_head.weight, None
 
     def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return the outputs [..., M, H] of one pass.
@@ -205,8 +223,8 @@ class DraftHead(nn.Module):
         self.norm.weight.copy_(final_norm)
         self.lm_head.weight.copy_(lm_head[ids])
 
-    def initialise_masks(self, generator: torch.Generator) -> None:
-        """Set the initial values of the mask parameters, if the head has a mask token."""
+    def initialise_extra(self, generator: torch.Generator) -> None:
+        """Set the initial values of parameters that only this family has."""
 
     def set_draft_vocabulary(self, target_ids: Tensor) -> None:
         """Set d2t and t2d from ascending unique target ids, int64 [D]."""
@@ -253,4 +271,4 @@ def initialise_head(
                 parameter.copy_(noise * scale)
         head.set_draft_vocabulary(target_ids)
         head.init_from_target(embeddings, final_norm, lm_head)
-        head.initialise_masks(generator)
+        head.initialise_extra(generator)

@@ -71,7 +71,7 @@ class PeagleHead(Eagle3Head):
         """Return the hidden state [H] that every masked slot starts from."""
         return self.project_features(self.mask_hidden)[0]
 
-    def initialise_masks(self, generator: torch.Generator) -> None:
+    def initialise_extra(self, generator: torch.Generator) -> None:
         """Draw a standard normal feature, and an embedding with the table's standard deviation."""
         deviation = self.embed_tokens.weight.std()
         with torch.no_grad():

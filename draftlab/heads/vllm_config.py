@@ -71,6 +71,48 @@ def eagle_llama4_native_config(config: Any, dtype: str) -> dict[str, Any]:
     }
 
 
+def dflash_native_config(config: Any, dtype: str) -> dict[str, Any]:
+    """Return config.json of a DFlash head, which vLLM, SGLang and llama.cpp read (servers §1.6)."""
+    fields = _block_fields(config, dtype)
+    names = ("mask_token_id", "target_layer_ids", "block_size")
+    nested = {name: fields[name] for name in names} | {"causal": config.is_causal}
+    return fields | {"architectures": ["DFlashDraftModel"], "dflash_config": nested}
+
+
+def dspark_native_config(config: Any, dtype: str) -> dict[str, Any]:
+    """Return config.json of a DSpark head, which vLLM, SGLang and llama.cpp read (servers §1.6)."""
+    return _block_fields(config, dtype) | {
+        "architectures": ["Qwen3DSparkModel"],
+        "markov_rank": config.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": config.confidence,
+        "confidence_head_with_markov": config.confidence,
+    }
+
+
+def _block_fields(config: Any, dtype: str) -> dict[str, Any]:
+    """Return the keys that DFlash and DSpark share. Layer ids name outputs, not inputs."""
+    fields = layer_fields(config, dtype)
+    for name in ("bias", "mlp_bias", "target_hidden_size"):
+        del fields[name]
+    if config.draft_vocab_size == config.vocab_size:
+        del fields["draft_vocab_size"]
+    return fields | {
+        "model_type": "qwen3",
+        "torch_dtype": dtype,
+        "attention_dropout": 0.0,
+        "layer_types": ["full_attention"] * config.num_layers,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "is_causal": config.is_causal,
+        "num_target_layers": config.target_num_layers,
+        "target_layer_ids": [b - 1 for b in config.boundaries],
+        "mask_token_id": config.mask_token_id,
+        "block_size": config.block_size,
+        "sample_from_anchor": config.sample_from_anchor,
+    }
+
+
 def layer_fields(config: HeadConfig, dtype: str) -> dict[str, Any]:
     """Return the keys of the layers' shapes, with RoPE in the spelling of transformers 4 and 5."""
     rope = dict(config.rope_parameters)

@@ -5,6 +5,7 @@ renormalized over the draft vocabulary D, and q the head's:
 
     soft_ce  −Σ_D p log q
     lk       λ · Σ_D p (log p − log q) + (1 − λ) · (1 − α),  α = Σ_D min(p, q)
+    ce_l1    a · (−log q(x)) + b · ‖q − p‖₁,  ‖q − p‖₁ = 2 (1 − α),  x the data's token
 
 `distill_linear.py` computes it from hidden states, a chunk of rows at a time; on a GPU a kernel
 (`distill_triton.py`) takes the place of `distill_rows`. Tests: tests/kernels/test_distill.py.
@@ -12,6 +13,7 @@ renormalized over the draft vocabulary D, and q the head's:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +23,11 @@ from draftlab.kernels.dispatch import triton_operator
 from draftlab.kernels.distill_plan import RowPlan
 from draftlab.kernels.distill_types import (
     Distilled,
+    Labels,
     Loss,
     Teacher,
     at_least_float32,
-    check_kl_weight,
+    check_loss_arguments,
 )
 
 
@@ -35,6 +38,7 @@ def distill(
     *,
     loss: Loss = "soft_ce",
     kl_weight: Tensor | None = None,
+    labels: Labels | None = None,
 ) -> Distilled:
     """Return the loss, α and the head's argmax of each row.
 
@@ -42,16 +46,23 @@ def distill(
         draft_logits: the head's [R, D].
         teacher_logits: the target's over the draft vocabulary, z, float32 [R, D].
         logsumexp: of the target's logits over the whole vocabulary, float32 [R].
-        kl_weight: λ of lk, [R] (see `lk_weight`). α has a gradient in lk.
+        kl_weight: λ of lk, [R] (see `lk_weight`).
+        labels: of ce_l1. A token outside the draft vocabulary has no cross-entropy.
 
     Raises:
-        ValueError: unless `kl_weight` is given for lk and for no other loss.
+        ValueError: `kl_weight` or `labels` are not those that the loss needs.
     """
-    check_kl_weight(loss, kl_weight)
+    check_loss_arguments(loss, kl_weight, labels)
     log_p = teacher_logits - logsumexp[:, None]
     p = log_p.exp()
     log_q = at_least_float32(draft_logits).log_softmax(-1)
-    alpha = p.minimum((log_q if loss == "lk" else log_q.detach()).exp()).sum(-1)
+    alpha = p.minimum((log_q.detach() if loss == "soft_ce" else log_q).exp()).sum(-1)
+    if labels is not None:
+        known = labels.ids >= 0
+        log_likelihood = log_q.gather(1, labels.ids.clamp(min=0)[:, None])[:, 0]
+        cross_entropy = -torch.where(known, log_likelihood, 0)
+        value = labels.cross_entropy * cross_entropy + 2 * labels.l1 * (1 - alpha)
+        return Distilled(value, alpha.detach(), draft_logits.detach().argmax(-1))
     log_ratio = log_q if loss == "soft_ce" else log_q - log_p
     value = -(p * log_ratio).sum(-1)
     if kl_weight is not None:
@@ -95,6 +106,7 @@ def distill_rows(
     teacher: Teacher,
     weight: Tensor,
     kl_weight: Tensor | None,
+    labels: Labels | None,
     loss: Loss,
     gradients: bool,
     out: Distilled,
@@ -107,7 +119,7 @@ def distill_rows(
     Args:
         logits: [n, D], the head's, of the plan's `rows`.
         teacher_logits: [c, D], the plain products (see `Teacher.to_logits`), by position.
-        weight, kl_weight: [R], of all rows, in their original order.
+        weight, kl_weight, labels: of all R rows, in their original order.
     """
     row, teacher_index = plan.order[rows], plan.teacher_index[rows]
     with torch.set_grad_enabled(gradients):
@@ -118,6 +130,7 @@ def distill_rows(
             teacher.logsumexp[plan.positions[teacher_index]],
             loss=loss,
             kl_weight=None if kl_weight is None else kl_weight[row],
+            labels=None if labels is None else replace(labels, ids=labels.ids[row]),
         )
         if gradients:
             (gradient,) = torch.autograd.grad(weighted(weight[row], result.loss), x)

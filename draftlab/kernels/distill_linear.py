@@ -23,7 +23,14 @@ from torch.autograd.function import once_differentiable
 
 from draftlab.kernels.distill import distill_rows, weighted
 from draftlab.kernels.distill_plan import RowPlan
-from draftlab.kernels.distill_types import Distilled, Loss, Teacher, check_kl_weight, sum_dtype
+from draftlab.kernels.distill_types import (
+    Distilled,
+    Labels,
+    Loss,
+    Teacher,
+    check_loss_arguments,
+    sum_dtype,
+)
 
 _CPU_BUFFER = 8 << 20  # bytes that stay in a cache
 _MIN_GPU_BUFFER = 64 << 20  # below, launches would cost more than they save
@@ -48,9 +55,13 @@ def distill_linear(
     *,
     loss: Loss = "soft_ce",
     kl_weight: Tensor | None = None,
+    labels: Labels | None = None,
+    frozen: Tensor | None = None,
     buffer_bytes: int | None = None,
 ) -> DistilledRows:
     """Return `distill` of hidden @ lm_headᵀ against the teacher, without a tensor [R, D].
+
+    With `frozen` the logits are hidden @ [frozen | lm_head]ᵀ, one product.
 
     Products run in autocast's dtype where it is on, else in those of `hidden` and of
     `teacher.weight`; all else is float32 (float64 for float64), as are the sums that become
@@ -62,30 +73,40 @@ def distill_linear(
         plan: of `teacher.last`'s positions that the R rows learn from.
         weight: float [R], the factor of each row's loss in `total`; no gradient.
         kl_weight: λ of lk, float32 [R] (see `lk_weight`).
+        labels: of ce_l1.
+        frozen: [D, F], weights without gradient of hidden's first F columns; hidden is then
+            [R, F + H].
         buffer_bytes: for the logits of a chunk; None: on a GPU the size of lm_head in the products'
             dtype. A chunk then has about H rows for any D, and adding its product to lm_head's
             gradient costs a few percent of computing it.
 
     Raises:
-        ValueError: if shapes do not fit together, or unless `kl_weight` is given for lk only.
+        ValueError: if shapes do not fit together, or `kl_weight` or `labels` are not those that the
+            loss needs.
     """
     num_rows = len(plan.order)
+    width = lm_head.shape[1] + (0 if frozen is None else frozen.shape[1])
     expected = {
-        "hidden": (hidden, (num_rows, lm_head.shape[1])),
+        "hidden": (hidden, (num_rows, width)),
         "teacher.weight": (teacher.weight, (len(lm_head), teacher.last.shape[1])),
         "teacher.logsumexp": (teacher.logsumexp, (len(teacher.last),)),
         "weight": (weight, (num_rows,)),
     }
     if kl_weight is not None:
         expected["kl_weight"] = (kl_weight, (num_rows,))
+    if labels is not None:
+        expected["labels"] = (labels.ids, (num_rows,))
+    if frozen is not None:
+        expected["frozen"] = (frozen, (len(lm_head), frozen.shape[1]))
     for name, (tensor, shape) in expected.items():
         if tensor.shape != shape:
             raise ValueError(f"expected {name} {list(shape)}, found {list(tensor.shape)}")
-    check_kl_weight(loss, kl_weight)
+    check_loss_arguments(loss, kl_weight, labels)
     needs_gradient = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, lm_head)]
     total, *values = _DistillLinear.apply(
-        hidden, lm_head, teacher, plan, weight, kl_weight, loss, buffer_bytes, *needs_gradient
-    )
+        hidden, lm_head, teacher, plan, weight, kl_weight, labels, frozen, loss, buffer_bytes,
+        *needs_gradient,
+    )  # fmt: skip
     return DistilledRows(*values, total)
 
 
@@ -94,8 +115,8 @@ class _DistillLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden, lm_head, teacher, plan, weight, kl_weight, loss, buffer_bytes,
-        needs_d_hidden, needs_d_lm_head,
+        ctx: Any, hidden, lm_head, teacher, plan, weight, kl_weight, labels, frozen, loss,
+        buffer_bytes, needs_d_hidden, needs_d_lm_head,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         dtype = sum_dtype(hidden.dtype)
         weight = weight.to(dtype)
@@ -109,7 +130,10 @@ class _DistillLinear(torch.autograd.Function):
         d_lm_head = torch.zeros_like(lm_head, dtype=dtype) if needs_d_lm_head else None
         product_dtype, teacher_dtype = _product_dtype(hidden), _product_dtype(teacher.weight)
         weights, teacher_weights = lm_head.to(product_dtype), teacher.weight.to(teacher_dtype)
-        vocab, size = lm_head.shape
+        trained_from = 0 if frozen is None else frozen.shape[1]
+        if frozen is not None:
+            weights = torch.cat([frozen.to(product_dtype), weights], 1)
+        vocab, size = weights.shape
         pitch = -(-vocab // 16) * 16  # rows are aligned to the widest loads
         row_bytes = pitch * max(product_dtype.itemsize, teacher_dtype.itemsize)
         budget = buffer_bytes or _CPU_BUFFER
@@ -130,7 +154,9 @@ class _DistillLinear(torch.autograd.Function):
             x = draft_buffer[: chunk.num_rows]
             states = ordered[chunk.rows]
             torch.mm(states, weights.t(), out=x)
-            distill_rows(x, z, chunk.rows, plan, teacher, weight, kl_weight, loss, gradients, out)
+            distill_rows(
+                x, z, chunk.rows, plan, teacher, weight, kl_weight, labels, loss, gradients, out
+            )
             if d_hidden is not None:
                 if hidden.dtype == product_dtype:
                     torch.mm(x, weights, out=d_hidden[chunk.rows])
@@ -139,7 +165,7 @@ class _DistillLinear(torch.autograd.Function):
             if d_lm_head is not None:
                 # 0 · NaN is NaN: the states of a row without weight must not reach the product.
                 states.masked_fill_((weight[plan.order[chunk.rows]] == 0)[:, None], 0)
-                _add_product(d_lm_head, x.t(), states)
+                _add_product(d_lm_head, x.t(), states[:, trained_from:])
         if d_lm_head is not None:
             d_lm_head = d_lm_head.to(lm_head.dtype)
         ctx.save_for_backward(d_hidden, d_lm_head, plan.order)
@@ -154,7 +180,7 @@ class _DistillLinear(torch.autograd.Function):
         if d_hidden is not None:
             ranks = torch.arange(len(order), device=order.device)
             d_hidden = d_hidden[torch.empty_like(order).scatter_(0, order, ranks)]
-        return d_hidden, d_lm_head, *[None] * 8
+        return d_hidden, d_lm_head, *[None] * 10
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:

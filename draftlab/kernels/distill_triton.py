@@ -6,7 +6,7 @@ which overwrites the logits. lk needs a sum in between. Programs of neighbouring
 teacher, and a row's second reading follows soon after its first: both mostly come from L2.
 
 With S = Σ_{q<p} q (a tie counts half, as in autograd), the gradients by the head's logits are
-m·q − p of the cross-entropy and of KL, and q·(S − [q < p]) of 1 − α.
+m·q − p of the cross-entropy and of KL, q·(S − [q < p]) of 1 − α, and q − [label] of −log q(label).
 
 The distance between rows, `stride`, is a multiple of 16, so that loads and stores of whole rows
 have full width for any D. The columns between D and the stride are read, ignored and overwritten.
@@ -54,8 +54,9 @@ def _d_min(q, p):
 @triton.jit(do_not_specialize=["start"])
 def distill_kernel(
     logits, teacher_logits, stride, start, size,
-    order, teacher_index, positions, logsumexps, weights, kl_weights, losses, alphas, bests,
-    scale, softcap, SOFTCAP: tl.constexpr, LK: tl.constexpr, GRADIENTS: tl.constexpr,
+    order, teacher_index, positions, logsumexps, weights, kl_weights, labels, losses, alphas, bests,
+    scale, softcap, ce_weight, l1_weight,
+    SOFTCAP: tl.constexpr, LK: tl.constexpr, CE_L1: tl.constexpr, GRADIENTS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Process one row; grid (n,), rows start … start + n of the plan.
@@ -91,7 +92,7 @@ def distill_kernel(
     mass = tl.sum(masses, 0)
 
     sum_below = 0.0  # S
-    if LK and GRADIENTS:
+    if (LK or CE_L1) and GRADIENTS:
         sums_below = tl.zeros([TILE], tl.float32)
         for begin in range(0, size, TILE):
             at = begin + lane
@@ -105,6 +106,10 @@ def distill_kernel(
     kl_weight = 1.0
     if LK:
         kl_weight = tl.load(kl_weights + row)
+    label = -1
+    if CE_L1:
+        label = tl.load(labels + row)
+        ce_weight = tl.where(label >= 0, ce_weight, 0.0)
     loss = tl.zeros([TILE], tl.float32)
     alpha = tl.zeros([TILE], tl.float32)
     for begin in range(0, size, TILE):
@@ -115,6 +120,8 @@ def distill_kernel(
         q, p = tl.exp(log_q), tl.exp(log_p)
         if LK:
             loss += tl.where(inside, p * (log_p - log_q), 0.0)
+        elif CE_L1:
+            loss -= tl.where(at == label, log_q, 0.0)
         else:
             loss -= tl.where(inside, p * log_q, 0.0)
         alpha += tl.minimum(p, q)
@@ -122,18 +129,24 @@ def distill_kernel(
             gradient = mass * q - p
             if LK:
                 gradient = kl_weight * gradient + (1.0 - kl_weight) * q * (sum_below - _d_min(q, p))
+            if CE_L1:
+                gradient = ce_weight * (q - tl.where(at == label, 1.0, 0.0))
+                gradient += 2.0 * l1_weight * q * (sum_below - _d_min(q, p))
             gradient = tl.where(weight != 0, weight * gradient, 0.0)
             tl.store(x_row + at, gradient, mask=in_row)
     value, alpha_sum = tl.sum(loss, 0), tl.sum(alpha, 0)
     if LK:
         value = kl_weight * value + (1.0 - kl_weight) * (1.0 - alpha_sum)
+    if CE_L1:
+        value = ce_weight * value + 2.0 * l1_weight * (1.0 - alpha_sum)
+        value = tl.where(log_sum - log_sum == 0.0, value, float("nan"))
     tl.store(losses + row, value)
     tl.store(alphas + row, alpha_sum)
     tl.store(bests + row, best.to(tl.int64))
 
 
 def distill_rows(
-    logits, teacher_logits, rows, plan, teacher, weight, kl_weight, loss, gradients, out
+    logits, teacher_logits, rows, plan, teacher, weight, kl_weight, labels, loss, gradients, out
 ) -> None:
     """Launch `distill.distill_rows`."""
     with torch.cuda.device_of(logits):
@@ -149,13 +162,17 @@ def distill_rows(
             teacher.logsumexp.contiguous(),
             weight.contiguous(),
             None if kl_weight is None else kl_weight.contiguous(),
+            None if labels is None else labels.ids.contiguous(),
             out.loss,
             out.alpha,
             out.best,
             teacher.scale,
             0.0 if teacher.softcap is None else teacher.softcap,
+            0.0 if labels is None else labels.cross_entropy,
+            0.0 if labels is None else labels.l1,
             SOFTCAP=teacher.softcap is not None,
             LK=loss == "lk",
+            CE_L1=loss == "ce_l1",
             GRADIENTS=gradients,
             TILE=TILE,
             num_warps=WARPS,

@@ -9,7 +9,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Loss = Literal["soft_ce", "lk"]
+Loss = Literal["soft_ce", "lk", "ce_l1"]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The data tokens that rows predict, and the weights of the loss ce_l1's two terms.
+
+    Attributes:
+        ids: int64 [R], ids of the draft vocabulary; −1 where it lacks the token.
+        cross_entropy: weight of −log q of the label; l1: of ‖q − p‖₁.
+    """
+
+    ids: Tensor
+    cross_entropy: float
+    l1: float
 
 
 @dataclass(frozen=True)
@@ -63,8 +77,9 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(sum_dtype(x.dtype))
 
 
-def check_kl_weight(loss: Loss, kl_weight: Tensor | None) -> None:
-    """Raise ValueError unless `kl_weight` is given for lk and for no other loss."""
-    if (loss == "lk") != (kl_weight is not None):
-        found = "none" if kl_weight is None else f"one for {loss}"
-        raise ValueError(f"expected a `kl_weight` for loss lk and for no other, found {found}")
+def check_loss_arguments(loss: Loss, kl_weight: Tensor | None, labels: Labels | None) -> None:
+    """Raise ValueError unless lk has a `kl_weight`, ce_l1 has `labels`, and no other loss has."""
+    for name, value, owner in (("kl_weight", kl_weight, "lk"), ("labels", labels, "ce_l1")):
+        if (loss == owner) != (value is not None):
+            found = "none" if value is None else f"some for {loss}"
+            raise ValueError(f"expected {name} for loss {owner} and for no other, found {found}")

@@ -153,7 +153,7 @@ def head_config(
         family=family.name,
         num_layers=settings.num_layers,
         mask_token_id=mask,
-        embeddings="target" if mask is None else "own",
+        embeddings="own" if family.trains_mask else "target",
         boundaries=last if family.reads_last_state else identity.boundaries,
         target_num_layers=identity.num_layers,
         target_hidden_size=identity.hidden_size,

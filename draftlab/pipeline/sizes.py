@@ -195,10 +195,8 @@ class HeadSize:
         """Return the size of a head as the recipe trains it, without the savings of compaction."""
         settings, config = recipe.train, head.config
         steps = float(settings.ttt_steps)
-        if head.family.objective().drops_anchors:
-            steps = sum(
-                max(settings.cod_ratio**d, settings.cod_min) for d in range(settings.ttt_steps)
-            )
+        if sampling := head.family.objective().sampling:
+            steps = sampling.mean(settings)
         trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
         frozen = count_parameters(head) - trained
         target_lm_head = config.draft_vocab_size * config.target_hidden_size

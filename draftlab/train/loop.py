@@ -87,8 +87,8 @@ class Trainer:
         self.device = self.ranks.device
         self.dtype = product_dtype(settings.precision, self.device)
         self.training, self.held_out = split_records(store.ids, settings, seed, monitor)
-        drops, imitates = self.objective.drops_anchors, self.objective.imitates_states
-        packer = Packer(store, settings, seed, drops, imitates, uses_one_row(self.device))
+        sampling, imitates = self.objective.sampling, self.objective.imitates_states
+        packer = Packer(store, settings, seed, sampling, imitates, uses_one_row(self.device))
         self.loader = BatchLoader(packer, self.ranks)
         head = new_head(config)
         initialise_head(

@@ -30,6 +30,8 @@ PASS_SETTINGS: dict[str, Any] = {"micro_rows": None, "anchor_parts": 1}
 """Settings that split an optimizer step into passes, with their defaults. Denominators are those of
 the whole step, so that only the loss lk, which reads the α of a pass, depends on them."""
 
+LATER_SETTINGS: dict[str, Any] = {"anchor_share": 0.25}
+"""Settings that older checkpoints do not know, with the defaults that leave them as they are."""
 FIRST_NAMES = {"acceptance_weighting": "reach"}
 """Settings of `TrainSettings` that were renamed, with their original names."""
 
@@ -56,11 +58,12 @@ class HeadSettings(Settings):
 
     family: str = "eagle3"
     """Family of the head. eagle3: drafts one token a pass, each from the head's previous output.
-    peagle (formerly ptd): drafts all K tokens in one pass. eagle: the first generation, which
-    imitates the target's last state. eagle_llama4: eagle with dense Llama 4 layers. Installed
-    packages can register more families."""
+    peagle (formerly ptd): drafts all K tokens in one pass. dspark: drafts a block in one pass, with
+    a bias by the token before each draft. dflash: a block without that bias. eagle: the first
+    generation, which imitates the target's last state. eagle_llama4: eagle with dense Llama 4
+    layers. Installed packages can register more families."""
     num_layers: int = Field(default=1, ge=1)
-    """Number of decoder layers: 1 for eagle3, up to 4 for other families."""
+    """Number of decoder layers: 1 for eagle3, up to 5 for dspark and dflash, up to 4 for others."""
     intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the feed-forward layer; None: the target's."""
     num_attention_heads: int | None = Field(default=None, ge=1)
@@ -81,9 +84,13 @@ class HeadSettings(Settings):
     """Whether queries and keys are normed, as in Qwen3."""
     llama4: Llama4Settings = Llama4Settings()
     """eagle_llama4: attention settings; null: the target's value if it has one, else Llama 4's."""
+    markov_rank: int = Field(default=256, ge=1)
+    """dspark: rank of the bias by the token before each draft."""
+    is_causal: bool = False
+    """dspark, dflash: whether a slot of a block sees only the slots before it, and itself."""
     mask_token: int | str = "auto"
-    """peagle: token of the masked slots, by name or id; "auto": a mask or reserved token, or a row
-    of the embeddings that no token uses."""
+    """peagle, dspark, dflash: token of the masked slots, by name or id; "auto": a mask or reserved
+    token, or a row of the embeddings that no token uses."""
     init: str | None = None
     """Trained head to start from, such as "reference" or runs/NAME/head; None: start from the
     target's embeddings, final norm and lm_head."""
@@ -106,8 +113,10 @@ class HeadSettings(Settings):
         """Return the names of the settings beside the shape that the recipe sets."""
         flags = {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm"}
         chosen = {name for name in flags if getattr(self, name)}
-        if self.mask_token != "auto":
-            chosen.add("mask_token")
+        defaults = HeadSettings.model_fields
+        for name in ("mask_token", "markov_rank", "is_causal"):
+            if getattr(self, name) != defaults[name].default:
+                chosen.add(name)
         if any(value is not None for _, value in self.llama4):
             chosen.add("llama4")
         return chosen
@@ -131,7 +140,7 @@ class TrainSettings(Settings):
     loss: Literal["soft_ce", "lk"] = "soft_ce"
     """soft_ce: cross-entropy to the target's distribution. lk: a mix with the acceptance rate,
     whose share grows with a step's mean acceptance in the forward pass, so that micro_rows and
-    anchor_parts change it a little."""
+    anchor_parts change it a little. dspark and dflash have losses of their own."""
     regression: float = Field(default=1.0, ge=0)
     """eagle: weight of the regression on the target's states (smooth L1)."""
     distillation: float = Field(default=0.1, ge=0)
@@ -147,6 +156,8 @@ class TrainSettings(Settings):
     """peagle: share of the anchors that keep depth d is cod_ratio^d (conditional drop); 1: all."""
     cod_min: float = Field(default=0.2, ge=0, le=1)
     """peagle: smallest share of the anchors that a depth keeps."""
+    anchor_share: float = Field(default=0.25, gt=0, le=1)
+    """dspark, dflash: share of the positions at which a block starts, chosen anew in every step."""
     anchor_parts: int = Field(default=1, ge=1)
     """Number of parts that the anchors of a forward pass are split into. The parts run one after
     the other, which needs less memory for long rows and gives the same result."""
@@ -210,7 +221,8 @@ class TrainSettings(Settings):
 
     def former_identity(self) -> dict[str, Any]:
         """Return the `identity` of older checkpoints, which had all `PASS_SETTINGS` in it."""
-        fields = self.model_dump(exclude=set(FREE_SETTINGS))
+        later = {name for name, value in LATER_SETTINGS.items() if getattr(self, name) == value}
+        fields = self.model_dump(exclude=FREE_SETTINGS | later)
         return {FIRST_NAMES.get(name, name): value for name, value in fields.items()}
 
 

@@ -68,10 +68,9 @@ def _score_rows(
         row: int64 [R], flat positions of their teachers.
     """
     plan, teacher = batch.plan, target.at(batch)
-    token, argmax = batch.tokens.flatten()[row + 1], batch.argmax.flatten()[row]
-    draft_index = torch.full((head.config.vocab_size,), -1, device=row.device)
-    draft_index[target.target_ids] = torch.arange(len(target.target_ids), device=row.device)
-    draft_id = draft_index[token]
+    tokens, argmax = batch.tokens.flatten(), batch.argmax.flatten()[row]
+    token, previous = tokens[row + 1], tokens[row]
+    draft_id = target.draft_index[token]
     dtypes = (torch.bool,) * 2 + (torch.float32,) * 3
     scores = [torch.empty_like(row, dtype=dtype) for dtype in dtypes]
     for chunk in plan.chunks(max(2, BUFFER // (4 * len(target.weight)))):
@@ -80,7 +79,7 @@ def _score_rows(
         last = target.norm(states.to(target.weight.dtype))
         z = teacher.to_logits(last @ target.weight.t())[index - chunk.teachers.start]
         logsumexp = teacher.logsumexp[plan.positions[index]]
-        logits = head.logits(output[rows]).float()
+        logits = head.logits(output[rows], previous[rows]).float()
         out = distill(logits, z, logsumexp)
         column = draft_id[rows].clamp(min=0)[:, None]
         log_q = logits.log_softmax(-1).gather(1, column)[:, 0]

@@ -154,8 +154,8 @@ class Work:
             data_workers=data_workers,
         )
         one_row = uses_one_row(device) if one_row is None else one_row
-        drops, imitates = objective.drops_anchors, objective.imitates_states
-        return Packer(RecordsInMemory(self.records), settings, 0, drops, imitates, one_row)
+        sampling, imitates = objective.sampling, objective.imitates_states
+        return Packer(RecordsInMemory(self.records), settings, 0, sampling, imitates, one_row)
 
     def packed(self, device: torch.device, *, one_row: bool | None = None) -> Batch:
         """Return the records as a batch in the host's memory; `one_row` as in `packer`."""
@@ -177,7 +177,7 @@ def new_work(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int =
             if parameter.ndim > 1:
                 parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
     if isinstance(head, PeagleHead):
-        head.initialise_masks(torch.Generator().manual_seed(seed))
+        head.initialise_extra(torch.Generator().manual_seed(seed))
     head.embed_tokens.to(dtype)
     head.set_draft_vocabulary(torch.arange(shape.draft_vocab, device=device))
     lm_head = torch.empty(shape.draft_vocab, shape.hidden, device=device)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftlab.train.batch.loss_rows import StepSampling
 from draftlab.train.batch.packer import OptimizerStep, Packer, Rows
 from draftlab.train.batch.packing import Batch, map_tensors
 from draftlab.train.settings import TrainSettings
@@ -22,7 +23,7 @@ def toy_store(count: int = 12) -> ListStore:
 def packer(
     store: Any = None,
     *,
-    drops_anchors: bool = False,
+    sampling: StepSampling | None = None,
     imitates_states: bool = False,
     one_row: bool = True,
     **settings: Any,
@@ -30,7 +31,7 @@ def packer(
     """Make a packer for four rows of 64 positions and three steps."""
     fields = {"row_tokens": 64, "batch_rows": 4, "ttt_steps": 3} | settings
     validated = TrainSettings.model_validate(fields)
-    return Packer(store or toy_store(), validated, 7, drops_anchors, imitates_states, one_row)
+    return Packer(store or toy_store(), validated, 7, sampling, imitates_states, one_row)
 
 
 def step(number: int = 3, micro_batches: list[tuple[Rows, bool]] | None = None) -> OptimizerStep:

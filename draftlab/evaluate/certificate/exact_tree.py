@@ -12,13 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pkgutil import resolve_name
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.evaluate.certificate.forced_drafts import ChainDrafts, ParallelDrafts
 from draftlab.heads.head import DraftHead
 from draftlab.target_model.model import Target
 
@@ -196,8 +196,7 @@ def build_trees(
         p, gap = settings.probabilities(logits[-1])
         tokens.append(p.topk(width).indices)
         margin = torch.minimum(margin, gap.view(count, -1).amin(1))
-    drafts = ParallelDrafts if head.family.drafting == "parallel" else ChainDrafts
-    drafter = drafts(head, rows, states.features)
+    drafter = resolve_name(head.family.forced_drafts_type)(head, rows, states.features, k)
 
     def draft_logits(level: int, start: int, depth: int) -> Tensor:
         """Return the head's logits at a level's nodes, as draft `depth` of a step.

@@ -15,10 +15,11 @@ class _Drafts:
 
     Args:
         features: features of the target [B, S, F].
+        k: drafts a step.
     """
 
-    def __init__(self, head: Any, rows: Tensor, features: Tensor) -> None:
-        self.head, self.rows = head, rows
+    def __init__(self, head: Any, rows: Tensor, features: Tensor, k: int) -> None:
+        self.head, self.rows, self.k = head, rows, k
         self.hidden = head.project_features(features[:, :-1].to(head.fc.weight.dtype))
 
     def draft(self, start: int, depth: int) -> Tensor:
@@ -48,6 +49,36 @@ def _causal(_: int, *inputs: Tensor) -> Tensor:
     return output.transpose(1, 2)
 
 
+class BlockDrafts(_Drafts):
+    """Drafts of a block head, from a block of K drafts after the context."""
+
+    def draft(self, start: int, depth: int) -> Tensor:
+        head, config = self.head, self.head.config
+        context, newest = self.hidden[:, : start + 1], self.rows[:, start + 1]
+        slots = torch.arange(self.k + config.first_slot, device=newest.device)
+        sees_all = torch.ones(len(slots), start + 1, dtype=torch.bool, device=newest.device)
+        own = (
+            slots <= slots[:, None]
+            if config.is_causal
+            else sees_all.new_ones(len(slots), len(slots))
+        )
+        visible = torch.cat([sees_all, own], 1)
+        context_angles = head.rope.angles(torch.arange(start + 1, device=newest.device))
+        angles = head.rope.angles(start + 1 + slots)
+        hidden = head.embed(head.block_tokens(newest, len(slots)))
+        for layer in head.layers:
+            attention, x = layer.self_attn, layer.input_layernorm(hidden)
+            pairs = (attention.key_value(context, context_angles), attention.key_value(x, angles))
+            keys, values = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(*pairs, strict=True))
+            query = attention.query(x, angles).transpose(1, 2)
+            attended = F.scaled_dot_product_attention(
+                query, keys, values, attn_mask=visible, enable_gqa=True
+            )
+            hidden = layer.output(attended.transpose(1, 2), hidden)
+        previous = self.rows[:, start + 1 + depth]
+        return head.logits(hidden[:, config.first_slot + depth], previous)
+
+
 LayerCache = tuple[Tensor, ...]
 """Keys and values of one layer, each [B, kv heads, M, head_dim]."""
 
@@ -55,8 +86,8 @@ LayerCache = tuple[Tensor, ...]
 class ChainDrafts(_Drafts):
     """Drafts of a chain head, each from the output of the one before."""
 
-    def __init__(self, head: Any, rows: Tensor, features: Tensor) -> None:
-        super().__init__(head, rows, features)
+    def __init__(self, head: Any, rows: Tensor, features: Tensor, k: int) -> None:
+        super().__init__(head, rows, features, k)
         self.outputs, self.keys = self._run(rows[:, 1:], self.hidden, 0, None)
 
     def draft(self, start: int, depth: int) -> Tensor:

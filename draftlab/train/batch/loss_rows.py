@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,20 +51,64 @@ def joint_reach(records: Sequence[Record]) -> Tensor:
     return reach
 
 
-def sample_depths(
-    record: Record, num_depths: int, *, ratio: float, least: float, seed: int, step: int
-) -> Tensor:
+@dataclass(frozen=True)
+class StepSampling:
+    """A choice of the steps that each position of a record is trained with.
+
+    Attributes:
+        sample: (record, `TrainSettings`, seed, optimizer step) → most steps of each position, int64
+            [T]. It is a function of a module, so that it can be pickled.
+        mean: `TrainSettings` → the mean number of steps of a position.
+    """
+
+    sample: Callable[[Record, Any, int, int], Tensor]
+    mean: Callable[[Any], float]
+
+
+def sample_depths(record: Record, settings: Any, seed: int, step: int) -> Tensor:
     """Sample how many depths each anchor of a record keeps (conditional drop): int64 [T].
 
-    Depth d is kept with probability max(ratio^d, least), depth 0 always. One random number decides
-    all depths of an anchor, so that they are nested. It is a pure function of seed, optimizer step,
-    record and position.
+    Depth d is kept with probability max(cod_ratio^d, cod_min), depth 0 always. One random number
+    decides all depths of an anchor, so that they are nested. It is a pure function of seed,
+    optimizer step, record and position.
     """
+    rising = _depth_probabilities(settings)[::-1]
+    dropped = np.searchsorted(rising, _uniform(record, seed, step), side="right")
+    return torch.from_numpy(len(rising) - dropped)
+
+
+def _depth_probabilities(settings: Any) -> np.ndarray:
+    """Return the probability that an anchor keeps each depth, falling with the depth."""
+    return np.maximum(settings.cod_ratio ** np.arange(settings.ttt_steps), settings.cod_min)
+
+
+def sample_anchors(record: Record, settings: Any, seed: int, step: int) -> Tensor:
+    """Sample the positions of a record at which a block starts: int64 [T], `ttt_steps` or 0.
+
+    A position is chosen with probability `anchor_share`, as a pure function like `sample_depths`.
+    """
+    chosen = _uniform(record, seed, step) < settings.anchor_share
+    return torch.from_numpy(np.where(chosen, settings.ttt_steps, 0))
+
+
+def mean_depths(settings: Any) -> float:
+    """Return the mean number of depths of an anchor under `sample_depths`."""
+    return float(_depth_probabilities(settings).sum())
+
+
+def mean_anchored(settings: Any) -> float:
+    """Return the mean number of steps of a position under `sample_anchors`."""
+    return settings.anchor_share * settings.ttt_steps
+
+
+DEPTHS = StepSampling(sample_depths, mean_depths)
+ANCHORS = StepSampling(sample_anchors, mean_anchored)
+
+
+def _uniform(record: Record, seed: int, step: int) -> np.ndarray:
+    """Return a random number of each position of a record in an optimizer step, float64 [T]."""
     key = prompt_key(record.id) % 2**64  # seeds of numpy's generator are unsigned
-    uniform = np.random.default_rng([seed, 2, step, key]).random(len(record.tokens))
-    probability = np.maximum(ratio ** np.arange(num_depths), least)  # falls with the depth
-    dropped = np.searchsorted(probability[::-1], uniform, side="right")
-    return torch.from_numpy(num_depths - dropped)
+    return np.random.default_rng([seed, 2, step, key]).random(len(record.tokens))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from draftlab.store.store import Record, Store
 from draftlab.train.batch.feature_noise import StepNoise
-from draftlab.train.batch.loss_rows import sample_depths
+from draftlab.train.batch.loss_rows import StepSampling
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.settings import TrainSettings
 
@@ -35,7 +35,7 @@ class Packer:
     Attributes:
         store: the records.
         settings, seed: of the training.
-        drops_anchors: whether the objective drops depths at random (`sample_depths`).
+        sampling: the objective's choice of steps; None: all.
         imitates_states: whether the objective adds noise to the features.
         one_row: see `pack`.
     """
@@ -43,27 +43,22 @@ class Packer:
     store: Store
     settings: TrainSettings
     seed: int
-    drops_anchors: bool
+    sampling: StepSampling | None
     imitates_states: bool
     one_row: bool
 
     def __getitem__(self, step: OptimizerStep) -> list[Batch]:
-        settings = self.settings
-        max_steps = partial(
-            sample_depths,
-            num_depths=settings.ttt_steps,
-            ratio=settings.cod_ratio,
-            least=settings.cod_min,
-            seed=self.seed,
-            step=step.number,
-        )
+        settings, max_steps = self.settings, None
+        if self.sampling is not None:
+            options = {"settings": settings, "seed": self.seed, "step": step.number}
+            max_steps = partial(self.sampling.sample, **options)
         noise = StepNoise(settings.noise, self.seed, step.number)
         return [
             pack(
                 self._records(rows),
                 settings.row_tokens,
                 settings.ttt_steps,
-                max_steps=max_steps if self.drops_anchors else None,
+                max_steps=max_steps,
                 noise=noise if self.imitates_states and settings.noise else None,
                 num_passes=settings.anchor_parts,
                 one_row=self.one_row,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,8 @@ from torch import Tensor
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.distill import lk_weight, weighted
 from draftlab.kernels.distill_linear import distill_linear
-from draftlab.kernels.distill_types import Teacher
+from draftlab.kernels.distill_types import Labels, Loss, Teacher
+from draftlab.kernels.sampling_types import draft_index
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
@@ -49,12 +49,17 @@ class LossTerms:
         loss: ℓ of `kernels/distill.py`; "lk" weighs its terms by the α of the current batch.
         acceptance_weighting: share of a row's weight that is multiplied by the probability that its
             draft is reached.
+        cross_entropy, l1: weights of ce_l1's terms.
+        confidence: weight of the binary cross-entropy between a confidence head and α.
     """
 
-    loss: Literal["soft_ce", "lk"] = "soft_ce"
+    loss: Loss = "soft_ce"
     distillation: float = 1.0
     regression: float = 0.0
     acceptance_weighting: float = 0.0
+    cross_entropy: float = 0.0
+    l1: float = 0.0
+    confidence: float = 0.0
 
 
 SOFT_CE = LossTerms()
@@ -106,13 +111,15 @@ class DraftTeacher:
     """The target's final norm, and the rows of its lm_head for the draft vocabulary.
 
     Attributes:
-        weight: [D, Ht], rows of lm_head. target_ids: int64 [D].
+        weight: [D, Ht], rows of lm_head. target_ids: int64 [D]. draft_index: int64 [V], its
+            inverse; −1 outside.
         norm, scale, softcap: as in `TargetParts`.
     """
 
     norm: Callable[[Tensor], Tensor]
     weight: Tensor
     target_ids: Tensor
+    draft_index: Tensor
     scale: float
     softcap: float | None
 
@@ -127,7 +134,8 @@ class DraftTeacher:
         rows = parts.lm_head[ids.to(parts.lm_head.device)].to(device, dtype)
         # A copy, since `Module.to` works in place and a model in use may own this norm.
         norm = copy.deepcopy(parts.norm).to(device, dtype)
-        return cls(norm, rows, ids, parts.scale, parts.softcap)
+        index = draft_index(ids, len(parts.lm_head)).long()
+        return cls(norm, rows, ids, index, parts.scale, parts.softcap)
 
     def at(self, batch: Batch) -> Teacher:
         """Return the teacher at the positions of a batch."""
@@ -158,12 +166,17 @@ def weighted_loss(
     )
     teacher = target.at(batch)
     output, plan = torch.cat([s.output for s in steps]), batch.plan
+    tokens, kl_weight = batch.tokens.flatten(), None
     with torch.autocast(output.device.type, enabled=False):  # autocast widens the norm on a GPU
-        hidden, kl_weight = head.normed(output), None
+        normed = head.normed(output)
+        hidden, trained, frozen = head.loss_product(normed, tokens[row])
+    labels = None
+    if terms.loss == "ce_l1":
+        labels = Labels(target.draft_index[tokens[row + 1]], terms.cross_entropy, terms.l1)
     if terms.loss == "lk" or terms.acceptance_weighting:
         step = step_of_row(sizes, row.device)
         with torch.no_grad():
-            alpha = distill_linear(hidden, head.lm_head.weight, teacher, plan, weight).alpha
+            alpha = distill_linear(hidden, trained, teacher, plan, weight, frozen=frozen).alpha
         if terms.loss == "lk":
             kl_weight = lk_weight(alpha, step, len(sizes))
         if share := terms.acceptance_weighting:
@@ -171,14 +184,21 @@ def weighted_loss(
             weight = torch.where(weight != 0, weight * (1 - share + share * reach), 0)  # no 0 · NaN
     out = distill_linear(
         hidden,
-        head.lm_head.weight,
+        trained,
         teacher,
         plan,
         terms.distillation * weight,
         loss=terms.loss,
         kl_weight=kl_weight,
+        labels=labels,
+        frozen=frozen,
     )
     total, value = out.total, terms.distillation * out.loss
+    if terms.confidence:
+        logits = head.confidence_logits(normed, hidden[:, normed.shape[1] :]).float()
+        distance = F.binary_cross_entropy_with_logits(logits, out.alpha, reduction="none")
+        total = total + terms.confidence * weighted(weight, distance)
+        value = value + terms.confidence * distance.detach()
     if terms.regression:
         state = target.norm(teacher.last[row].to(target.weight.dtype))
         distance = F.smooth_l1_loss(output.to(state.dtype), state, reduction="none").mean(-1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from draftlab.heads.head import DraftHead
+from draftlab.train.batch.loss_rows import StepSampling
 from draftlab.train.batch.packing import Batch
 from draftlab.train.objectives.loss import LossTerms, StepOutput
 from draftlab.train.settings import TrainSettings
@@ -44,20 +45,25 @@ class Objective:
         step_weights: (γ, N_k of a whole optimizer step) → weight of each step's sum of losses,
             before the total is divided by N_0.
         fast_forward: a faster forward pass; it is used for heads that it supports.
-        drops_anchors: whether training keeps only some anchors at later depths (`train.cod_ratio`).
+        sampling: chooses the steps that each position is trained with in an optimizer step; None:
+            all that carry loss.
         imitates_states: whether outputs imitate the target's states (`train.regression`), from
             features with noise on them (`train.noise`).
+        own_terms: terms of a row's loss, in place of `train.loss`.
     """
 
     forward: Forward
     step_weights: Callable[[float, Sequence[int]], list[float]]
     fast_forward: type[FastForward] | None = None
-    drops_anchors: bool = False
+    sampling: StepSampling | None = None
     imitates_states: bool = False
+    own_terms: LossTerms | None = None
 
     def loss_terms(self, settings: TrainSettings) -> LossTerms:
         """Return the terms of a row's loss."""
         weighting = settings.acceptance_weighting
+        if self.own_terms is not None:
+            return replace(self.own_terms, acceptance_weighting=weighting)
         if self.imitates_states:
             return LossTerms(settings.loss, settings.distillation, settings.regression, weighting)
         return LossTerms(settings.loss, acceptance_weighting=weighting)

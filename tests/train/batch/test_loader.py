@@ -27,6 +27,7 @@ from draftlab.signals import ENDING_SIGNALS
 from draftlab.target_model.model import Target
 from draftlab.train.batch import loader
 from draftlab.train.batch.loader import BatchLoader, MicroBatch, prefetch
+from draftlab.train.batch.loss_rows import ANCHORS, DEPTHS
 from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import Batch, map_tensors
 from draftlab.train.distributed.ranks import Ranks
@@ -105,7 +106,11 @@ def test_workers_pack_the_same_batches_in_the_same_order(
     (tmp_path / "random.py").write_text("raise SystemExit('this is not the standard library')")
     monkeypatch.chdir(tmp_path)
     steps = [step(number, None if number % 2 else [([[*range(12)]], False)]) for number in range(7)]
-    for kind in ({"drops_anchors": True}, {"imitates_states": True, "ttt_steps": 1}):
+    for kind in (
+        {"sampling": DEPTHS},
+        {"sampling": ANCHORS},
+        {"imitates_states": True, "ttt_steps": 1},
+    ):
         made = packer(**kind, data_workers=2, row_tokens=256)
         loaded = [micro.batch for micro in load(made, steps)]
         assert_same_batches(loaded, packed_here(made, steps))

@@ -17,6 +17,7 @@ from draftlab.train.batch.loss_rows import loss_reach, sample_depths, split_anch
 from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.loss import DraftTeacher, LossTerms, weighted_loss
 from draftlab.train.objectives.parallel import parallel_outputs, parallel_weights
+from draftlab.train.settings import TrainSettings
 from tests.helpers.fast_forward import random_norms_head
 from tests.helpers.loss_rows import server_rows
 from tests.helpers.plain_chain import PlainChain
@@ -232,7 +233,8 @@ def test_every_anchor_is_dealt_once_and_parts_are_alike(passes: int) -> None:
 
 
 def kept(r: Record, *, step: int = 0, seed: int = 0) -> Tensor:
-    return sample_depths(r, 8, ratio=0.8, least=0.3, seed=seed, step=step)
+    settings = TrainSettings(ttt_steps=8, cod_ratio=0.8, cod_min=0.3)
+    return sample_depths(r, settings, seed, step)
 
 
 def test_dropped_depths_follow_the_law() -> None:

@@ -1,0 +1,43 @@
+"""DFlash: a block of masked slots, over context keys from features (methods §4.6, servers §1.6)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from draftlab.heads.family import FORCED_DRAFTS, Family
+
+if TYPE_CHECKING:
+    from draftlab.train.objectives.objective import Objective
+
+
+class Dflash(Family):
+    """Block-parallel heads in the fill-in layout, whose drafts do not depend on each other."""
+
+    name = "dflash"
+    config_type = "draftlab.heads.block:BlockConfig"
+    head_type = "draftlab.heads.block:BlockHead"
+    drafter_type = "draftlab.engine.block_drafter:BlockDrafter"
+    forced_drafts_type = f"{FORCED_DRAFTS}:BlockDrafts"
+    native_type = "draftlab.heads.vllm_config:dflash_native_config"
+    title = "DFlash"
+    description = "DFlash draft head (a block of draft tokens in one pass)"
+    drafting = "parallel"
+    max_layers = 5
+    options = frozenset({"mask_token", "is_causal"})
+    has_mask_token = True
+    uses_target_lm_head = True
+    architectures = ("DFlashDraftModel",)
+    speculators_type = "dflash"
+    vllm_method = "dflash"
+
+    def objective(self) -> Objective:
+        from draftlab.train.batch.loss_rows import ANCHORS
+        from draftlab.train.objectives.block import block_outputs, block_weights
+        from draftlab.train.objectives.loss import LossTerms
+        from draftlab.train.objectives.objective import Objective
+
+        terms = LossTerms("ce_l1", cross_entropy=1.0)
+        return Objective(block_outputs, block_weights, sampling=ANCHORS, own_terms=terms)
+
+    def config_fields(self, settings: Any, target: Any) -> dict[str, Any]:
+        return {"sample_from_anchor": False, "is_causal": settings.is_causal}

@@ -1,0 +1,98 @@
+"""The objective of block-parallel heads: blocks at sampled anchors (methods §4.6).
+
+The anchor at t has the block of positions t + 1, t + 2, …, whose slot 0 holds x_{t+1}. Step k of
+`StepRows` is the draft of slot k (fill-in layout: k + 1): it predicts x_{t+2+k} with the teacher
+p_{t+1+k}. A slot attends to the context keys of positions ≤ t of its conversation and to the keys
+of its block. All slots of an anchor are computed, since the others read their keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from draftlab.heads.block import BlockConfig, BlockHead
+from draftlab.kernels.ttt_attention import document_starts, ttt_attention
+from draftlab.kernels.ttt_attention_types import StepKeyValues
+from draftlab.train.batch.packing import Batch
+from draftlab.train.objectives.loss import StepOutput, row_starts
+
+
+def block_outputs(head: BlockHead, batch: Batch) -> Iterator[StepOutput]:
+    """Yield the outputs of each step."""
+    steps = [rows for rows in batch.steps if rows.index.shape[1]]
+    if not steps:
+        return
+    first, config = steps[0], head.config
+    index, starts = first.index, row_starts(document_starts(batch.documents), first)
+    context = head.project_features(batch.features.to(head.fc.weight.dtype))
+    context_angles = head.rope.angles(batch.positions)
+    # Padding rows may name the last position, which has no next token.
+    newest = batch.tokens.gather(1, (index + 1).clamp(max=batch.tokens.shape[1] - 1))
+    slots = torch.arange(config.block_size, device=index.device)
+    angles = head.rope.angles(batch.positions.gather(1, index)[..., None] + 1 + slots)
+    hidden = head.embed(head.block_tokens(newest, config.block_size))  # [B, A, slots, H]
+    for layer in head.layers:
+        attention, x = layer.self_attn, layer.input_layernorm(hidden)
+        attended = block_attention(
+            attention.query(x, angles),
+            attention.key_value(context, context_angles),
+            attention.key_value(x, angles),
+            index,
+            starts,
+            config,
+        )
+        hidden = layer.output(attended, hidden)
+    anchor = torch.arange(len(first.valid_rows), device=index.device)
+    for number, rows in enumerate(steps):
+        if number:
+            anchor = anchor[rows.origin]
+        output = hidden[:, :, config.first_slot + number].flatten(0, 1)
+        yield StepOutput(output[first.valid_rows[anchor]], rows.teacher_index)
+
+
+def block_attention(
+    query: Tensor,
+    context: tuple[Tensor, Tensor],
+    block: tuple[Tensor, Tensor],
+    index: Tensor,
+    starts: Tensor,
+    config: BlockConfig,
+) -> Tensor:
+    """Return the attention [B, A, slots, heads, head_dim] of blocks to contexts and to themselves.
+
+    Args:
+        query: [B, A, slots, heads, head_dim], rotated.
+        context: keys and values of all positions, [B, S, kv heads, head_dim].
+        block: those of the slots, [B, A, slots, kv heads, head_dim].
+        index: int64 [B, A], the last context position of each anchor.
+        starts: int64 [B, A], its first; beyond `index` for padding.
+    """
+    keys, values = (x.unbind(2) for x in block)
+    num_slots, num_kv_heads = len(keys), keys[0].shape[2]
+    rows = torch.arange(index.numel(), device=index.device).view(1, *index.shape)
+    rows = rows.expand(num_slots, -1, -1)
+    if not config.is_causal:
+        # The slots of an anchor see the same keys, so they are further heads of its row.
+        grouped = query.unflatten(3, (num_kv_heads, -1)).permute(0, 1, 3, 4, 2, 5)
+        attended = ttt_attention(
+            grouped.flatten(2, 4), *context, index, starts, StepKeyValues(keys, values, rows)
+        )
+        return attended.view(grouped.shape).permute(0, 1, 4, 2, 3, 5).flatten(3, 4)
+    attended = []
+    for slot in range(num_slots):
+        own = StepKeyValues(keys[: slot + 1], values[: slot + 1], rows[: slot + 1])
+        attended.append(ttt_attention(query[:, :, slot], *context, index, starts, own))
+    return torch.stack(attended, 2)
+
+
+def block_weights(gamma: float, counts: Sequence[int]) -> list[float]:
+    """Return γ^k · N_0 / Σ_j γ^j N_j for each step k.
+
+    Divided by N_0, the loss is then a weighted mean over all slots that carry loss.
+    """
+    powers = [gamma**k for k in range(len(counts))]
+    total = sum(power * count for power, count in zip(powers, counts, strict=True))
+    return [power * counts[0] / max(total, 1e-9) for power in powers]
