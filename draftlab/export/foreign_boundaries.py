@@ -53,6 +53,10 @@ def read_boundaries(
 
 def boundary_readings(foreign: ForeignHead, num_layers: int) -> dict[str, tuple[int, ...]]:
     """Return the boundaries as each kind of program reads them from the config."""
+    if (outputs := foreign.config.outputs_of_layers) is not None:
+        return {"target_layer_ids counts outputs of layers": tuple(i + 1 for i in outputs)}
+    if (inputs := foreign.config.aux_hidden_state_layer_ids) is not None:
+        return {"aux_hidden_state_layer_ids counts inputs of layers": tuple(inputs)}
     top = foreign.config.eagle_aux_hidden_state_layer_ids
     nested = foreign.config.eagle_config
     inner = nested.eagle_aux_hidden_state_layer_ids if nested else None

@@ -47,11 +47,23 @@ class EagleConfig(BaseModel):
     norm_before_fc: bool | None = None
 
 
+class DflashConfig(BaseModel):
+    """The nested object `dflash_config`, which wins over the top level."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    mask_token_id: int
+    target_layer_ids: list[int]
+    block_size: int
+    causal: bool | None = None
+
+
 class ForeignConfig(BaseModel):
     """The keys that change a forward pass; a literal is the only value that draftlab computes.
 
     `eagle_aux_hidden_state_layer_ids` counts inputs of layers like vLLM and the speculators
-    library; the list in `eagle_config` counts outputs like SGLang.
+    library, as does `aux_hidden_state_layer_ids`; `target_layer_ids` and the list in `eagle_config`
+    count outputs like SGLang.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -81,6 +93,18 @@ class ForeignConfig(BaseModel):
     mask_token_id: int | None = None
     pard_token: int | None = None
     ptd_token_id: int | None = None
+    aux_hidden_state_layer_ids: list[int] | None = None
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int | None = None
+    dflash_config: DflashConfig | None = None
+    block_size: int | None = None
+    sample_from_anchor: bool | None = None
+    is_causal: bool | None = None
+    sliding_window_non_causal: bool | None = None
+    markov_rank: int | None = None
+    markov_head_type: Literal["vanilla"] | None = None
+    enable_confidence_head: bool | None = None
+    confidence_head_with_markov: bool | None = None
     hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] | None = None
     mlp_bias: Literal[False] | None = None
@@ -95,6 +119,11 @@ class ForeignConfig(BaseModel):
     def names_mask_token(self) -> bool:
         """True if it names a mask token, as configs of parallel heads do."""
         return any(getattr(self, name) is not None for name in MASK_TOKEN_KEYS)
+
+    @property
+    def outputs_of_layers(self) -> list[int] | None:
+        """The layers whose outputs a block head reads; None: not in the native layout."""
+        return self.dflash_config.target_layer_ids if self.dflash_config else self.target_layer_ids
 
 
 @dataclass(frozen=True)
@@ -121,6 +150,8 @@ class ForeignHead:
         Raises:
             ValueError: the names have different values.
         """
+        if self.config.dflash_config is not None:
+            return self.config.dflash_config.mask_token_id
         tokens = {getattr(self.config, key) for key in MASK_TOKEN_KEYS} - {None}
         if len(tokens) > 1:
             raise ValueError(

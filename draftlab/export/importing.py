@@ -89,7 +89,7 @@ def import_head(
         raise UserError(
             "expected a new or an empty folder to import into",
             where=destination,
-            do="name another folder: --out FOLDER",
+            do="name another folder: --to FOLDER",
         )
     torch_dtype = None if dtype is None else floating_dtype(dtype)
     folder = resolve_target(TargetSettings(path=str(source)))
@@ -225,46 +225,50 @@ def foreign_head_config(
     nested = config.eagle_config
     before_fc = config.norm_before_fc or (nested.norm_before_fc if nested else None)
     try:
+        own_fields = foreign.family.foreign_fields(config, foreign.layout)
         return make_head_config(
-            family=foreign.family.name,
-            boundaries=boundaries,
-            target_num_layers=text.num_hidden_layers,
-            target_hidden_size=text.hidden_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads or config.num_attention_heads,
-            head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_parameters=rope,
-            max_position_embeddings=positions,
-            vocab_size=config.vocab_size,
-            draft_vocab_size=config.draft_vocab_size or config.vocab_size,
-            num_layers=config.num_hidden_layers,
-            norm_before_residual=_norm_before_residual(foreign, norm_before_residual, where),
-            norm_before_fc=bool(before_fc),
-            fc_norm=bool(config.fc_norm),
-            norm_output=bool(config.norm_output),
-            qk_norm=config.model_type == "qwen3",
-            mask_token_id=mask_token,
-            embeddings="own" if foreign.family.trains_mask else "target",
-            k_trained=k,
-            target=TargetIdentity(
-                name=settings.path,
-                fingerprint=fingerprint(target_folder),
-                architecture=(target_config.architectures or [type(target_config).__name__])[0],
-                tokenizer_sha256=tokenizer_sha256(tokenizer),
-                template_sha256=template_sha256(tokenizer),
-            ),
-            provenance={
-                "imported": {
-                    "layout": foreign.layout,
-                    "k": foreign.k,
-                    "sha256": {
-                        file.name: sha256_file(file) for file in (where, *weight_files(folder))
-                    },
-                }
-            },
+            **{
+                "family": foreign.family.name,
+                "boundaries": boundaries,
+                "target_num_layers": text.num_hidden_layers,
+                "target_hidden_size": text.hidden_size,
+                "hidden_size": config.hidden_size,
+                "intermediate_size": config.intermediate_size,
+                "num_attention_heads": config.num_attention_heads,
+                "num_key_value_heads": config.num_key_value_heads or config.num_attention_heads,
+                "head_dim": config.head_dim or config.hidden_size // config.num_attention_heads,
+                "rms_norm_eps": config.rms_norm_eps,
+                "rope_parameters": rope,
+                "max_position_embeddings": positions,
+                "vocab_size": config.vocab_size,
+                "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+                "num_layers": config.num_hidden_layers,
+                "norm_before_residual": _norm_before_residual(foreign, norm_before_residual, where),
+                "norm_before_fc": bool(before_fc),
+                "fc_norm": bool(config.fc_norm),
+                "norm_output": bool(config.norm_output),
+                "qk_norm": config.model_type == "qwen3",
+                "mask_token_id": mask_token,
+                "embeddings": "own" if foreign.family.trains_mask else "target",
+                "k_trained": k,
+                "target": TargetIdentity(
+                    name=settings.path,
+                    fingerprint=fingerprint(target_folder),
+                    architecture=(target_config.architectures or [type(target_config).__name__])[0],
+                    tokenizer_sha256=tokenizer_sha256(tokenizer),
+                    template_sha256=template_sha256(tokenizer),
+                ),
+                "provenance": {
+                    "imported": {
+                        "layout": foreign.layout,
+                        "k": foreign.k,
+                        "sha256": {
+                            file.name: sha256_file(file) for file in (where, *weight_files(folder))
+                        },
+                    }
+                },
+            }
+            | own_fields
         )
     except (ValidationError, ValueError, TypeError) as error:
         faults = error.errors() if isinstance(error, ValidationError) else []

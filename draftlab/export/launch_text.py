@@ -99,6 +99,21 @@ def sglang_text(export: Export, path: Path, *, algorithm: str = "EAGLE3") -> str
     )
 
 
+def block_sglang_text(export: Export, path: Path) -> str:
+    """Return launch.md for SGLang of a block head, whose whole block it drafts (servers §1.6)."""
+    command = code_block(
+        f"python -m sglang.launch_server --model-path {shlex.quote(export.target_name)} \\",
+        f"  --speculative-algorithm {get_family(export.head.family).vllm_method.upper()} \\",
+        f"  --speculative-draft-model-path {shlex.quote(str(path))} \\",
+        f"  --speculative-num-draft-tokens {export.head.k_trained + 1}",
+    )
+    return (
+        f"# Serving this head with SGLang\n\n{command}\nDrafts: {export.head.k_trained} tokens a "
+        "step, all in one pass. SGLang counts the token it drafts from, hence one more in the last "
+        "option.\n"
+    )
+
+
 def llamacpp_text(export: Export, path: Path) -> str:
     """Return launch.md for llama.cpp's converter and server (servers §5, §10)."""
     hub = is_hub_id(export.target_name)
@@ -106,18 +121,21 @@ def llamacpp_text(export: Export, path: Path) -> str:
     fetch = [f"hf download {shlex.quote(export.target_name)} --local-dir target"] if hub else []
     head, convert = shlex.quote(str(path)), "python convert_hf_to_gguf.py"
     outtype = OUT_TYPES[export.dtype_name]
+    family = get_family(export.head.family)
+    method = family.vllm_method
+    passes = "all in one pass" if family.drafting == "parallel" else "one a pass"
     commands = code_block(
         *fetch,
         f"{convert} {target} --outtype {outtype} --outfile target.gguf",
         f"{convert} {head} --target-model-dir {target} --outtype {outtype} \\",
         "  --outfile head.gguf",
-        "llama-server -m target.gguf -md head.gguf --spec-type draft-eagle3 \\",
+        f"llama-server -m target.gguf -md head.gguf --spec-type draft-{method} \\",
         f"  --spec-draft-n-max {export.k} --spec-draft-p-min 0 --jinja",
     )
     return (
         "# Serving this head with llama.cpp\n\nIn a folder of llama.cpp (the converter reads "
         f"tokenizer and sizes from the target):\n\n{commands}\n"
-        f"Drafts: at most {export.k} tokens a step, one a pass. The converter refuses tokenizers "
+        f"Drafts: at most {export.k} tokens a step, {passes}. The converter refuses tokenizers "
         "that it does not know by their hash; `draftlab export --to llamacpp --gguf` tells it of "
         "those that split text as Llama 3's or Qwen 2's do.\n"
     )

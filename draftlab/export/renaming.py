@@ -161,6 +161,15 @@ def add_target_tensors(
             config = config.model_copy(update={"embeddings": "own"})
             log("import: the head has embeddings of its own")
     full_vocabulary = config.draft_vocab_size == config.vocab_size
+    shares_lm_head = family.uses_target_lm_head and full_vocabulary
+    if shares_lm_head and LM_HEAD in tensors and family.has_mask_token:
+        if not torch.equal(tensors[LM_HEAD], lm_head.to(tensors[LM_HEAD].dtype)):
+            raise UserError(
+                f"{LM_HEAD} differs from the target's, which servers use in its place",
+                do="name the target that the head was trained for: --target",
+            )
+        del tensors[LM_HEAD]
+        log("import: the head's lm_head equals the target's, and it uses that")
     needs_lm_head = LM_HEAD not in tensors and not family.uses_target_lm_head
     if needs_lm_head and full_vocabulary and floating:
         tensors[LM_HEAD] = lm_head.to(floating[0])

@@ -78,23 +78,7 @@ class Speculators(Layout):
             "norm_output": head.norm_output,
             "embed_requires_grad": _has_mask_token(head),
             **mask_token,
-            "speculators_config": {
-                "algorithm": self.model_type,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [
-                    {
-                        "proposal_type": "greedy",
-                        "speculative_tokens": export.k,
-                        "verifier_accept_k": 1,
-                        "accept_tolerance": 0.0,
-                    }
-                ],
-                "verifier": {
-                    "name_or_path": export.target_name,
-                    "architectures": export.target.get("architectures")
-                    or [head.target.architecture],
-                },
-            },
+            "speculators_config": proposal_config(export, self.model_type),
             "transformer_layer_config": _layer_config(head, export.positions),
         }
 
@@ -106,6 +90,28 @@ class Speculators(Layout):
 
     def launch(self, export: Export, path: Path) -> str:
         return vllm_text(export, path, alone=is_hub_id(export.target_name))
+
+
+def proposal_config(export: Export, algorithm: str) -> dict[str, Any]:
+    """Return `speculators_config`: how a server drafts by default, and for which target."""
+    architectures = export.target.get("architectures") or [export.head.target.architecture]
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {
+                "proposal_type": "greedy",
+                "speculative_tokens": export.k,
+                "verifier_accept_k": 1,
+                "accept_tolerance": 0.0,
+            }
+        ],
+        "verifier": {
+            "name_or_path": export.target_name,
+            "architectures": export.target.get("architectures")
+            or [export.head.target.architecture],
+        },
+    }
 
 
 def _has_mask_token(head: HeadConfig) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftlab.heads.family import FORCED_DRAFTS, Family
 
 if TYPE_CHECKING:
+    from draftlab.export.foreign_config import ForeignConfig
+    from draftlab.export.layout import Layout
     from draftlab.train.objectives.objective import Objective
 
 
@@ -26,9 +28,11 @@ class Dflash(Family):
     options = frozenset({"mask_token", "is_causal"})
     has_mask_token = True
     uses_target_lm_head = True
+    default_rope = True
     architectures = ("DFlashDraftModel",)
     speculators_type = "dflash"
     vllm_method = "dflash"
+    anchor_by_default: ClassVar[bool] = False
 
     def objective(self) -> Objective:
         from draftlab.train.batch.loss_rows import ANCHORS
@@ -38,6 +42,33 @@ class Dflash(Family):
 
         terms = LossTerms("ce_l1", cross_entropy=1.0)
         return Objective(block_outputs, block_weights, sampling=ANCHORS, own_terms=terms)
+
+    def layouts(self) -> dict[str, Layout | str]:
+        from draftlab.export.block import BlockNative, BlockSpeculators
+
+        return {
+            "speculators": BlockSpeculators(self.speculators_type, f"{self.title}DraftModel"),
+            "vllm": BlockNative("vLLM"),
+            "sglang": BlockNative("SGLang"),
+            "llamacpp": BlockNative("llama.cpp"),
+        }
+
+    def foreign_fields(self, config: ForeignConfig, layout: str) -> dict[str, Any]:
+        anchor = config.sample_from_anchor
+        if anchor is None:  # programs then take DSpark's native layout for the anchor layout
+            anchor = self.anchor_by_default and layout == "native"
+        slots = config.block_size or (config.dflash_config and config.dflash_config.block_size)
+        if slots is None:
+            raise ValueError("block_size is missing")
+        nested = config.dflash_config and config.dflash_config.causal
+        return {
+            "sample_from_anchor": anchor,
+            "is_causal": bool(nested if config.is_causal is None else config.is_causal),
+            "k_trained": slots if anchor else slots - 1,
+            "markov_rank": config.markov_rank or 0,
+            "confidence": bool(config.enable_confidence_head),
+            "qk_norm": False,  # no option: the layers of a block head always have these norms
+        }
 
     def config_fields(self, settings: Any, target: Any) -> dict[str, Any]:
         return {"sample_from_anchor": False, "is_causal": settings.is_causal}

@@ -22,6 +22,7 @@ class Dspark(Dflash):
     architectures = ("Qwen3DSparkModel", "DSparkDraftModel")
     speculators_type = "dspark"
     vllm_method = "dspark"
+    anchor_by_default = True
 
     def objective(self) -> Objective:
         from dataclasses import replace

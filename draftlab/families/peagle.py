@@ -63,4 +63,6 @@ class Peagle(Eagle3):
         }
 
     def reads(self, architecture: str, config: ForeignConfig, tensors: Collection[str]) -> bool:
-        return config.names_mask_token or architecture in self.architectures
+        if architecture in self.architectures:
+            return True
+        return config.names_mask_token and architecture in Eagle3.architectures

@@ -63,6 +63,7 @@ class Family(ABC):
             `norm_before_residual` in the speculators layout.
         vllm_method: `method` of vLLM's speculative config; empty: vLLM has none.
         vllm_options: further keys of that config.
+        default_rope: whether servers know only the plain RoPE for its heads, without scaling.
         rotates_pairs: whether RoPE rotates neighbouring pairs, as in Llama 4, and not halves.
     """
 
@@ -88,6 +89,7 @@ class Family(ABC):
     norm_flag_must_be_named: ClassVar[bool] = False
     vllm_method: ClassVar[str] = ""
     vllm_options: ClassVar[dict[str, Any]] = {}
+    default_rope: ClassVar[bool] = False
     rotates_pairs: ClassVar[bool] = False
 
     def config_class(self) -> type[HeadConfig]:
@@ -142,6 +144,18 @@ class Family(ABC):
     def default_intermediate_size(self, target: Any) -> int:
         """Return the width of the feed-forward layer if the recipe sets none."""
         return int(target.intermediate_size)
+
+    def foreign_fields(self, config: ForeignConfig, layout: str) -> dict[str, Any]:
+        """Return the config fields of an imported head that only this family has.
+
+        Args:
+            config: its config.json.
+            layout: "speculators" or "native".
+
+        Raises:
+            ValueError: a key that it needs is missing.
+        """
+        return {}
 
     def reads(self, architecture: str, config: ForeignConfig, tensors: Collection[str]) -> bool:
         """Return whether another program's config.json describes a head of this family."""

@@ -140,9 +140,11 @@ def head_config(
     size = config.hidden_size
     rope = rope_parameters(recipe.target, config)
     last = (identity.num_layers,)
-    if rope.get("rope_type", "default") not in ROPE_TYPES:
+    if rope.get("rope_type", "default") not in (
+        ("default",) if family.default_rope else ROPE_TYPES
+    ):
         # Other types extend a target beyond its training length. A head is trained at the
-        # positions that it serves, and servers know only ROPE_TYPES for heads.
+        # positions that it serves, and servers know only these for heads.
         monitor.say(
             f"rope: the head uses only rope_theta {rope['rope_theta']:g} of the target's "
             f"{rope['rope_type']}"
