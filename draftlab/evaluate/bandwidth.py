@@ -69,9 +69,10 @@ def target_bytes(target: Target) -> int | None:
 
 def head_bytes(head: DraftHead, k: int) -> int:
     """Return the bytes of head weights, without embeddings, that drafting `k` tokens reads."""
-    once = _bytes(p for name, p in head.named_parameters() if not name.startswith("embed_tokens"))
+    tables = {id(module.weight) for module in head.modules() if isinstance(module, nn.Embedding)}
+    once = _bytes(p for p in head.parameters() if id(p) not in tables)
     if head.family.drafting == "parallel":
-        return once
+        return once + (k - 1) * _bytes(head.weights_of_each_draft())
     later = [] if head.fc_in_every_pass else head.fc.parameters()
     return k * once - (k - 1) * _bytes(later)
 

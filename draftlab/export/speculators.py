@@ -106,11 +106,7 @@ def proposal_config(export: Export, algorithm: str) -> dict[str, Any]:
                 "accept_tolerance": 0.0,
             }
         ],
-        "verifier": {
-            "name_or_path": export.target_name,
-            "architectures": export.target.get("architectures")
-            or [export.head.target.architecture],
-        },
+        "verifier": {"name_or_path": export.target_name, "architectures": architectures},
     }
 
 

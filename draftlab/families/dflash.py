@@ -36,12 +36,15 @@ class Dflash(Family):
 
     def objective(self) -> Objective:
         from draftlab.train.batch.loss_rows import ANCHORS
+        from draftlab.train.flops import block_flops
         from draftlab.train.objectives.block import block_outputs, block_weights
         from draftlab.train.objectives.loss import LossTerms
         from draftlab.train.objectives.objective import Objective
 
         terms = LossTerms("ce_l1", cross_entropy=1.0)
-        return Objective(block_outputs, block_weights, sampling=ANCHORS, own_terms=terms)
+        return Objective(
+            block_outputs, block_weights, sampling=ANCHORS, flops=block_flops, own_terms=terms
+        )
 
     def layouts(self) -> dict[str, Layout | str]:
         from draftlab.export.block import BlockNative, BlockSpeculators

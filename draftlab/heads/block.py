@@ -144,6 +144,9 @@ class BlockHead(DraftHead):
             trained = self.markov_head.markov_w2.weight
         return torch.cat([normed, factors], -1), trained, self.lm_head.weight
 
+    def weights_of_each_draft(self) -> list[nn.Parameter]:
+        return [] if self.markov_head is None else [self.markov_head.markov_w2.weight]
+
     def shared_tensors(self) -> frozenset[str]:
         whole = self.config.draft_vocab_size == self.config.vocab_size
         return super().shared_tensors() | ({LM_HEAD} if whole else frozenset())

@@ -198,6 +198,10 @@ class DraftHead(nn.Module):
             hidden = layer.output(attended, residual)
         return self.output_norm(hidden)
 
+    def weights_of_each_draft(self) -> list[nn.Parameter]:
+        """Return the weights that a parallel head reads once for each draft."""
+        return []
+
     def shared_tensors(self) -> frozenset[str]:
         """Return the names of the tensors that are the target's; the head's files lack them."""
         return frozenset({EMBEDDINGS} if self.config.embeddings == "target" else ())

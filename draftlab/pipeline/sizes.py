@@ -21,7 +21,7 @@ from draftlab.pipeline.recipe import Recipe
 from draftlab.target_model.parts import text_decoder
 from draftlab.target_model.replacements import freeze_rope
 from draftlab.text.prompts import prompt_file
-from draftlab.train.flops import dense_flops, kept_bytes
+from draftlab.train.flops import kept_bytes
 
 PROMPT_TOKENS = 256
 """Assumed length of a prompt, if there is no prompt file."""
@@ -194,9 +194,8 @@ class HeadSize:
     def of(cls, head: DraftHead, recipe: Recipe) -> HeadSize:
         """Return the size of a head as the recipe trains it, without the savings of compaction."""
         settings, config = recipe.train, head.config
-        steps = float(settings.ttt_steps)
-        if sampling := head.family.objective().sampling:
-            steps = sampling.mean(settings)
+        objective = head.family.objective()
+        steps = objective.mean_steps(settings)
         trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
         frozen = count_parameters(head) - trained
         target_lm_head = config.draft_vocab_size * config.target_hidden_size
@@ -205,4 +204,4 @@ class HeadSize:
         # In 32 bits: weights, gradients, two moments; frozen weights and the target's lm_head.
         memory = 16 * trained + 4 * (frozen + target_lm_head)
         memory += positions * (kept + 2 * config.feature_size)
-        return cls(trained, dense_flops(config, steps, settings.row_tokens / 2), memory)
+        return cls(trained, objective.flops(config, steps, settings.row_tokens / 2), memory)

@@ -40,6 +40,26 @@ def dense_flops(config: HeadConfig, num_steps: float, context: float) -> float:
     return 2.0 * (3 * num_steps * step + 2 * fused + teacher)
 
 
+def block_flops(config: HeadConfig, num_steps: float, context: float) -> float:
+    """Return the floating-point operations of a token of a block head (see `dense_flops`).
+
+    Keys and values of the context are computed once a position, all else once a slot. The weights
+    of lm_head are frozen, so it has a gradient for its input alone.
+
+    Args:
+        num_steps: slots of a position on average.
+    """
+    heads, size = config.num_attention_heads * config.head_dim, config.hidden_size
+    keys_values = 2 * config.num_key_value_heads * config.head_dim
+    layer = size * (2 * heads + keys_values + 3 * config.intermediate_size)
+    layers = config.num_layers * (layer + 2 * heads * context)
+    position = config.feature_size * size + config.num_layers * size * keys_values
+    rank = config.options().get("markov_rank", 0)
+    logits = config.draft_vocab_size * (2 * size + 3 * rank)
+    teacher = config.target_hidden_size * config.vocab_size
+    return 2.0 * (num_steps * (3 * layers + logits) + 3 * position + teacher)
+
+
 def kept_bytes(config: HeadConfig, dtype: torch.dtype) -> int:
     """Return about how many bytes the backward pass needs of a row of one step.
 
@@ -76,7 +96,7 @@ def measure_mfu(
     """Return the MFU at one token a second on all GPUs that have work, and a line about it.
 
     Args:
-        flops: of a token, by `dense_flops`.
+        flops: of a token, by the objective's formula.
         num_gpus: GPUs that have work.
     """
     rate = matrix_rate(device, dtype)

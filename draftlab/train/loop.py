@@ -37,7 +37,7 @@ from draftlab.train.distillation_module import DistillationModule, product_dtype
 from draftlab.train.distributed.ending import EndingSignal
 from draftlab.train.distributed.ranks import Ranks, assign_micro_batches, idle_note
 from draftlab.train.distributed.wrap import wrap
-from draftlab.train.flops import dense_flops, mean_context, measure_mfu
+from draftlab.train.flops import mean_context, measure_mfu
 from draftlab.train.metrics import MetricsLog, Window, speed_line
 from draftlab.train.objectives.loss import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
@@ -128,7 +128,7 @@ class Trainer:
         self.token_mfu: float | None = None
         if self.device.type == "cuda":
             context = mean_context([self.store.lengths[i] for i in self.training])
-            flops = dense_flops(self.head.config, self.settings.ttt_steps, context)
+            flops = self.objective.token_flops(self.head.config, self.settings, context)
             self.token_mfu, line = measure_mfu(flops, self.device, self.dtype, self.working)
             say(line)
 

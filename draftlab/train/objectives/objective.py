@@ -8,9 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
+from draftlab.heads.config import HeadConfig
 from draftlab.heads.head import DraftHead
 from draftlab.train.batch.loss_rows import StepSampling
 from draftlab.train.batch.packing import Batch
+from draftlab.train.flops import dense_flops
 from draftlab.train.objectives.loss import LossTerms, StepOutput
 from draftlab.train.settings import TrainSettings
 
@@ -49,6 +51,7 @@ class Objective:
             all that carry loss.
         imitates_states: whether outputs imitate the target's states (`train.regression`), from
             features with noise on them (`train.noise`).
+        flops: (config, steps of a position, mean context) → operations of a token.
         own_terms: terms of a row's loss, in place of `train.loss`.
     """
 
@@ -57,7 +60,18 @@ class Objective:
     fast_forward: type[FastForward] | None = None
     sampling: StepSampling | None = None
     imitates_states: bool = False
+    flops: Callable[[HeadConfig, float, float], float] = dense_flops
     own_terms: LossTerms | None = None
+
+    def mean_steps(self, settings: TrainSettings) -> float:
+        """Return the mean number of steps that a position is trained with."""
+        return self.sampling.mean(settings) if self.sampling else float(settings.ttt_steps)
+
+    def token_flops(self, config: HeadConfig, settings: TrainSettings, context: float) -> float:
+        """Return the operations of a token that MFU refers to; only blocks count chosen steps."""
+        chosen = self.flops is not dense_flops
+        steps = self.mean_steps(settings) if chosen else float(settings.ttt_steps)
+        return self.flops(config, steps, context)
 
     def loss_terms(self, settings: TrainSettings) -> LossTerms:
         """Return the terms of a row's loss."""
