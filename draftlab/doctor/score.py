@@ -138,8 +138,11 @@ def score_drafts(head: DraftHead, batch: Batch, k: int) -> tuple[Tensor, Tensor]
     hits = torch.zeros(rows * width, k, dtype=torch.bool, device=tokens.device)
     log_probs = torch.zeros(rows * width, k, device=tokens.device)
     for number, step in enumerate(head.family.objective().forward(head, batch)):
-        logits = head.logits(step.output).float()
-        position, token = step.teacher_index - 1 - number, tokens[step.teacher_index + 1]
+        previous, token = tokens[step.teacher_index], tokens[step.teacher_index + 1]
+        logits, position = (
+            head.logits(step.output, previous).float(),
+            step.teacher_index - 1 - number,
+        )
         draft_id = draft_ids[token]
         log_prob = logits.log_softmax(-1).gather(1, draft_id.clamp(min=0)[:, None])[:, 0]
         log_prob = log_prob.masked_fill(draft_id < 0, MIN_LOG_PROBABILITY)

@@ -25,6 +25,7 @@ PROPOSALS: tuple[Propose, ...] = (
     inputs.features,
     inputs.prompts,
     weights.norms,
+    weights.slots,
     weights.rope,
     weights.layouts,
     weights.vocabularies,

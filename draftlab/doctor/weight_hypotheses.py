@@ -24,17 +24,34 @@ ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0)
 
 def norms(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesis]:
     """Yield other values of flags that no tensor's name or shape shows."""
-    for flag in ("norm_before_residual", "norm_output"):
+    yield from flags(variant, "norm flags", {"norm_before_residual": {}, "norm_output": {}})
+
+
+def slots(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesis]:
+    """Yield the other layout of a block's slots, and the other order of attention in a block."""
+    options = variant.config.options()
+    if "sample_from_anchor" in options:
+        # The number of slots stays: slot 0 predicts a token in the anchor layout only.
+        shift = -1 if options["sample_from_anchor"] else 1
+        drafts = {"k_trained": variant.config.k_trained + shift}
+        yield from flags(variant, "slots", {"sample_from_anchor": drafts, "is_causal": {}})
+
+
+def flags(
+    variant: HeadVariant, kind: str, changes: Mapping[str, dict[str, Any]]
+) -> Iterator[Hypothesis]:
+    """Yield the other value of each flag that the head has, with the changes that go with it."""
+    for flag, others in changes.items():
         if flag not in variant.config.options():
             continue
         other = not getattr(variant.config, flag)
         try:
-            changed = variant.with_config(**{flag: other})
+            changed = variant.with_config(**{flag: other}, **others)
         except ValidationError:  # parallel heads have no norm_output
             continue
         value = str(other).lower()
         yield Hypothesis(
-            "norm flags",
+            kind,
             f"{flag}: {value}",
             f"{flag} is not what the head was trained with",
             f"with {flag}: {value}",
