@@ -2,7 +2,7 @@
 
 The draft KV cache holds context keys alone, made from the target's features. A block writes its
 keys to the positions of future tokens. No later query reads them: the next step's context and block
-overwrite every position that its queries see after the verified ones (methods §4.6).
+overwrite every position that its queries see after the verified ones (methods §7).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from draftlab.engine.drafter import HeadDrafter, Proposal, VerifiedFeatures
 from draftlab.engine.eager_head import EagerHead, HeadRunner
 from draftlab.errors import UserError
-from draftlab.heads.block import BlockHead
+from draftlab.heads.block import BlockConfig, BlockHead
 from draftlab.kernels.paged_attention import attend_paged, slot_mapping, write_paged
 from draftlab.kernels.sampling import argmax_draft, sample_draft
 
@@ -80,16 +80,12 @@ class BlockDrafter(HeadDrafter):
         positions = positions.where((last[:, None] >= 0) & (positions < limit), -1)
         angles = self.runner.angles(positions)
         cache_slots = slot_mapping(block_table, positions, self.block_size)
-        seen = positions  # the last position that each query sees
-        if not config.is_causal:
-            seen = positions.amax(1, keepdim=True).where(positions >= 0, -1)
         hidden = head.embed(head.block_tokens(newest, len(slots)))
         for layer, pool in zip(head.layers, self.pools, strict=True):
             x = layer.input_layernorm(hidden)
             write_paged(*layer.self_attn.key_value(x, angles), *pool, cache_slots)
             query = layer.self_attn.query(x, angles)
-            scale = config.head_dim**-0.5
-            attended = attend_paged(query, *pool, block_table, seen, scale=scale)
+            attended = _attend_block(query, pool, block_table, positions, config)
             hidden = layer.output(attended, hidden)
         return hidden[:, config.first_slot :]
 
@@ -125,3 +121,25 @@ class BlockDrafter(HeadDrafter):
         if not self.draft_probs:
             return self._proposal(tokens, None, None, sampling)
         return self._proposal(tokens, logits, log_sum, sampling)
+
+
+def _attend_block(
+    query: Tensor,
+    pool: tuple[Tensor, Tensor],
+    block_table: Tensor,
+    positions: Tensor,
+    config: BlockConfig,
+) -> Tensor:
+    """Return attention [B, slots, heads, head_dim] to the context and to the block's own keys.
+
+    Args:
+        positions: int64 [B, slots]; −1 is padding, at the end.
+    """
+    scale = config.head_dim**-0.5
+    if config.is_causal:
+        return attend_paged(query, *pool, block_table, positions, scale=scale)
+    # All slots see the keys up to the last one's, so they are further heads of one query there.
+    grouped = query.unflatten(2, (config.num_key_value_heads, -1)).permute(0, 2, 3, 1, 4)
+    last = positions.amax(1, keepdim=True)
+    attended = attend_paged(grouped.flatten(1, 3)[:, None], *pool, block_table, last, scale=scale)
+    return attended.view(grouped.shape).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""Layouts of block-parallel heads (servers §1.6): one native folder serves vLLM, SGLang, llama.cpp.
+"""Layouts of block-parallel heads (servers §12): one native folder serves vLLM, SGLang, llama.cpp.
 
 Embeddings are never written, since all programs use the target's; lm_head only over a reduced draft
 vocabulary. `is_causal` and `sample_from_anchor` are always written, because programs disagree about

@@ -100,7 +100,7 @@ def sglang_text(export: Export, path: Path, *, algorithm: str = "EAGLE3") -> str
 
 
 def block_sglang_text(export: Export, path: Path) -> str:
-    """Return launch.md for SGLang of a block head, whose whole block it drafts (servers §1.6)."""
+    """Return launch.md for SGLang of a block head, whose whole block it drafts (servers §12)."""
     command = code_block(
         f"python -m sglang.launch_server --model-path {shlex.quote(export.target_name)} \\",
         f"  --speculative-algorithm {get_family(export.head.family).vllm_method.upper()} \\",

@@ -1,4 +1,4 @@
-"""DFlash: a block of masked slots, over context keys from features (methods §4.6, servers §1.6)."""
+"""DFlash: a block of masked slots, over context keys from features (methods §7, servers §12)."""
 
 from __future__ import annotations
 

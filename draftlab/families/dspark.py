@@ -1,5 +1,5 @@
-"""DSpark: DFlash's block with a Markov bias and a confidence head (arXiv 2607.05147; methods §4.6,
-servers §1.6)."""
+"""DSpark: DFlash's block with a Markov bias and a confidence head (arXiv 2607.05147; methods §7,
+servers §12)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block-parallel draft heads: DFlash, and DSpark, which adds a Markov bias (methods §4.6).
+"""Block-parallel draft heads: DFlash, and DSpark, which adds a Markov bias (methods §7).
 
 A block at anchor p has the target's newest token x_p in slot 0 and the mask token in the others, at
 positions p, p + 1, …. Its queries attend to the keys of the context and to those of the whole
@@ -137,7 +137,7 @@ class BlockHead(DraftHead):
         return F.linear(inputs, proj.weight.to(inputs.dtype), proj.bias.to(inputs.dtype))[..., 0]
 
     def loss_product(self, normed: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the factors of the logits as one product of width H + r (methods §4.6)."""
+        """Return the factors of the logits as one product of width H + r (methods §7)."""
         factors = self.markov_factors(previous).to(normed.dtype)
         trained = self.fc.weight.new_empty(len(self.d2t), 0)
         if self.markov_head is not None:

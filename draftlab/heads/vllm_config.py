@@ -72,7 +72,7 @@ def eagle_llama4_native_config(config: Any, dtype: str) -> dict[str, Any]:
 
 
 def dflash_native_config(config: Any, dtype: str) -> dict[str, Any]:
-    """Return config.json of a DFlash head, which vLLM, SGLang and llama.cpp read (servers §1.6)."""
+    """Return config.json of a DFlash head, which vLLM, SGLang and llama.cpp read (servers §12)."""
     fields = _block_fields(config, dtype)
     names = ("mask_token_id", "target_layer_ids", "block_size")
     nested = {name: fields[name] for name in names} | {"causal": config.is_causal}
@@ -80,7 +80,7 @@ def dflash_native_config(config: Any, dtype: str) -> dict[str, Any]:
 
 
 def dspark_native_config(config: Any, dtype: str) -> dict[str, Any]:
-    """Return config.json of a DSpark head, which vLLM, SGLang and llama.cpp read (servers §1.6)."""
+    """Return config.json of a DSpark head, which vLLM, SGLang and llama.cpp read (servers §12)."""
     return _block_fields(config, dtype) | {
         "architectures": ["Qwen3DSparkModel"],
         "markov_rank": config.markov_rank,

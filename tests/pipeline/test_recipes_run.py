@@ -81,6 +81,27 @@ def test_recipes_of_parallel_heads(tmp_path: Path, name: str, kind: str, layers:
     assert layer["max_position_embeddings"] == 512
 
 
+@pytest.mark.parametrize(("name", "kind"), [("llama3_dspark", "llama"), ("qwen3_dspark", "qwen3")])
+def test_recipes_of_block_heads(tmp_path: Path, name: str, kind: str) -> None:
+    settings = ("eval.timing_prompts=0",)
+    recipe, config, rows, _ = run_recipe(tmp_path, name, kind, *settings, num_hidden_layers=8)
+    assert (config.family, config.num_layers, config.k_trained) == ("dspark", 3, 7)
+    assert config.draft_vocab_size == config.vocab_size
+    assert {(row.drafter, row.k) for row in rows} == {("parallel", 4), ("parallel", 7)}
+    exports = tmp_path / "runs" / name / "export"
+    native = [
+        json.loads((exports / f / "config.json").read_text()) for f in recipe.export.formats[1:]
+    ]
+    assert native[0] == native[1] == native[2]
+    fields = native[0]
+    assert fields["target_layer_ids"] == [b - 1 for b in config.boundaries]
+    assert (fields["is_causal"], fields["sample_from_anchor"]) == (False, True)
+    library = json.loads((exports / "speculators/config.json").read_text())
+    assert library["aux_hidden_state_layer_ids"] == list(config.boundaries)
+    assert library["block_size"] == fields["block_size"] == 7
+    assert library["mask_token_id"] == config.mask_token_id
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "family"),
     [

@@ -1,4 +1,4 @@
-"""The objective of block-parallel heads: blocks at sampled anchors (methods §4.6).
+"""The objective of block-parallel heads: blocks at sampled anchors (methods §7).
 
 The anchor at t has the block of positions t + 1, t + 2, …, whose slot 0 holds x_{t+1}. Step k of
 `StepRows` is the draft of slot k (fill-in layout: k + 1): it predicts x_{t+2+k} with the teacher
