@@ -268,7 +268,10 @@ def foreign_head_config(
         )
     except (ValidationError, ValueError, TypeError) as error:
         faults = error.errors() if isinstance(error, ValidationError) else []
-        reason = "; ".join(f["msg"].removeprefix("Value error, ") for f in faults) or str(error)
+        reason = "; ".join(
+            ": ".join([*map(str, f["loc"]), f["msg"].removeprefix("Value error, ")]) for f in faults
+        )
+        reason = reason or str(error)
         raise UserError(
             f"draftlab cannot compute this head: {reason}",
             where=where,

@@ -29,6 +29,7 @@ class Dflash(Family):
     has_mask_token = True
     uses_target_lm_head = True
     default_rope = True
+    has_own_loss = True
     architectures = ("DFlashDraftModel",)
     speculators_type = "dflash"
     vllm_method = "dflash"

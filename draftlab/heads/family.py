@@ -63,6 +63,7 @@ class Family(ABC):
             `norm_before_residual` in the speculators layout.
         vllm_method: `method` of vLLM's speculative config; empty: vLLM has none.
         vllm_options: further keys of that config.
+        has_own_loss: whether `train.loss` has no effect on its heads.
         default_rope: whether servers know only the plain RoPE for its heads, without scaling.
         rotates_pairs: whether RoPE rotates neighbouring pairs, as in Llama 4, and not halves.
     """
@@ -89,6 +90,7 @@ class Family(ABC):
     norm_flag_must_be_named: ClassVar[bool] = False
     vllm_method: ClassVar[str] = ""
     vllm_options: ClassVar[dict[str, Any]] = {}
+    has_own_loss: ClassVar[bool] = False
     default_rope: ClassVar[bool] = False
     rotates_pairs: ClassVar[bool] = False
 

@@ -141,6 +141,12 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
             layout_for(program, recipe.head.family)
     if family.has_mask_token:
         check_mask_id(recipe.head.mask_token, config.vocab_size)
+    if family.has_own_loss and "loss" in recipe.train.model_fields_set:
+        raise UserError(
+            f"{family.title} heads have a loss of their own, found {recipe.train.loss}",
+            where="train.loss",
+            do="leave it out",
+        )
     if (recipe.draft_vocab.size or 0) > config.vocab_size:
         raise UserError(
             f"expected at most the target's {config.vocab_size:,} tokens, found "

@@ -1,0 +1,192 @@
+"""Exports and imports of DSpark and DFlash heads: names, keys, refusals (servers §12)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftlab.errors import UserError
+from draftlab.export.importing import import_head
+from draftlab.heads.folder import load_config
+from tests.helpers.export_toys import (
+    BOUNDARIES,
+    DRAFT,
+    HIDDEN,
+    MASK,
+    VOCAB,
+    ExportHead,
+    change_config,
+    change_tensors,
+    export,
+    read_tensors,
+)
+
+DSPARK = {
+    "family": "dspark",
+    "num_layers": 2,
+    "mask_token_id": MASK,
+    "draft_vocab_size": VOCAB,
+    "sample_from_anchor": True,
+    "markov_rank": 6,
+    "confidence": True,
+}
+DFLASH = DSPARK | {
+    "family": "dflash",
+    "sample_from_anchor": False,
+    "markov_rank": 0,
+    "confidence": False,
+}
+PROGRAMS = ("speculators", "vllm", "sglang", "llamacpp")
+heads = pytest.mark.parametrize("fields", [DSPARK, DFLASH], ids=["dspark", "dflash"])
+
+
+@heads
+def test_one_native_folder_serves_three_programs(export_head: ExportHead, fields: dict) -> None:
+    exported = [export_head(program, **fields) for program in PROGRAMS[1:]]
+    config, tensors = exported[0].config, exported[0].tensors
+    assert all(e.config == config for e in exported)
+    assert all(e.tensors.keys() == tensors.keys() for e in exported)
+    anchor = fields["sample_from_anchor"]
+    k = load_config(exported[0].head).k_trained
+    assert config["model_type"] == "qwen3"
+    assert config["target_layer_ids"] == [b - 1 for b in BOUNDARIES]  # outputs of layers
+    assert config["block_size"] == (k if anchor else k + 1)
+    assert config["sample_from_anchor"] is anchor
+    assert config["is_causal"] is config["use_sliding_window"] is False
+    assert config["mask_token_id"] == MASK
+    assert config["layer_types"] == ["full_attention"] * 2
+    assert "draft_vocab_size" not in config
+    whole = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
+    assert not whole & tensors.keys()
+    assert {"fc.weight", "hidden_norm.weight", "norm.weight"} < tensors.keys()
+    assert list(tensors["layers.1.self_attn.k_norm.weight"].shape) == [8]
+    if anchor:
+        assert config["architectures"] == ["Qwen3DSparkModel"]
+        assert (config["markov_rank"], config["markov_head_type"]) == (6, "vanilla")
+        assert list(tensors["markov_head.markov_w1.weight"].shape) == [VOCAB, 6]
+        assert list(tensors["markov_head.markov_w2.weight"].shape) == [VOCAB, 6]
+        assert list(tensors["confidence_head.proj.weight"].shape) == [1, HIDDEN + 6]
+    else:
+        assert config["architectures"] == ["DFlashDraftModel"]
+        nested = {n: config[n] for n in ("mask_token_id", "target_layer_ids", "block_size")}
+        assert config["dflash_config"] == nested | {"causal": False}
+
+
+@heads
+def test_launch_commands(export_head: ExportHead, fields: dict) -> None:
+    method = fields["family"]
+    vllm, sglang, llamacpp = (export_head(p, k=3, **fields).launch_text for p in PROGRAMS[1:])
+    (line,) = [x for x in vllm.splitlines() if x.startswith("vllm")]
+    options = json.loads(shlex.split(line)[-1])
+    assert (options["method"], options["num_speculative_tokens"]) == (method, 3)
+    assert "parallel_drafting" not in options
+    assert f"--speculative-algorithm {method.upper()} " in sglang
+    assert f"--spec-type draft-{method} " in llamacpp
+    assert "--spec-draft-n-max 3 " in llamacpp
+
+
+@heads
+def test_the_speculators_layout_counts_inputs_of_layers(
+    export_head: ExportHead, fields: dict
+) -> None:
+    config = export_head("speculators", **fields).config
+    assert config["speculators_model_type"] == fields["family"]
+    assert config["aux_hidden_state_layer_ids"] == list(BOUNDARIES)
+    assert config["sample_from_anchor"] is fields["sample_from_anchor"]
+    assert config["sliding_window_non_causal"] is True
+    layers = config["transformer_layer_config"]
+    assert (layers["model_type"], layers["num_hidden_layers"]) == ("qwen3", 2)
+    assert "rope_scaling" not in layers  # transformers 5 reads it as rope_parameters
+    assert not {"is_causal", "dflash_config", "target_layer_ids"} & layers.keys()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"is_causal": True}, {"draft_vocab_size": DRAFT}, {"dtype": torch.float32}],
+    ids=["plain", "causal", "reduced", "float32"],
+)
+@heads
+def test_an_export_comes_back_equal(
+    export_head: ExportHead, target: Path, tmp_path: Path, program: str, fields: dict, changes: dict
+) -> None:
+    refused = {("speculators", "is_causal"), ("sglang", "draft_vocab_size")}
+    if any((program, name) in refused for name in changes):
+        with pytest.raises(UserError, match=r"SGLang drafts with|no key for causal"):
+            export_head(program, **fields | changes)
+        return
+    exported = export_head(program, **fields | changes)
+    back = import_head(exported.folder, tmp_path / "back", target=str(target))
+    before, after = load_config(exported.head), load_config(back)
+    assert after.options() == before.options()
+    assert after.identity() == before.identity()
+    saved, read = read_tensors(exported.head), read_tensors(back)
+    assert saved.keys() == read.keys()
+    assert all(torch.equal(saved[name], read[name]) for name in saved)
+
+
+def test_the_targets_own_tables_in_a_published_head_are_dropped(
+    export_head: ExportHead, target: Path, tmp_path: Path
+) -> None:
+    """The authors' files have copies of embeddings and lm_head; a table that differs is refused."""
+    exported = export_head("vllm", **DSPARK)
+    tables = read_tensors(target)
+    copies = {
+        "embed_tokens.weight": tables["model.embed_tokens.weight"],
+        "lm_head.weight": tables["lm_head.weight"],
+    }
+    folder = change_tensors(exported.folder, lambda tensors: tensors.update(copies))
+    back = import_head(folder, tmp_path / "back", target=str(target), dtype="float32")
+    assert not copies.keys() & read_tensors(back).keys()
+    other = change_tensors(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
+    with pytest.raises(UserError, match=r"lm_head\.weight differs from the target's"):
+        import_head(other, tmp_path / "other", target=str(target), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("markov_head_type", "rnn", "markov_head_type: expected 'vanilla'"),
+        ("mask_token_id", VOCAB, "outside the"),
+        ("mask_token_id", None, "mask_token_id"),
+        ("block_size", None, "block_size is missing"),
+        ("target_layer_ids", [0, 2, 9], r"0\.\.6|10"),
+    ],
+)
+def test_other_heads_are_refused(
+    export_head: ExportHead, target: Path, tmp_path: Path, key: str, value: object, message: str
+) -> None:
+    folder = change_config(export_head("vllm", **DSPARK).folder, **{key: value})
+    with pytest.raises(UserError, match=message):
+        import_head(folder, tmp_path / "back", target=str(target))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+     ({"model_type": "gemma2"}, "embeddings times"),
+     ({"logits_scaling": 8.0}, "logits_scaling")],
+)  # fmt: skip
+def test_targets_that_scale_are_refused(
+    make_head: Callable[..., Path], target: Path, tmp_path: Path, program: str,
+    config: dict, named: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from draftlab.export import write
+
+    plain = write._target_config
+    monkeypatch.setattr(write, "_target_config", lambda *a: plain(*a) | config)
+    with pytest.raises(UserError, match=named):
+        export(make_head(**DSPARK), target, tmp_path / "out", program)
+
+
+def test_more_drafts_than_slots_and_outer_boundaries_are_refused(export_head: ExportHead) -> None:
+    with pytest.raises(UserError, match="all slots of the block"):
+        export_head("vllm", k=8, **DSPARK)
+    with pytest.raises(UserError, match="outputs of the layers"):
+        export_head("vllm", **DSPARK | {"boundaries": (0, 2, 4)})
