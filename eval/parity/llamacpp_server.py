@@ -57,7 +57,7 @@ class LlamaCpp:
     def convert_target(self, target: Path, out: Path) -> Path:
         """Convert the target in float32; its tokenizer gets the name that an export's has."""
         wrapper = Path(gguf.__file__).with_name("gguf_wrapper.py")
-        name = gguf.pre_tokenizer(target) or ""
+        name = gguf.pre_tokenizer_name(target) or ""
         convert = [self.converter.python, str(wrapper), str(self.converter.script), name]
         self._run([*convert, str(target), "--outtype", "f32", "--outfile", str(out)])
         return out
@@ -145,9 +145,12 @@ class Server:
 
 @contextlib.contextmanager
 def serving(
-    llama: LlamaCpp, target: Path, head: Path, *, k: int, max_length: int, log: Path
+    llama: LlamaCpp, target: Path, head: Path, method: str, *, k: int, max_length: int, log: Path
 ) -> Iterator[Server]:
     """Run a server with float32 caches and K drafts a step, whatever their probability.
+
+    Args:
+        method: of the head's family, such as "eagle3".
 
     Raises:
         UserError: the server did not start; the error has the end of its log.
@@ -157,7 +160,14 @@ def serving(
         port = probe.getsockname()[1]
     command = [
         *(str(llama.program("llama-server")), "-m", str(target), "-md", str(head)),
-        *("--spec-type", "draft-eagle3", "--spec-draft-n-max", str(k), "--spec-draft-p-min", "0"),
+        *(
+            "--spec-type",
+            f"draft-{method}",
+            "--spec-draft-n-max",
+            str(k),
+            "--spec-draft-p-min",
+            "0",
+        ),
         *("-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-fa", "off"),
         *("-c", str(max_length), "-np", "1", "-t", "1", "-td", "1", "--metrics"),
         *("--host", "127.0.0.1", "--port", str(port)),
