@@ -161,8 +161,8 @@ def add_target_tensors(
             config = config.model_copy(update={"embeddings": "own"})
             log("import: the head has embeddings of its own")
     full_vocabulary = config.draft_vocab_size == config.vocab_size
-    shares_lm_head = family.uses_target_lm_head and full_vocabulary
-    if shares_lm_head and LM_HEAD in tensors and family.has_mask_token:
+    shares_lm_head = family.freezes_lm_head and full_vocabulary
+    if shares_lm_head and LM_HEAD in tensors:
         if not torch.equal(tensors[LM_HEAD], lm_head.to(tensors[LM_HEAD].dtype)):
             raise UserError(
                 f"{LM_HEAD} differs from the target's, which servers use in its place",
@@ -170,7 +170,7 @@ def add_target_tensors(
             )
         del tensors[LM_HEAD]
         log("import: the head's lm_head equals the target's, and it uses that")
-    needs_lm_head = LM_HEAD not in tensors and not family.uses_target_lm_head
+    needs_lm_head = LM_HEAD not in tensors and not (family.uses_target_lm_head or shares_lm_head)
     if needs_lm_head and full_vocabulary and floating:
         tensors[LM_HEAD] = lm_head.to(floating[0])
         log("import: the head has no lm_head and gets a copy: lm_head is the target's")

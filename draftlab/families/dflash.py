@@ -27,7 +27,7 @@ class Dflash(Family):
     max_layers = 5
     options = frozenset({"mask_token", "is_causal"})
     has_mask_token = True
-    uses_target_lm_head = True
+    freezes_lm_head = True
     default_rope = True
     has_own_loss = True
     architectures = ("DFlashDraftModel",)

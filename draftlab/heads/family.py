@@ -53,6 +53,8 @@ class Family(ABC):
         reads_last_state: whether the only feature is the target's last state, so that the store
             needs no boundaries.
         uses_target_lm_head: whether heads draft with the target's lm_head, over its vocabulary.
+        freezes_lm_head: whether lm_head is the target's (its rows of the draft vocabulary), and is
+            not trained.
         has_mask_token: whether masked slots have a mask token.
         trains_mask: whether the mask token's embedding is trained, so that heads store embeddings
             of their own.
@@ -82,6 +84,7 @@ class Family(ABC):
     options: ClassVar[frozenset[str]] = frozenset()
     reads_last_state: ClassVar[bool] = False
     uses_target_lm_head: ClassVar[bool] = False
+    freezes_lm_head: ClassVar[bool] = False
     has_mask_token: ClassVar[bool] = False
     trains_mask: ClassVar[bool] = False
     starts_from: ClassVar[frozenset[str]] = frozenset()

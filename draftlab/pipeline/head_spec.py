@@ -91,8 +91,9 @@ def draft_vocabulary(
     recipe: Recipe, store: Store, tokenizer: Any, monitor: Monitor, *, mask: int | None = None
 ) -> DraftVocabulary:
     """Return the draft vocabulary that the recipe chooses from a store, without the mask token."""
-    if get_family(recipe.head.family).uses_target_lm_head:
-        rows = store.identity.vocab_size
+    family, rows = get_family(recipe.head.family), store.identity.vocab_size
+    whole = recipe.draft_vocab.size is None or recipe.draft_vocab.size >= rows
+    if family.uses_target_lm_head or (family.freezes_lm_head and whole):
         monitor.say(f"draft vocabulary: all {rows:,} tokens, predicted by the target's lm_head")
         return DraftVocabulary(torch.arange(rows), 1.0)
     special = set(tokenizer.all_special_ids)
