@@ -7,7 +7,7 @@ overwrite every position that its queries see after the verified ones (methods Â
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from draftlab.engine.drafter import HeadDrafter, Proposal, VerifiedFeatures
 from draftlab.engine.eager_head import EagerHead, HeadRunner
-from draftlab.errors import UserError
 from draftlab.heads.block import BlockConfig, BlockHead
 from draftlab.kernels.paged_attention import attend_paged, slot_mapping, write_paged
 from draftlab.kernels.sampling import argmax_draft, sample_draft
@@ -29,16 +28,6 @@ class BlockDrafter(HeadDrafter):
 
     head: BlockHead
     drafting: Literal["parallel"] = "parallel"
-
-    def __init__(self, head: BlockHead, k: int, **options: Any) -> None:
-        super().__init__(head, k, **options)
-        if k > head.config.k_trained:
-            raise UserError(
-                f"expected at most {head.config.k_trained} draft tokens, all slots of the head's "
-                f"block, found {k}",
-                where="eval.k",
-                do=f"lower K to {head.config.k_trained}",
-            )
 
     def new_runner(self, *, cpu_prepacked: bool) -> HeadRunner:
         return EagerHead(self.head)

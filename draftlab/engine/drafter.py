@@ -89,6 +89,7 @@ class HeadDrafter(ABC):
         draft_temperature: float | None = None,
         greedy_below: float = 0.0,
     ) -> None:
+        head.check_drafts(k)
         self.head, self.k, self.draft_probs = head, k, draft_probs
         self.draft_temperature, self.greedy_below = draft_temperature, greedy_below
         self.boundaries = head.config.boundaries

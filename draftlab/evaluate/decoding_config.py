@@ -43,7 +43,9 @@ class NamedHead:
 
     def ks(self, settings: EvalSettings) -> tuple[int, ...]:
         """Return the values of K to evaluate the head at."""
-        return settings.k or (min(self.head.config.default_k, MAX_K),)
+        ks = settings.k or (min(self.head.config.default_k, MAX_K),)
+        self.head.check_drafts(max(ks))
+        return ks
 
 
 @dataclass(frozen=True)

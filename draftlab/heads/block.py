@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from draftlab.errors import UserError
 from draftlab.heads.config import HeadConfig, embedding_row_fault
 from draftlab.heads.head import LM_HEAD, DecoderLayer, DraftHead
 from draftlab.heads.layers import RMSNorm
@@ -143,6 +144,15 @@ class BlockHead(DraftHead):
         if self.markov_head is not None:
             trained = self.markov_head.markov_w2.weight
         return torch.cat([normed, factors], -1), trained, self.lm_head.weight
+
+    def check_drafts(self, k: int) -> None:
+        if k > self.config.k_trained:
+            raise UserError(
+                f"expected at most {self.config.k_trained} draft tokens, all slots of the head's "
+                f"block, found {k}",
+                where="eval.k",
+                do=f"lower K to {self.config.k_trained}",
+            )
 
     def weights_of_each_draft(self) -> list[nn.Parameter]:
         return [] if self.markov_head is None else [self.markov_head.markov_w2.weight]

@@ -198,6 +198,13 @@ class DraftHead(nn.Module):
             hidden = layer.output(attended, residual)
         return self.output_norm(hidden)
 
+    def check_drafts(self, k: int) -> None:
+        """Check that the head can draft `k` tokens a step.
+
+        Raises:
+            UserError: it cannot.
+        """
+
     def weights_of_each_draft(self) -> list[nn.Parameter]:
         """Return the weights that a parallel head reads once for each draft."""
         return []

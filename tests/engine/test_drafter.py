@@ -20,7 +20,9 @@ from draftlab.engine.fused_head import FusedHead
 from draftlab.engine.parallel_drafter import ParallelDrafter
 from draftlab.engine.prepacked_head import PrepackedHead
 from draftlab.engine.sampling import Request, Sampling, sampling_metadata
+from draftlab.errors import UserError
 from draftlab.evaluate.certificate.exact_tree import TreeSettings, build_trees
+from draftlab.heads.block import BlockHead
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.peagle import PeagleHead
 from draftlab.target_model.model import Target
@@ -128,6 +130,29 @@ def test_a_prompt_in_chunks_equals_the_whole_prompt(
         torch.testing.assert_close(actual.distribution.log_sum, expected.distribution.log_sum)
 
 
+@pytest.mark.parametrize("kind", ["dspark", "causal", "dflash"])
+def test_a_blocks_prompt_in_chunks_equals_the_whole_prompt(
+    kind: str, block_heads: dict[str, BlockHead]
+) -> None:
+    drafter = new_drafter(block_heads[kind], 3, greedy_below=0.5)
+    drafter.start(4, 24)
+    expected = drafter.propose(RaggedPairs([9] * 3).next([9] * 3, TABLE))
+    drafter.start(4, 24)
+    pairs = RaggedPairs([9] * 3)
+    for count in (4, 4):
+        drafter.extend_cache(pairs.next([count] * 3, TABLE))
+    actual = drafter.propose(pairs.next([1] * 3, TABLE))
+    assert torch.equal(actual.tokens, expected.tokens)
+    assert actual.distribution is not None
+    assert expected.distribution is not None
+    torch.testing.assert_close(actual.distribution.logits, expected.distribution.logits)
+
+
+def test_a_block_has_no_more_drafts_than_slots(block_heads: dict[str, BlockHead]) -> None:
+    with pytest.raises(UserError, match="all slots of the head's block, found 4"):
+        new_drafter(block_heads["dspark"], 4)
+
+
 def test_nothing_is_written_at_or_beyond_the_limit(target: Target) -> None:
     """Padding rows write nothing, and nothing is written to other rows' blocks."""
     limit, head = 10, large_head(target)
@@ -175,26 +200,39 @@ def test_the_mask_token_has_its_trained_embedding(target: Target) -> None:
     assert FusedHead(head).embeddings.data_ptr() == head.embed_tokens.weight.data_ptr()
 
 
+@pytest.mark.parametrize("kind", ["parallel", "dspark", "causal", "dflash"])
 def test_the_certificates_tree_has_the_drafters_probabilities(
-    target: Target, parallel_head: PeagleHead
+    kind: str, target: Target, parallel_head: PeagleHead, block_heads: dict[str, BlockHead]
 ) -> None:
     """The tree computes them without engine and drafter."""
+    head = {"parallel": parallel_head, **block_heads}[kind]
     context, ids = (5, 6, 7, 8), torch.tensor([[5, 6, 7, 8]])
     settings = TreeSettings(
         levels=3, width=2, temperature=1.0, top_k=None, top_p=None, k=3, draft_temperature=0.7
     )
-    (tree,) = build_trees(target, parallel_head, [context], settings)
-    drafter = ParallelDrafter(parallel_head, 3, draft_temperature=0.7)
+    (tree,) = build_trees(target, head, [context], settings)
+    drafter = new_drafter(head, 3, draft_temperature=0.7)
     drafter.start(2, 16)
     verified = VerifiedFeatures(
         torch.tensor([[6, 7, 8, int(tree.first_logits.argmax())]]),
-        target.states(ids, parallel_head.config.boundaries).features,
+        target.states(ids, head.config.boundaries).features,
         torch.arange(4)[None],
         torch.tensor([4]),
         torch.tensor([[1]], dtype=torch.int32),
         sampling_metadata([Request("r", context, 4, Sampling(1.0))], ids.device),
     )
-    q = probabilities(drafter.propose(verified))[0].double()
+    proposal = drafter.propose(verified)
+    first = tree.first_logits.argmax()[None]
+    drafted = torch.cat([first, proposal.tokens[0]])
+
+    def without_bias(logits: Tensor, previous: Tensor) -> Tensor:
+        """A Markov head's drafts depend on the token before, which differs from node to node."""
+        if getattr(head, "markov_head", None) is None:
+            return logits
+        return logits - head.markov_head.markov_w2(head.markov_factors(previous))
+
     for depth in range(3):  # of the step that begins at the root
-        expected = (tree.draft_logits[depth][depth].double() / 0.7).softmax(-1)
-        torch.testing.assert_close(q[depth].expand_as(expected), expected, rtol=1e-4, atol=1e-7)
+        nodes = torch.from_numpy(tree.tokens[depth - 1]).flatten() if depth else first
+        expected = without_bias(tree.draft_logits[depth][depth], nodes)
+        logits = without_bias(proposal.distribution.logits[0, depth], drafted[depth])
+        torch.testing.assert_close(logits.expand_as(expected), expected, rtol=1e-4, atol=1e-5)

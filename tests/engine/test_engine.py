@@ -15,6 +15,7 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
+from draftlab.heads.block import BlockHead
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.peagle import PeagleHead
 from draftlab.target_model.loading import load_target
@@ -168,7 +169,7 @@ def test_max_new_tokens(count: int, target: Target, head: Eagle3Head) -> None:
     ("limit", "sampling"),
     [(21, Sampling()), (24, Sampling()), (24, Sampling(0.8, seed=3))],
 )
-@pytest.mark.parametrize("kind", ["none", "chain", "parallel"])
+@pytest.mark.parametrize("kind", ["none", "chain", "parallel", "dspark", "dflash"])
 def test_no_pass_has_a_position_beyond_the_limit(
     kind: str,
     limit: int,
@@ -176,10 +177,11 @@ def test_no_pass_has_a_position_beyond_the_limit(
     target: Target,
     head: Eagle3Head,
     parallel_head: PeagleHead,
+    block_heads: dict[str, BlockHead],
 ) -> None:
     """Steps near the limit draft fewer tokens, and masked slots beyond it have no effect."""
-    draft_head = {"none": None, "chain": head, "parallel": parallel_head}[kind]
-    drafter = new_drafter(draft_head, 3) if draft_head else None
+    heads = {"none": None, "chain": head, "parallel": parallel_head, **block_heads}
+    drafter = new_drafter(heads[kind], 3) if heads[kind] else None
     prompts = requests(10, seed=9, sampling=sampling, stop_ids=frozenset(), max_new_tokens=30)
     prompts.append(replace(prompts[0], id="full", prompt_ids=tuple(range(limit - 1))))
     prompts.append(replace(prompts[0], id="one token", prompt_ids=(5,)))

@@ -33,6 +33,7 @@ TRAINED_ON: dict[str, Any] = {"seed": 100, "shortest": 3}  # prompts
 NO_PREPACKING = why_no_prepacking(torch.device("cpu"), torch.float32)
 CHUNK = 8  # of a Llama 4 target and its head; answers of 24 tokens cross several borders
 LLAMA4 = LLAMA4_ATTENTION | {"attention_chunk_size": CHUNK, "floor_scale": 16}
+BLOCKS = ("dspark", "causal", "dflash")
 GREEDY, SAMPLED = (3, 0.0, True), (3, 0.8, True)
 # Number of drafts (the heads are trained for 3), temperature, draft probabilities.
 DRAFTS: dict[str, list[tuple[int, float, bool]]] = {
@@ -43,6 +44,9 @@ DRAFTS: dict[str, list[tuple[int, float, bool]]] = {
         *((k, 0.8, True) for k in (1, 3, 5)),
         (3, 0.8, False),
     ],
+    "dspark": [*((k, 0.0, k == 3) for k in (1, 2, 3)), SAMPLED, (2, 0.8, True), (3, 0.8, False)],
+    "causal": [GREEDY, SAMPLED],
+    "dflash": [(1, 0.0, False), GREEDY, SAMPLED],
     "eagle of 2 layers": [GREEDY, SAMPLED],
     "normed": [GREEDY, SAMPLED],
     "llama4": [(11, 0.0, True), (11, 0.8, True)],  # drafts are longer than a chunk
@@ -83,6 +87,8 @@ def pair(kind: str, request: pytest.FixtureRequest) -> tuple[Target, Any]:
         return target, None
     if kind in ("chain", "parallel"):
         return target, request.getfixturevalue({"chain": "head"}.get(kind, "parallel_head"))
+    if kind in BLOCKS:
+        return target, request.getfixturevalue("block_heads")[kind]
     changes = NORMED if kind == "normed" else EAGLE | {"num_layers": 2}
     terms = SOFT_CE if kind == "normed" else LossTerms("soft_ce", 0.1, 1.0)
     head = untrained_head(target, 3, target.vocab_size - 20, **changes)
@@ -117,7 +123,8 @@ def test_tokens_and_steps_equal_the_reference_engine(
         for options in ENGINES:
             sizes = {name: value for name, value in options.items() if name != "fused"}
             fused, packed = "fused" in options, "cpu_prepacked" in options and kind != "llama4"
-            if (fused and kind in ("none", "llama4")) or (packed and NO_PREPACKING):
+            in_modules = kind in ("none", "llama4", *BLOCKS)
+            if (fused and in_modules) or (packed and NO_PREPACKING):
                 continue
             preemptions.clear()
             with monkeypatch.context() as patch:
@@ -127,7 +134,7 @@ def test_tokens_and_steps_equal_the_reference_engine(
             assert isinstance(engine.step.decoder, PrepackedDecoder if packed else Target)
             if drafter:
                 passes = FusedHead if fused else PrepackedHead if packed else EagerHead
-                assert type(drafter.runner) is passes
+                assert type(drafter.runner) is (EagerHead if in_modules else passes)
             generations = run(engine, prompts)
             assert outcomes(generations) == expected, (k, temperature, options)
             for one, other in zip(generations, reference, strict=True):
@@ -150,7 +157,7 @@ def test_the_certificates_chain_crosses_borders(start: int, llama4: tuple[Target
     target, head = llama4
     rows = torch.tensor([list(range(5, 16))])
     features = target.states(rows, head.config.boundaries).features
-    chain = ChainDrafts(head, rows, features)
+    chain = ChainDrafts(head, rows, features, k=11)
     for depth, output in enumerate(dense_chain(head, rows[0], features[0], start)):
         expected = head.logits(output).double().softmax(-1)
         actual = chain.draft(start, depth)[0].double().softmax(-1)

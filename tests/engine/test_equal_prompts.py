@@ -9,6 +9,7 @@ import pytest
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling
+from draftlab.heads.block import BlockHead
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.peagle import PeagleHead
 from draftlab.target_model.model import Target
@@ -29,13 +30,18 @@ def repeated(lengths: tuple[int, ...], times: int) -> list[Request]:
     return [replace(r, id=f"{r.id} {i}") for i in range(times) for r in base]
 
 
-@pytest.mark.parametrize("kind", ["none", "chain", "parallel"])
+@pytest.mark.parametrize("kind", ["none", "chain", "parallel", "dspark"])
 @pytest.mark.parametrize("options", [{}, {"block_size": 4}, {"block_size": 4, "num_blocks": 40}])
 def test_equal_prompts_decode_as_alone(
-    kind: str, options: dict, target: Target, head: Eagle3Head, parallel_head: PeagleHead
+    kind: str,
+    options: dict,
+    target: Target,
+    head: Eagle3Head,
+    parallel_head: PeagleHead,
+    block_heads: dict[str, BlockHead],
 ) -> None:
     """Some prompts fill their blocks exactly, and the small pool preempts some sequences."""
-    draft_head = {"none": None, "chain": head, "parallel": parallel_head}[kind]
+    draft_head = {"none": None, "chain": head, "parallel": parallel_head, **block_heads}[kind]
 
     def engine(batch: int, **options: int) -> Engine:
         drafter = new_drafter(draft_head, 3) if draft_head else None

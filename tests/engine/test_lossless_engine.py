@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from draftlab.engine.drafter import ChainDrafter
+from draftlab.engine.block_drafter import BlockDrafter
+from draftlab.engine.drafter import ChainDrafter, new_drafter
 from draftlab.engine.parallel_drafter import ParallelDrafter
 from draftlab.engine.step import Step
 from draftlab.target_model.model import Target
-from tests.helpers.decoding import PARALLEL, untrained_head
+from tests.helpers.decoding import DSPARK, PARALLEL, untrained_head
 from tests.helpers.engines import JOINT_VOCAB, joint_p_value
 from tests.helpers.zoo import zoo_target
 
@@ -27,13 +29,14 @@ def poor_drafter(target: Target, kind: str, *, draft_probs: bool = True) -> Any:
     if kind == "chain":
         head = untrained_head(target, 2, JOINT_VOCAB - 1).eval().requires_grad_(False)
         return ChainDrafter(head, 2, draft_probs=draft_probs)
-    family = PARALLEL | {"mask_token_id": JOINT_VOCAB - 1}
+    family = {"parallel": PARALLEL, "dspark": DSPARK}[kind] | {"mask_token_id": JOINT_VOCAB - 1}
     head = untrained_head(target, 2, JOINT_VOCAB - 1, **family)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in (head.mask_hidden, head.mask_embedding, head.fc.weight):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return ParallelDrafter(head.eval().requires_grad_(False), 2, draft_probs=draft_probs)
+        for name, parameter in head.named_parameters():
+            if name.startswith(("mask_", "fc.", "markov_head")):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return new_drafter(head.eval().requires_grad_(False), 2, draft_probs=draft_probs)
 
 
 def test_plain_sampling_is_exact(tiny_target: Target) -> None:
@@ -41,7 +44,7 @@ def test_plain_sampling_is_exact(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize("draft_probs", [True, False])
-@pytest.mark.parametrize("kind", ["chain", "parallel"])
+@pytest.mark.parametrize("kind", ["chain", "parallel", "dspark"])
 def test_speculative_sampling_is_exact(kind: str, draft_probs: bool, tiny_target: Target) -> None:
     drafter = poor_drafter(tiny_target, kind, draft_probs=draft_probs)
     assert joint_p_value(tiny_target, drafter) > 1e-3
@@ -70,3 +73,22 @@ def test_another_depths_draft_probabilities_are_noticed(
 
     monkeypatch.setattr(ParallelDrafter, "_proposal", shifted)
     assert joint_p_value(tiny_target, poor_drafter(tiny_target, "parallel")) < 1e-6
+
+
+def test_draft_probabilities_without_the_markov_bias_are_noticed(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafts are drawn with the bias, and verified as if they had been drawn without."""
+    right = BlockDrafter._draw
+
+    def unbiased(self: Any, outputs: Any, newest: Any, last: Any, verified: Any) -> Any:
+        proposal = right(self, outputs, newest, last, verified)
+        plain = self.head.lm_head(self.head.normed(outputs))
+        q = proposal.distribution
+        log_sum = (plain / q.temperature[:, None, None]).logsumexp(-1)
+        return replace(proposal, distribution=replace(q, logits=plain, log_sum=log_sum))
+
+    drafter = poor_drafter(tiny_target, "dspark")
+    assert joint_p_value(tiny_target, drafter) > 1e-3
+    monkeypatch.setattr(BlockDrafter, "_draw", unbiased)
+    assert joint_p_value(tiny_target, drafter) < 1e-6

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from draftlab.heads.block import BlockHead
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.target_model.model import Target
 from tests.helpers.greedy_answers import answers, greedy_records
@@ -17,6 +18,14 @@ from tests.helpers.walk import assert_walk_matches_engine, walk_and_decode
 @pytest.mark.parametrize(("k", "batch"), [(1, 7), (3, 1), (3, 7), (5, 1)])
 def test_the_walk_matches_the_engine(k: int, batch: int, target: Target, head: Eagle3Head) -> None:
     assert_walk_matches_engine(target, head, k, batch)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_walk_of_a_causal_block_matches_the_engine_at_any_k(
+    k: int, target: Target, block_heads: dict[str, BlockHead]
+) -> None:
+    """Its first drafts are those of a longer block; tests/engine has the trained K."""
+    assert_walk_matches_engine(target, block_heads["causal"], k, 7)
 
 
 @pytest.mark.parametrize("shift", [-1, 1])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from draftlab.heads.block import BlockHead
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import new_head
@@ -15,6 +16,7 @@ from draftlab.heads.peagle import PeagleHead
 from draftlab.target_model.model import Target
 from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.loss import SOFT_CE, LossTerms
+from draftlab.train.settings import TrainSettings
 from tests.helpers.greedy_answers import BOUNDARIES, answers, greedy_records
 from tests.helpers.head_toys import make_config
 from tests.helpers.synthetic import family_loss
@@ -26,6 +28,13 @@ MAX_LENGTH = 128
 
 MASK = 288  # in no prompt and no answer
 PARALLEL = {"family": "peagle", "embeddings": "own", "mask_token_id": MASK, "num_layers": 2}
+DFLASH = {"family": "dflash", "mask_token_id": MASK, "num_layers": 2, "sample_from_anchor": False}
+DSPARK = DFLASH | {
+    "family": "dspark",
+    "sample_from_anchor": True,
+    "markov_rank": 8,
+    "confidence": True,
+}
 EAGLE = {"family": "eagle", "boundaries": (4,)}
 NORMED = {"fc_norm": True, "norm_output": True}
 
@@ -72,6 +81,22 @@ def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> A
 def head(target: Target) -> Eagle3Head:
     """A chain head whose drafts are often accepted and often rejected."""
     return trained_head(target, untrained_head(target, 3, target.vocab_size - 20), 60)
+
+
+@pytest.fixture(scope="session")
+def block_heads(target: Target) -> dict[str, BlockHead]:
+    """A DSpark head, a causal one and a DFlash head, of three drafts, often accepted and not."""
+    steps = {"dspark": 150, "causal": 150, "dflash": 60}
+    kinds = {"dspark": DSPARK, "causal": DSPARK | {"is_causal": True}, "dflash": DFLASH}
+    return {
+        name: trained_head(
+            target,
+            untrained_head(target, 3, target.vocab_size, **fields),
+            steps[name],
+            get_family(fields["family"]).objective().loss_terms(TrainSettings()),
+        )
+        for name, fields in kinds.items()
+    }
 
 
 @pytest.fixture(scope="session")

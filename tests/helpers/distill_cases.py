@@ -11,9 +11,9 @@ from torch import Tensor
 from draftlab.kernels.distill import distill
 from draftlab.kernels.distill_linear import distill_linear
 from draftlab.kernels.distill_plan import plan_rows
-from draftlab.kernels.distill_types import Loss, Teacher
+from draftlab.kernels.distill_types import Labels, Loss, Teacher
 
-LOSSES: tuple[Loss, ...] = ("soft_ce", "lk")
+LOSSES: tuple[Loss, ...] = ("soft_ce", "lk", "ce_l1")
 
 
 def make_case(
@@ -46,6 +46,9 @@ def make_case(
     full = Teacher(last, None, weights, last[:, 0], scale, softcap)
     logsumexp = full.to_logits(last @ weights.t()).logsumexp(-1)
     row = torch.randint(0, max(1, positions), (num_rows,), generator=generator)
+    # −1: the draft vocabulary lacks the token.
+    ids = torch.arange(num_rows) * 7 % (vocab + 1) - 1
+    labels = Labels(ids.to(device), 0.3, 0.7)
     return {
         "hidden": draw(num_rows, size).requires_grad_(),
         "lm_head": draw(vocab, size, scale=2 * size**-0.5).requires_grad_(),
@@ -54,6 +57,7 @@ def make_case(
         "weight": draw(num_rows, as_dtype=wide).abs(),
         "loss": loss,
         "kl_weight": draw(num_rows, as_dtype=wide).abs().clamp(max=1) if loss == "lk" else None,
+        "labels": labels if loss == "ce_l1" else None,
     }
 
 
@@ -73,6 +77,7 @@ def at_once(case: dict[str, Any], factor: float = 3.0) -> dict[str, Tensor]:
         teacher.logsumexp[row],
         loss=case["loss"],
         kl_weight=case["kl_weight"],
+        labels=case["labels"],
     )
     total = (case["weight"] * out.loss).sum()
     return vars(out) | {"total": total} | gradients(case, total, factor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from draftlab.engine.counters import Counters
-from draftlab.engine.drafter import ChainDrafter
+from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
 from draftlab.heads.head import DraftHead
@@ -40,7 +40,7 @@ def walk_and_decode(
         counted, steps[record.id] = count_walk(hits, record.spans, k)
         counters += counted
     assert validate(head, teacher, store, range(len(pairs)), num_steps=k).walk == counters
-    engine = Engine(target, ChainDrafter(head, k), batch=batch, max_length=target.max_length)
+    engine = Engine(target, new_drafter(head, k), batch=batch, max_length=target.max_length)
     generations = run(engine, [request for request, _ in pairs])
     assert [g.token_ids for g in generations] == [g.token_ids for _, g in pairs]
     return steps, [(r, g) for (r, _), g in zip(pairs, generations, strict=True)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftlab.kernels.distill import distill, lk_weight
 from draftlab.kernels.distill_linear import distill_linear
 from draftlab.kernels.distill_plan import plan_rows
-from draftlab.kernels.distill_types import Loss, Teacher
+from draftlab.kernels.distill_types import Labels, Loss, Teacher
 from tests.helpers.distill_cases import (
     LOSSES,
     arguments_of,
@@ -37,8 +37,8 @@ def test_gradients_are_those_of_finite_differences(loss: Loss) -> None:
 
     def losses(hidden: Tensor, lm_head: Tensor) -> Tensor:
         logits = F.linear(hidden, lm_head)
-        kl_weight = case["kl_weight"]
-        return distill(logits, z, teacher.logsumexp[row], loss=loss, kl_weight=kl_weight).loss
+        options = {name: case[name] for name in ("loss", "kl_weight", "labels")}
+        return distill(logits, z, teacher.logsumexp[row], **options).loss
 
     assert torch.autograd.gradcheck(losses, (case["hidden"], case["lm_head"]))
 
@@ -57,9 +57,18 @@ def test_definitions() -> None:
     alpha = sum(min(a, b) for a, b in zip(p, q, strict=True))
     kl_weight = float(case["kl_weight"][0])
     expected = {"soft_ce": cross, "lk": kl_weight * kl + (1 - kl_weight) * (1 - alpha)}
-    for loss, value in expected.items():
+    label, outside = (Labels(torch.tensor([i]), 0.3, 0.7) for i in (4, -1))
+    l1 = sum(abs(a - b) for a, b in zip(p, q, strict=True)) + 1 - sum(p)
+    hard = -0.3 * math.log(q[4])
+    for loss, labels, value in (
+        *((loss, None, value) for loss, value in expected.items()),
+        ("ce_l1", label, hard + 0.7 * l1),
+        ("ce_l1", outside, 0.7 * l1),
+    ):
         values = at_once(
-            case | {"loss": loss, "kl_weight": case["kl_weight"] if loss == "lk" else None}
+            case
+            | {"loss": loss, "labels": labels}
+            | {"kl_weight": case["kl_weight"] if loss == "lk" else None}
         )
         assert values["loss"].item() == pytest.approx(value, abs=1e-5)
         assert float(values["alpha"]) == pytest.approx(alpha, abs=1e-5)
@@ -279,3 +288,20 @@ def test_kernel_at_real_sizes(
     # Sums over rows in float32 differ in their order.
     names = ("loss", "alpha", "total", "d_hidden", "d_lm_head")
     assert_no_farther(values, eager, exact, dict.fromkeys(names, 1.1), 2e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_frozen_columns_are_part_of_the_product_without_a_gradient(loss: Loss) -> None:
+    """[hidden · frozenᵀ] + [rest · lm_headᵀ] as one product; also without trained columns."""
+    case = make_case(17, 5, 23, size=9, loss=loss)
+    for columns in (4, 9):
+        frozen, trained = case["lm_head"].detach().split([columns, 9 - columns], 1)
+        trained = trained.clone().requires_grad_()
+        parts = arguments_of(case) | {"lm_head": trained, "frozen": frozen}
+        actual = distill_linear(**parts, buffer_bytes=2000)
+        expected = at_once(case)
+        torch.testing.assert_close(actual.loss, expected["loss"].detach())
+        torch.testing.assert_close(actual.total.detach(), expected["total"].detach())
+        d_hidden, d_trained = torch.autograd.grad(3 * actual.total, (case["hidden"], trained))
+        torch.testing.assert_close(d_hidden, expected["d_hidden"])
+        torch.testing.assert_close(d_trained, expected["d_lm_head"][:, columns:])

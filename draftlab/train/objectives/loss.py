@@ -17,7 +17,7 @@ from torch import Tensor
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.distill import lk_weight, weighted
 from draftlab.kernels.distill_linear import distill_linear
-from draftlab.kernels.distill_types import Labels, Loss, Teacher
+from draftlab.kernels.distill_types import Labels, Loss, Teacher, at_least_float32
 from draftlab.kernels.sampling_types import draft_index
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.loss_rows import StepRows
@@ -195,7 +195,7 @@ def weighted_loss(
     )
     total, value = out.total, terms.distillation * out.loss
     if terms.confidence:
-        logits = head.confidence_logits(normed, hidden[:, normed.shape[1] :]).float()
+        logits = at_least_float32(head.confidence_logits(normed, hidden[:, normed.shape[1] :]))
         distance = F.binary_cross_entropy_with_logits(logits, out.alpha, reduction="none")
         total = total + terms.confidence * weighted(weight, distance)
         value = value + terms.confidence * distance.detach()
