@@ -48,7 +48,7 @@ def random_head(target: Target, **changes: Any) -> Any:
     """Return a head with random weights over half of the vocabulary, of the target's dtype."""
     size, vocabulary = target.hidden_size, target.vocab_size
     config = make_config(
-        **{"boundaries": (1, 2, 4)} | changes,
+        **{"boundaries": (1, 2, 4), "draft_vocab_size": vocabulary // 2} | changes,
         target_num_layers=target.num_layers,
         target_hidden_size=size,
         hidden_size=size,
@@ -59,7 +59,6 @@ def random_head(target: Target, **changes: Any) -> Any:
         rms_norm_eps=1e-6,
         max_position_embeddings=512,
         vocab_size=vocabulary,
-        draft_vocab_size=vocabulary // 2,
     )
     head = new_head(config)
     randomise(head, 1, weights=0.06, norms=0.3)
@@ -83,8 +82,12 @@ def embedded(device: str) -> tuple[Target, dict[str, Any], list[tuple[str, tuple
         device=target.device,
     )
     parallel = random_head(target, family="peagle", embeddings="own", mask_token_id=3, num_layers=2)
+    block = random_head(
+        target, family="dspark", draft_vocab_size=target.vocab_size, mask_token_id=3, num_layers=2,
+        sample_from_anchor=True, markov_rank=16, confidence=True,
+    )  # fmt: skip
     prompts = load_suite("embedded:heldout", load_tokenizer(settings), Monitor()).prompts[:48]
-    return target, {"chain": chain, "parallel": parallel}, prompts
+    return target, {"chain": chain, "parallel": parallel, "block": block}, prompts
 
 
 @lru_cache
@@ -109,7 +112,7 @@ def expected_outcomes(device: str, kind: str, sampling: Sampling) -> list[Any]:
     ids=str,
 )
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8), Sampling(1.0, top_k=8)], ids=str)
-@pytest.mark.parametrize("kind", ["chain", "parallel"])
+@pytest.mark.parametrize("kind", ["chain", "parallel", "block"])
 def test_the_embedded_target(
     kind: str, sampling: Sampling, options: dict[str, Any], device: str
 ) -> None:

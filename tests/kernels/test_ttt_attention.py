@@ -107,7 +107,8 @@ def sizes(lengths: list[list[int]], width: int, **others: Any) -> dict[str, Any]
     return {"lengths": lengths, "width": width} | others
 
 
-HEADS = [(3, 3, 16), (4, 1, 32), (16, 2, 16), (6, 2, 20)]  # the last leave rows and channels unused
+# Some leave rows and channels unused; a block of seven slots has 28 queries a kv head.
+HEADS = [(3, 3, 16), (4, 1, 32), (16, 2, 16), (6, 2, 20), (28, 1, 16)]
 SIZES = {
     **{f"{steps} steps": sizes(LENGTHS, 40, steps=steps) for steps in (0, 1, 5)},
     **{
@@ -191,6 +192,7 @@ REAL = [
     ([[257, 260]], 0.5, 1, 8, 8, 64),
     ([[130], [77, 40]], 0.9, 9, 8, 1, 256),
     ([[37]], 0.3, 2, 6, 6, 32),
+    ([[700, 1, 300], [90, 33], [1001]], 0.1, 7, 224, 8, 128),  # blocks of seven slots
 ]
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 
