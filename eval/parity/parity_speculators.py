@@ -6,8 +6,8 @@ The target's greedy answers are recorded in float32 and packed into one row. Ste
 training-time test, or depths 0 .. L − 1 of a parallel head, run in the objective that trains the
 family and in the library's own forward on the exported head. The output of fc, what is fed back
 (the output before the last norm, or after it with norm_output) and the logits are compared at every
-row that both compute. Both compute in
-float64. The largest difference of each must stay below 1e-12 of the largest value.
+row that both compute; of block heads the input of lm_head, the logits and the confidence. Both
+compute in float64. The largest difference of each must stay below 1e-12 of the largest value.
 There are two masks: with `all` every token has loss, so every row is compared; with `answers` spans
 are real, which shows that skipped rows do not matter. `--random` compares random heads of all
 shapes that the layout can hold, for the target and for a random Qwen3 with tied embeddings, with
@@ -45,6 +45,7 @@ from torch import Tensor
 
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request
+from draftlab.heads.block import BlockHead
 from draftlab.heads.head import DraftHead
 from draftlab.heads.peagle import PeagleHead
 from draftlab.store.store import Record
@@ -60,11 +61,15 @@ PAGE = ("speculators, equal outputs of training's forward", (
 
 @dataclass(frozen=True)
 class Step:
-    """Values of a step at the compared rows: what is fed back [n, H], and logits [n, D]."""
+    """Values of a step at the compared rows: what is fed back [n, H], and logits [n, D].
+
+    A block head feeds nothing back: `output` is the input of its lm_head. `confidence` is [n, 1].
+    """
 
     rows: Tensor
     output: Tensor
     logits: Tensor
+    confidence: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,22 @@ def deviation(ours: Tensor, theirs: Tensor) -> Deviation:
 @torch.inference_mode()
 def ours(head: DraftHead, batch: Batch) -> list[Step]:
     """Return every step or depth; `rows` are positions t of the packed row."""
-    return [
-        Step(step.teacher_index - 1 - k, step.output, head.logits(step.output))
-        for k, step in enumerate(head.family.objective().forward(head, batch))
-    ]
+    tokens, steps = batch.tokens.flatten(), []
+    for k, step in enumerate(head.family.objective().forward(head, batch)):
+        rows, output, previous = step.teacher_index - 1 - k, step.output, tokens[step.teacher_index]
+        confidence = None
+        if isinstance(head, BlockHead):
+            # The library cannot run blocks that reach beyond the packed row.
+            inside = rows + 1 + head.config.block_size <= len(tokens)
+            rows, output, previous = rows[inside], output[inside], previous[inside]
+            if head.confidence_head is not None:
+                factors = head.markov_factors(previous)
+                confidence = head.confidence_logits(head.normed(output), factors)[:, None]
+        logits = head.logits(output, previous)
+        if isinstance(head, BlockHead):
+            output = head.normed(output)
+        steps.append(Step(rows, output, logits, confidence))
+    return steps
 
 
 @torch.inference_mode()
@@ -140,11 +157,13 @@ def compare(
         Deviations by name, share of rows with the same argmax, and the fault or None.
     """
     worst: dict[str, Deviation] = {}
+    blocks = "fc" not in library
     fault, same, count = None, 0, 0
     for k, step in enumerate(steps):
-        rows = library_rows(step.rows, documents)
-        for name in ("output", "logits"):
-            mine, other = getattr(step, name), library[name][k, rows]
+        rows = step.rows if blocks else library_rows(step.rows, documents)
+        names = ("output", "logits") + (() if step.confidence is None else ("confidence",))
+        for name in names:
+            mine, other = getattr(step, name), library[name][k, rows].view(len(rows), -1)
             found = deviation(mine, other)
             if name not in worst or found.relative > worst[name].relative:
                 worst[name] = found
@@ -190,7 +209,9 @@ def new_case(
     records = [replace(r, spans=torch.ones_like(r.spans)) if mask == "all" else r for r in answered]
     batch = pack([records], sum(len(r.tokens) for r in records), num_steps)
     documents = batch.documents[0]
-    if subject.head.config.family == "peagle":  # the library counts rows on over all documents
+    if isinstance(subject.head, BlockHead):  # the library's positions go on over all documents
+        positions = torch.arange(len(documents))[None]
+    elif subject.head.config.family == "peagle":  # the library counts rows on over all documents
         positions = library_rows(torch.arange(len(documents)), documents)[None]
     else:  # the library gives a feature the position of the token after it
         positions = batch.positions + 1
@@ -207,13 +228,14 @@ def compare_case(case: Case, attention: str) -> tuple[list[str], bool]:
     library, report = answer(case.answer, case.subject, case.num_steps)
     steps = ours(head, case.batch)
     worst, same, fault = compare(steps, library, case.batch.documents[0], TOLERANCE)
-    fused = torch.cat([head.project_features(r.features[:-1].double()) for r in case.records])
-    if isinstance(head, PeagleHead):
-        masked = head.mask_state().expand(len(library["fc"]) - len(fused), -1)
-        fused = torch.cat([fused, masked])
-    worst = {"fc": deviation(fused, library["fc"]), **worst}
-    if not worst["fc"].relative <= TOLERANCE:
-        fault = f"fc: off by {worst['fc'].difference:.3g}"
+    if not isinstance(head, BlockHead):
+        fused = torch.cat([head.project_features(r.features[:-1].double()) for r in case.records])
+        if isinstance(head, PeagleHead):
+            masked = head.mask_state().expand(len(library["fc"]) - len(fused), -1)
+            fused = torch.cat([fused, masked])
+        worst = {"fc": deviation(fused, library["fc"]), **worst}
+        if not worst["fc"].relative <= TOLERANCE:
+            fault = f"fc: off by {worst['fc'].difference:.3g}"
     fault = loading_fault(report) or fault
     counts = [len(step.rows) for step in steps]
     figures = ", ".join(f"{d.relative:.1e}" for d in worst.values())
@@ -221,7 +243,7 @@ def compare_case(case: Case, attention: str) -> tuple[list[str], bool]:
     print(
         f"{name}, mask {case.mask}: {len(case.records)} conversations, {case.num_steps} steps with "
         f"{counts} rows; {library_version}\n"
-        f"  largest difference / largest value: {figures} (fc, fed back, logits); "
+        f"  largest difference / largest value: {figures} ({', '.join(worst)}); "
         f"largest logit {worst['logits'].scale:.2f}; argmax equal {same:.4%}\n"
         f"  {'EQUAL within ' + str(TOLERANCE) if fault is None else 'DIFFERENT: ' + fault}",
         flush=True,

@@ -18,6 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftlab.errors import UserError
 from draftlab.heads.config import HeadConfig, make_head_config
+from draftlab.heads.family import get_family
 from draftlab.heads.folder import load_head, new_head, save_head
 from draftlab.heads.head import DraftHead
 from draftlab.target_model.fingerprint import fingerprint
@@ -27,6 +28,8 @@ from draftlab.text.mask_token import choose_mask_token
 WHOLE, FOUR = {"draft_vocab_size": None}, {"boundaries": 4}
 AFTER, QK = {"norm_before_residual": True}, {"qk_norm": True}
 PEAGLE = {"family": "peagle"}
+DFLASH = {"family": "dflash", "sample_from_anchor": False}
+DSPARK = {"family": "dspark", "sample_from_anchor": True, "markov_rank": 24, "confidence": True}
 SHAPES: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3, norm_before_residual": AFTER,
@@ -40,6 +43,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "peagle, 1 layer": PEAGLE,
     "peagle, 2 layers, qk_norm, norm_before_residual": PEAGLE | QK | AFTER | {"num_layers": 2},
     "peagle, 2 layers, 4 boundaries, whole vocabulary": PEAGLE | FOUR | WHOLE | {"num_layers": 2},
+    "dspark, 1 layer, whole vocabulary": DSPARK | WHOLE,
+    "dspark, 5 layers, 4 boundaries, whole vocabulary": DSPARK | WHOLE | FOUR | {"num_layers": 5},
+    "dspark, 2 layers": DSPARK | {"num_layers": 2},
+    "dflash, 2 layers, whole vocabulary": DFLASH | WHOLE | {"num_layers": 2},
+    "dflash, 5 layers, 4 boundaries": DFLASH | FOUR | {"num_layers": 5},
 }
 """The shapes of --random. draft_vocab_size None is the whole vocabulary; `boundaries` counts."""
 
@@ -70,7 +78,8 @@ def chosen_subjects(
     for target in (subject, stand_in(subject, place / "qwen3")):
         kind = target.target.config.model_type
         for number, (shape, fields) in enumerate(SHAPES.items()):
-            trained = subject.head if grown and target is subject else None
+            grows = grown and target is subject and not _is_block(fields)
+            trained = subject.head if grows else None
             name = f"{'random' if trained is None else 'grown'}, {kind}: {shape}"
             if options.random.search(name):
                 folder = place / f"{target.target.fingerprint[:8]}-{number}"
@@ -83,6 +92,11 @@ def chosen_subjects(
             f"{options.random.pattern}; they are:\n  " + "\n  ".join(others),
             where="--random",
         )
+
+
+def _is_block(shape: dict[str, Any]) -> bool:
+    """Return whether heads of a shape draft with the target's lm_head, which is not trained."""
+    return get_family(shape.get("family", "eagle3")).freezes_lm_head
 
 
 def stand_in(subject: Subject, folder: Path) -> Subject:
@@ -163,8 +177,8 @@ def _grow(head: DraftHead, trained: DraftHead) -> None:
 
 
 def _load(folder: Path, subject: Subject) -> DraftHead:
-    embeddings = subject.target.parts.embeddings
-    return load_head(folder, embeddings=embeddings, dtype=torch.float32, device="cpu")
+    shared = subject.target.parts.shared_tensors
+    return load_head(folder, target_tensors=shared, dtype=torch.float32, device="cpu")
 
 
 def _config(subject: Subject, shape: dict[str, Any]) -> HeadConfig:
@@ -172,7 +186,7 @@ def _config(subject: Subject, shape: dict[str, Any]) -> HeadConfig:
     target, own = subject.target, subject.head.config
     config, layers = target.config, target.num_layers
     tokenizer = load_tokenizer(subject.settings)
-    parallel = shape.get("family") == "peagle"
+    family = get_family(shape.get("family", "eagle3"))
     mask = choose_mask_token("auto", tokenizer, target.vocab_size, subject.stops, None)
     count = shape.get("boundaries", 3)
     spread = [1 + i * (layers - 2) // (count - 1) for i in range(count)]
@@ -196,8 +210,8 @@ def _config(subject: Subject, shape: dict[str, Any]) -> HeadConfig:
         rope_parameters=dict(config.rope_parameters),
         max_position_embeddings=config.max_position_embeddings,
         vocab_size=target.vocab_size,
-        mask_token_id=mask if parallel else None,
-        embeddings="own" if parallel else "target",
+        mask_token_id=mask if family.has_mask_token else None,
+        embeddings="own" if family.trains_mask else "target",
         k_trained=own.k_trained,
         target=identity,
         **fields,

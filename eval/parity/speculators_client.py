@@ -13,7 +13,7 @@ states nor logits.
 
 A request is a JSON object (unknown keys are refused)::
 
-    draft        folder of the head in speculators format, eagle3 or peagle (required)
+    draft        folder of the head in speculators format: eagle3, peagle, dspark, dflash (required)
     target       folder of the target; the library loads its embeddings, lm_head and final norm
                  (required; the path in the head's own config is not used)
     features     safetensors file, see below (required)
@@ -21,7 +21,8 @@ A request is a JSON object (unknown keys are refused)::
     num_depths   peagle: depths (default 8)
     attention    "flex" (default, as the library trains), "eager" or "sdpa"
 
-The features file holds T rows, documents one after another::
+Features and answers of dspark and dflash heads are described in ``speculators_blocks.py``. For
+others the features file holds T rows, documents one after another::
 
     hidden_states      [T, n * H] float, target boundaries concatenated in the order of
                        eagle_aux_hidden_state_layer_ids, before any norm
@@ -64,6 +65,8 @@ import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from speculators_blocks import run_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -148,9 +151,12 @@ def load_head(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
     compute_in_float64(model)
 
     saved = checkpoint_shapes(draft)
+    from_target = _NEVER_SAVED
+    if hasattr(model, "block_size"):  # DSpark and DFlash also take these tables from the target
+        from_target |= set(model._keys_to_ignore_on_save)
     state = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     return model, {
-        "missing": sorted(set(state) - set(saved) - _NEVER_SAVED),
+        "missing": sorted(set(state) - set(saved) - from_target),
         "unexpected": sorted(set(saved) - set(state)),
         "mismatched": sorted(
             f"{name}: checkpoint {saved[name]}, head {state[name]}"
@@ -250,6 +256,13 @@ def run(request: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
 
     model, tensor_faults = load_head(request)
     features = load_file(request["features"])
+    report = {
+        "engine_version": importlib.metadata.version("speculators"),
+        "torch_version": torch.__version__,
+        "tensors": tensor_faults,
+    }
+    if "anchors" in features:
+        return run_blocks(model, features), report
     rows = make_rows(features, model.hidden_size)
     width = model.fc.in_features
     if rows["hidden_states"].shape[1] != width:
@@ -302,11 +315,6 @@ def run(request: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
     for name in ("prenorm", "hidden", "logits"):
         answer[name] = torch.stack([step[:num_rows] for step in recorded[name]])
     answer["draft_tokens"] = answer["logits"].argmax(-1)
-    report = {
-        "engine_version": importlib.metadata.version("speculators"),
-        "torch_version": torch.__version__,
-        "tensors": tensor_faults,
-    }
     return {name: tensor.contiguous() for name, tensor in answer.items()}, report
 
 

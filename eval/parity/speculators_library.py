@@ -11,6 +11,7 @@ from common import Subject
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftlab.heads.block import BlockConfig, BlockHead
 from draftlab.train.batch.packing import Batch
 
 
@@ -46,6 +47,19 @@ def by_depth(library: dict[str, Tensor], num_depths: int) -> dict[str, Tensor]:
     return library | found
 
 
+def by_slot(library: dict[str, Tensor], config: BlockConfig) -> dict[str, Tensor]:
+    """Return values of blocks [A, slots, …] as those of steps [K, T, …]; others are NaN.
+
+    The block of anchor p is that of the pair at t = p − 1, so the first one is of t = 0.
+    """
+    found = {}
+    for name, values in library.items():
+        drafts = values[:, config.first_slot :].transpose(0, 1)
+        blank = drafts.new_full((config.k_trained, config.block_size, *drafts.shape[2:]), torch.nan)
+        found[name] = torch.cat([drafts, blank], 1)
+    return found | {"draft_tokens": found["logits"].argmax(-1), "output": found["hidden"]}
+
+
 def request(
     place: Path, subject: Subject, batch: Batch, num_steps: int, attention: str
 ) -> dict[str, Any]:
@@ -56,6 +70,9 @@ def request(
     """
     documents, parallel = batch.documents[0], subject.head.config.family == "peagle"
     chosen = {}
+    if isinstance(subject.head, BlockHead):
+        slots = subject.head.config.block_size
+        chosen, attention = {"anchors": torch.arange(1, len(documents) - slots + 1)}, "sdpa"
     if parallel:  # in place of the anchors that the library would draw at random
         kept = documents[1:][documents[1:] == documents[:-1]]
         chosen = dict(zip(("anchor_pos", "depth"), elements(kept, num_steps), strict=True))
@@ -85,6 +102,8 @@ def answer(
     """Return the library's tensors, with `output` for what is fed back, and its report."""
     found, report = load_file(file), json.loads(file.with_suffix(".json").read_text())
     config = subject.head.config
+    if isinstance(subject.head, BlockHead):
+        return by_slot(found, config), report
     found["output"] = found["hidden" if config.norm_output else "prenorm"]
     return (by_depth(found, num_steps) if config.family == "peagle" else found), report
 
