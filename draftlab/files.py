@@ -95,11 +95,7 @@ def atomic_path(path: Path, *, exclusive: bool = False) -> Iterator[Path]:
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
-        # Some writers create files that only their owner may read; servers run as other users.
-        with _UMASK:  # the umask can only be read by setting it, for all threads
-            umask = os.umask(0)
-            os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
+        _use_umask(temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -242,6 +238,14 @@ def read_json(path: Path, *, kind: str = "JSON file") -> Any:
         ) from None
 
 
+def _use_umask(path: Path) -> None:
+    """Give a file the mode of a new one: some writers create files that only their owner reads."""
+    with _UMASK:  # the umask can only be read by setting it, for all threads
+        umask = os.umask(0)
+        os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
 def save_tensors(
     tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
@@ -255,6 +259,7 @@ def save_tensors(
 
     try:
         save_file(tensors, path, metadata=metadata)
+        _use_umask(path)
     except SafetensorError as error:
         raise UserError(
             f"the tensors could not be written: {error}",

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, check_locks, locked, remove_leftovers
+from draftlab.files import atomic_path, check_locks, locked, remove_leftovers, save_tensors
 from draftlab.pipeline.recipe import flatten, parse_recipe
 from draftlab.pipeline.run_folder import Run, lock
 from draftlab.store import receipts
@@ -115,3 +116,12 @@ def test_a_file_that_is_being_written_is_no_leftover(tmp_path: Path) -> None:
         temporary.write_text("whole")
         remove_leftovers(tmp_path)
     assert (tmp_path / "file").read_text() == "whole"
+
+
+def test_tensors_are_written_for_all_who_may_read_the_folder(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        save_tensors({"x": torch.zeros(2)}, tmp_path / "x.safetensors")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o644

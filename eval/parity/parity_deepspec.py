@@ -34,10 +34,7 @@ TURNS = ([(3, 6)], [(2, 4), (0, 3)], [(1, 1)], [(4, 9)], [(1, 2), (3, 17)])
 
 def random_head() -> BlockHead:
     """Return a head over the whole vocabulary, as DeepSpec's are."""
-    model = random_norms_head(
-        family="dspark", mask_token_id=5, k_trained=K, num_layers=2, sample_from_anchor=True,
-        markov_rank=6, confidence=True, draft_vocab_size=VOCAB,
-    )  # fmt: skip
+    model = random_norms_head(family="dspark", k_trained=K, num_layers=2, draft_vocab_size=VOCAB)
     generator = torch.Generator().manual_seed(8)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -18,10 +18,21 @@ from draftlab.train.objectives.loss import SOFT_CE, DraftTeacher, LossTerms, Sum
 from tests.helpers.head_toys import make_config
 
 VOCAB, HIDDEN, BOUNDARIES = 40, 32, (1, 2)
+OF_FAMILY: dict[object, dict[str, object]] = {
+    "peagle": {"mask_token_id": 5, "embeddings": "own"},
+    "dflash": {"mask_token_id": 5, "sample_from_anchor": False},
+    "dspark": {
+        "mask_token_id": 5,
+        "sample_from_anchor": True,
+        "markov_rank": 6,
+        "confidence": True,
+    },
+}
+"""Fields that heads of a family have beside those of all."""
 
 
 def config(**changes: object) -> HeadConfig:
-    """A tiny head's config; `family="peagle"` gives it a mask token, id 5."""
+    """A tiny head's config; families that need a mask token have id 5."""
     fields: dict = {
         "boundaries": BOUNDARIES,
         "target_num_layers": 4,
@@ -36,9 +47,7 @@ def config(**changes: object) -> HeadConfig:
         "draft_vocab_size": 30,
         "k_trained": 3,
     }
-    if changes.get("family") == "peagle":
-        fields |= {"mask_token_id": 5, "embeddings": "own"}
-    return make_config(**(fields | changes))
+    return make_config(**(fields | OF_FAMILY.get(changes.get("family"), {}) | changes))
 
 
 def parts(seed: int = 0) -> TargetParts:

@@ -85,9 +85,14 @@ def _depth_probabilities(settings: Any) -> np.ndarray:
 def sample_anchors(record: Record, settings: Any, seed: int, step: int) -> Tensor:
     """Sample the positions of a record at which a block starts: int64 [T], `ttt_steps` or 0.
 
-    A position is chosen with probability `anchor_share`, as a pure function like `sample_depths`.
+    A position is chosen with probability `anchor_share`, as a pure function like `sample_depths`;
+    of those that can carry loss, at least one is.
     """
-    chosen = _uniform(record, seed, step) < settings.anchor_share
+    uniform = _uniform(record, seed, step)
+    chosen = uniform < settings.anchor_share
+    able = loss_reach(record.spans).numpy() > 0
+    if able.any() and not chosen[able].any():
+        chosen[np.where(able, uniform, 1.0).argmin()] = True
     return torch.from_numpy(np.where(chosen, settings.ttt_steps, 0))
 
 

@@ -43,6 +43,7 @@ BEGUN = [
     "ddp-peagle",
     "fsdp2-peagle",
     "zero3-peagle",
+    *(f"{parallel}-dspark" for parallel in ("ddp", "fsdp2", "zero3")),
 ]
 RESUMED = [f"{parallel}-eagle3-resumed" for parallel in PRINTED]
 
@@ -67,10 +68,11 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What one process makes, by family, with every checkpoint."""
     folder = tmp_path_factory.mktemp("alone")
-    for family in ("eagle3", "peagle"):
+    families = ("eagle3", "peagle", "dspark")
+    for family in families:
         trainer, _ = train(folder / family, family)
         torch.save(trainer.head.state_dict(), folder / family / "result.pt")
-    return {family: folder / family for family in ("eagle3", "peagle")}
+    return {family: folder / family for family in families}
 
 
 @pytest.fixture(scope="module")

@@ -32,14 +32,7 @@ from tests.helpers.synthetic import (
 
 K, GAMMA = 4, 0.8
 TURNS = [[(3, 6)], [(2, 4), (0, 3)], [(1, 1)], [(4, 9)], [(1, 2), (3, 7)]]
-BLOCK = {"mask_token_id": 5, "k_trained": K, "num_layers": 2}
-DFLASH = BLOCK | {"family": "dflash", "sample_from_anchor": False}
-DSPARK = BLOCK | {
-    "family": "dspark",
-    "sample_from_anchor": True,
-    "markov_rank": 6,
-    "confidence": True,
-}
+DFLASH, DSPARK = ({"family": f, "k_trained": K, "num_layers": 2} for f in ("dflash", "dspark"))
 KINDS = {
     "dspark": DSPARK,
     "dspark, whole vocabulary": DSPARK | {"draft_vocab_size": VOCAB, "num_layers": 1},
@@ -201,6 +194,16 @@ def test_passes_and_packing_add_up_to_the_whole(kind: str) -> None:
         assert_same(actual, expected[1])
 
 
+def test_every_record_with_predictions_has_a_block() -> None:
+    settings = TrainSettings(ttt_steps=K, anchor_share=1e-6)
+    r = record(spans_of([(5, 6), (3, 4)]), parts())
+    for step in range(20):
+        (chosen,) = sample_anchors(r, settings, 0, step).nonzero()[:, 0].tolist()
+        assert loss_reach(r.spans)[chosen] > 0
+    empty = record(spans_of([(5, 1)]), parts())
+    assert not sample_anchors(empty, settings, 0, 0).any()
+
+
 def test_anchors_are_chosen_by_seed_step_record_and_position_alone() -> None:
     length, settings = 20_000, TrainSettings(ttt_steps=K, anchor_share=0.3)
     r = record([0, *[1] * (length - 1)], parts())
@@ -211,5 +214,5 @@ def test_anchors_are_chosen_by_seed_step_record_and_position_alone() -> None:
     assert torch.equal(first, sample_anchors(r, settings, 1, 2))
     for seed, step in ((1, 3), (2, 2)):
         assert not torch.equal(first, sample_anchors(r, settings, seed, step))
-    shorter = replace(r, tokens=r.tokens[:50])
+    shorter = replace(r, tokens=r.tokens[:50], spans=r.spans[:50])
     assert torch.equal(sample_anchors(shorter, settings, 1, 2)[:50], first[:50])
