@@ -36,7 +36,7 @@ class Dflash(Family):
     anchor_by_default: ClassVar[bool] = False
 
     def objective(self) -> Objective:
-        from draftlab.train.batch.loss_rows import ANCHORS
+        from draftlab.train.batch.loss_rows import BLOCK_SAMPLING
         from draftlab.train.flops import block_flops
         from draftlab.train.objectives.block import block_outputs, block_weights
         from draftlab.train.objectives.loss import LossTerms
@@ -44,7 +44,11 @@ class Dflash(Family):
 
         terms = LossTerms("ce_l1", cross_entropy=1.0)
         return Objective(
-            block_outputs, block_weights, sampling=ANCHORS, flops=block_flops, own_terms=terms
+            block_outputs,
+            block_weights,
+            sampling=BLOCK_SAMPLING,
+            flops=block_flops,
+            own_terms=terms,
         )
 
     def layouts(self) -> dict[str, Layout | str]:

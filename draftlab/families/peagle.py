@@ -40,13 +40,13 @@ class Peagle(Eagle3):
     vllm_options: ClassVar[dict[str, Any]] = {"parallel_drafting": True}
 
     def objective(self) -> Objective:
-        from draftlab.train.batch.loss_rows import DEPTHS
+        from draftlab.train.batch.loss_rows import DEPTH_SAMPLING
         from draftlab.train.fast.parallel import FastParallel
         from draftlab.train.objectives.objective import Objective
         from draftlab.train.objectives.parallel import parallel_outputs, parallel_weights
 
         return Objective(
-            parallel_outputs, parallel_weights, fast_forward=FastParallel, sampling=DEPTHS
+            parallel_outputs, parallel_weights, fast_forward=FastParallel, sampling=DEPTH_SAMPLING
         )
 
     def layouts(self) -> dict[str, Layout | str]:

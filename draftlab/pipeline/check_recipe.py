@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftlab.errors import UserError
 from draftlab.evaluate.vllm_compare import check_settings
-from draftlab.export.layout import layout_for
+from draftlab.export.layout import Export, layout_for
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import load_config
 from draftlab.heads.head import DraftHead
@@ -204,11 +206,16 @@ def check_head(recipe: Recipe, config: Any, fingerprint: str = "") -> DraftHead:
         fingerprint: the target's, if its weights are available.
 
     Raises:
-        UserError: such a head cannot be, or cannot start from the recipe's head.init; the message
-            names the fields.
+        UserError: such a head cannot be, cannot start from the recipe's head.init, or cannot be
+            exported as the recipe says; the message names the fields.
     """
     head = planned_head(recipe, config, planned_identity(recipe, config, fingerprint))
     if recipe.head.init is not None:
         folder = find_head(recipe.head.init)
         check_start(head.config, load_config(folder), folder)
+    k = recipe.export.k or head.config.k_trained
+    export = Export(head.config, config.to_dict(), recipe.target.path, k, torch.bfloat16)
+    for program in recipe.export.formats:
+        with _at("export.formats"):
+            layout_for(program, recipe.head.family).check(export)
     return head

@@ -149,15 +149,22 @@ def record_answers(
 
 
 def compare(
-    steps: Sequence[Step], library: dict[str, Tensor], documents: Tensor, tolerance: float
+    steps: Sequence[Step],
+    library: dict[str, Tensor],
+    documents: Tensor,
+    tolerance: float,
+    *,
+    blocks: bool = False,
 ) -> tuple[dict[str, Deviation], float, str | None]:
     """Return the worst deviations of outputs and logits over all steps, and the first fault.
+
+    Args:
+        blocks: whether the library has all rows, as those of block heads.
 
     Returns:
         Deviations by name, share of rows with the same argmax, and the fault or None.
     """
     worst: dict[str, Deviation] = {}
-    blocks = "fc" not in library
     fault, same, count = None, 0, 0
     for k, step in enumerate(steps):
         rows = step.rows if blocks else library_rows(step.rows, documents)
@@ -227,8 +234,10 @@ def compare_case(case: Case, attention: str) -> tuple[list[str], bool]:
     head.double()
     library, report = answer(case.answer, case.subject, case.num_steps)
     steps = ours(head, case.batch)
-    worst, same, fault = compare(steps, library, case.batch.documents[0], TOLERANCE)
-    if not isinstance(head, BlockHead):
+    blocks = isinstance(head, BlockHead)
+    documents = case.batch.documents[0]
+    worst, same, fault = compare(steps, library, documents, TOLERANCE, blocks=blocks)
+    if not blocks:
         fused = torch.cat([head.project_features(r.features[:-1].double()) for r in case.records])
         if isinstance(head, PeagleHead):
             masked = head.mask_state().expand(len(library["fc"]) - len(fused), -1)

@@ -28,7 +28,6 @@ def test_diagnosis_of_a_runs_head_writes_nothing(workspace: Path) -> None:
     assert first.startswith("weak: ")
     assert "40% are expected of a trained head" in first
     assert "after 6 steps" in first
-    assert "as stored" in result.stdout
     assert "prompts of prompts.jsonl" in result.stdout  # those of the run's evaluation
     assert "target toy" in result.stdout
 

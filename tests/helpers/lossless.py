@@ -103,6 +103,7 @@ def make_drafter(case: Case, device: str = "cpu") -> ChainDrafter:
         d2t=offsets,
         t2d=torch.zeros(VOCAB, dtype=torch.bool, device=device),
         target_ids=lambda ids: ids + offsets[ids],
+        check_drafts=lambda k: None,
     )
     drafter: Any = ChainDrafter(
         head, K, draft_probs=case.draft_probs, draft_temperature=case.draft_temperature

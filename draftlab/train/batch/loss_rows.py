@@ -106,8 +106,8 @@ def mean_anchored(settings: Any) -> float:
     return settings.anchor_share * settings.ttt_steps
 
 
-DEPTHS = StepSampling(sample_depths, mean_depths)
-ANCHORS = StepSampling(sample_anchors, mean_anchored)
+DEPTH_SAMPLING = StepSampling(sample_depths, mean_depths)
+BLOCK_SAMPLING = StepSampling(sample_anchors, mean_anchored)
 
 
 def _uniform(record: Record, seed: int, step: int) -> np.ndarray:

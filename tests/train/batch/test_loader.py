@@ -27,7 +27,7 @@ from draftlab.signals import ENDING_SIGNALS
 from draftlab.target_model.model import Target
 from draftlab.train.batch import loader
 from draftlab.train.batch.loader import BatchLoader, MicroBatch, prefetch
-from draftlab.train.batch.loss_rows import ANCHORS, DEPTHS
+from draftlab.train.batch.loss_rows import BLOCK_SAMPLING, DEPTH_SAMPLING
 from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import Batch, map_tensors
 from draftlab.train.distributed.ranks import Ranks
@@ -107,8 +107,8 @@ def test_workers_pack_the_same_batches_in_the_same_order(
     monkeypatch.chdir(tmp_path)
     steps = [step(number, None if number % 2 else [([[*range(12)]], False)]) for number in range(7)]
     for kind in (
-        {"sampling": DEPTHS},
-        {"sampling": ANCHORS},
+        {"sampling": DEPTH_SAMPLING},
+        {"sampling": BLOCK_SAMPLING},
         {"imitates_states": True, "ttt_steps": 1},
     ):
         made = packer(**kind, data_workers=2, row_tokens=256)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftlab.store.store import Record
-from draftlab.train.batch.loss_rows import DEPTHS, joint_reach, loss_reach
+from draftlab.train.batch.loss_rows import DEPTH_SAMPLING, joint_reach, loss_reach
 from draftlab.train.batch.packing import Batch, pack
 from tests.helpers.batches import all_tensors, assert_same_batches, packer, step
 from tests.helpers.synthetic import family_loss, head, parts, record, spans_of
@@ -73,7 +73,7 @@ def test_settings_and_step_decide_what_is_packed() -> None:
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.booleans())
 def test_a_batch_in_one_block_has_equal_bits_and_is_aligned(sizes: list[int], drops: bool) -> None:
-    batches = packer(sampling=DEPTHS if drops else None, row_tokens=512)
+    batches = packer(sampling=DEPTH_SAMPLING if drops else None, row_tokens=512)
     for size in sizes:
         (plain,) = batches[step(size, [([[*range(size)]], False)])]
         shared = plain.copy_to(torch.empty(plain.num_bytes, dtype=torch.uint8))
