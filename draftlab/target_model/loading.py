@@ -100,6 +100,7 @@ def load_model(
                 dtype=dtype,
                 attn_implementation=ATTENTION,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
                 **options,
             )
     except UserError:
@@ -110,6 +111,14 @@ def load_model(
             where=folder,
             do="check that config.json fits the weights and that all files are complete",
         ) from None
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        raise UserError(
+            f"expected {name} in shape {list(expected)}, as config.json says, found {list(found)}"
+            + (f", and {len(mismatched) - 1} more such tensors" if len(mismatched) > 1 else ""),
+            where=folder,
+            do="fetch config.json and the weights again, from one and the same checkpoint",
+        )
     if missing := sorted(info["missing_keys"]):
         raise UserError(
             f"the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, such as "
