@@ -107,8 +107,7 @@ def sizes(lengths: list[list[int]], width: int, **others: Any) -> dict[str, Any]
     return {"lengths": lengths, "width": width} | others
 
 
-# Some leave rows and channels unused; a block of seven slots has 28 queries a kv head.
-HEADS = [(3, 3, 16), (4, 1, 32), (16, 2, 16), (6, 2, 20), (28, 1, 16)]
+HEADS = [(3, 3, 16), (4, 1, 32), (16, 2, 16), (6, 2, 20)]  # the last leave rows and channels unused
 SIZES = {
     **{f"{steps} steps": sizes(LENGTHS, 40, steps=steps) for steps in (0, 1, 5)},
     **{
@@ -120,6 +119,12 @@ SIZES = {
     **{
         f"tiles of {plan}": sizes([[20, 31], [48]], 51, steps=3, share=0.9, plan=plan)
         for plan in [(16, 32), (32, 16), (64, 64)]
+    },
+    **{  # blocks of seven and five slots have 28 and 20 queries a kv head
+        f"slots {heads, kv_heads}": sizes(
+            [[9, 12], [19]], 23, steps=2, heads=heads, kv_heads=kv_heads, plan=None
+        )
+        for heads, kv_heads in [(28, 1), (40, 2)]
     },
     # Most tiles are seen whole; rows of many neighbouring slots.
     "one long document": sizes([[70], [60, 9]], 70, steps=1, share=1.0),
