@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from draftlab.files import (
     write_text,
 )
 from draftlab.heads.family import get_family
-from draftlab.pipeline.recipe import LATEST, RENAMED_SETTINGS
+from draftlab.pipeline.recipe import LATEST, RENAMED_SETTINGS, Recipe, flatten
 from draftlab.pipeline.stage_records import read_record, record_path, recorded
 from draftlab.pipeline.stages import FORMER_DEFAULTS, STAGES, Stage, settings_with_effect
 from draftlab.store.store import check_store
@@ -79,7 +80,8 @@ class Run:
         if not path.exists():
             return Status(stage, "missing", {})
         record, inputs = read_record(path), self.inputs(stage)
-        former = {key: FORMER_DEFAULTS[key] for key in FORMER_DEFAULTS.keys() & inputs.keys()}
+        # A record of an older version lacks the settings that were added later.
+        former = {key: _former_values()[key] for key in _former_values().keys() & inputs.keys()}
         former |= settings_with_effect(_with_current_names(record["inputs"]))
         changes = {
             key: (former.get(key), inputs.get(key))
@@ -235,6 +237,12 @@ def lock(folder: Path) -> Iterator[None]:
             if name != STAGES["store"].artefact:  # which `record` looks after
                 remove_leftovers(folder / name)
         yield
+
+
+@cache
+def _former_values() -> dict[str, Any]:
+    """Return the value that each setting of a recipe had before it existed."""
+    return flatten(Recipe(name="default")) | FORMER_DEFAULTS
 
 
 def _with_current_names(inputs: dict[str, Any]) -> dict[str, Any]:

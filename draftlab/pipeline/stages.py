@@ -82,10 +82,6 @@ def settings_with_effect(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-FORMER_DEFAULTS = {
-    "prompts.deduplicate": False,
-    "prompts.per_source": None,
-    "regenerate.backend": "paged",
-    "record.backend": "transformers",
-}
-"""Settings that were added later, with their former behaviour; older stage records lack them."""
+FORMER_DEFAULTS = {"prompts.deduplicate": False}
+"""Settings that were added later and whose default is not the former behaviour. Any other setting
+that an older stage record lacks had the effect of its present default."""
