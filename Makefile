@@ -59,8 +59,8 @@ parity-speculators: setup  ## logits equal to the speculators library (own envir
 
 parity-check: setup  ## what the checks run of them: speculators, and a vLLM that is installed already
 	$(SPECULATORS) --head reference --prompts 3 --max-new-tokens 32 && \
-	$(SPECULATORS) --head reference --random 'norm_before_residual|(dspark|dflash), 2' \
-		--prompts 3 --max-new-tokens 32 --steps 4 $(OR_SKIPPED)
+	$(SPECULATORS) --head reference --prompts 3 --max-new-tokens 32 --steps 4 \
+		--random 'norm_before_residual|qwen3: (dspark, 2 layers, 4|dflash, 1)' $(OR_SKIPPED)
 	if eval/parity/setup_vllm.sh --check; then \
 		$(VLLM) --head reference --random 'llama: (eagle3|peagle, 1 layer)$$' --prompts 4 \
 			--max-new-tokens 32; \

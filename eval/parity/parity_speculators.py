@@ -7,11 +7,11 @@ training-time test, or depths 0 .. L − 1 of a parallel head, run in the object
 family and in the library's own forward on the exported head. The output of fc, what is fed back
 (the output before the last norm, or after it with norm_output) and the logits are compared at every
 row that both compute; of block heads the input of lm_head, the logits and the confidence. Both
-compute in float64. The largest difference of each must stay below 1e-12 of the largest value.
-There are two masks: with `all` every token has loss, so every row is compared; with `answers` spans
-are real, which shows that skipped rows do not matter. `--random` compares random heads of all
-shapes that the layout can hold, for the target and for a random Qwen3 with tied embeddings, with
-the first mask.
+compute in float64. The largest difference of each must stay below 1e-12 of the largest value, and
+each mistake of `block_mistakes.py` must make a difference. There are two masks: with `all` every
+token has loss, so every row is compared; with `answers` spans are real, which shows that skipped
+rows do not matter. `--random` compares random heads of all shapes that the layout can hold, for the
+target and for a random Qwen3 with tied embeddings, with the first mask.
 
 The exit status is that of parity_vllm.py.
 """
@@ -22,11 +22,13 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
 import torch
+from block_mistakes import Mistake, mistakes
 from common import (
     DIFFERENT,
     EQUAL,
@@ -159,7 +161,7 @@ def compare(
     """Return the worst deviations of outputs and logits over all steps, and the first fault.
 
     Args:
-        blocks: whether the library has all rows, as those of block heads.
+        blocks: whether the library's rows are the positions t, as of block heads.
 
     Returns:
         Deviations by name, share of rows with the same argmax, and the fault or None.
@@ -193,6 +195,7 @@ class Case:
     Attributes:
         records: the target's answers, with the mask's spans.
         batch: the same, packed.
+        attention: the library's.
         place: the case's own folder.
     """
 
@@ -201,6 +204,7 @@ class Case:
     records: Sequence[Record]
     batch: Batch
     num_steps: int
+    attention: str
     place: Path
 
     @property
@@ -210,7 +214,12 @@ class Case:
 
 
 def new_case(
-    subject: Subject, mask: str, answered: Sequence[Record], num_steps: int, place: Path
+    subject: Subject,
+    mask: str,
+    answered: Sequence[Record],
+    num_steps: int,
+    attention: str,
+    place: Path,
 ) -> Case:
     """Return a case of a target's answers."""
     records = [replace(r, spans=torch.ones_like(r.spans)) if mask == "all" else r for r in answered]
@@ -218,6 +227,7 @@ def new_case(
     documents = batch.documents[0]
     if isinstance(subject.head, BlockHead):  # the library's positions go on over all documents
         positions = torch.arange(len(documents))[None]
+        attention = "sdpa"  # eager attention rounds to float32, flex compiles the masks of blocks
     elif subject.head.config.family == "peagle":  # the library counts rows on over all documents
         positions = library_rows(torch.arange(len(documents)), documents)[None]
     else:  # the library gives a feature the position of the token after it
@@ -225,19 +235,39 @@ def new_case(
     # Only differences of positions matter, but float32 rounds the angles of each differently.
     batch = replace(batch, features=batch.features.double(), positions=positions)
     place.mkdir()
-    return Case(subject, mask, records, batch, num_steps, place)
+    return Case(subject, mask, records, batch, num_steps, attention, place)
 
 
-def compare_case(case: Case, attention: str) -> tuple[list[str], bool]:
+@torch.inference_mode()
+def unnoticed(case: Case, head: BlockHead, library: dict[str, Tensor]) -> str | None:
+    """Return a mistake that the comparison of a block head does not notice; None: there is none."""
+    batch, target = case.batch, case.subject.target
+    wrong: list[Mistake] = list(mistakes(head, batch))
+    for shift in (-1, 1):
+        ids = tuple(b + shift for b in head.config.boundaries)
+        rows = [target.states(r.tokens[None], ids).features[0] for r in case.records]
+        other = replace(batch, features=torch.cat(rows)[None].double())
+        wrong.append((f"boundaries {shift:+}", head, other, nullcontext()))
+    for name, wrong_head, wrong_batch, context in wrong:
+        with context:
+            steps = ours(wrong_head, wrong_batch)
+        if compare(steps, library, batch.documents[0], 1e-6, blocks=True)[2] is None:
+            return f"a mistake makes no difference: {name}"
+    print(f"  noticed: {', '.join(name for name, *_ in wrong)}")
+    return None
+
+
+def compare_case(case: Case) -> tuple[list[str], bool]:
     """Return a row of the page, after the library has answered, and whether all is equal."""
     head, name = case.subject.head, case.subject.name
     head.double()
     library, report = answer(case.answer, case.subject, case.num_steps)
     steps = ours(head, case.batch)
-    blocks = isinstance(head, BlockHead)
-    documents = case.batch.documents[0]
+    blocks, documents = isinstance(head, BlockHead), case.batch.documents[0]
     worst, same, fault = compare(steps, library, documents, TOLERANCE, blocks=blocks)
-    if not blocks:
+    if isinstance(head, BlockHead):
+        fault = fault or unnoticed(case, head, library)
+    else:
         fused = torch.cat([head.project_features(r.features[:-1].double()) for r in case.records])
         if isinstance(head, PeagleHead):
             masked = head.mask_state().expand(len(library["fc"]) - len(fused), -1)
@@ -248,7 +278,7 @@ def compare_case(case: Case, attention: str) -> tuple[list[str], bool]:
     fault = loading_fault(report) or fault
     counts = [len(step.rows) for step in steps]
     figures = ", ".join(f"{d.relative:.1e}" for d in worst.values())
-    library_version = f"speculators {report['engine_version']} ({attention})"
+    library_version = f"speculators {report['engine_version']} ({case.attention})"
     print(
         f"{name}, mask {case.mask}: {len(case.records)} conversations, {case.num_steps} steps with "
         f"{counts} rows; {library_version}\n"
@@ -283,9 +313,11 @@ def cases(options: argparse.Namespace, place: Path) -> Iterator[Case]:
                 each.target, each.prompts, each.stops, boundaries, options.max_new_tokens
             )
         num_steps = options.steps or each.head.config.k_trained
+        if isinstance(each.head, BlockHead):
+            num_steps = each.head.config.k_trained
         for mask in ("all",) if options.random is not None else ("all", "answers"):
             own = place / f"case-{number}-{mask}"
-            yield new_case(each, mask, answers[key], num_steps, own)
+            yield new_case(each, mask, answers[key], num_steps, options.attention, own)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -297,12 +329,12 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as place:
         requested = list(cases(options, Path(place)))
         requests = {
-            c.answer: request(c.place, c.subject, c.batch, c.num_steps, options.attention)
+            c.answer: request(c.place, c.subject, c.batch, c.num_steps, c.attention)
             for c in requested
         }
         client(python, "speculators_client.py", requests)
         for case in requested:
-            row, equal = compare_case(case, options.attention)
+            row, equal = compare_case(case)
             status = status if equal else DIFFERENT
             if options.write:
                 add_row(options.write, PAGE, row)

@@ -28,8 +28,10 @@ from draftlab.text.mask_token import choose_mask_token
 WHOLE, FOUR = {"draft_vocab_size": None}, {"boundaries": 4}
 AFTER, QK = {"norm_before_residual": True}, {"qk_norm": True}
 PEAGLE = {"family": "peagle"}
+FIVE = {"boundaries": 5}
 DFLASH = {"family": "dflash", "sample_from_anchor": False}
 DSPARK = {"family": "dspark", "sample_from_anchor": True, "markov_rank": 24, "confidence": True}
+CAUSAL = {"is_causal": True}
 SHAPES: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "eagle3, norm_before_residual": AFTER,
@@ -44,12 +46,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "peagle, 2 layers, qk_norm, norm_before_residual": PEAGLE | QK | AFTER | {"num_layers": 2},
     "peagle, 2 layers, 4 boundaries, whole vocabulary": PEAGLE | FOUR | WHOLE | {"num_layers": 2},
     "dspark, 1 layer, whole vocabulary": DSPARK | WHOLE,
-    "dspark, 5 layers, 4 boundaries, whole vocabulary": DSPARK | WHOLE | FOUR | {"num_layers": 5},
-    "dspark, 2 layers": DSPARK | {"num_layers": 2},
+    "dspark, 5 layers, 5 boundaries, 8 slots, whole vocabulary": DSPARK
+    | WHOLE
+    | FIVE
+    | {"num_layers": 5, "k_trained": 8},
+    "dspark, 2 layers, 7 slots": DSPARK | {"num_layers": 2, "k_trained": 7},
+    "dspark, 2 layers, 4 slots, causal": DSPARK | CAUSAL | {"num_layers": 2, "k_trained": 4},
+    "dspark, 1 layer, 5 slots, fill-in": DSPARK | {"sample_from_anchor": False, "k_trained": 4},
+    "dflash, 1 layer, 3 slots": DFLASH | {"k_trained": 2},
     "dflash, 2 layers, whole vocabulary": DFLASH | WHOLE | {"num_layers": 2},
-    "dflash, 5 layers, 4 boundaries": DFLASH | FOUR | {"num_layers": 5},
+    "dflash, 2 layers, 5 slots, causal": DFLASH | CAUSAL | {"num_layers": 2, "k_trained": 4},
+    "dflash, 5 layers, 5 boundaries, 8 slots": DFLASH | FIVE | {"num_layers": 5, "k_trained": 7},
 }
-"""The shapes of --random. draft_vocab_size None is the whole vocabulary; `boundaries` counts."""
+"""The shapes of --random. draft_vocab_size None is the whole vocabulary; `boundaries` counts them,
+at most as many as the target's layers allow. Blocks have the head's K slots if none are named."""
 
 GAIN = 1.5
 """Standard deviation of a matrix times √fan_in. With 2, attention is so sharp that float32 programs
@@ -190,13 +200,12 @@ def _config(subject: Subject, shape: dict[str, Any]) -> HeadConfig:
     mask = choose_mask_token("auto", tokenizer, target.vocab_size, subject.stops, None)
     count = shape.get("boundaries", 3)
     spread = [1 + i * (layers - 2) // (count - 1) for i in range(count)]
-    if own.target_num_layers == layers and own.boundaries[-1] < layers - 1:
+    if count > layers - 1:
+        spread = [*range(1, layers)]
+    elif own.target_num_layers == layers and own.boundaries[-1] < layers - 1 and count <= 4:
         spread = [*own.boundaries, layers - 1][:count]  # so that its weights fit
-    fields = shape | {
-        "boundaries": spread,
-        "draft_vocab_size": shape.get("draft_vocab_size", own.draft_vocab_size)
-        or target.vocab_size,
-    }
+    size = shape.get("draft_vocab_size", own.draft_vocab_size) or target.vocab_size
+    fields = {"k_trained": own.k_trained, **shape, "boundaries": spread, "draft_vocab_size": size}
     identity = own.target.model_copy(update={"fingerprint": fingerprint(target.folder)})
     return make_head_config(
         target_num_layers=layers,
@@ -212,7 +221,6 @@ def _config(subject: Subject, shape: dict[str, Any]) -> HeadConfig:
         vocab_size=target.vocab_size,
         mask_token_id=mask if family.has_mask_token else None,
         embeddings="own" if family.trains_mask else "target",
-        k_trained=own.k_trained,
         target=identity,
         **fields,
     )

@@ -20,6 +20,8 @@ A request is a JSON object (unknown keys are refused)::
     ttt_steps    eagle3: steps to run (default 1)
     num_depths   peagle: depths (default 8)
     attention    "flex" (default, as the library trains), "eager" or "sdpa"
+    causal       dspark, dflash: whether blocks are causal (default false). The library's are in
+                 sliding layers alone, so all layers get a window that is longer than any row
 
 Features and answers of dspark and dflash heads are described in ``speculators_blocks.py``. For
 others the features file holds T rows, documents one after another::
@@ -78,7 +80,7 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-_DEFAULTS: dict[str, Any] = {"ttt_steps": 1, "num_depths": 8, "attention": "flex"}
+_DEFAULTS: dict[str, Any] = {"ttt_steps": 1, "num_depths": 8, "attention": "flex", "causal": False}
 _LOSS = "kl_div"
 # What P-EAGLE's sampling of rows would use; the rows are given instead.
 _SAMPLING = {"down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2, "max_anchors": None}
@@ -146,7 +148,11 @@ def load_head(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
     draft = Path(request["draft"])
     config = SpeculatorModelConfig.from_pretrained(str(draft))
     config.speculators_config.verifier.name_or_path = str(request["target"])
-    config.transformer_layer_config._attn_implementation = _ATTENTION[request["attention"]]
+    layers = config.transformer_layer_config
+    layers._attn_implementation = _ATTENTION[request["attention"]]
+    if request["causal"]:
+        layers.layer_types = ["sliding_attention"] * layers.num_hidden_layers
+        layers.sliding_window, config.sliding_window_non_causal = 1 << 20, False
     model = SpeculatorModel.from_pretrained(str(draft), config=config, dtype=torch.float32).eval()
     compute_in_float64(model)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftlab.heads.block import BlockConfig, BlockHead
+from draftlab.heads.folder import save_head
 from draftlab.train.batch.packing import Batch
 
 
@@ -60,6 +63,14 @@ def by_slot(library: dict[str, Tensor], config: BlockConfig) -> dict[str, Tensor
     return found | {"draft_tokens": found["logits"].argmax(-1), "output": found["hidden"]}
 
 
+def bidirectional(subject: Subject, folder: Path) -> Subject:
+    """Return the subject with its head saved in `folder` as one that is not causal."""
+    head = copy.deepcopy(subject.head)
+    head.config = head.config.model_copy(update={"is_causal": False})
+    save_head(folder, head, torch.float32)
+    return replace(subject, folder=folder, head=head)
+
+
 def request(
     place: Path, subject: Subject, batch: Batch, num_steps: int, attention: str
 ) -> dict[str, Any]:
@@ -69,10 +80,13 @@ def request(
         place: an empty folder for the export and the row.
     """
     documents, parallel = batch.documents[0], subject.head.config.family == "peagle"
-    chosen = {}
+    chosen, options = {}, {}
     if isinstance(subject.head, BlockHead):
-        slots = subject.head.config.block_size
-        chosen, attention = {"anchors": torch.arange(1, len(documents) - slots + 1)}, "sdpa"
+        config = subject.head.config
+        chosen = {"anchors": torch.arange(1, len(documents) - config.block_size + 1)}
+        options = {"causal": config.is_causal}
+        if config.is_causal:  # no key of the layout says so
+            subject = bidirectional(subject, place / "bidirectional")
     if parallel:  # in place of the anchors that the library would draw at random
         kept = documents[1:][documents[1:] == documents[:-1]]
         chosen = dict(zip(("anchor_pos", "depth"), elements(kept, num_steps), strict=True))
@@ -93,6 +107,7 @@ def request(
         "features": str(features),
         "num_depths" if parallel else "ttt_steps": num_steps,
         "attention": attention,
+        **options,
     }
 
 
