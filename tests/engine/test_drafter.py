@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.engine.drafter import (
@@ -25,8 +27,11 @@ from draftlab.evaluate.certificate.exact_tree import TreeSettings, build_trees
 from draftlab.heads.block import BlockHead
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.peagle import PeagleHead
+from draftlab.store.store import Record
 from draftlab.target_model.model import Target
-from tests.helpers.decoding import MASK, PARALLEL, untrained_head
+from draftlab.train.batch.packing import pack
+from draftlab.train.objectives.block import block_outputs
+from tests.helpers.decoding import DFLASH, DSPARK, MASK, PARALLEL, untrained_head
 from tests.helpers.dense_attention import dense_pass
 from tests.helpers.engines import RaggedPairs
 from tests.helpers.head_toys import randomise
@@ -146,6 +151,44 @@ def test_a_blocks_prompt_in_chunks_equals_the_whole_prompt(
     assert actual.distribution is not None
     assert expected.distribution is not None
     torch.testing.assert_close(actual.distribution.logits, expected.distribution.logits)
+
+
+@pytest.mark.parametrize("missing", [0, 20])  # tokens that the draft vocabulary lacks
+@pytest.mark.parametrize(
+    ("kind", "k"), [("dspark", 4), ("dflash", 4), *(("causal", k) for k in (1, 2, 3, 4))]
+)
+def test_drafts_at_every_position_are_the_training_forwards(
+    kind: str, k: int, missing: int, target: Target
+) -> None:
+    """A conversation, verified pair by pair: each draft is the best token behind the one before.
+
+    A causal block's first drafts are those of a shorter block.
+    """
+    fields = {"dspark": DSPARK, "dflash": DFLASH, "causal": DSPARK | {"is_causal": True}}[kind]
+    head = untrained_head(target, K, target.vocab_size - missing, **fields)
+    randomise(head, 2, weights=0.3, norms=0.3)
+    head.eval().requires_grad_(False).double()
+    length, pairs = 24, RaggedPairs([24])
+    # The training forward needs labels for all drafts: further tokens, which no block sees.
+    tokens = torch.cat([torch.tensor([5]), pairs.tokens[0], torch.zeros(K, dtype=torch.int64)])
+    features = F.pad(pairs.features[0], (0, 0, 0, K + 1))
+    blank = torch.zeros(len(tokens), 1)
+    r = Record("r", tokens, torch.ones_like(tokens), features, blank, blank[:, 0], tokens, 0.0)
+    steps = [step.output for step in block_outputs(head, pack([[r]], len(tokens), K))]
+    drafter = new_drafter(head, k, draft_probs=False)
+    drafter.start(2, 32)
+    table, drafts = torch.tensor([[1]], dtype=torch.int32), []
+    for t in range(length):
+        verified = pairs.next([1], table)
+        verified = replace(verified, features=verified.features.double())
+        (drafted,) = drafter.propose(verified).tokens
+        previous = pairs.tokens[0][t]
+        for step, draft in enumerate(drafted):
+            logits = head.logits(steps[step][t], previous)
+            assert int(head.target_ids(logits.argmax())) == int(draft), (t, step)
+            previous = draft
+        drafts += drafted.tolist()
+    assert len(set(drafts)) > 10  # or the test proves little
 
 
 def test_a_block_has_no_more_drafts_than_slots(block_heads: dict[str, BlockHead]) -> None:
