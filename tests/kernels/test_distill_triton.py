@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,6 +138,32 @@ def test_in_chunks(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
         without = in_chunks(case | plain, height=11)
     for name in ("loss", "alpha", "best", "total"):
         torch.testing.assert_close(without[name], actual[name].detach(), atol=1e-6, rtol=1e-6)
+
+
+@inside
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("labels", [-1, 3, None])  # of all rows; None: different ones
+def test_a_product_with_frozen_columns(labels: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a DSpark head has it, with a row of weight 0 that is NaN."""
+    case = make_case(30, 8, 50, size=9, loss="ce_l1", dtype=torch.float32)
+    if labels is not None:
+        case["labels"] = replace(case["labels"], ids=torch.full((30,), labels))
+    case["weight"][7] = 0
+    with torch.no_grad():
+        case["hidden"][7] = float("nan")
+    frozen, trained = case["lm_head"].detach().split([6, 3], 1)
+    case |= {"frozen": frozen.contiguous(), "lm_head": trained.clone().requires_grad_()}
+    expected = in_chunks(case, height=11)
+    monkeypatch.setattr(distill_linear, "distill_rows", distill_rows.triton)
+    actual = in_chunks(case, height=11)
+    assert expected["d_lm_head"].shape == (50, 3)
+    assert expected["loss"].isnan().nonzero().tolist() == [[7]]
+    for name, value in expected.items():
+        if name.startswith("d_") or name == "total":
+            assert actual[name].isfinite().all(), name
+        if name in ("alpha", "best"):  # without a meaning where logits are NaN
+            value[7] = actual[name][7]
+        torch.testing.assert_close(actual[name], value, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
 @inside

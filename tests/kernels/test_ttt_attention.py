@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from draftlab.kernels.ttt_attention import document_starts, ttt_attention
 from draftlab.kernels.ttt_attention_types import StepKeyValues
+from draftlab.train.objectives import block
 from tests.helpers.gpu import on_gpu, relative_error
 from tests.helpers.interpreter import inside, interpreter_test, outside
 from tests.helpers.ttt_attention_cases import Case
@@ -120,11 +122,11 @@ SIZES = {
         f"tiles of {plan}": sizes([[20, 31], [48]], 51, steps=3, share=0.9, plan=plan)
         for plan in [(16, 32), (32, 16), (64, 64)]
     },
-    **{  # blocks of seven and five slots have 28 and 20 queries a kv head
+    **{  # blocks of seven and five slots have 7, 28, 35 or 20 queries a kv head
         f"slots {heads, kv_heads}": sizes(
             [[9, 12], [19]], 23, steps=2, heads=heads, kv_heads=kv_heads, plan=None
         )
-        for heads, kv_heads in [(28, 1), (40, 2)]
+        for heads, kv_heads in [(14, 2), (28, 1), (35, 1), (40, 2)]
     },
     # Most tiles are seen whole; rows of many neighbouring slots.
     "one long document": sizes([[70], [60, 9]], 70, steps=1, share=1.0),
@@ -144,6 +146,34 @@ def test_kernels(name: str) -> None:
     plan = {"plan": (16, 16)} | SIZES[name]
     case = Case(**{key: value for key, value in SIZES[name].items() if key != "plan"})
     check(case, plan["plan"], 1e-2 if case.query.dtype == torch.float16 else 1e-4)
+
+
+@inside
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "slots"), [(4, 1, 7), (5, 1, 7), (4, 4, 5)])
+def test_kernels_of_blocks(
+    heads: int, kv_heads: int, slots: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots grouped as heads, with the plan that the shape gets; one anchor is padding."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (
+        (1, 5, slots, heads, 16), *[(1, 20, kv_heads, 16)] * 2, *[(1, 5, slots, kv_heads, 16)] * 2,
+    )  # fmt: skip
+    leaves = [torch.randn(shape, generator=generator) for shape in shapes]
+    d_output = torch.randn(shapes[0], generator=generator)
+    index, starts = torch.tensor([[2, 9, 10, 17, 3]]), torch.tensor([[0, 8, 8, 12, 20]])
+
+    def attend(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        query, key, value, *own = [x.to(dtype, copy=True).requires_grad_() for x in leaves]
+        config: Any = SimpleNamespace(is_causal=is_causal)
+        output = block.block_attention(query, (key, value), tuple(own), index, starts, config)
+        inputs = (query, key, value, *own)
+        return output, *torch.autograd.grad(output, inputs, d_output.to(dtype))
+
+    expected = attend(torch.float64)
+    monkeypatch.setattr(block, "ttt_attention", ttt_attention.triton)
+    for actual, exact in zip(attend(torch.float32), expected, strict=True):
+        torch.testing.assert_close(actual.double(), exact, atol=1e-4, rtol=1e-4)
 
 
 @inside
