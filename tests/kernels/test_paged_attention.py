@@ -167,6 +167,8 @@ SMALL = [
     ((21, 40), (3, 2), 3, 7, 1, 16, 100, {"window": 30}),
     ((21, 40), (3, 2), 3, 20, 1, 24, 16, {"window": 30}),
     ((21, 40), (3, 2), 3, 8, 4, 32, 32, {"window": 30}),
+    # Blocks of seven slots, which are further heads of one query.
+    *(((21, 40, 0), (1, 1, 0), 1, heads, 1, 16, 16, {}) for heads in (7, 28, 35)),
     # Several tiles of rows, as in prefill: each has key tiles of its own.
     ((0, 13), (40, 22), 40, 2, 1, 32, 16, {}),
     ((0, 13), (40, 22), 40, 2, 1, 32, 16, {"window": 9}),
@@ -181,7 +183,8 @@ def test_kernel(shape: tuple, splits: int) -> None:
     from draftlab.kernels.paged_attention_launch import Plan
 
     case, options = make_case(shape)
-    rows = 32 if case.query.shape[2] // case.key_pool.shape[2] > 16 else 16
+    group = case.query.shape[2] // case.key_pool.shape[2]
+    rows = max(16, 1 << (group - 1).bit_length())
     attend = partial(attend_paged.triton, plan=Plan(rows, 16, splits, 4, 2))
     case.check(attend, **options)
 

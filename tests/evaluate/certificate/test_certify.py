@@ -7,6 +7,7 @@ The broken engines are the whole engine with one piece of the verifier's source 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from draftlab.engine.block_drafter import BlockDrafter
 from draftlab.engine.drafter import ChainDrafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.generation_state import Sequence as EngineSequence
@@ -26,6 +28,7 @@ from draftlab.evaluate.certificate.contexts import trees
 from draftlab.evaluate.certificate.gtest import g_test
 from draftlab.evaluate.certificate.known_faults import Fault, emitted_distribution
 from draftlab.evaluate.certificate.sampler import TableSampler
+from draftlab.heads.block import BlockHead
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.kernels.sampling_types import VerifyResult
 from draftlab.kernels.verify import verify
@@ -34,7 +37,7 @@ from draftlab.target_model.loading import load_target
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
 from tests.helpers.broken_verifiers import faulty_verifier
-from tests.helpers.decoding import untrained_head
+from tests.helpers.decoding import DSPARK, untrained_head
 from tests.helpers.gpu import on_devices
 from tests.helpers.lossless import ARGMAX_DRAFT_FAULTS, FAULTS, broken
 from tests.helpers.zoo import zoo_folder
@@ -74,6 +77,18 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Target:
 def poor_head(small: Target) -> Eagle3Head:
     """An untrained head without the target's token 0; a good head would hide faults."""
     return untrained_head(small, 2, VOCAB - 1).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module", params=[VOCAB, VOCAB - 1], ids=["whole", "reduced"])
+def markov_head(small: Target, request: pytest.FixtureRequest) -> BlockHead:
+    """A random DSpark head of two drafts, with a strong bias; it may lack the target's token 0."""
+    head = untrained_head(small, 2, request.param, **DSPARK | {"mask_token_id": VOCAB - 1})
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if name.startswith(("fc.", "markov_head")):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return head.eval().requires_grad_(False)
 
 
 RunCertify = Callable[..., Certificate]
@@ -214,6 +229,54 @@ def test_a_dropped_bonus_is_lossless_and_still_detected(
         assert all("token accounting" in fault for fault in certificate.faults)
     else:
         assert f"{ON.name}: drafts are not accepted as often as expected" in certificate.faults
+
+
+MARKOV_ROWS = [
+    *(Sampled(temperature, 2, True) for temperature in (0.8, 1.5)),
+    *(Sampled(temperature, 2, False, top_k=4) for temperature in (0.8, 1.5)),
+]
+
+
+def certify_markov(small: Target, head: BlockHead, **changes: Any) -> Certificate:
+    settings = SETTINGS.model_copy(update=FEW | changes)
+    return certify(
+        small, head, PROMPTS, frozenset(), settings, k=2, rows=MARKOV_ROWS, monitor=Monitor(),
+        engine=Engine,
+    )  # fmt: skip
+
+
+def test_drafts_that_depend_on_each_other_are_certified(
+    small: Target, markov_head: BlockHead
+) -> None:
+    certificate = certify_markov(small, markov_head, samples=4000)
+    assert (certificate.passed, certificate.prompts_equal) == (True, 1.0), certificate.faults
+    arms = [(arm.temperature, arm.draft_probs) for arm in certificate.arms]
+    assert arms == [(0.8, True), (1.5, True), (0.8, False), (1.5, False)]
+    for arm in certificate.arms:
+        assert arm.freedom >= 16
+        assert arm.acceptance_p_value is not None
+
+
+def test_draft_probabilities_without_the_markov_bias_fail(
+    small: Target, markov_head: BlockHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are drawn with the bias and verified as if they were drawn without."""
+    right = BlockDrafter._draw
+
+    def unbiased(self: Any, outputs: Any, *rest: Any) -> Any:
+        proposal = right(self, outputs, *rest)
+        logits = self.head.lm_head(self.head.normed(outputs))
+        q = proposal.distribution
+        if q is None:
+            return proposal
+        log_sum = (logits / q.temperature[:, None, None]).logsumexp(-1)
+        return replace(proposal, distribution=replace(q, logits=logits, log_sum=log_sum))
+
+    monkeypatch.setattr(BlockDrafter, "_draw", unbiased)
+    certificate = certify_markov(small, markov_head, samples=4000)
+    sampled, argmax = certificate.arms[:2], certificate.arms[2:]
+    assert not any(arm.passed for arm in sampled)
+    assert all(arm.passed for arm in argmax)
 
 
 FEW = {"contexts": 12, "finalists": 2}
