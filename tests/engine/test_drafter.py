@@ -42,7 +42,7 @@ COUNTS = [[5, 9, 2], [1, 4, 3], [3, 1, 5]]  # pairs of each row in each step
 PASSES = {"eager": EagerHead, "fused": FusedHead, "packed": PrepackedHead}
 
 
-def large_head(target: Target, **changes: Any) -> PeagleHead:
+def large_head(target: Target, **changes: Any) -> Any:
     """Return a parallel head with large weights; with small ones attention has little effect."""
     head = untrained_head(target, K, target.vocab_size - 20, **(PARALLEL | changes))
     randomise(head, 2, weights=0.3, norms=0.3)
@@ -221,11 +221,16 @@ def test_nothing_is_written_at_or_beyond_the_limit(target: Target) -> None:
         torch.testing.assert_close(q, expected[:real], rtol=1e-3, atol=1e-5)
 
 
-def test_drafts_use_the_noise_of_their_position(target: Target) -> None:
+@pytest.mark.parametrize(
+    "family", [{}, DSPARK | {"embeddings": "target"}], ids=["parallel", "block"]
+)
+def test_drafts_use_the_noise_of_their_position(family: dict, target: Target) -> None:
     """A token's noise does not depend on the step that drafts it, nor on its depth."""
-    head = large_head(target, num_layers=1)
-    with torch.no_grad():
-        head.lm_head.weight.zero_()  # so that tokens are noise alone
+    head = large_head(target, **(family | {"num_layers": 1}))
+    with torch.no_grad():  # so that tokens are noise alone
+        for name in ("lm_head.weight", "markov_head.markov_w2.weight"):
+            if name in dict(head.named_parameters()):
+                head.get_parameter(name).zero_()
     drafter, rows = start(head, K, "eager"), RaggedPairs([9] * 3)
     first = drafter.propose(rows.next([4] * 3, TABLE)).tokens
     second = drafter.propose(rows.next([2] * 3, TABLE)).tokens
