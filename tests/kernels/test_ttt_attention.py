@@ -150,11 +150,16 @@ def test_kernels(name: str) -> None:
 
 @inside
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "slots"), [(4, 1, 7), (5, 1, 7), (4, 4, 5)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "slots"), [(4, 1, 7), (5, 1, 7), (4, 4, 5), (16, 1, 7)]
+)
 def test_kernels_of_blocks(
     heads: int, kv_heads: int, slots: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slots grouped as heads, with the plan that the shape gets; one anchor is padding."""
+    """Slots grouped as heads, with the plan that the shape gets; one anchor is padding.
+
+    The last have so many queries that the kernel takes their slots in two parts.
+    """
     generator = torch.Generator().manual_seed(0)
     shapes = (
         (1, 5, slots, heads, 16), *[(1, 20, kv_heads, 16)] * 2, *[(1, 5, slots, kv_heads, 16)] * 2,
@@ -170,7 +175,9 @@ def test_kernels_of_blocks(
         inputs = (query, key, value, *own)
         return output, *torch.autograd.grad(output, inputs, d_output.to(dtype))
 
-    expected = attend(torch.float64)
+    with monkeypatch.context() as whole:
+        whole.setattr(block, "MOST_QUERIES", 1000)
+        expected = attend(torch.float64)
     monkeypatch.setattr(block, "ttt_attention", ttt_attention.triton)
     for actual, exact in zip(attend(torch.float32), expected, strict=True):
         torch.testing.assert_close(actual.double(), exact, atol=1e-4, rtol=1e-4)

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 from draftlab.kernels.ttt_attention import ttt_attention
 from draftlab.kernels.ttt_attention_types import StepKeyValues
+from draftlab.train.objectives.block import MOST_QUERIES
 from tests.helpers.hopper import compiled, most_shared, on_gpu
 from tests.helpers.interpreter import compiles
 
@@ -78,6 +79,15 @@ def test_compiles(dtype: torch.dtype, heads: tuple[int, int, int], tmp_path: Pat
             assert local <= SPILLED, name
             if name != "delta_kernel" and heads[2] != 256:
                 assert "wgmma.mma_async" in kernel.asm["ptx"], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_the_largest_group_of_a_block_compiles(head_dim: int) -> None:
+    with compiled() as kernels:
+        attend(48, 64, 8, (MOST_QUERIES, 1, head_dim), torch.bfloat16)
+    for name, variants in kernels.items():
+        assert most_shared(variants) <= SHARED, name
 
 
 def test_one_variant_for_all_unrolls() -> None:

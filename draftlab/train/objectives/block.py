@@ -19,6 +19,10 @@ from draftlab.kernels.ttt_attention_types import StepKeyValues
 from draftlab.train.batch.packing import Batch
 from draftlab.train.objectives.loss import StepOutput, row_starts
 
+MOST_QUERIES = 64
+"""Queries of a kv head that the attention kernel takes together: a tile of its backward pass. With
+128 and heads of 256 channels, or with 256, a program needs more shared memory than an H200 has."""
+
 
 def block_outputs(head: BlockHead, batch: Batch) -> Iterator[StepOutput]:
     """Yield the outputs of each step."""
@@ -74,18 +78,22 @@ def block_attention(
     num_slots, num_kv_heads = len(keys), keys[0].shape[2]
     rows = torch.arange(index.numel(), device=index.device).view(1, *index.shape)
     rows = rows.expand(num_slots, -1, -1)
-    if not config.is_causal:
-        # The slots of an anchor see the same keys, so they are further heads of its row.
-        grouped = query.unflatten(3, (num_kv_heads, -1)).permute(0, 1, 3, 4, 2, 5)
-        attended = ttt_attention(
-            grouped.flatten(2, 4), *context, index, starts, StepKeyValues(keys, values, rows)
-        )
+
+    def attend(part: Tensor, seen: int) -> Tensor:
+        """Return the attention of some slots, which see as many slots of their block."""
+        # They see the same keys, so they are further heads of their anchor's row.
+        grouped = part.unflatten(3, (num_kv_heads, -1)).permute(0, 1, 3, 4, 2, 5)
+        own = StepKeyValues(keys[:seen], values[:seen], rows[:seen])
+        attended = ttt_attention(grouped.flatten(2, 4), *context, index, starts, own)
         return attended.view(grouped.shape).permute(0, 1, 4, 2, 3, 5).flatten(3, 4)
-    attended = []
-    for slot in range(num_slots):
-        own = StepKeyValues(keys[: slot + 1], values[: slot + 1], rows[: slot + 1])
-        attended.append(ttt_attention(query[:, :, slot], *context, index, starts, own))
-    return torch.stack(attended, 2)
+
+    if config.is_causal:
+        parts = [attend(part, seen) for seen, part in enumerate(query.split(1, 2), 1)]
+    else:
+        queries = num_slots * query.shape[3] // num_kv_heads
+        at_once = query.chunk(-(-queries // MOST_QUERIES), 2)
+        parts = [attend(part, num_slots) for part in at_once]
+    return torch.cat(parts, 2)
 
 
 def block_weights(gamma: float, counts: Sequence[int]) -> list[float]:
