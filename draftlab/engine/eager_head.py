@@ -1,6 +1,6 @@
 """A head's decode pass over paged KV caches, in the head's own modules: any device, any dtype.
 
-`FusedHead` (CUDA, 16-bit) and `PrepackedHead` (CPU) implement the same interface. `EagerHead` is
+`FusedHead` (CUDA) and `PrepackedHead` (CPU) implement the same interface. `EagerHead` is
 their reference.
 """
 

@@ -66,7 +66,7 @@ def split_rounds(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 def no_room(max_length: int) -> str:
     """Return the reason for which a prompt of `max_length` or more tokens is left out."""
-    return f"no room for an answer in the target's {max_length:,} positions"
+    return f"no room for an answer in {max_length:,} positions"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -83,7 +84,16 @@ def regenerate(
             do="set regenerate.enabled=false for given answers",
         )
     decode = decode or engine_decode(target, settings.batch, monitor)
-    stops = stop_ids(tokenizer, target.folder)
+    stops, max_length = stop_ids(tokenizer, target.folder), target.max_length
+    server: dict[str, Any] = {}
+    if isinstance(decode, ServerAnswers):
+        server["model"] = decode.model
+        if decode.max_length is not None and decode.max_length < max_length:
+            monitor.say(
+                f"answers: the server allows {decode.max_length:,} tokens of the target's "
+                f"{max_length:,}, for a prompt and its answer"
+            )
+            server["max_length"] = max_length = decode.max_length
     identity = {
         "target": target.fingerprint,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -95,19 +105,19 @@ def regenerate(
         **settings.model_dump(mode="json", exclude={"enabled", "backend", "vllm", "server"}),
         # Older answer files have no such key.
         **({} if settings.backend == "paged" else {"backend": settings.backend}),
-        **({"model": decode.model} if isinstance(decode, ServerAnswers) else {}),
+        **server,
     }
     answers = AnswerFile(path, identity, monitor)
     if answers.is_complete():
         return
-    drafts, num_dropped = _start_drafts(tokenizer, prompts, settings, target.max_length, monitor)
+    drafts, num_dropped = _start_drafts(tokenizer, prompts, settings, max_length, monitor)
     num_turns = sum(len(draft.rounds) for draft in drafts)
     ids = [draft.prompt.id for draft in drafts]
     left_out = Reasons()
     with answers.open_partial(ids, settings.piece) as (counts, file):
         throughput = _Throughput(monitor, num_turns, counts.answers)
         generator = AnswerGenerator(
-            tokenizer, settings, seed, stops, target.max_length, throughput.add_answer
+            tokenizer, settings, seed, stops, max_length, throughput.add_answer
         )
         starts = range(counts.conversations, len(drafts), settings.piece)
         chunks = [drafts[start : start + settings.piece] for start in starts]

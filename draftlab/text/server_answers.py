@@ -13,9 +13,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from http.client import HTTPException
-from threading import Event
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -39,6 +40,10 @@ class ServerAnswers:
         settings: `server` has the server's address.
         tokenizer: the target's.
 
+    Attributes:
+        model: the server's name of the target.
+        max_length: most tokens of a prompt and its answer on the server; None: it does not say.
+
     Raises:
         UserError: the server cannot be reached, or does not serve the named model.
     """
@@ -49,9 +54,10 @@ class ServerAnswers:
         self.settings, self.tokenizer, self.monitor = settings.server, tokenizer, monitor
         self.concurrency = settings.batch
         self._url = (self.settings.url or "").rstrip("/").removesuffix("/v1")
-        self._stopped = Event()
         self._says_text = False
-        self.model = self._served_model()
+        card = self._served_model()
+        self.model: str = card["id"]
+        self.max_length: int | None = card.get("max_model_len")  # of vLLM and SGLang
         monitor.say(
             f"answers: {self.model} at {self._url} writes them, {self.concurrency} requests at "
             "once; draftlab cannot see whether its weights are the target's"
@@ -63,17 +69,32 @@ class ServerAnswers:
         Raises:
             UserError: the server refused a request, or failed after all attempts.
         """
-        with ThreadPoolExecutor(self.concurrency) as pool:
-            futures = [pool.submit(self._generate, request, max_length) for request in requests]
-            try:
-                for future in futures:
-                    yield future.result()
-            finally:
-                self._stopped.set()  # ends the waits of requests that are repeated
-                pool.shutdown(wait=True, cancel_futures=True)
-                self._stopped.clear()
+        stopped, waiting = Event(), SimpleQueue[tuple[Request, Future[Generation]]]()
+        futures: list[Future[Generation]] = [Future() for _ in requests]
+        for job in zip(requests, futures, strict=True):
+            waiting.put(job)
 
-    def _generate(self, request: Request, max_length: int) -> Generation:
+        def work() -> None:
+            while not stopped.is_set():
+                try:
+                    request, future = waiting.get_nowait()
+                except Empty:
+                    return
+                try:
+                    future.set_result(self._generate(request, max_length, stopped))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        # Nobody waits for daemon threads: an interrupted command does not wait for long answers.
+        for _ in range(min(self.concurrency, len(requests))):
+            Thread(target=work, daemon=True).start()
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            stopped.set()
+
+    def _generate(self, request: Request, max_length: int, stopped: Event) -> Generation:
         sampling, started = request.sampling, time.perf_counter()
         body = {
             "model": self.model,
@@ -93,7 +114,14 @@ class ServerAnswers:
             "skip_special_tokens": False,
             "return_token_ids": True,
         }
-        (choice,) = self._post("/v1/completions", body, "choices")
+        choices = self._post("/v1/completions", body, "choices", stopped)
+        if len(choices) != 1 or not choices[0].keys() & {"token_ids", "text"}:
+            raise self._failure(
+                "/v1/completions",
+                f"expected one choice with token_ids or text, found {json.dumps(choices)[:200]}",
+                "use a server with OpenAI's completions interface",
+            )
+        choice = choices[0]
         finish = choice.get("finish_reason")
         if finish not in ("stop", "length"):
             raise self._failure(
@@ -115,42 +143,48 @@ class ServerAnswers:
                 "warning: answers: the server returns no token_ids; its text is tokenised, which "
                 "can give other tokens than the target wrote"
             )
-        return self.tokenizer.encode(choice["text"], add_special_tokens=False)
+        text = choice["text"]
+        if choice["finish_reason"] == "length":
+            text = text.rstrip("\ufffd")  # in place of a character that was cut
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _stop_token(self, choice: dict[str, Any], request: Request) -> int:
         """Return the stop token that the server left out: the one it names, or the end of sequence.
 
         Raises:
-            UserError: neither is a stop token of the target.
+            UserError: it names something else, such as a stop text, or there is no end of sequence.
         """
-        for token in (choice.get("stop_reason"), self.tokenizer.eos_token_id):
-            if token in request.stop_ids:
-                return token
+        named = choice.get("stop_reason")
+        if named is None:
+            named = choice.get("matched_stop")  # SGLang's name of it
+        token = self.tokenizer.eos_token_id if named is None else named
+        if token in request.stop_ids:
+            return token
         raise self._failure(
             "/v1/completions",
-            f"the answer ended at {choice.get('stop_reason')!r}, which is no stop token",
+            f"the answer ended at {token!r}, which is no stop token",
             "start the server without stop texts of its own",
         )
 
-    def _served_model(self) -> str:
-        """Return the id of the model to ask for: the named one, or the only one there is."""
-        models = [model["id"] for model in self._post("/v1/models", None, "data")]
+    def _served_model(self) -> dict[str, Any]:
+        """Return what the server says of the named model, or of the only one there is."""
+        cards = {model["id"]: model for model in self._post("/v1/models", None, "data", Event())}
         name = self.settings.model
-        if name is None and len(models) == 1:
-            return models[0]
-        if name not in models:
+        if name is None and len(cards) == 1:
+            (name,) = cards
+        if name not in cards:
             raise UserError(
-                f"expected the server to serve {name or 'one model'}, found {', '.join(models)}",
+                f"expected the server to serve {name or 'one model'}, found {', '.join(cards)}",
                 where=self._url,
                 do="name one of them: regenerate.server.model",
             )
-        return name
+        return cards[name]
 
-    def _post(self, path: str, body: dict[str, Any] | None, field: str) -> Any:
+    def _post(self, path: str, body: dict[str, Any] | None, field: str, stopped: Event) -> Any:
         """Send a request (GET without a body) and return a field of its JSON answer.
 
         Refused and broken connections, time-outs, errors of the server (5xx) and "too many
-        requests" (429) are repeated.
+        requests" (429) are repeated, until `stopped` is set.
         """
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY):
@@ -172,7 +206,7 @@ class ServerAnswers:
                 reason = f"an answer without {field}: {error}"
             except (OSError, HTTPException, ValueError) as error:  # refused, broken off, not JSON
                 reason = str(getattr(error, "reason", error) or type(error).__name__)
-            if attempt == attempts or self._stopped.wait(wait):
+            if attempt == attempts or stopped.wait(wait):
                 break
             wait = min(2 * wait, 60.0)
         do = "start the server, and repeat the command: finished answers are kept"

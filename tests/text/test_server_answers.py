@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,11 +15,14 @@ import pytest
 
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Request, Sampling
+from draftlab.errors import UserError
+from draftlab.progress import Monitor
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text import server_answers
 from draftlab.text.conversations import read_conversations
-from tests.helpers.small_run import draftlab, new_workshop
+from draftlab.text.settings import RegenerateSettings
+from tests.helpers.small_run import draftlab, new_workshop, write_prompts
 
 SAMPLED = ("regenerate.temperatures=[0.0]", "regenerate.batch=3")
 
@@ -33,6 +37,9 @@ class CompletionServer(ThreadingHTTPServer):
         failures: one for each of the next requests: an HTTP status, "drop" (the connection
             is closed without an answer) or "break" (in the middle of an answer).
         text_only: answers have no token ids.
+        changes: fields of every choice that replace those of the answer.
+        card: further fields of the served models.
+        hold: event for which answers wait; None: none.
         models: ids of the served models.
         requests: bodies of the completions asked for.
         most_at_once: largest number of completions in work at a time.
@@ -45,6 +52,9 @@ class CompletionServer(ThreadingHTTPServer):
         self.tokenizer = load_tokenizer(settings)
         self.failures: list[int | str] = []
         self.text_only, self.models = False, ["the-target"]
+        self.changes: dict[str, Any] = {}
+        self.card: dict[str, Any] = {}
+        self.hold: threading.Event | None = None
         self.requests: list[dict[str, Any]] = []
         self.in_work, self.most_at_once = 0, 0
         self.lock = threading.Lock()
@@ -65,7 +75,7 @@ class CompletionServer(ThreadingHTTPServer):
         stopped = generation.finish == "stop"
         text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)
         choice = {"text": text, "finish_reason": generation.finish}
-        return choice if self.text_only else choice | {"token_ids": tokens}
+        return (choice if self.text_only else choice | {"token_ids": tokens}) | self.changes
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -75,7 +85,8 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._send(200, {"data": [{"id": model} for model in self.server.models]})
+        server = self.server
+        self._send(200, {"data": [{"id": model} | server.card for model in server.models]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -86,6 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
             failure = server.failures.pop(0) if server.failures else None
         if failure is None:
             server.requests.append(body)
+            if server.hold is not None:
+                server.hold.wait()
             status, answer = 200, {"choices": [server.complete(body)]}
         else:
             status, answer = failure, {"error": f"failure {failure}"}
@@ -139,6 +152,14 @@ def prepare(folder: Path, server: CompletionServer, *settings: str, code: int = 
     return " ".join(result.output.split())
 
 
+def decoder(server: CompletionServer) -> server_answers.ServerAnswers:
+    url = f"http://127.0.0.1:{server.server_port}"
+    settings = RegenerateSettings.model_validate(
+        {"backend": "openai", "batch": 2, "server": {"url": url, "attempts": 1}}
+    )
+    return server_answers.ServerAnswers(settings, server.tokenizer, Monitor())
+
+
 def answer_tokens(folder: Path, name: str) -> list[tuple[int, ...]]:
     path = folder / "runs" / name / "answers.jsonl"
     return [a.token_ids for c in read_conversations(path) for a in c.answers]
@@ -158,7 +179,7 @@ def test_answers_of_a_server_are_the_engines(workshop: Path) -> None:
         server.text_only = True
         output = prepare(workshop, server, "name=text")
         assert "no token_ids" in output
-        decoded = [server.tokenizer.decode(tokens) for tokens in expected]
+        decoded = [server.tokenizer.decode(tokens).rstrip("\ufffd") for tokens in expected]
     texts = [server.tokenizer.decode(tokens) for tokens in answer_tokens(workshop, "text")]
     assert texts == decoded
 
@@ -197,3 +218,78 @@ def test_refusals(workshop: Path) -> None:
     result = draftlab(workshop, "prepare", "small.yaml", "regenerate.backend=openai")
     assert result.exit_code == 2
     assert "server.url" in result.output
+
+
+def test_the_stop_token_is_the_one_that_the_server_names(workshop: Path) -> None:
+    with serve(workshop / "toy") as server:
+        eos = server.tokenizer.eos_token_id
+        request = Request("1", (5, 6), 4, Sampling(), frozenset({eos, 9}))
+
+        def answer(**fields: Any) -> tuple[int, ...]:
+            server.changes = {"finish_reason": "stop", "token_ids": [7], **fields}
+            (generation,) = decoder(server)([request], 64)
+            return generation.token_ids
+
+        assert answer() == (7, eos)
+        assert answer(token_ids=[7, 9]) == (7, 9)
+        assert answer(stop_reason=9) == (7, 9), "vLLM"
+        assert answer(matched_stop=9) == (7, 9), "SGLang"
+        for reason in ({"stop_reason": "\n\n"}, {"matched_stop": "\n\n"}, {"stop_reason": 8}):
+            with pytest.raises(UserError, match="no stop token"):
+                answer(**reason)
+
+
+def test_the_text_of_a_cut_answer_may_end_within_a_character(workshop: Path) -> None:
+    with serve(workshop / "toy") as server:
+        server.text_only = True
+        server.changes = {"finish_reason": "length", "text": "return x\ufffd"}
+        (generation,) = decoder(server)([Request("1", (5, 6), 4, Sampling(), frozenset({9}))], 64)
+        expected = server.tokenizer.encode("return x", add_special_tokens=False)
+        assert list(generation.token_ids) == expected
+
+
+@pytest.mark.parametrize("choices", [[], [{"finish_reason": "stop"}]])
+def test_an_answer_of_another_form_is_refused(
+    workshop: Path, choices: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(workshop / "toy") as server:
+        decode = decoder(server)
+        monkeypatch.setattr(decode, "_post", lambda *_: choices)
+        with pytest.raises(UserError, match="expected one choice"):
+            list(decode([Request("1", (5, 6), 4, Sampling(), frozenset({9}))], 64))
+
+
+def test_prompts_that_are_too_long_for_the_server_are_left_out(workshop: Path) -> None:
+    """Servers refuse requests beyond --max-model-len, which may be below the target's positions."""
+    write_prompts(workshop / "prompts.jsonl", ["def f():" + " pass" * n for n in range(6)])
+    with serve(workshop / "toy") as server:
+        prepare(workshop, server, "name=all")
+        lengths = sorted(len(body["prompt"]) for body in server.requests)
+        limit = lengths[len(lengths) // 2]
+        server.requests, server.card = [], {"max_model_len": limit}
+        output = prepare(workshop, server, "name=some")
+        assert f"the server allows {limit} tokens" in output
+        assert f"no room for an answer in {limit} positions" in output
+        assert 0 < len(server.requests) == sum(length < limit for length in lengths)
+        for body in server.requests:
+            assert len(body["prompt"]) + body["max_tokens"] <= limit
+        server.card = {"max_model_len": limit - 1}
+        (workshop / "runs" / "some" / "stages" / "answers.json").unlink()
+        assert "max_length" in prepare(workshop, server, "name=some", code=2)
+
+
+def test_leaving_the_answers_does_not_wait_for_the_server(workshop: Path) -> None:
+    with serve(workshop / "toy") as server:
+        stops = frozenset({9})
+        requests = [Request(str(i), (5, 6), 4, Sampling(), stops) for i in range(6)]
+        answers = decoder(server)(requests, 64)
+        next(answers)
+        server.hold = threading.Event()
+        closing = threading.Thread(target=answers.close)
+        closing.start()
+        closing.join(30)
+        left = not closing.is_alive()
+        server.hold.set()
+        while server.in_work:
+            time.sleep(0.01)
+        assert left
