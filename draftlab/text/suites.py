@@ -15,7 +15,13 @@ from draftlab.errors import UserError
 from draftlab.files import canonical_json, known_sha256, sha256_text
 from draftlab.progress import Monitor
 from draftlab.text.benchmarks import BENCHMARKS, parse_benchmark, read_rows
-from draftlab.text.chat_template import RenderError, prompt_ids, template_sha256
+from draftlab.text.chat_template import (
+    Messages,
+    RenderError,
+    Tools,
+    prompt_ids,
+    template_sha256,
+)
 from draftlab.text.prompts import EMBEDDED_PROMPTS, prompt_file, select_prompts
 from draftlab.text.settings import PromptSettings
 
@@ -28,6 +34,8 @@ _HELP = (
 )
 Prompts = tuple[tuple[str, tuple[int, ...]], ...]
 """Prompts as (id, token ids)."""
+Chat = tuple[str, Messages, Tools]
+"""(id, turns before the first answer, tools)."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +75,10 @@ def load_suite(
     """
     benchmark = parse_benchmark(source)
     if benchmark is None:
-        chats = _conversations(source, monitor)
+        chats: list[Chat] = _conversations(source, monitor)
     else:
         rows = read_rows(benchmark)
-        chats = [(i, [{"role": "user", "content": text}]) for i, _, text in rows]
+        chats = [(i, [{"role": "user", "content": text}], ()) for i, _, text in rows]
         counts = Counter(category for _, category, _ in rows if category)
         categories = ", ".join(f"{category} {count:,}" for category, count in counts.items())
         monitor.say(
@@ -79,7 +87,8 @@ def load_suite(
             f"{benchmark.layout.max_new_tokens:,} tokens for each, draftlab eval.max_new_tokens"
         )
     prompts = tuple(
-        (i, _encode(tokenizer, messages, f"{source}, prompt {i}", raw)) for i, messages in chats
+        (i, _encode(tokenizer, messages, tools, f"{source}, prompt {i}", raw))
+        for i, messages, tools in chats
     )
     if max_prompt_tokens is not None:
         prompts = _drop_long(prompts, max_prompt_tokens, source, monitor)
@@ -101,23 +110,23 @@ def _check_known(source: str) -> None:
         raise UserError("expected a prompt suite or a file, found neither", where=source, do=_HELP)
 
 
-def _conversations(source: str, monitor: Monitor) -> list[tuple[str, list[dict[str, str]]]]:
-    """Return the id of each conversation and its turns before the first answer."""
+def _conversations(source: str, monitor: Monitor) -> list[Chat]:
+    """Return the conversations of a file or of an embedded prompt set."""
     _check_known(source)
-    chats = []
+    chats: list[Chat] = []
     for prompt in select_prompts(PromptSettings(source=source, deduplicate=False), monitor):
         roles = [message["role"] for message in prompt.messages]
         end = roles.index("assistant") if "assistant" in roles else len(roles)
-        chats.append((prompt.id, prompt.messages[:end]))
+        chats.append((prompt.id, prompt.messages[:end], prompt.tools))
     return chats
 
 
 def _encode(
-    tokenizer: Any, messages: list[dict[str, str]], where: str, raw: bool
+    tokenizer: Any, messages: Messages, tools: Tools, where: str, raw: bool
 ) -> tuple[int, ...]:
     if not raw:
         try:
-            return prompt_ids(tokenizer, messages)
+            return prompt_ids(tokenizer, messages, tools)
         except RenderError as error:
             raise UserError(error.what, where=where, do=error.do) from None
     roles = [message["role"] for message in messages]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -294,3 +295,15 @@ def test_a_path_may_contain_the_separator(tmp_path: Path) -> None:
     benchmark = parse_benchmark(f"spec-bench:{file}#writing")
     assert (benchmark.path, benchmark.category) == (file, "writing")
     assert parse_benchmark("embedded:heldout") is None
+
+
+def test_the_tools_of_a_conversation_are_in_its_prompt(tmp_path: Path, tokenizer: Any) -> None:
+    """As in the prompts that the target answers; else a head is measured on other prompts."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{{ tools | tojson }}" + tokenizer.chat_template
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    path = tmp_path / "tools.jsonl"
+    path.write_text(json.dumps({"id": "1", "messages": [user("Rain?")], "tools": tools}))
+    suite = load_suite(str(path), tokenizer, Monitor())
+    assert suite.prompts == (("1", prompt_ids(tokenizer, [user("Rain?")], tools)),)
+    assert "weather" in tokenizer.decode(suite.prompts[0][1])
