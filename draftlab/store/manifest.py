@@ -36,8 +36,8 @@ class Shard(_Strict):
     """A shard: its place in the index of records, and the hash of the committed file."""
 
     file: Annotated[str, Field(pattern=r"^shard-[0-9]{5,}\.safetensors$")]
-    records: int
-    tokens: int
+    records: Annotated[int, Field(ge=0)]
+    tokens: Annotated[int, Field(ge=0)]
     """Number of stored positions."""
     bytes: int | None = None
     sha256: str | None = None
@@ -254,7 +254,14 @@ class Manifest(_Strict):
                 do="record again into this folder, which writes the index again and keeps whole "
                 "shards; a store made by `draftlab store` has to be made again",
             )
-        index = RecordIndex.map(file)
+        try:
+            index = RecordIndex.map(file)
+        except ValueError as error:
+            raise UserError(
+                f"expected the index of a store's records, found another file: {error}",
+                where=file,
+                do="fetch the store again, or record it again",
+            ) from None
         records = sum(shard.records for shard in manifest.shards)
         if records != len(index.lengths):
             raise UserError(

@@ -17,6 +17,15 @@ from safetensors.numpy import save
 T = TypeVar("T")
 RECORDS = "records.safetensors"
 _CHUNK = 65_536
+_DTYPES = {
+    "id_bytes": np.uint8,
+    "id_ends": np.int64,
+    "lengths": np.int64,
+    "temperatures": np.float64,
+    "pass_order": np.int32,
+    "pass_ends": np.uint8,
+}
+_NAMES = {np.uint8: "U8", np.int32: "I32", np.int64: "I64", np.float64: "F64"}
 
 
 class Column(Sequence[T]):
@@ -127,15 +136,38 @@ class RecordIndex:
 
     @classmethod
     def map(cls, path: Path) -> RecordIndex:
-        """Map the file of an index."""
+        """Map the file of an index.
+
+        Raises:
+            ValueError: it is not one; a stranger's store has the right hash of any file.
+        """
         data = np.memmap(path, np.uint8, "r")
         start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        header = json.loads(data[8:start].tobytes()) if start <= len(data) else {}
         columns = {}
-        for name, entry in json.loads(data[8:start].tobytes()).items():
-            begin, end = (start + offset for offset in entry["data_offsets"])
-            dtype = {"U8": np.uint8, "I32": np.int32, "I64": np.int64, "F64": np.float64}
-            columns[name] = data[begin:end].view(dtype[entry["dtype"]])
-        return cls(**columns)
+        for name, dtype in _DTYPES.items():
+            try:
+                begin, end = (start + offset for offset in header[name]["data_offsets"])
+                stored = header[name]["dtype"]
+            except (KeyError, TypeError):
+                raise ValueError(f"expected the column {name}, found none") from None
+            if stored != _NAMES[dtype]:
+                raise ValueError(f"expected {name} in {_NAMES[dtype]}, found {stored!r}")
+            columns[name] = data[begin:end].view(dtype)
+        index = cls(**columns)
+        index._check()
+        return index
+
+    def _check(self) -> None:
+        """Raise a `ValueError` if the columns do not fit each other."""
+        sizes = {name: len(getattr(self, name)) for name in _DTYPES if name != "id_bytes"}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"expected columns of one length, found {sizes}")
+        ends = self.id_ends
+        if np.any(ends[1:] < ends[:-1]) or (len(ends) and ends[-1] != len(self.id_bytes)):
+            raise ValueError("expected ids that follow one another, found others")
+        if np.any(self.lengths < 0):
+            raise ValueError(f"expected lengths of at least 0, found {self.lengths.min()}")
 
     def to_bytes(self) -> bytes:
         """Return the content of the index's file."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load, save
 
 from draftlab.errors import UserError
 from draftlab.store.manifest import Manifest, Shard
@@ -134,3 +137,41 @@ def test_the_manifest_does_not_grow_with_its_records(tmp_path: Path) -> None:
     assert read.shards[1].ids == ids
     assert read.shards[1].batches == []
     assert read.index.lengths.base is not None  # mapped, and shared with other processes
+
+
+def lengthen_ids(columns: dict[str, np.ndarray]) -> None:
+    columns["id_ends"] = columns["id_ends"] * 1000
+
+
+FORGED = {
+    "a column is missing": lambda columns: columns.pop("id_bytes"),
+    "another dtype": lambda columns: columns.update(lengths=columns["lengths"].astype(np.float32)),
+    "a column is shorter": lambda columns: columns.update(lengths=columns["lengths"][:-1].copy()),
+    "ids end beyond the text": lengthen_ids,
+    "a negative length": lambda columns: columns["lengths"].__setitem__(0, -5),
+}
+
+
+@pytest.mark.parametrize("change", FORGED.values(), ids=list(FORGED))
+def test_a_forged_index_is_refused(tmp_path: Path, change: Callable[[dict], object]) -> None:
+    record_table(tmp_path, SAMPLES)
+    columns = {key: value.copy() for key, value in load((tmp_path / RECORDS).read_bytes()).items()}
+    change(columns)
+    refuse_index(tmp_path, save(columns))
+
+
+@pytest.mark.parametrize("content", [b"", b"\4" + 7 * b"\0" + b"abcd", 7 * b"\1" + b"\0" + b"{}"])
+def test_another_file_is_no_index(tmp_path: Path, content: bytes) -> None:
+    record_table(tmp_path, SAMPLES)
+    refuse_index(tmp_path, content)
+
+
+def refuse_index(folder: Path, content: bytes) -> None:
+    """Check that an index is refused whose hash the manifest has."""
+    (folder / RECORDS).write_bytes(content)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["records_sha256"] = hashlib.sha256(content).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="expected the index of a store's records") as caught:
+        Store.open(folder)
+    assert caught.value.where == str(folder / RECORDS)
