@@ -223,8 +223,13 @@ def test_recording_writes_through_no_link(tmp_path: Path) -> None:
     (store / SHARD).unlink()
     for name in (SHARD, "shard-00000.json", "shard-00001.safetensors", "shard-00001.json"):
         (store / f".{name}.tmp").symlink_to(victim)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "kept").touch()
+    (store / ".shard-link").symlink_to(tmp_path / "folder")
     record_table(store, SAMPLES).verify()
     assert victim.read_text() == "unchanged"
+    assert (tmp_path / "folder" / "kept").exists()
+    assert not (store / ".shard-link").is_symlink()
 
 
 # Configs

@@ -190,7 +190,7 @@ class Receipts:
         remove_leftovers(self.folder, ".locks.*.tmp")  # of `check_locks`
         # Claims, and what killed processes of this and of older versions left.
         for path in self.folder.glob(".shard-*"):
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
