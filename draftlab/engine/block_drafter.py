@@ -10,13 +10,12 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from draftlab.engine.block_pass import EagerBlock, FusedBlock
 from draftlab.engine.drafter import HeadDrafter, Proposal, VerifiedFeatures
-from draftlab.engine.eager_head import EagerHead, HeadRunner
-from draftlab.heads.block import BlockConfig, BlockHead
-from draftlab.kernels.paged_attention import attend_paged, slot_mapping, write_paged
+from draftlab.heads.block import BlockHead
+from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.kernels.sampling import argmax_draft, sample_draft
 
 
@@ -28,17 +27,15 @@ class BlockDrafter(HeadDrafter):
 
     head: BlockHead
     drafting: Literal["parallel"] = "parallel"
-
-    def new_runner(self, *, cpu_prepacked: bool) -> HeadRunner:
-        return EagerHead(self.head)
+    runner: EagerBlock
+    eager_pass = EagerBlock
+    fused_pass = FusedBlock
 
     @torch.inference_mode()
     def extend_cache(self, verified: VerifiedFeatures) -> None:
-        context = self.head.project_features(verified.features.to(self.dtype))
         slots = slot_mapping(verified.block_table, verified.positions, self.block_size)
-        angles = self.runner.angles(verified.positions)
-        for layer, pool in zip(self.head.layers, self.pools, strict=True):
-            write_paged(*layer.self_attn.key_value(context, angles), *pool, slots)
+        features = verified.features.to(self.dtype)
+        self.runner.write_context(features, verified.positions, slots, self.pools)
 
     @torch.inference_mode()
     def propose(self, verified: VerifiedFeatures) -> Proposal:
@@ -67,16 +64,10 @@ class BlockDrafter(HeadDrafter):
         positions = last[:, None] + 1 + slots
         limit = min(self.max_length, block_table.shape[1] * self.block_size)
         positions = positions.where((last[:, None] >= 0) & (positions < limit), -1)
-        angles = self.runner.angles(positions)
         cache_slots = slot_mapping(block_table, positions, self.block_size)
-        hidden = head.embed(head.block_tokens(newest, len(slots)))
-        for layer, pool in zip(head.layers, self.pools, strict=True):
-            x = layer.input_layernorm(hidden)
-            write_paged(*layer.self_attn.key_value(x, angles), *pool, cache_slots)
-            query = layer.self_attn.query(x, angles)
-            attended = _attend_block(query, pool, block_table, positions, config)
-            hidden = layer.output(attended, hidden)
-        return hidden[:, config.first_slot :]
+        tokens = head.block_tokens(newest, len(slots))
+        outputs = self.runner.run(tokens, positions, cache_slots, block_table, self.pools)
+        return outputs[:, config.first_slot :]
 
     def _draw(
         self, outputs: Tensor, newest: Tensor, last: Tensor, verified: VerifiedFeatures
@@ -85,15 +76,13 @@ class BlockDrafter(HeadDrafter):
         head, keys = self.head, verified.keys
         sampling = verified.sampling or self.sampling(keys)
         # Slots are the outer dimension, so that each one's rows are contiguous: [K, B, …].
-        normed = head.normed(outputs.transpose(0, 1))
-        logits = F.linear(normed, head.lm_head.weight)
+        logits = self.runner.logits(outputs.transpose(0, 1))
         shape = self.k, len(outputs)
         tokens, log_sum = keys.seed.new_empty(shape), keys.temperature.new_empty(shape)
         previous = newest
         for slot in range(self.k):
             if head.markov_head is not None:
-                factors = head.markov_factors(previous)
-                logits[slot].addmm_(factors, head.markov_head.markov_w2.weight.t())
+                self.runner.add_markov_bias_(logits[slot], previous)
             if self.draft_probs:
                 sample_draft(
                     logits[slot],
@@ -110,25 +99,3 @@ class BlockDrafter(HeadDrafter):
         if not self.draft_probs:
             return self._proposal(tokens, None, None, sampling)
         return self._proposal(tokens, logits, log_sum, sampling)
-
-
-def _attend_block(
-    query: Tensor,
-    pool: tuple[Tensor, Tensor],
-    block_table: Tensor,
-    positions: Tensor,
-    config: BlockConfig,
-) -> Tensor:
-    """Return attention [B, slots, heads, head_dim] to the context and to the block's own keys.
-
-    Args:
-        positions: int64 [B, slots]; −1 is padding, at the end.
-    """
-    scale = config.head_dim**-0.5
-    if config.is_causal:
-        return attend_paged(query, *pool, block_table, positions, scale=scale)
-    # All slots see the keys up to the last one's, so they are further heads of one query there.
-    grouped = query.unflatten(2, (config.num_key_value_heads, -1)).permute(0, 2, 3, 1, 4)
-    last = positions.amax(1, keepdim=True)
-    attended = attend_paged(grouped.flatten(1, 3)[:, None], *pool, block_table, last, scale=scale)
-    return attended.view(grouped.shape).permute(0, 3, 1, 2, 4).flatten(2, 3)

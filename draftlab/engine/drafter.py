@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from draftlab.engine.eager_head import EagerHead, HeadRunner, PassLayout, Pools
+from draftlab.engine.eager_head import EagerHead, PassLayout, Pools
 from draftlab.engine.fused_head import FusedHead
 from draftlab.engine.prepacked_head import PrepackedHead
 from draftlab.heads.head import DraftHead
@@ -74,11 +74,14 @@ class HeadDrafter(ABC):
     Attributes:
         drafting: "chain": one token a pass; "parallel": all tokens in one pass.
         boundaries: boundaries of the target whose states are the features.
+        eager_pass, fused_pass: the head's decode pass in its own modules, and in fused kernels.
         draft_ids: int64 [W], target ids of the draft vocabulary; draft_index: int32 [V], its
             inverse.
     """
 
     drafting: Literal["chain", "parallel"]
+    eager_pass: ClassVar[type[Any]] = EagerHead
+    fused_pass: ClassVar[type[Any]] = FusedHead
 
     def __init__(
         self,
@@ -95,8 +98,8 @@ class HeadDrafter(ABC):
         self.boundaries = head.config.boundaries
         self.draft_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
         self.draft_index = draft_index(self.draft_ids, len(head.t2d))
-        self.fused_runner: FusedHead | None = None
-        self.runner: HeadRunner = EagerHead(head)
+        self.fused_runner: Any = None
+        self.runner = self.eager_pass(head)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,15 +143,15 @@ class HeadDrafter(ABC):
         self.runner = self.new_runner(cpu_prepacked=cpu_prepacked)
         self.prepare_runner()
 
-    def new_runner(self, *, cpu_prepacked: bool) -> HeadRunner:
+    def new_runner(self, *, cpu_prepacked: bool) -> Any:
         """Return the fastest implementation of the head's pass on its device."""
-        if FusedHead.supports(self.head):
+        if self.fused_pass.supports(self.head):
             if self.fused_runner is None:  # one copy of the weights serves all engines
-                self.fused_runner = FusedHead(self.head)
+                self.fused_runner = self.fused_pass(self.head)
             return self.fused_runner
         if cpu_prepacked and PrepackedHead.supports(self.head):
             return PrepackedHead(self.head)
-        return EagerHead(self.head)
+        return self.eager_pass(self.head)
 
     def prepare_runner(self) -> None:  # noqa: B027 (most need nothing)
         """Compute what no pass changes."""

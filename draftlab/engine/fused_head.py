@@ -21,6 +21,16 @@ from draftlab.target_model.fused_decoder import FusedLayer
 from draftlab.target_model.known_layers import LayerWeights
 
 
+def is_on_gpu_in_one_dtype(head: DraftHead) -> bool:
+    """Return whether all weights of a head have one dtype that the fused kernels take."""
+    weight = head.fc.weight
+    return (
+        weight.is_cuda
+        and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and {p.dtype for p in head.parameters()} == {weight.dtype}
+    )
+
+
 class FusedHead(ProductRunner):
     """The decode pass of a head in fused kernels.
 
@@ -41,13 +51,7 @@ class FusedHead(ProductRunner):
     @staticmethod
     def supports(head: DraftHead) -> bool:
         """Return whether the fused kernels compute this head."""
-        weight = head.fc.weight
-        return (
-            head.has_fused_passes
-            and weight.is_cuda
-            and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
-            and {p.dtype for p in head.parameters()} == {weight.dtype}
-        )
+        return head.has_fused_passes and is_on_gpu_in_one_dtype(head)
 
     def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
         norm, weight = self.head.logits_norm_weight(), self.head.lm_head.weight

@@ -37,6 +37,7 @@ class Dflash(Family):
 
     def objective(self) -> Objective:
         from draftlab.train.batch.loss_rows import BLOCK_SAMPLING
+        from draftlab.train.fast.block import FastBlock
         from draftlab.train.flops import block_flops
         from draftlab.train.objectives.block import block_outputs, block_weights
         from draftlab.train.objectives.loss import LossTerms
@@ -46,6 +47,7 @@ class Dflash(Family):
         return Objective(
             block_outputs,
             block_weights,
+            fast_forward=FastBlock,
             sampling=BLOCK_SAMPLING,
             flops=block_flops,
             own_terms=terms,

@@ -148,7 +148,7 @@ class _DistillLinear(torch.autograd.Function):
         ordered = hidden[plan.order].to(product_dtype)
         for chunk in chunks:
             z = teacher_buffer[: chunk.num_teachers]
-            last = teacher.last[plan.positions[chunk.teachers]].to(teacher.weight.dtype)
+            last = teacher.last[plan.positions[chunk.teachers]].to(sum_dtype(teacher.weight.dtype))
             normed = last if teacher.norm is None else teacher.norm(last)
             torch.mm(normed.to(teacher_dtype), teacher_weights.t(), out=z)
             x = draft_buffer[: chunk.num_rows]

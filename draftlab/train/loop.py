@@ -104,7 +104,7 @@ class Trainer:
         self.head = head.to(self.device)
         if not head.embed_tokens.weight.requires_grad:
             head.embed_tokens.to(self.dtype)  # they are read in this dtype anyway
-        self.target = DraftTeacher.of(parts, head, torch.float32)
+        self.target = DraftTeacher.for_training(parts, head, self.dtype)
         module = DistillationModule(head, self.target, settings, self.dtype)
         self.backend = wrap(module, settings, self.ranks)
         self.keys = training_keys(settings, config, vocabulary, store, seed, initial)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.distill import distill
+from draftlab.kernels.distill_types import at_least_float32
 from draftlab.train.batch.packing import Batch
 from draftlab.train.objectives.loss import DraftTeacher, step_of_row
 
@@ -73,11 +74,12 @@ def _score_rows(
     draft_id = target.draft_index[token]
     dtypes = (torch.bool,) * 2 + (torch.float32,) * 3
     scores = [torch.empty_like(row, dtype=dtype) for dtype in dtypes]
-    for chunk in plan.chunks(max(2, BUFFER // (4 * len(target.weight)))):
+    weight = at_least_float32(target.weight)
+    for chunk in plan.chunks(max(2, BUFFER // (4 * len(weight)))):
         rows, index = plan.order[chunk.rows], plan.teacher_index[chunk.rows]
         states = teacher.last[plan.positions[chunk.teachers]]
-        last = target.norm(states.to(target.weight.dtype))
-        z = teacher.to_logits(last @ target.weight.t())[index - chunk.teachers.start]
+        last = target.norm(states.to(weight.dtype))
+        z = teacher.to_logits(last @ weight.t())[index - chunk.teachers.start]
         logsumexp = teacher.logsumexp[plan.positions[index]]
         logits = head.logits(output[rows], previous[rows]).float()
         out = distill(logits, z, logsumexp)

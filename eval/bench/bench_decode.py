@@ -2,9 +2,11 @@
 
     python eval/bench/bench_decode.py [--batches 1,8,32] [--k 3,5,8] [--out steps.csv]
     python eval/bench/bench_decode.py --heads chain,1,2,4 --k 1,3,5,8 --probs off
+    python eval/bench/bench_decode.py --heads dspark --k 3,7
 
-Weights are random. The head is an EAGLE3 chain of one layer or, with a number in --heads, a
-parallel head of so many layers; draft vocabularies have 32,000 tokens. Each request has a prompt of
+Weights are random. The head is an EAGLE3 chain of one layer, with a number in --heads a parallel
+head of so many layers, or a DSpark head of five layers; draft vocabularies have 32,000 tokens, but
+DSpark's is the target's. Each request has a prompt of
 512 random tokens and 256 new tokens. Acceptance is synthetic, as in the vLLM measurement that it is
 compared with (vLLM 0.20.2): draft i passes with probability 0.6 if those before it did. The
 verifier in this file decides so after it ran the real one, so a step leaves nothing out. Times are
@@ -37,8 +39,8 @@ from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
 from draftlab.evaluate.bandwidth import head_bytes, target_bytes
 from draftlab.heads.config import TargetIdentity, make_head_config
-from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import new_head
+from draftlab.heads.head import DraftHead
 from draftlab.kernels.noise import Purpose, keyed_uniform
 from draftlab.kernels.sampling_types import VerifyResult
 from draftlab.kernels.verify import verify
@@ -48,6 +50,19 @@ from draftlab.target_model.model import Target
 PROMPT, NEW = 512, 256
 FIRSTS = 7  # measurements of the time to the first token
 MASK = 128_255  # the mask token of parallel heads, which any token may be
+HEADS: dict[str, dict[str, Any]] = {
+    "chain": {"embeddings": "target"},
+    "parallel": {"family": "peagle", "embeddings": "own", "mask_token_id": MASK},
+    "dspark": {
+        "family": "dspark",
+        "num_layers": 5,
+        "draft_vocab_size": 128256,
+        "mask_token_id": MASK,
+        "sample_from_anchor": True,
+        "markov_rank": 256,
+        "confidence": True,
+    },
+}
 PROBS = {"off": (False,), "on": (True,), "both": (False, True)}
 SYNTHETIC = 0.6
 # vLLM 0.20.2 on an H200 that copies 4.30 TB/s, batch 1: (layers of a parallel head or 0, K)
@@ -127,36 +142,37 @@ def random_target(device: torch.device, layers: int = 32) -> Target:
     return Target(model.eval().requires_grad_(False), Path("random"), "random Llama-3.1-8B shapes")
 
 
-def random_head(target: Target, device: torch.device, **changed: Any) -> Eagle3Head:
+def random_head(target: Target, device: torch.device, **changed: Any) -> DraftHead:
     """Return a random head, by default an EAGLE3 head; `changed` are fields of its config."""
     layers = target.num_layers
-    config = make_head_config(
-        **changed,
-        boundaries=(2, layers // 2, layers - 3),
-        target_num_layers=layers,
-        target_hidden_size=4096,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        max_position_embeddings=8192,
-        vocab_size=128256,
-        draft_vocab_size=32000,
-        k_trained=8,
-        target=TargetIdentity(
+    fields: dict[str, Any] = {
+        "boundaries": (2, layers // 2, layers - 3),
+        "target_num_layers": layers,
+        "target_hidden_size": 4096,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "max_position_embeddings": 8192,
+        "vocab_size": 128256,
+        "draft_vocab_size": 32000,
+        "k_trained": 8,
+        "target": TargetIdentity(
             name="random", fingerprint="", architecture="", tokenizer_sha256="", template_sha256=""
         ),
-    )
+    }
+    config = make_head_config(**(fields | changed))
     with device:
         head = new_head(config).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(std=0.02)
-    head.set_draft_vocabulary(torch.arange(32000, device=device) * 4)
+    size = config.draft_vocab_size
+    head.set_draft_vocabulary(torch.arange(size, device=device) * (128256 // size))
     return head.eval().requires_grad_(False)
 
 
@@ -220,7 +236,9 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="a CSV file that gets the chain's rows")
-    parser.add_argument("--heads", default="chain", help="chain, or layers of parallel heads")
+    parser.add_argument(
+        "--heads", default="chain", help="chain, dspark, or layers of parallel heads"
+    )
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--k", default="3,5,8")
     parser.add_argument("--probs", choices=PROBS, default="both", help="draft probabilities")
@@ -234,9 +252,8 @@ def main() -> None:
           "tokens/s  TTFT ms")  # fmt: skip
     rows: list[Bench] = []
     for name in arguments.heads.split(","):
-        layers = 0 if name == "chain" else int(name)
-        family = {"family": "peagle", "embeddings": "own", "mask_token_id": MASK}
-        changed = family | {"num_layers": layers} if layers else {}
+        changed = HEADS.get(name) or HEADS["parallel"] | {"num_layers": int(name)}
+        layers = changed.get("num_layers", 0)
         head = random_head(target, device, **changed)
         without = () if layers else (0,)
         for batch in map(int, arguments.batches.split(",")):
@@ -245,7 +262,8 @@ def main() -> None:
                     drafter = new_drafter(head, k, draft_probs=probs) if k else None
                     result = measure(target, drafter, batch)
                     moved = (target_bytes(target) or 0) + (head_bytes(head, k) if k else 0)
-                    vllm = VLLM_STEP_MS.get((layers, k)) if batch == 1 else None
+                    measured = batch == 1 and name != "dspark"
+                    vllm = VLLM_STEP_MS.get((layers, k)) if measured else None
                     row = Bench(
                         batch,
                         k,
@@ -258,7 +276,7 @@ def main() -> None:
                         result.ttft_ms,
                     )
                     rows += [] if layers else [row]
-                    show(f"parallel, {name}" if layers else name, row)
+                    show(f"parallel, {name}" if name.isdigit() else name, row)
     if arguments.out:
         write(arguments.out, rows, gpu, rate)
 

@@ -5,8 +5,9 @@
     python eval/bench/bench_train.py --host                 # batches packed and copied
     python eval/bench/bench_train.py --same-loss 20 --precision float32
     python eval/bench/bench_train.py --peer speculators     # or specforge; prints the ratio
-    python eval/bench/bench_train.py --family peagle --layers 2  # a parallel head, 8 depths; with
-    peers too python eval/bench/bench_train.py --shape tiny --device cpu
+    python eval/bench/bench_train.py --family peagle --layers 2  # a parallel head, 8 depths
+    python eval/bench/bench_train.py --family dspark        # a block head of 7 slots
+    python eval/bench/bench_train.py --shape tiny --device cpu
 
 Features are random but fixed. The code that `draftlab train` runs is timed, with --host also its
 packing and its data loader; without --host the batch is on the device beforehand. Times are the
@@ -48,6 +49,7 @@ from train_work import (
     new_work,
     reference_loss,
     step_weights,
+    train_settings,
 )
 
 from draftlab.train.batch.loader import BatchLoader
@@ -56,10 +58,9 @@ from draftlab.train.checkpoint import trainable
 from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.distributed.backends import TrainBackend
 from draftlab.train.distributed.ranks import Ranks
-from draftlab.train.flops import dense_flops, matrix_rate, mean_context
+from draftlab.train.flops import matrix_rate, mean_context
 from draftlab.train.metrics import peak_memory
 from draftlab.train.profiler import PhaseTimer
-from draftlab.train.settings import TrainSettings
 
 RATE = 1e-4
 TOGETHER = 4
@@ -69,16 +70,11 @@ LOSS_BOUND, COSINE_BOUND, LATE_BOUND = 1e-4, 0.9999, 0.01
 
 def trainer(work: Work, device: torch.device, options: argparse.Namespace) -> TrainBackend:
     """Return the head of some work wrapped for training."""
-    work.head.lm_head.weight.requires_grad_(not options.freeze_lm_head)
+    if options.freeze_lm_head:
+        work.head.lm_head.weight.requires_grad_(False)
     known = {"auto": "auto", "on": True, "off": False}
-    settings = TrainSettings(
-        ttt_steps=work.shape.steps,
-        row_tokens=work.shape.row_tokens,
-        batch_rows=work.shape.rows,
-        compile=known[options.compile],
-        recompute=known[options.recompute],
-        cod_ratio=work.shape.cod_ratio,
-        cod_min=work.shape.cod_min,
+    settings = train_settings(
+        work.shape, compile=known[options.compile], recompute=known[options.recompute]
     )
     distillation = DistillationModule(work.head, work.target, settings, DTYPES[options.precision])
     print(f"how steps are run: {distillation.description}", file=sys.stderr)
@@ -136,7 +132,9 @@ def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict
     seconds = {name: median(each.get(name, 0) for each in timings) for name in timings[0]}
     whole_step = median(sum(each.values()) for each in timings)
     shape, ceiling = work.shape, matrix_rate(device, DTYPES[options.precision])
-    flops = dense_flops(head_config(shape), shape.steps, mean_context([shape.row_tokens]))
+    context = mean_context([shape.row_tokens])
+    config, objective = head_config(shape), whole.head.family.objective()
+    flops = objective.token_flops(config, train_settings(shape), context)
     return {
         "engine": "draftlab",
         "step_ms": 1e3 * whole_step,
@@ -146,7 +144,7 @@ def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict
         "predictions_per_s": sum(batch.counts) / whole_step,
         "predictions": batch.counts,
         "trained_parameters": sum(p.numel() for p in trainable(whole.head).values()),
-        "gflop_a_token_dense": flops / 1e9,
+        "gflop_a_token": flops / 1e9,
         "ceiling_tflops": ceiling / 1e12,
         "mfu": shape.tokens / whole_step * flops / ceiling,
         "peak_gib": peak_memory(device) / 2**30,
@@ -272,6 +270,8 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         "shape": asdict(shape),
         "options": {n: getattr(options, n) for n in ("dense", "freeze_lm_head", "host")},
     }
+    if options.same_loss and shape.family == "dspark":
+        raise SystemExit("--same-loss goes with eagle3 and peagle: tests compare block heads")
     if options.same_loss:
         row |= same_loss(work, device, options)
     else:

@@ -4,7 +4,8 @@
   clipping, lm_head frozen. It uses its eager loss; `speculators:fused` uses its fused loss, which
   did not compile on torch 2.11. Beside a parallel head its P-EAGLE runs, which samples (anchor,
   depth) pairs in each step; `predictions` is the mean number that its loss counts. It trains all
-  embeddings, or none with `speculators:frozen`.
+  embeddings, or none with `speculators:frozen`. Beside a block head its DSpark runs, with as many
+  anchors as ours has on average.
 - `specforge` (PyPI, 0.2) runs its OnlineEagle3Model, with flex attention on a GPU, its loss and its
   optimizer, with 16-bit weights beside float32 masters and lm_head trained. By default it computes
   the target's logits over the whole vocabulary from normed states; `specforge:compact` computes
@@ -27,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from train_work import GAMMA, Shape, Work
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from draftlab.errors import UserError
 from draftlab.train.metrics import peak_memory
@@ -108,6 +109,10 @@ def _llama(shape: Shape) -> LlamaConfig:
     )
 
 
+def _qwen(shape: Shape) -> Qwen3Config:
+    return Qwen3Config(**{**_llama(shape).to_diff_dict(), "model_type": "qwen3"})
+
+
 def _filled(model: nn.Module, work: Work) -> None:
     """Copy the work's weights into those that a checkpoint would fill; make others finite."""
     with torch.no_grad():
@@ -140,24 +145,34 @@ def _imported(library: str, *modules: str) -> list[Any]:
 
 
 def _speculators(variants: Set[str], work: Work, device: torch.device, dtype: torch.dtype) -> Peer:
-    parallel = work.shape.family == "peagle"
+    family = work.shape.family
+    parallel, block = family == "peagle", family == "dspark"
     if variants - {"fused", "frozen"} or ("frozen" in variants and not parallel):
         raise UserError(
             "expected speculators[:fused] or, for --family peagle, speculators[:fused,frozen]; "
             f"found speculators:{','.join(sorted(variants))}"
         )
-    algorithm, name = ("peagle", "PEagle") if parallel else ("eagle3", "Eagle3")
+    name = {"peagle": "PEagle", "dspark": "DSpark", "eagle3": "Eagle3"}[family]
     models, config, greedy, losses = _imported(
         "speculators",
-        f"speculators.models.{algorithm}",
+        f"speculators.models.{family}",
         "speculators.config",
         "speculators.proposals.greedy",
         "speculators.losses",
     )
-    llama = _llama(work.shape)
+    llama = _qwen(work.shape) if block else _llama(work.shape)
     # On a CPU flex attention has no backward pass.
     llama._attn_implementation = "simple_flex_attention" if device.type == "cuda" else "eager"
-    options = {"mask_token_id": work.head.config.mask_token_id} if parallel else {}
+    options = {} if family == "eagle3" else {"mask_token_id": work.head.config.mask_token_id}
+    boundaries = list(range(1, work.shape.boundaries + 1))
+    if block:
+        options |= {
+            "block_size": work.shape.steps,
+            "markov_rank": work.head.config.markov_rank,
+            "aux_hidden_state_layer_ids": boundaries,
+        }
+    else:
+        options["eagle_aux_hidden_state_layer_ids"] = boundaries
     if "frozen" in variants:
         options["embed_requires_grad"] = False
     model = getattr(models, f"{name}DraftModel")(
@@ -165,9 +180,8 @@ def _speculators(variants: Set[str], work: Work, device: torch.device, dtype: to
             **options,
             transformer_layer_config=llama,
             draft_vocab_size=work.shape.draft_vocab,
-            eagle_aux_hidden_state_layer_ids=list(range(1, work.shape.boundaries + 1)),
             speculators_config=config.SpeculatorsConfig(
-                algorithm=algorithm,
+                algorithm=family,
                 proposal_methods=[
                     greedy.GreedyTokenProposalConfig(speculative_tokens=work.shape.steps)
                 ],
@@ -178,7 +192,8 @@ def _speculators(variants: Set[str], work: Work, device: torch.device, dtype: to
             ),
         )
     )
-    model.load_vocab_mappings(work.head.t2d.cpu(), work.head.d2t.cpu())
+    if not block:  # its vocabulary is the whole one
+        model.load_vocab_mappings(work.head.t2d.cpu(), work.head.d2t.cpu())
     model = model.to(device)
     _filled(model, work)
     tokens, mask, features, last = _flat(work, device)
@@ -192,10 +207,17 @@ def _speculators(variants: Set[str], work: Work, device: torch.device, dtype: to
         "loss_mask": one_row(mask),
         "verifier_last_hidden_states": one_row(last).to(state_dtype),
         "loss_config": losses.resolve_loss_config(
-            "kl_div", "fused" if "fused" in variants else "eager"
+            '{"ce": 0.1, "tv": 1.8}' if block else "kl_div",  # its tv is half of L1
+            "fused" if "fused" in variants else "eager",
         ),
     }
-    if parallel:
+    if block:
+        implementation = "fused" if "fused" in variants else "eager"
+        inputs |= {
+            "max_anchors": round(work.shape.anchor_share * work.shape.tokens),
+            "tv_loss_fn": losses.resolve_loss_config("tv", implementation)["tv"][0],
+        }
+    elif parallel:
         inputs |= {
             "num_depths": work.shape.steps,
             "down_sample_ratio": work.shape.cod_ratio,

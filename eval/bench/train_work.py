@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,7 +16,6 @@ from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import new_head
 from draftlab.heads.layers import RMSNorm
-from draftlab.heads.peagle import PeagleHead
 from draftlab.kernels.distill import distill
 from draftlab.kernels.ttt_attention import ttt_attention
 from draftlab.store.store import Record
@@ -26,7 +26,7 @@ from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.settings import TrainSettings
 
 GAMMA = 0.8
-FAMILIES = ("eagle3", "peagle")
+FAMILIES = ("eagle3", "peagle", "dspark")
 ATTENTION = (
     "draftlab.train.objectives.chunked_attention.ttt_attention",
     "draftlab.train.objectives.parallel.ttt_attention",
@@ -41,7 +41,7 @@ class Shape:
         rows, row_tokens: rows of a batch, each of one conversation.
         prompt: share of each row that is prompt; the rest is one answer.
         steps: unrolled steps of a chain, or depths of a parallel head.
-        cod_ratio, cod_min: peagle, as in `TrainSettings`.
+        cod_ratio, cod_min: peagle, anchor_share: dspark, as in `TrainSettings`.
     """
 
     hidden: int = 4096
@@ -60,6 +60,8 @@ class Shape:
     layers: int = 1
     cod_ratio: float = 0.8
     cod_min: float = 0.2
+    anchor_share: float = 0.125
+    markov_rank: int = 256
 
     @property
     def tokens(self) -> int:
@@ -74,18 +76,54 @@ SHAPES = {
 
 
 def in_family(shape: Shape, family: str) -> Shape:
-    """Return the shape for a family: a parallel head has a depth more than a chain has steps."""
-    return replace(shape, family=family, steps=shape.steps + (family == "peagle"))
+    """Return the shape for a family.
+
+    A parallel head has a depth more than a chain has steps. A block head has five layers, a full
+    vocabulary and rows twice as long, without a prompt.
+    """
+    shape = replace(shape, family=family, steps=shape.steps + (family == "peagle"))
+    if family != "dspark":
+        return shape
+    return replace(
+        shape,
+        layers=5,
+        draft_vocab=shape.vocab,
+        rows=shape.rows // 2,
+        row_tokens=2 * shape.row_tokens,
+        prompt=0.0,
+    )
+
+
+def train_settings(shape: Shape, **changes: Any) -> TrainSettings:
+    """Return the settings of a training of this shape."""
+    return TrainSettings(
+        ttt_steps=shape.steps,
+        row_tokens=shape.row_tokens,
+        batch_rows=shape.rows,
+        cod_ratio=shape.cod_ratio,
+        cod_min=shape.cod_min,
+        anchor_share=shape.anchor_share,
+        **changes,
+    )
 
 
 def head_config(shape: Shape) -> HeadConfig:
     """Return the config of a head, for a target with as many layers as its boundaries need."""
-    layers, parallel = shape.boundaries + 1, shape.family == "peagle"
+    layers, mask = shape.boundaries + 1, shape.vocab - 1
+    of_family: dict[str, Any] = {
+        "peagle": {"mask_token_id": mask, "embeddings": "own"},
+        "dspark": {
+            "mask_token_id": mask,
+            "embeddings": "target",
+            "sample_from_anchor": True,
+            "markov_rank": min(shape.markov_rank, shape.hidden),
+            "confidence": True,
+        },
+    }
     return make_head_config(
         family=shape.family,
         num_layers=shape.layers,
-        mask_token_id=shape.vocab - 1 if parallel else None,
-        embeddings="own" if parallel else "target",
+        **of_family.get(shape.family, {"embeddings": "target"}),
         boundaries=tuple(range(1, layers)),
         target_num_layers=layers,
         target_hidden_size=shape.hidden,
@@ -145,14 +183,7 @@ class Work:
             data_workers: as in `TrainSettings`.
         """
         shape, objective = self.shape, get_family(self.shape.family).objective()
-        settings = TrainSettings(
-            ttt_steps=shape.steps,
-            row_tokens=shape.row_tokens,
-            batch_rows=shape.rows,
-            cod_ratio=shape.cod_ratio,
-            cod_min=shape.cod_min,
-            data_workers=data_workers,
-        )
+        settings = train_settings(shape, data_workers=data_workers)
         one_row = uses_one_row(device) if one_row is None else one_row
         sampling, imitates = objective.sampling, objective.imitates_states
         return Packer(RecordsInMemory(self.records), settings, 0, sampling, imitates, one_row)
@@ -167,7 +198,7 @@ def new_work(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int =
     """Return random weights and states, equal for equal seeds and devices.
 
     Args:
-        dtype: of the frozen embeddings.
+        dtype: of products, and of the target's weights.
     """
     generator = torch.Generator(device).manual_seed(seed)
     with device:
@@ -176,15 +207,15 @@ def new_work(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int =
         for parameter in head.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
-    if isinstance(head, PeagleHead):
+    if shape.family != "eagle3":
         head.initialise_extra(torch.Generator().manual_seed(seed))
     head.embed_tokens.to(dtype)
     head.set_draft_vocabulary(torch.arange(shape.draft_vocab, device=device))
     lm_head = torch.empty(shape.draft_vocab, shape.hidden, device=device)
     lm_head.normal_(0, 2 * shape.hidden**-0.5, generator=generator)
     norm = RMSNorm(shape.hidden, 1e-5).requires_grad_(False)
-    parts = TargetParts(head.embed_tokens.weight, norm.to(device), lm_head, 1.0, None)
-    target = DraftTeacher.of(parts, head)
+    parts = TargetParts(head.embed_tokens.weight, norm.to(device), lm_head.to(dtype), 1.0, None)
+    target = DraftTeacher.for_training(parts, head, dtype)
     records = [_record(shape, number, parts, generator) for number in range(shape.rows)]
     return Work(shape, head, target, records)
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftlab.engine.block_pass import FusedBlock
 from draftlab.engine.drafter import (
     ChainDrafter,
     HeadDrafter,
@@ -75,8 +76,10 @@ def start(head: Any, k: int, passes: str) -> HeadDrafter:
     drafter = new_drafter(head, k)
     drafter.start(4, 24, cpu_prepacked=passes == "packed")
     if passes == "fused":
-        drafter.runner = FusedHead(head)  # the passes of a GPU, on their kernels' references
-    assert type(drafter.runner) is PASSES[passes]
+        drafter.runner = drafter.fused_pass(head)  # a GPU's passes, on their kernels' references
+        assert type(drafter.runner) in (FusedHead, FusedBlock)
+    elif not isinstance(head, BlockHead):
+        assert type(drafter.runner) is PASSES[passes]
     return drafter
 
 
@@ -135,15 +138,14 @@ def test_a_prompt_in_chunks_equals_the_whole_prompt(
         torch.testing.assert_close(actual.distribution.log_sum, expected.distribution.log_sum)
 
 
+@pytest.mark.parametrize("passes", ["eager", "fused"])
 @pytest.mark.parametrize("kind", ["dspark", "causal", "dflash"])
 def test_a_blocks_prompt_in_chunks_equals_the_whole_prompt(
-    kind: str, block_heads: dict[str, BlockHead]
+    kind: str, passes: str, block_heads: dict[str, BlockHead]
 ) -> None:
-    drafter = new_drafter(block_heads[kind], 3, greedy_below=0.5)
-    drafter.start(4, 24)
-    expected = drafter.propose(RaggedPairs([9] * 3).next([9] * 3, TABLE))
-    drafter.start(4, 24)
-    pairs = RaggedPairs([9] * 3)
+    head = block_heads[kind]
+    expected = start(head, 3, "eager").propose(RaggedPairs([9] * 3).next([9] * 3, TABLE))
+    drafter, pairs = start(head, 3, passes), RaggedPairs([9] * 3)
     for count in (4, 4):
         drafter.extend_cache(pairs.next([count] * 3, TABLE))
     actual = drafter.propose(pairs.next([1] * 3, TABLE))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from draftlab.engine.block_pass import FusedBlock
 from draftlab.engine.drafter import new_drafter
-from draftlab.engine.eager_head import EagerHead
 from draftlab.engine.engine import Engine
 from draftlab.engine.fused_head import FusedHead
 from draftlab.engine.prepacked_head import PrepackedHead
@@ -123,18 +123,21 @@ def test_tokens_and_steps_equal_the_reference_engine(
         for options in ENGINES:
             sizes = {name: value for name, value in options.items() if name != "fused"}
             fused, packed = "fused" in options, "cpu_prepacked" in options and kind != "llama4"
-            in_modules = kind in ("none", "llama4", *BLOCKS)
+            in_modules = kind in ("none", "llama4")
             if (fused and in_modules) or (packed and NO_PREPACKING):
                 continue
             preemptions.clear()
             with monkeypatch.context() as patch:
                 if fused:
-                    patch.setattr(FusedHead, "supports", staticmethod(lambda _head: True))
+                    for each in (FusedHead, FusedBlock):
+                        patch.setattr(each, "supports", staticmethod(lambda _head: True))
                 engine = Engine(target, drafter, max_length=128, **sizes)
             assert isinstance(engine.step.decoder, PrepackedDecoder if packed else Target)
             if drafter:
-                passes = FusedHead if fused else PrepackedHead if packed else EagerHead
-                assert type(drafter.runner) is (EagerHead if in_modules else passes)
+                eager, fast = drafter.eager_pass, drafter.fused_pass
+                prepacked = packed and kind not in BLOCKS
+                passes = fast if fused else PrepackedHead if prepacked else eager
+                assert type(drafter.runner) is passes
             generations = run(engine, prompts)
             assert outcomes(generations) == expected, (k, temperature, options)
             for one, other in zip(generations, reference, strict=True):

@@ -14,14 +14,13 @@ import pytest
 import torch
 
 from draftlab.engine.drafter import new_drafter
-from draftlab.engine.fused_head import FusedHead
 from draftlab.engine.input_batch import InputBatch
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.engine.step import Step
 from draftlab.kernels import linear
 from draftlab.target_model.fused_decoder import FusedDecoder
 from draftlab.target_model.model import Target
-from tests.helpers.decoding import PARALLEL, untrained_head
+from tests.helpers.decoding import DSPARK, PARALLEL, untrained_head
 from tests.helpers.hopper import OnGpu, pretend
 from tests.helpers.interpreter import inside, interpreter_test
 from tests.helpers.toys import toy_target_folder
@@ -39,6 +38,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "chain": {},
     "parallel": PARALLEL | {"num_layers": 1, "norm_before_residual": True},
     "parallel of two layers": PARALLEL | {"qk_norm": True},
+    "parallel block": DSPARK | {"embeddings": "target"},
 }
 # Both ways to draft, of both drafters: the number of a head's layers makes no difference to them.
 CASES = [
@@ -46,6 +46,8 @@ CASES = [
     ("chain", True),
     ("parallel", True),
     ("parallel of two layers", False),
+    ("parallel block", True),
+    ("parallel block", False),
 ]
 
 
@@ -73,7 +75,7 @@ def steps(
     step = Step(target, cache, batch, drafter, max_length=MAX_LENGTH)
     step.decoder = FusedDecoder(target)
     drafter.start(blocks, BLOCK, max_length=MAX_LENGTH)
-    drafter.runner = FusedHead(head)
+    drafter.runner = drafter.fused_pass(head)
     requests = [
         Request(str(i), (40 + i,), 8, Sampling(temperature))
         for i, temperature in enumerate((0.0, 0.8))
@@ -108,7 +110,8 @@ def test_steps_equal_the_references(
     folder = toy_target_folder(tmp_path, layers=2, hidden=32, max_length=64)
     target = load_on_cpu(folder)
     plain = steps(target, [90, 91, 92], kind, draft_probs=False, on_gpu=False)
-    greedy = [packed[ROWS.index(0)][0] for packed, _ in plain]  # bad drafts: one token a step
+    rows = [packed[ROWS.index(0)] for packed, _ in plain]
+    greedy = [token for row in rows for token in row[: row[K + 1] + 1]]
     expected = steps(target, greedy[:K], kind, draft_probs=draft_probs, on_gpu=False)
     actual = steps(target, greedy[:K], kind, draft_probs=draft_probs, on_gpu=True)
     first = expected[0][0][ROWS.index(0)]

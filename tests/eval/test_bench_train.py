@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from draftlab.errors import UserError
+from draftlab.train.flops import dense_flops
 from tests.helpers.drivers import load
 
 bench = load("bench/bench_train")
@@ -42,6 +43,14 @@ def test_a_parallel_head_of_some_layers_drops_depths(ratio: str) -> None:
     assert row["predictions_per_s"] == pytest.approx(sum(row["predictions"]) / row["step_ms"] * 1e3)
 
 
+def test_a_block_head_trains_sampled_anchors_of_whole_rows() -> None:
+    options = ["--family", "dspark", "--layers", "2", "--anchor-share", "0.5"]
+    row = bench.main([*TINY, "--repeats", "1", "--warmup", "1", *options])
+    assert row["shape"]["draft_vocab"] == row["shape"]["vocab"]
+    assert row["predictions"][0] == pytest.approx(0.5 * 2 * 126, rel=0.2)
+    assert len(row["predictions"]) == 4
+
+
 @pytest.mark.parametrize("family", [[], ["--family", "peagle", "--layers", "2"]])
 def test_training_has_the_loss_of_the_reference_for_20_steps(family: list[str]) -> None:
     row = bench.main([*TINY, *family, "--same-loss", "20", "--rate", "30"])
@@ -73,6 +82,6 @@ def test_a_peer_that_cannot_be_measured_is_refused(options: list[str], message: 
 
 def test_dense_formula_is_that_of_the_anchors() -> None:
     config = bench.head_config(bench.SHAPES["8b"])
-    flops = bench.dense_flops(config, 7, bench.mean_context([2048]))
+    flops = dense_flops(config, 7, bench.mean_context([2048]))
     assert flops == pytest.approx(17.3e9, rel=0.003)
     assert bench.matrix_rate(torch.device("cpu"), torch.float32) > 1e8

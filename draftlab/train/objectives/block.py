@@ -13,15 +13,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from draftlab.heads.block import BlockConfig, BlockHead
+from draftlab.heads.block import MOST_QUERIES, BlockConfig, BlockHead
 from draftlab.kernels.ttt_attention import document_starts, ttt_attention
 from draftlab.kernels.ttt_attention_types import StepKeyValues
+from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
 from draftlab.train.objectives.loss import StepOutput, row_starts
-
-MOST_QUERIES = 64
-"""Queries of a kv head that the attention kernel takes together: a tile of its backward pass. With
-128 and heads of 256 channels, or with 256, a program needs more shared memory than an H200 has."""
 
 
 def block_outputs(head: BlockHead, batch: Batch) -> Iterator[StepOutput]:
@@ -49,12 +46,20 @@ def block_outputs(head: BlockHead, batch: Batch) -> Iterator[StepOutput]:
             config,
         )
         hidden = layer.output(attended, hidden)
-    anchor = torch.arange(len(first.valid_rows), device=index.device)
+    flat = hidden.flatten(0, 1)[first.valid_rows].flatten(0, 1)
+    for rows, index in zip(steps, output_slots(steps, config), strict=True):
+        yield StepOutput(flat[index], rows.teacher_index)
+
+
+def output_slots(steps: Sequence[StepRows], config: BlockConfig) -> list[Tensor]:
+    """Return each step's slots, int64 [n_k], among those of the first step's valid anchors."""
+    anchor = torch.arange(len(steps[0].valid_rows), device=steps[0].index.device)
+    slots = []
     for number, rows in enumerate(steps):
         if number:
             anchor = anchor[rows.origin]
-        output = hidden[:, :, config.first_slot + number].flatten(0, 1)
-        yield StepOutput(output[first.valid_rows[anchor]], rows.teacher_index)
+        slots.append(anchor * config.block_size + config.first_slot + number)
+    return slots
 
 
 def block_attention(

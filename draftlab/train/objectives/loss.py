@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.distill import lk_weight, weighted
 from draftlab.kernels.distill_linear import distill_linear
-from draftlab.kernels.distill_types import Labels, Loss, Teacher, at_least_float32
+from draftlab.kernels.distill_types import Labels, Loss, Teacher, at_least_float32, sum_dtype
 from draftlab.kernels.sampling_types import draft_index
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.loss_rows import StepRows
@@ -111,8 +111,8 @@ class DraftTeacher:
     """The target's final norm, and the rows of its lm_head for the draft vocabulary.
 
     Attributes:
-        weight: [D, Ht], rows of lm_head. target_ids: int64 [D]. draft_index: int64 [V], its
-            inverse; −1 outside.
+        weight: [D, Ht], rows of lm_head. The norm is float32 or wider whatever the weight is.
+        target_ids: int64 [D]. draft_index: int64 [V], its inverse; −1 outside.
         norm, scale, softcap: as in `TargetParts`.
     """
 
@@ -133,9 +133,22 @@ class DraftTeacher:
         # Select rows before moving them: lm_head may be large, and on another device.
         rows = parts.lm_head[ids.to(parts.lm_head.device)].to(device, dtype)
         # A copy, since `Module.to` works in place and a model in use may own this norm.
-        norm = copy.deepcopy(parts.norm).to(device, dtype)
+        norm = copy.deepcopy(parts.norm).to(device, sum_dtype(dtype))
         index = draft_index(ids, len(parts.lm_head)).long()
         return cls(norm, rows, ids, index, parts.scale, parts.softcap)
+
+    @classmethod
+    def for_training(cls, parts: TargetParts, head: DraftHead, dtype: torch.dtype) -> DraftTeacher:
+        """Return the teacher of a head that is trained with products in `dtype`.
+
+        The weight stays in the target's dtype if products are in it too, and is otherwise float32.
+        A frozen lm_head has the same rows, so that it shares their memory.
+        """
+        kept = dtype if parts.lm_head.dtype == dtype else torch.float32
+        teacher = cls.of(parts, head, kept)
+        if not head.lm_head.weight.requires_grad:
+            head.lm_head.weight = nn.Parameter(teacher.weight, requires_grad=False)
+        return teacher
 
     def at(self, batch: Batch) -> Teacher:
         """Return the teacher at the positions of a batch."""
@@ -200,7 +213,7 @@ def weighted_loss(
         total = total + terms.confidence * weighted(weight, distance)
         value = value + terms.confidence * distance.detach()
     if terms.regression:
-        state = target.norm(teacher.last[row].to(target.weight.dtype))
+        state = target.norm(teacher.last[row].to(sum_dtype(target.weight.dtype)))
         distance = F.smooth_l1_loss(output.to(state.dtype), state, reduction="none").mean(-1)
         total = total + terms.regression * weighted(weight, distance)
         value = value + terms.regression * distance.detach()
