@@ -15,7 +15,8 @@ from torch import Tensor
 from draftlab.engine.block_pass import EagerBlock, FusedBlock
 from draftlab.engine.drafter import HeadDrafter, Proposal, VerifiedFeatures
 from draftlab.heads.block import BlockHead
-from draftlab.kernels.paged_attention import slot_mapping
+from draftlab.kernels.chain_layout import chain_layout, last_rows
+from draftlab.kernels.parallel_layout import parallel_layout
 from draftlab.kernels.sampling import argmax_draft, sample_draft
 
 
@@ -33,53 +34,60 @@ class BlockDrafter(HeadDrafter):
 
     @torch.inference_mode()
     def extend_cache(self, verified: VerifiedFeatures) -> None:
-        slots = slot_mapping(verified.block_table, verified.positions, self.block_size)
-        features = verified.features.to(self.dtype)
-        self.runner.write_context(features, verified.positions, slots, self.pools)
+        self._write_context(verified)
 
     @torch.inference_mode()
     def propose(self, verified: VerifiedFeatures) -> Proposal:
         if not verified.tokens.is_cuda:  # no static shapes: drop columns of padding
             verified = verified.first_columns(int(verified.counts.max()))
-        self.extend_cache(verified)
-        newest, last = (
-            x.gather(1, verified.counts[:, None] - 1)[:, 0]
-            for x in (verified.tokens, verified.positions)
-        )
-        outputs = self._run_block(newest, last, verified.block_table)
-        return self._draw(outputs, newest, last, verified)
+        last = self._write_context(verified)
+        return self._draw(self._run_block(verified), last, verified)
 
-    def _run_block(self, newest: Tensor, last: Tensor, block_table: Tensor) -> Tensor:
+    def _write_context(self, verified: VerifiedFeatures) -> Tensor:
+        """Write context keys and values; return the position of each row's last pair, int64 [B]."""
+        positions, counts = verified.positions, verified.counts
+        layout = chain_layout(positions, counts, verified.block_table, self.block_size, 0)
+        features, slots = verified.features.to(self.dtype), layout.slots.view_as(positions)
+        self.runner.write_context(features, positions, slots, self.pools)
+        return layout.last
+
+    def _run_block(self, verified: VerifiedFeatures) -> Tensor:
         """Return the outputs [B, K, H] of the slots that predict a token.
 
-        Positions from `max_length` on are padding, which no query sees.
+        The block's first slot has the newest token, one position behind the last pair's.
+        """
+        config, counts, table = self.head.config, verified.counts, verified.block_table
+        start = verified.positions[:, 0]
+        num_slots = self.k + config.first_slot
+        columns = parallel_layout(
+            verified.tokens,
+            counts - 1,
+            start + (start >= 0),  # −1 remains padding
+            table,
+            block_size=self.block_size,
+            max_length=self.max_length,
+            mask_token_id=config.mask_token_id,
+            k=num_slots,
+        )
+        block = (
+            last_rows(x, counts, num_slots)
+            for x in (columns.tokens, columns.positions, columns.slots)
+        )
+        return self.runner.run(*block, table, self.pools)[:, config.first_slot :]
+
+    def _draw(self, outputs: Tensor, last: Tensor, verified: VerifiedFeatures) -> Proposal:
+        """Draw the drafts of each slot in turn; a Markov head's depend on the one before.
 
         Args:
-            newest: int64 [B], the anchors' tokens.
-            last: int64 [B], the positions before the anchors; −1 for a row of padding alone.
-            block_table: int32 [B, N].
+            outputs: [B, K, H]. last: int64 [B], the positions before the blocks.
         """
-        head, config = self.head, self.head.config
-        slots = torch.arange(self.k + config.first_slot, device=newest.device)
-        positions = last[:, None] + 1 + slots
-        limit = min(self.max_length, block_table.shape[1] * self.block_size)
-        positions = positions.where((last[:, None] >= 0) & (positions < limit), -1)
-        cache_slots = slot_mapping(block_table, positions, self.block_size)
-        tokens = head.block_tokens(newest, len(slots))
-        outputs = self.runner.run(tokens, positions, cache_slots, block_table, self.pools)
-        return outputs[:, config.first_slot :]
-
-    def _draw(
-        self, outputs: Tensor, newest: Tensor, last: Tensor, verified: VerifiedFeatures
-    ) -> Proposal:
-        """Draw the drafts of each slot in turn; a Markov head's depend on the one before."""
         head, keys = self.head, verified.keys
         sampling = verified.sampling or self.sampling(keys)
         # Slots are the outer dimension, so that each one's rows are contiguous: [K, B, …].
         logits = self.runner.logits(outputs.transpose(0, 1))
         shape = self.k, len(outputs)
         tokens, log_sum = keys.seed.new_empty(shape), keys.temperature.new_empty(shape)
-        previous = newest
+        previous = last_rows(verified.tokens, verified.counts)[:, 0]
         for slot in range(self.k):
             if head.markov_head is not None:
                 self.runner.add_markov_bias_(logits[slot], previous)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftlab.engine.eager_head import Pools
 from draftlab.engine.fused_head import is_on_gpu_in_one_dtype
-from draftlab.heads.block import MOST_QUERIES, BlockConfig, BlockHead
+from draftlab.heads.block import BlockConfig, BlockHead
 from draftlab.kernels.linear import linear, linear_then_norm
 from draftlab.kernels.paged_attention import attend_paged, write_paged
 from draftlab.kernels.rope_write import rope_angles, rope_write
@@ -51,11 +51,13 @@ class EagerBlock:
             block_table: int32 [B, N].
         """
         hidden, angles = self.head.embed(tokens), self._angles(positions)
+        seen = last_seen_keys(positions, self.head.config)
         for layer, pool in zip(self.head.layers, pools, strict=True):
             x = layer.input_layernorm(hidden)
             write_paged(*layer.self_attn.key_value(x, angles), *pool, slots)
             query = layer.self_attn.query(x, angles)
-            attended = attend_block(query, pool, block_table, positions, self.head.config)
+            scale = query.shape[-1] ** -0.5
+            attended = attend_paged(query, *pool, block_table, seen, scale=scale)
             hidden = layer.output(attended, hidden)
         return hidden
 
@@ -122,17 +124,11 @@ class FusedBlock(EagerBlock):
         shape, slots, angles = tokens.shape, slots.flatten(), self._angles(positions)
         hidden = x = F.embedding(tokens.flatten(), self.embeddings)
         norm_weight: Tensor | None = self.first_norm
+        seen = last_seen_keys(positions, self.head.config)
         for layer, pool in zip(self.layers, pools, strict=True):
             query = layer.write_cache(x, angles, pool, slots, norm_weight=norm_weight)
-            attended = attend_block(
-                query.unflatten(0, shape),
-                pool,
-                block_table,
-                positions,
-                self.head.config,
-                prefetch_weight=layer.weights.out,
-            )
-            hidden, x = layer.feed_forward(attended.flatten(2).flatten(0, 1), hidden)
+            query = query.unflatten(0, shape)
+            hidden, x = layer.output(query, hidden, pool, block_table, seen)
             norm_weight = None  # the feed-forward has begun the next norm
         return hidden.unflatten(0, shape)
 
@@ -150,30 +146,12 @@ class FusedBlock(EagerBlock):
         return rope_angles(positions.flatten(), frequencies, 1.0, self.head.fc.weight.dtype)
 
 
-def attend_block(
-    query: Tensor,
-    pool: tuple[Tensor, Tensor],
-    block_table: Tensor,
-    positions: Tensor,
-    config: BlockConfig,
-    *,
-    prefetch_weight: Tensor | None = None,
-) -> Tensor:
-    """Return attention [B, S, heads, head_dim] to the context and to the block's own keys.
+def last_seen_keys(positions: Tensor, config: BlockConfig) -> Tensor:
+    """Return the position of the last key that each slot sees, int64 [B, S]; −1 for padding.
 
     Args:
-        query: [B, S, heads, head_dim], rotated.
-        positions: int64 [B, S]; −1 is padding, at the end.
-        prefetch_weight: as in `attend_paged`.
+        positions: int64 [B, S], of the slots.
     """
-    options = {"scale": config.head_dim**-0.5, "prefetch_weight": prefetch_weight}
     if config.is_causal:
-        return attend_paged(query, *pool, block_table, positions, **options)
-    # All slots see the keys up to the last one's, so they are further heads of one query there.
-    last, num_kv_heads = positions.amax(1, keepdim=True), config.num_key_value_heads
-    grouped = query.unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
-    parts = []
-    for part in grouped.chunk(-(-grouped.shape[2] * grouped.shape[3] // MOST_QUERIES), 3):
-        attended = attend_paged(part.flatten(1, 3)[:, None], *pool, block_table, last, **options)
-        parts.append(attended.view(part.shape).permute(0, 3, 1, 2, 4).flatten(2, 3))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return positions
+    return positions.amax(1, keepdim=True).where(positions >= 0, -1)

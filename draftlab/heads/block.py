@@ -27,10 +27,6 @@ from draftlab.heads.layers import RMSNorm
 MARKOV_DEVIATION = 0.02
 """Standard deviation of the initial Markov weights (speculators and DeepSpec use 0.01 and 0.02)."""
 
-MOST_QUERIES = 64
-"""Queries of a kv head that attention takes together. The backward pass with 128 of 256 channels,
-and paged attention in float32 with 256, would need more shared memory than an H200 has."""
-
 
 class BlockConfig(HeadConfig):
     """draftlab.json of a block-parallel head.

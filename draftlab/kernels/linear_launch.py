@@ -47,6 +47,8 @@ def choose(x: Tensor, num_out: int, swiglu: bool = False, normed: bool = False) 
     num_rows, size_in = x.shape
     if x.dtype == torch.float32:
         return _choose_float32(num_rows, num_out, size_in, swiglu)
+    if size_in <= 512 and num_out >= 1 << 15:  # short rows, many of them: no parts of a row
+        return Config(64, 256, 1, 4, 2)
     if num_rows <= 8:
         if swiglu:
             return Config(32, 128, 1, 2, 6, 512)

@@ -65,7 +65,7 @@ def attend_paged(
     sinks: Tensor | None = None,
     prefetch_weight: Tensor | None = None,
 ) -> Tensor:
-    """Return causal attention of new tokens over their rows' cached keys, their own included.
+    """Return attention of new tokens over their rows' cached keys up to their positions.
 
     A query at position q sees the keys j with max(0, q − window + 1, q // chunk · chunk) ≤ j ≤ q.
     Pool entries that no query sees, and block table entries whose blocks hold no visible key, are
@@ -76,8 +76,8 @@ def attend_paged(
             h // (heads / kv heads).
         key_pool, value_pool: [P, S, kv heads, head_dim].
         block_table: int32 [B, N].
-        positions: int64 [B, M]; the real ones of a row come first and are consecutive, the rest are
-            −1 and yield zeros.
+        positions: int64 [B, M]; the real ones of a row come first and are consecutive, or all equal
+            for tokens that see the same keys. The rest are −1 and yield zeros.
         scale: factor of the dot products.
         window: keys a query sees, itself included (sliding window).
         chunk: a query sees only keys of its own chunk of so many positions (Llama 4).

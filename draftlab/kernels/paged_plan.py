@@ -64,7 +64,7 @@ class Read:
         count: the row's real tokens, which come first.
         blocks: the block that holds all of its keys, or int32 [n], the blocks that it reads.
         keys: the keys' positions in that block, or in the concatenated blocks.
-        mask: added to the scores, [count · group, keys]; None for one token.
+        mask: added to the scores, [count · group, keys]; None where all tokens see all keys.
     """
 
     row: int
@@ -98,17 +98,17 @@ def plan_reads(
         count = sum(position >= 0 for position in row)
         if not count:
             continue
-        first, low = row[0], _lowest(row[0], window, chunk)
+        first, last, low = row[0], row[count - 1], _lowest(row[0], window, chunk)
         if tables:
             blocks, start = tables[b][0], low
         else:
-            blocks = block_table[b, low // block_size : (first + count - 1) // block_size + 1]
+            blocks = block_table[b, low // block_size : last // block_size + 1]
             start = low % block_size
         mask = None
-        if count > 1:
-            keys = torch.arange(low, first + count, device=positions.device)
+        if last > first:
+            keys = torch.arange(low, last + 1, device=positions.device)
             mask = _mask(keys, count, window, chunk, dtype).repeat_interleave(group, 0)
-        reads.append(Read(b, count, blocks, slice(start, start + first + count - low), mask))
+        reads.append(Read(b, count, blocks, slice(start, start + last + 1 - low), mask))
     return reads
 
 

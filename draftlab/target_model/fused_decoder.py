@@ -83,6 +83,7 @@ class FusedLayer:
             query: [B, M, heads, head_dim], T = B · M.
             residual: [T, H].
         """
+        w = self.weights
         attended = attend_paged(
             query,
             *pool,
@@ -90,17 +91,10 @@ class FusedLayer:
             positions,
             scale=self.scale,
             window=self.window,
-            prefetch_weight=self.weights.out,
+            prefetch_weight=w.out,
         )
-        return self.feed_forward(attended.flatten(2).flatten(0, 1), residual)
-
-    def feed_forward(
-        self, attended: Tensor, residual: Tensor
-    ) -> tuple[Tensor, DeferredNorm | None]:
-        """Return `output` from attended values [T, heads · head_dim] and the residual [T, H]."""
-        w = self.weights
         y, normed = linear_then_norm(
-            attended,
+            attended.flatten(2).flatten(0, 1),
             w.out,
             w.mlp_norm,
             self.eps,

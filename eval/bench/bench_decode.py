@@ -25,6 +25,7 @@ import csv
 import time
 from dataclasses import dataclass
 from datetime import date
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -41,7 +42,6 @@ from draftlab.evaluate.bandwidth import head_bytes, target_bytes
 from draftlab.heads.config import TargetIdentity, make_head_config
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
-from draftlab.kernels.noise import Purpose, keyed_uniform
 from draftlab.kernels.sampling_types import VerifyResult
 from draftlab.kernels.verify import verify
 from draftlab.target_model.attention import ATTENTION
@@ -102,17 +102,22 @@ class Measured:
     ttft_ms: float
 
 
+@cache
+def coins(device: torch.device) -> Tensor:
+    """Return whether drafts pass, bool [rows, positions], so that a step only looks it up."""
+    numbers = torch.rand(64, 8192, generator=torch.Generator().manual_seed(0))
+    return (numbers < SYNTHETIC).to(device)
+
+
 def synthetic_verify(
     logits: Tensor, drafts: Tensor, num_drafts: Tensor, *rest: Any, **options: Any
 ) -> VerifyResult:
     """Run the real verifier, then accept each draft with probability `SYNTHETIC`."""
     result = verify(logits, drafts, num_drafts, *rest, **options)
-    positions, rows = rest[1], rest[2]
     depth = torch.arange(drafts.shape[1], device=drafts.device)
-    coin = keyed_uniform(
-        rows.seed[:, None], rows.prompt[:, None], positions[:, None] + depth, Purpose.ACCEPT
-    )
-    passed = (coin < SYNTHETIC) & (depth < num_drafts[:, None])
+    row = torch.arange(len(drafts), device=drafts.device)[:, None]
+    coin = coins(drafts.device)[row, rest[1][:, None] + depth]
+    passed = coin & (depth < num_drafts[:, None])
     accepted = passed.long().cumprod(-1).sum(-1)
     # + 0 · …: the real result stays part of the captured graph
     return VerifyResult(accepted + 0 * result.accepted, result.emitted, result.probability)
@@ -195,6 +200,7 @@ def measure(
     target: Target, drafter: HeadDrafter | None, batch: int, *, prompt: int = PROMPT, new: int = NEW
 ) -> Measured:
     """Measure an engine with `batch` prompts of `prompt` random tokens and `new` new ones."""
+    coins(target.device)  # not inside a graph's capture
     engine = Engine(
         target,
         drafter,

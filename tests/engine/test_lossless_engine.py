@@ -81,8 +81,8 @@ def test_draft_probabilities_without_the_markov_bias_are_noticed(
     """The drafts are drawn with the bias, and verified as if they had been drawn without."""
     right = BlockDrafter._draw
 
-    def unbiased(self: Any, outputs: Any, newest: Any, last: Any, verified: Any) -> Any:
-        proposal = right(self, outputs, newest, last, verified)
+    def unbiased(self: Any, outputs: Any, *rest: Any) -> Any:
+        proposal = right(self, outputs, *rest)
         plain = self.head.lm_head(self.head.normed(outputs))
         q = proposal.distribution
         log_sum = (plain / q.temperature[:, None, None]).logsumexp(-1)

@@ -19,6 +19,7 @@ class Case:
         lengths: keys of each row before its new tokens.
         counts: real new tokens of each row, out of m.
         scale: of the scores; default: 1.3 / √head_dim.
+        same_keys: all tokens of a row see the keys up to its last one.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Case:
         dtype: torch.dtype = torch.float32,
         scale: float | None = None,
         seed: int = 0,
+        same_keys: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
@@ -52,7 +54,8 @@ class Case:
         self.positions = torch.full((num_rows, m), -1)
         self.keys, self.values = [], []
         for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-            self.positions[b, :count] = torch.arange(length, length + count)
+            steps = torch.arange(length, length + count)
+            self.positions[b, :count] = length + count - 1 if same_keys else steps
             self.keys.append(random(length + count, kv_heads, head_dim))
             self.values.append(random(length + count, kv_heads, head_dim))
             at = self._at(b, torch.arange(length + count))

@@ -136,7 +136,9 @@ def test_a_norm_before_and_after_its_division() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 9, 17, 33, 64])
-@pytest.mark.parametrize("shape", [(1024, 896), (6144, 4096), (152064, 3584), (4096, 14336)])
+@pytest.mark.parametrize(
+    "shape", [(1024, 896), (6144, 4096), (152064, 3584), (4096, 14336), (128256, 256)]
+)
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -163,6 +165,7 @@ REAL = [  # dtype, rows, outputs, inputs, arguments of a configuration (None: th
     (torch.bfloat16, (5, 4096, 4096), None),
     (torch.bfloat16, (5, 4096, 4096), (64, 64, 4, 4, 4, 256)),
     (torch.bfloat16, (9, 257, 4104), (64, 64, 4, 4, 4, 256)),
+    (torch.bfloat16, (3, 33000, 256), None),
     (torch.bfloat16, (64, 640, 896), None),
     (torch.bfloat16, (64, 640, 896), (64, 64, 4, 4, 4, 256)),
     (torch.float16, (6, 1000, 4096), (64, 64, 4, 4, 4, 256)),

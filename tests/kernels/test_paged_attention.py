@@ -74,6 +74,12 @@ def test_reference_on_any_shape(data: st.DataObject) -> None:
 
 
 @outside
+@pytest.mark.parametrize("block_size", [4, 64])
+def test_tokens_of_a_row_see_the_same_keys(block_size: int) -> None:
+    Case([9, 30, 0], [3, 1, 4], 4, block_size=block_size, same_keys=True).check()
+
+
+@outside
 def test_reference_in_bf16() -> None:
     Case([9, 30], [3, 2], 3, head_dim=32, dtype=torch.bfloat16).check(tolerance=2e-2)
 
@@ -151,6 +157,8 @@ def test_write_into_what_cannot_be_viewed_by_slot() -> None:
 def make_case(shape: tuple, **others: Any) -> tuple[Case, dict[str, Any]]:
     """Return a case and the options of its attention."""
     lengths, counts, m, heads, kv_heads, head_dim, block_size, options = shape
+    options = dict(options)
+    others |= {name: options.pop(name) for name in ("same_keys",) if name in options}
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": block_size}
     case = Case(lengths, counts, m, **sizes, **others)
     if "sinks" in options:
@@ -167,8 +175,9 @@ SMALL = [
     ((21, 40), (3, 2), 3, 7, 1, 16, 100, {"window": 30}),
     ((21, 40), (3, 2), 3, 20, 1, 24, 16, {"window": 30}),
     ((21, 40), (3, 2), 3, 8, 4, 32, 32, {"window": 30}),
-    # Blocks of seven slots, which are further heads of one query.
-    *(((21, 40, 0), (1, 1, 0), 1, heads, 1, 16, 16, {}) for heads in (7, 28, 35)),
+    # Blocks, whose tokens see the same keys: tiles of some of them, and the whole.
+    ((21, 40, 0), (7, 5, 0), 7, 4, 1, 16, 16, {"same_keys": True}),
+    ((0, 3), (16, 1), 16, 6, 2, 16, 8, {"same_keys": True}),
     # Several tiles of rows, as in prefill: each has key tiles of its own.
     ((0, 13), (40, 22), 40, 2, 1, 32, 16, {}),
     ((0, 13), (40, 22), 40, 2, 1, 32, 16, {"window": 9}),

@@ -13,12 +13,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from draftlab.heads.block import MOST_QUERIES, BlockConfig, BlockHead
+from draftlab.heads.block import BlockConfig, BlockHead
 from draftlab.kernels.ttt_attention import document_starts, ttt_attention
 from draftlab.kernels.ttt_attention_types import StepKeyValues
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
 from draftlab.train.objectives.loss import StepOutput, row_starts
+
+MOST_QUERIES = 64
+"""Queries of a kv head that the attention kernel takes together: a tile of its backward pass. With
+128 and heads of 256 channels, or with 256, a program needs more shared memory than an H200 has."""
 
 
 def block_outputs(head: BlockHead, batch: Batch) -> Iterator[StepOutput]:
