@@ -149,6 +149,19 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
             where="train.loss",
             do="leave it out",
         )
+    if recipe.train.dpace is not None and not family.has_own_loss:
+        raise UserError(
+            f"{family.title} heads have no D-PACE weights, found {recipe.train.dpace}",
+            where="train.dpace",
+            do="leave it out; train.acceptance_weighting weighs drafts by how often they are "
+            "reached",
+        )
+    if recipe.train.dpace is not None and recipe.train.acceptance_weighting:
+        raise UserError(
+            "expected D-PACE's weights or acceptance weighting, found both",
+            where="train.dpace",
+            do="leave one of train.dpace and train.acceptance_weighting out",
+        )
     if (recipe.draft_vocab.size or 0) > config.vocab_size:
         raise UserError(
             f"expected at most the target's {config.vocab_size:,} tokens, found "

@@ -211,7 +211,7 @@ class Trainer:
         """Sum an optimizer step's counts over all ranks; processes wait for each other here."""
         *counts, tokens = self.ending.sum([*micro.counts, micro.tokens])
         self.anchors = counts[0]
-        self.weights = self.objective.step_weights(self.settings.gamma, counts)
+        self.weights = self.objective.weights_of_steps(self.settings, counts)
         self.window.add_step(counts, tokens)
         self.tokens_seen += tokens
         if self.ranks.size > 1:

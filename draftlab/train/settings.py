@@ -30,7 +30,7 @@ PASS_SETTINGS: dict[str, Any] = {"micro_rows": None, "anchor_parts": 1}
 """Settings that split an optimizer step into passes, with their defaults. Denominators are those of
 the whole step, so that only the loss lk, which reads the α of a pass, depends on them."""
 
-LATER_SETTINGS: dict[str, Any] = {"anchor_share": 0.25}
+LATER_SETTINGS: dict[str, Any] = {"anchor_share": 0.25, "dpace": None}
 """Settings that older checkpoints do not know, with the defaults that leave them as they are."""
 FIRST_NAMES = {"acceptance_weighting": "reach"}
 """Settings of `TrainSettings` that were renamed, with their original names."""
@@ -152,6 +152,10 @@ class TrainSettings(Settings):
     acceptance_weighting: float = Field(default=0.0, ge=0, le=1)
     """Share of a row's weight that is multiplied by the probability that its draft is reached: the
     product of its anchor's α at the steps before."""
+    dpace: float | None = Field(default=None, gt=0, le=1)
+    """dspark, dflash: D-PACE's weights in place of gamma^k: the expected number of drafts accepted
+    from step k on, if each is accepted with probability (1 − dpace) · q(token) + dpace. 0.5 is
+    usual; None: gamma^k."""
     cod_ratio: float = Field(default=0.8, gt=0, le=1)
     """peagle: share of the anchors that keep depth d is cod_ratio^d (conditional drop); 1: all."""
     cod_min: float = Field(default=0.2, ge=0, le=1)
@@ -181,8 +185,8 @@ class TrainSettings(Settings):
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Autocast dtype over float32 weights; "auto": bfloat16 on a GPU, float32 on a CPU."""
     compile: Literal["auto"] | bool = "auto"
-    """eagle3, peagle: whether norms and rotations are compiled (torch.compile); "auto": on a GPU.
-    It has no effect on other families."""
+    """Whether norms and rotations are compiled (torch.compile); "auto": on a GPU.
+    It has no effect on eagle and eagle_llama4."""
     recompute: Literal["auto"] | bool = "auto"
     """eagle3: whether the backward pass recomputes activations instead of saving them, which needs
     less memory for long rows and a third more time; "auto": on a GPU where they do not fit."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,7 @@ class LossTerms:
         loss: ℓ of `kernels/distill.py`; "lk" weighs its terms by the α of the current batch.
         acceptance_weighting: share of a row's weight that is multiplied by the probability that its
             draft is reached.
+        dpace: floor of the acceptance probability in D-PACE's weights of rows; None: no weights.
         cross_entropy, l1: weights of ce_l1's terms.
         confidence: weight of the binary cross-entropy between a confidence head and α.
     """
@@ -57,6 +58,7 @@ class LossTerms:
     distillation: float = 1.0
     regression: float = 0.0
     acceptance_weighting: float = 0.0
+    dpace: float | None = None
     cross_entropy: float = 0.0
     l1: float = 0.0
     confidence: float = 0.0
@@ -186,14 +188,23 @@ def weighted_loss(
     labels = None
     if terms.loss == "ce_l1":
         labels = Labels(target.draft_index[tokens[row + 1]], terms.cross_entropy, terms.l1)
+    step = step_of_row(sizes, row.device)
+    anchor, slots = row - 1 - step, batch.tokens.numel()
+    if terms.dpace is not None and labels is not None:
+        entropy = replace(labels, cross_entropy=1.0, l1=0.0)
+        with torch.no_grad():
+            probe = distill_linear(
+                hidden, trained, teacher, plan, weight, loss="ce_l1", labels=entropy, frozen=frozen
+            )
+        q = torch.where(labels.ids < 0, 0, (-probe.loss).exp())
+        weight = weight * dpace_weight(q, terms.dpace, step, anchor, len(sizes), slots)
     if terms.loss == "lk" or terms.acceptance_weighting:
-        step = step_of_row(sizes, row.device)
         with torch.no_grad():
             alpha = distill_linear(hidden, trained, teacher, plan, weight, frozen=frozen).alpha
         if terms.loss == "lk":
             kl_weight = lk_weight(alpha, step, len(sizes))
         if share := terms.acceptance_weighting:
-            reach = reach_probability(alpha, step, row - 1 - step, len(sizes), batch.tokens.numel())
+            reach = reach_probability(alpha, step, anchor, len(sizes), slots)
             weight = torch.where(weight != 0, weight * (1 - share + share * reach), 0)  # no 0 · NaN
     out = distill_linear(
         hidden,
@@ -244,6 +255,23 @@ def reach_probability(
     passed = alpha.new_ones(num_steps + 1, slots)
     passed[step + 1, anchor] = alpha
     return passed.cumprod(0)[step, anchor]
+
+
+def dpace_weight(
+    q: Tensor, floor: float, step: Tensor, anchor: Tensor, num_steps: int, slots: int
+) -> Tensor:
+    """Return D-PACE's weight of each row (arXiv 2605.18810).
+
+    It is the expected number of drafts accepted from the row's step k on, Σ_{j≥k} Π_{i≤j} s_i over
+    the steps of its anchor, with s = (1 − floor) · q + floor.
+
+    Args:
+        q: [R], the head's probability of the row's label. step, anchor, num_steps, slots: as in
+            `reach_probability`.
+    """
+    passed = q.new_zeros(num_steps, slots)
+    passed[step, anchor] = (1 - floor) * q + floor
+    return passed.cumprod(0).flip(0).cumsum(0).flip(0)[step, anchor]
 
 
 def step_of_row(sizes: Sequence[int], device: torch.device) -> Tensor:

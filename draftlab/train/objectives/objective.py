@@ -67,6 +67,11 @@ class Objective:
         """Return the mean number of steps that a position is trained with."""
         return self.sampling.mean(settings) if self.sampling else float(settings.ttt_steps)
 
+    def weights_of_steps(self, settings: TrainSettings, counts: Sequence[int]) -> list[float]:
+        """Return `step_weights`; D-PACE gives each row a weight of its own instead of γ^k."""
+        gamma = settings.gamma if settings.dpace is None else 1.0
+        return self.step_weights(gamma, counts)
+
     def token_flops(self, config: HeadConfig, settings: TrainSettings, context: float) -> float:
         """Return the operations of a token that MFU refers to; only blocks count chosen steps."""
         chosen = self.flops is not dense_flops
@@ -77,7 +82,8 @@ class Objective:
         """Return the terms of a row's loss."""
         weighting = settings.acceptance_weighting
         if self.own_terms is not None:
-            return replace(self.own_terms, acceptance_weighting=weighting)
+            own = self.own_terms
+            return replace(own, acceptance_weighting=weighting, dpace=settings.dpace)
         if self.imitates_states:
             return LossTerms(settings.loss, settings.distillation, settings.regression, weighting)
         return LossTerms(settings.loss, acceptance_weighting=weighting)
