@@ -51,13 +51,14 @@ class EagerBlock:
             block_table: int32 [B, N].
         """
         hidden, angles = self.head.embed(tokens), self._angles(positions)
-        seen = last_seen_keys(positions, self.head.config)
-        for layer, pool in zip(self.head.layers, pools, strict=True):
+        seen, windows = last_seen_keys(positions, self.head.config), self.head.config.windows
+        for layer, pool, window in zip(self.head.layers, pools, windows, strict=True):
             x = layer.input_layernorm(hidden)
             write_paged(*layer.self_attn.key_value(x, angles), *pool, slots)
             query = layer.self_attn.query(x, angles)
             scale = query.shape[-1] ** -0.5
-            attended = attend_paged(query, *pool, block_table, seen, scale=scale)
+            options = {"scale": scale, "window": window, "last_seen": seen}
+            attended = attend_paged(query, *pool, block_table, positions, **options)
             hidden = layer.output(attended, hidden)
         return hidden
 
@@ -91,8 +92,10 @@ class FusedBlock(EagerBlock):
         norms = [layer.input_layernorm.weight for layer in head.layers]
         self.first_norm = norms[0]
         self.layers = [
-            FusedLayer(LayerWeights(layer), self.eps, scale, next_norm=next_norm)
-            for layer, next_norm in zip(head.layers, [*norms[1:], None], strict=True)
+            FusedLayer(LayerWeights(layer), self.eps, scale, window=window, next_norm=next_norm)
+            for layer, window, next_norm in zip(
+                head.layers, head.config.windows, [*norms[1:], None], strict=True
+            )
         ]
         attentions = [layer.self_attn for layer in head.layers]
         self.context_weight = torch.cat(
@@ -128,7 +131,7 @@ class FusedBlock(EagerBlock):
         for layer, pool in zip(self.layers, pools, strict=True):
             query = layer.write_cache(x, angles, pool, slots, norm_weight=norm_weight)
             query = query.unflatten(0, shape)
-            hidden, x = layer.output(query, hidden, pool, block_table, seen)
+            hidden, x = layer.output(query, hidden, pool, block_table, positions, seen)
             norm_weight = None  # the feed-forward has begun the next norm
         return hidden.unflatten(0, shape)
 
@@ -146,12 +149,12 @@ class FusedBlock(EagerBlock):
         return rope_angles(positions.flatten(), frequencies, 1.0, self.head.fc.weight.dtype)
 
 
-def last_seen_keys(positions: Tensor, config: BlockConfig) -> Tensor:
-    """Return the position of the last key that each slot sees, int64 [B, S]; −1 for padding.
+def last_seen_keys(positions: Tensor, config: BlockConfig) -> Tensor | None:
+    """Return the position of the last key that each slot sees, int64 [B, S]; None: its own.
 
     Args:
-        positions: int64 [B, S], of the slots.
+        positions: int64 [B, S], of the slots; −1 is padding.
     """
     if config.is_causal:
-        return positions
+        return None
     return positions.amax(1, keepdim=True).where(positions >= 0, -1)

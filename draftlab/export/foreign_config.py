@@ -28,8 +28,8 @@ LLAMA4 = ("Llama4ForCausalLM", "EagleLlama4ForCausalLM")
 # fmt: off
 _TRAINING_KEYS = {
     "attention_dropout", "auto_map", "bos_token_id", "embed_requires_grad", "eos_token_id",
-    "initializer_range", "max_window_layers", "pad_token_id", "pretraining_tp",
-    "sliding_window", "speculators_version", "tie_word_embeddings", "torch_dtype", "use_cache",
+    "initializer_range", "max_window_layers", "num_anchors", "pad_token_id", "pretraining_tp",
+    "speculators_version", "tie_word_embeddings", "torch_dtype", "use_cache",
 }
 # fmt: on
 _IGNORED_KEYS = (frozenset(PretrainedConfig().to_dict()) | _TRAINING_KEYS) - {"model_type"}
@@ -46,13 +46,14 @@ class EagleConfig(BaseModel):
 
 
 class DflashConfig(BaseModel):
-    """The nested object `dflash_config`, which wins over the top level."""
+    """The nested object `dflash_config`, which wins over the top level. Published heads of z-lab
+    have block_size at the top level alone."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     mask_token_id: int
     target_layer_ids: list[int]
-    block_size: int
+    block_size: int | None = None
     causal: bool | None = None
 
 
@@ -109,7 +110,8 @@ class ForeignConfig(BaseModel):
     bias: Literal[False] | None = None
     qkv_bias: Literal[False] | None = None
     use_sliding_window: bool | None = None
-    layer_types: list[Literal["full_attention"]] | None = None
+    sliding_window: int | None = None
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     logit_scale: Literal[1.0] | None = None
     quantization_config: None = None
 
@@ -117,6 +119,11 @@ class ForeignConfig(BaseModel):
     def names_mask_token(self) -> bool:
         """True if it names a mask token, as configs of parallel heads do."""
         return any(getattr(self, name) is not None for name in MASK_TOKEN_KEYS)
+
+    @property
+    def slides(self) -> bool:
+        """Whether a layer has a sliding window. Without `layer_types` programs differ."""
+        return "sliding_attention" in (self.layer_types or ())
 
     @property
     def outputs_of_layers(self) -> list[int] | None:

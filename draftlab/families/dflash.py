@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from draftlab.export.layout import Layout
     from draftlab.train.objectives.objective import Objective
 
+LAYER_OPTIONS = ("is_causal", "sliding_window", "layer_types")
+"""Settings of `HeadSettings` that a block head's config has too."""
+
 
 class Dflash(Family):
     """Block-parallel heads in the fill-in layout, whose drafts do not depend on each other."""
@@ -25,7 +28,7 @@ class Dflash(Family):
     description = "DFlash draft head (a block of draft tokens in one pass)"
     drafting = "parallel"
     max_layers = 5
-    options = frozenset({"mask_token", "is_causal"})
+    options = frozenset({"mask_token", *LAYER_OPTIONS})
     has_mask_token = True
     freezes_lm_head = True
     default_rope = True
@@ -70,10 +73,28 @@ class Dflash(Family):
         slots = config.block_size or (config.dflash_config and config.dflash_config.block_size)
         if slots is None:
             raise ValueError("block_size is missing")
-        nested = config.dflash_config and config.dflash_config.causal
+        if config.use_sliding_window and config.layer_types is None:
+            raise ValueError("use_sliding_window is true: layer_types is missing")
+        if config.slides and config.sliding_window is None:
+            raise ValueError("layer_types has sliding layers: sliding_window is missing")
+        types = tuple(config.layer_types or ())
+        if types and len(types) != config.num_hidden_layers:
+            raise ValueError(
+                f"expected layer_types of {config.num_hidden_layers} layers, found {len(types)}"
+            )
+        is_causal = config.is_causal
+        if is_causal is None and config.dflash_config:
+            is_causal = config.dflash_config.causal
+        if is_causal is None and config.slides and layout == "speculators":
+            # The library runs sliding layers causally without this flag, and full ones never.
+            is_causal = not config.sliding_window_non_causal
+            if is_causal and "full_attention" in types:
+                raise ValueError("sliding layers of the block are causal, and full ones are not")
         return {
             "sample_from_anchor": anchor,
-            "is_causal": bool(nested if config.is_causal is None else config.is_causal),
+            "is_causal": bool(is_causal),
+            "sliding_window": config.sliding_window if config.slides else None,
+            "layer_types": types if len(set(types)) > 1 else None,
             "k_trained": slots if anchor else slots - 1,
             "markov_rank": config.markov_rank or 0,
             "confidence": bool(config.enable_confidence_head),
@@ -81,4 +102,5 @@ class Dflash(Family):
         }
 
     def config_fields(self, settings: Any, target: Any) -> dict[str, Any]:
-        return {"sample_from_anchor": False, "is_causal": settings.is_causal}
+        own = {name: getattr(settings, name) for name in LAYER_OPTIONS}
+        return {"sample_from_anchor": False} | own

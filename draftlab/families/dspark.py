@@ -18,7 +18,7 @@ class Dspark(Dflash):
     native_type = "draftlab.heads.vllm_config:dspark_native_config"
     title = "DSpark"
     description = "DSpark draft head (a block of draft tokens in one pass, with a Markov bias)"
-    options = frozenset({"mask_token", "is_causal", "markov_rank"})
+    options = Dflash.options | {"markov_rank"}
     architectures = ("Qwen3DSparkModel", "DSparkDraftModel")
     speculators_type = "dspark"
     vllm_method = "dspark"
@@ -33,9 +33,5 @@ class Dspark(Dflash):
         return replace(super().objective(), own_terms=terms)
 
     def config_fields(self, settings: Any, target: Any) -> dict[str, Any]:
-        return {
-            "sample_from_anchor": True,
-            "is_causal": settings.is_causal,
-            "markov_rank": settings.markov_rank,
-            "confidence": True,
-        }
+        own = {"sample_from_anchor": True, "markov_rank": settings.markov_rank, "confidence": True}
+        return super().config_fields(settings, target) | own

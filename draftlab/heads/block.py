@@ -2,9 +2,10 @@
 
 A block at anchor p has the target's newest token x_p in slot 0 and the mask token in the others, at
 positions p, p + 1, …. Its queries attend to the keys of the context and to those of the whole
-block. A context key of position t < p comes from c_t = hidden_norm(fc(features of t)), the same for
-all layers; nothing else runs at context positions. In draftlab's alignment the anchor is the pair
-at t = p − 1, whose token is x_{t+1} = x_p.
+block; in a sliding layer the slot at position s sees keys from s − window + 1 on. A context key of
+position t < p comes from c_t = hidden_norm(fc(features of t)), the same for all layers; nothing
+else runs at context positions. In draftlab's alignment the anchor is the pair at t = p − 1, whose
+token is x_{t+1} = x_p.
 
 In the anchor layout (DSpark) slot i predicts x_{p+i+1}; in the fill-in layout (DFlash) slot i
 predicts x_{p+i} and slot 0 predicts nothing. A Markov head adds a bias W2 · W1[previous token] to
@@ -13,6 +14,8 @@ probability that a draft is accepted if those before it were.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +27,7 @@ from draftlab.heads.config import HeadConfig, embedding_row_fault
 from draftlab.heads.head import LM_HEAD, DecoderLayer, DraftHead
 from draftlab.heads.layers import RMSNorm
 
+LayerType = Literal["full_attention", "sliding_attention"]
 MARKOV_DEVIATION = 0.02
 """Standard deviation of the initial Markov weights (speculators and DeepSpec use 0.01 and 0.02)."""
 
@@ -37,6 +41,9 @@ class BlockConfig(HeadConfig):
         markov_rank: width of the Markov head's factors; 0: there is none.
         confidence: whether there is a confidence head.
         is_causal: whether a slot sees only its own key and those before it in its block.
+        sliding_window: number of keys that a slot of a sliding layer sees up to its own. It is
+            larger than a block. Without `is_causal` a slot also sees the later ones of its block.
+        layer_types: of each layer; None: all slide if there is a window, and none otherwise.
     """
 
     mask_token_id: int
@@ -44,9 +51,23 @@ class BlockConfig(HeadConfig):
     markov_rank: int = Field(default=0, ge=0)
     confidence: bool = False
     is_causal: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[LayerType, ...] | None = None
 
     @model_validator(mode="after")
     def _check_block(self) -> BlockConfig:
+        slides = self.layer_types and "sliding_attention" in self.layer_types
+        if slides and self.sliding_window is None:
+            raise ValueError("layer_types has sliding layers: sliding_window is missing")
+        if self.layer_types and len(self.layer_types) != self.num_layers:
+            raise ValueError(
+                f"expected layer_types of {self.num_layers} layers, found {len(self.layer_types)}"
+            )
+        if self.sliding_window is not None and self.sliding_window <= self.block_size:
+            raise ValueError(
+                f"expected a sliding_window larger than the block of {self.block_size} slots, "
+                f"found {self.sliding_window}"
+            )
         if fault := embedding_row_fault(self.mask_token_id, self.vocab_size):
             raise ValueError(f"mask_token_id {self.mask_token_id} {fault}")
         if self.embeddings != "target":
@@ -59,6 +80,12 @@ class BlockConfig(HeadConfig):
         if self.confidence and not self.markov_rank:
             raise ValueError("a confidence head reads the Markov head's factors: markov_rank is 0")
         return self
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Return each layer's sliding window; None: it sees all keys."""
+        types = self.layer_types or ("sliding_attention",) * self.num_layers
+        return tuple(self.sliding_window if t == "sliding_attention" else None for t in types)
 
     @property
     def first_slot(self) -> int:

@@ -158,8 +158,10 @@ class Family(ABC):
             layout: "speculators" or "native".
 
         Raises:
-            ValueError: a key that it needs is missing.
+            ValueError: a key that it needs is missing, or has a value that its heads have not.
         """
+        if config.slides:
+            raise ValueError("layer_types: expected full_attention alone, found a sliding layer")
         return {}
 
     def reads(self, architecture: str, config: ForeignConfig, tensors: Collection[str]) -> bool:

@@ -101,9 +101,11 @@ def _block_fields(config: Any, dtype: str) -> dict[str, Any]:
         "model_type": "qwen3",
         "torch_dtype": dtype,
         "attention_dropout": 0.0,
-        "layer_types": ["full_attention"] * config.num_layers,
-        "use_sliding_window": False,
-        "sliding_window": None,
+        "layer_types": [
+            "full_attention" if window is None else "sliding_attention" for window in config.windows
+        ],
+        "use_sliding_window": any(config.windows),
+        "sliding_window": config.sliding_window if any(config.windows) else None,
         "is_causal": config.is_causal,
         "num_target_layers": config.target_num_layers,
         "target_layer_ids": [b - 1 for b in config.boundaries],

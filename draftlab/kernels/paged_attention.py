@@ -63,11 +63,13 @@ def attend_paged(
     chunk: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    last_seen: Tensor | None = None,
     prefetch_weight: Tensor | None = None,
 ) -> Tensor:
-    """Return attention of new tokens over their rows' cached keys up to their positions.
+    """Return attention of new tokens over their rows' cached keys, their own included.
 
-    A query at position q sees the keys j with max(0, q − window + 1, q // chunk · chunk) ≤ j ≤ q.
+    A query at position q sees the keys j with max(0, q − window + 1, q // chunk · chunk) ≤ j ≤ q,
+    or up to its `last_seen`.
     Pool entries that no query sees, and block table entries whose blocks hold no visible key, are
     never read: they may be stale, NaN, or another row's.
 
@@ -76,13 +78,15 @@ def attend_paged(
             h // (heads / kv heads).
         key_pool, value_pool: [P, S, kv heads, head_dim].
         block_table: int32 [B, N].
-        positions: int64 [B, M]; the real ones of a row come first and are consecutive, or all equal
-            for tokens that see the same keys. The rest are −1 and yield zeros.
+        positions: int64 [B, M]; the real ones of a row come first and are consecutive, the rest are
+            −1 and yield zeros.
         scale: factor of the dot products.
         window: keys a query sees, itself included (sliding window).
         chunk: a query sees only keys of its own chunk of so many positions (Llama 4).
         softcap: scores become softcap · tanh(score / softcap) (Gemma 2).
         sinks: [heads]; a logit per head that joins the softmax and gives no value (gpt-oss).
+        last_seen: int64 [B, M], the last key that each token sees, at or beyond its position, for
+            tokens that see each other; −1 where the position is.
         prefetch_weight: 16-bit weights that the next kernel reads. The GPU prefetches them to L2,
             since attention of few tokens leaves the memory idle. It changes no result.
 
@@ -96,7 +100,14 @@ def attend_paged(
     group, block_size = query.shape[2] // key_pool.shape[2], key_pool.shape[1]
     # One row at a time, so that each reads only what it sees, and in place.
     reads = plan_reads(
-        block_table, positions, block_size, group, query.dtype, window=window, chunk=chunk
+        block_table,
+        positions,
+        block_size,
+        group,
+        query.dtype,
+        window=window,
+        chunk=chunk,
+        last_seen=last_seen,
     )
     return attend_reads(
         query, key_pool, value_pool, reads, scale=scale, softcap=softcap, sinks=sinks

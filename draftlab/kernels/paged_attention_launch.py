@@ -90,7 +90,7 @@ def write_paged(key, value, key_pool, value_pool, slots) -> None:
 
 def attend_paged(
     query, key_pool, value_pool, block_table, positions, *, scale, window=None, chunk=None,
-    softcap=None, sinks=None, prefetch_weight=None, plan: Plan | None = None,
+    softcap=None, sinks=None, last_seen=None, prefetch_weight=None, plan: Plan | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch `paged_attention.attend_paged`; `plan` replaces the tiling chosen by shape."""
     check_heads(query, key_pool)
@@ -98,6 +98,7 @@ def attend_paged(
     num_kv_heads = key_pool.shape[2]
     plan = plan or plan_attention(query, key_pool, block_table, window, chunk)
     block_table, positions = block_table.contiguous(), positions.contiguous()
+    last_keys = positions if last_seen is None else last_seen.contiguous()
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     partial = statistics = output  # unused without splits
     if plan.splits > 1:
@@ -115,6 +116,7 @@ def attend_paged(
         "ROWS": plan.rows,
         "KEYS": plan.keys,
         "SPLITS": plan.splits,
+        "OWN_LAST": last_seen is None,
         **launch_options(query.device),
     }
     num_tiles = triton.cdiv(num_tokens, plan.rows // shared["GROUP"])
@@ -131,6 +133,7 @@ def attend_paged(
             value_pool,
             block_table,
             positions,
+            last_keys,
             sinks,
             output,
             partial,
@@ -154,6 +157,6 @@ def attend_paged(
         )
         if plan.splits > 1:
             combine_kernel[num_heads, num_tokens, num_rows](
-                positions, sinks, output, partial, statistics, num_tokens, **shared
+                positions, last_keys, sinks, output, partial, statistics, num_tokens, **shared
             )
     return output

@@ -52,8 +52,13 @@ def write_kernel(
 
 
 @triton.jit
-def _tile_of_rows(positions, tile, num_tokens, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Return the tokens of a tile's rows [ROWS], and their positions (int32; −1 for none).
+def _tile_of_rows(
+    positions, last_keys, tile, num_tokens,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, OWN_LAST: tl.constexpr,
+):  # fmt: skip
+    """Return the tokens of a tile's rows [ROWS], their positions and the last keys that they see.
+
+    Positions and keys are int32, −1 for none. OWN_LAST: the last key is a token's own.
 
     Row r of a tile is query head r % GROUP of its kv head, of the tile's token r // GROUP.
     """
@@ -61,7 +66,10 @@ def _tile_of_rows(positions, tile, num_tokens, GROUP: tl.constexpr, ROWS: tl.con
     token = tile * (ROWS // GROUP) + row // GROUP
     real = (row < ROWS // GROUP * GROUP) & (token < num_tokens)
     position = tl.load(positions + token, mask=real, other=-1).to(tl.int32)
-    return token, position
+    seen = position
+    if not OWN_LAST:
+        seen = tl.load(last_keys + token, mask=real, other=-1).to(tl.int32)
+    return token, position, seen
 
 
 @triton.jit
@@ -77,14 +85,15 @@ def _lowest(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _key_tiles(
-    position, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    position, seen, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return which keys the rows at `position` see together.
+    """Return which keys rows at `position`, whose last keys are `seen`, see together.
 
     Returns:
         Lowest and highest key (−1: none), first tile of keys, number of tiles, tiles a split.
     """
-    high = tl.max(position, 0)
+    high = tl.max(seen, 0)
     first = tl.min(tl.where(position >= 0, position, high), 0)
     low = _lowest(first, WINDOW, CHUNK)
     begin = low // KEYS
@@ -94,7 +103,8 @@ def _key_tiles(
 
 @triton.jit
 def attend_kernel(
-    query, key_pool, value_pool, block_table, positions, sinks, output, partial, statistics,
+    query, key_pool, value_pool, block_table, positions, last_keys, sinks, output, partial,
+    statistics,
     scale, softcap, prefetch_weight, prefetch_chunks, num_tokens, table_width,
     query_row, query_token, query_head,
     key_block, key_offset, key_head, value_block, value_offset, value_head,
@@ -102,7 +112,7 @@ def attend_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr, PREFETCH: tl.constexpr, GDC: tl.constexpr,
+    OWN_LAST: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Attend for one tile of rows and one split; grid (kv heads, tiles · splits, B).
 
@@ -120,8 +130,13 @@ def attend_kernel(
     split = tl.program_id(1) % SPLITS
     tile = (tl.num_programs(1) - 1 - tl.program_id(1)) // SPLITS
 
-    token, position = _tile_of_rows(positions + batch * num_tokens, tile, num_tokens, GROUP, ROWS)
-    low, high, begin, count, tiles_per_split = _key_tiles(position, KEYS, SPLITS, WINDOW, CHUNK)
+    at_row = batch * num_tokens
+    token, position, seen = _tile_of_rows(
+        positions + at_row, last_keys + at_row, tile, num_tokens, GROUP, ROWS, OWN_LAST
+    )
+    low, high, begin, count, tiles_per_split = _key_tiles(
+        position, seen, KEYS, SPLITS, WINDOW, CHUNK
+    )
     end = tl.minimum(begin + (split + 1) * tiles_per_split, begin + count)
     begin += split * tiles_per_split
     if SPLITS > 1:  # noqa: SIM102 (constant at compile time; the next is not)
@@ -163,7 +178,7 @@ def attend_kernel(
             score = (softcap * LOG2_E) * (1.0 - 2.0 / (exp_2x + 1.0))
         else:
             score *= scale * LOG2_E
-        visible = j[None, :] <= position[:, None]
+        visible = j[None, :] <= seen[:, None]
         if WINDOW > 0 or CHUNK > 0:
             visible &= j[None, :] >= lowest[:, None]
         score = tl.where(visible, score, float("-inf"))
@@ -204,10 +219,10 @@ def attend_kernel(
 
 @triton.jit
 def combine_kernel(
-    positions, sinks, output, partial, statistics, num_tokens, HEADS: tl.constexpr,
+    positions, last_keys, sinks, output, partial, statistics, num_tokens, HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr, GDC: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr, OWN_LAST: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of one token's query head; grid (heads, tokens, B)."""
     if GDC:
@@ -215,10 +230,12 @@ def combine_kernel(
     head, token, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     # Positions may be read before the wait: they are older than the kernel that is waited for,
     # which lets this one start only after its own wait.
-    _, position = _tile_of_rows(
-        positions + batch * num_tokens, token // (ROWS // GROUP), num_tokens, GROUP, ROWS
+    at_row = batch * num_tokens
+    tile = token // (ROWS // GROUP)
+    _, position, seen = _tile_of_rows(
+        positions + at_row, last_keys + at_row, tile, num_tokens, GROUP, ROWS, OWN_LAST
     )
-    _, _, _, count, tiles_per_split = _key_tiles(position, KEYS, SPLITS, WINDOW, CHUNK)
+    _, _, _, count, tiles_per_split = _key_tiles(position, seen, KEYS, SPLITS, WINDOW, CHUNK)
     split = tl.arange(0, SPLITS)
     used = split * tiles_per_split < count
     dim = tl.arange(0, HEAD_DIM_PADDED)

@@ -83,31 +83,35 @@ def plan_reads(
     *,
     window: int | None = None,
     chunk: int | None = None,
+    last_seen: Tensor | None = None,
 ) -> list[Read]:
     """Return what each row with real tokens reads.
 
     Args:
-        block_table, positions, window, chunk: as in `attend_paged`.
+        block_table, positions, window, chunk, last_seen: as in `attend_paged`.
         block_size: positions in a block.
         group: query heads of a kv head.
         dtype: of the masks, equal to the queries'.
     """
     reads = []
     tables = block_table.tolist() if block_table.shape[1] == 1 else None
-    for b, row in enumerate(positions.tolist()):
+    last_keys = positions if last_seen is None else last_seen
+    for b, (row, last_row) in enumerate(zip(positions.tolist(), last_keys.tolist(), strict=True)):
         count = sum(position >= 0 for position in row)
         if not count:
             continue
-        first, last, low = row[0], row[count - 1], _lowest(row[0], window, chunk)
+        last, low = max(last_row[:count]), _lowest(row[0], window, chunk)
         if tables:
             blocks, start = tables[b][0], low
         else:
             blocks = block_table[b, low // block_size : last // block_size + 1]
             start = low % block_size
         mask = None
-        if last > first:
+        bounded = window is not None or chunk is not None
+        if last_row[0] < last or (bounded and count > 1):
             keys = torch.arange(low, last + 1, device=positions.device)
-            mask = _mask(keys, count, window, chunk, dtype).repeat_interleave(group, 0)
+            queries, seen = positions[b, :count, None], last_keys[b, :count, None]
+            mask = _mask(keys, queries, seen, window, chunk, dtype).repeat_interleave(group, 0)
         reads.append(Read(b, count, blocks, slice(start, start + last + 1 - low), mask))
     return reads
 
@@ -166,11 +170,15 @@ def _lowest(position: int, window: int | None, chunk: int | None) -> int:
 
 
 def _mask(
-    keys: Tensor, count: int, window: int | None, chunk: int | None, dtype: torch.dtype
+    keys: Tensor,
+    queries: Tensor,
+    last_seen: Tensor,
+    window: int | None,
+    chunk: int | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Return the additive mask [count, keys] of the last `count` keys as queries: 0 or −inf."""
-    queries = keys[-count:, None]
-    visible = keys <= queries
+    """Return the additive mask [count, keys] of queries at positions [count, 1]: 0 or −inf."""
+    visible = keys <= last_seen
     if window is not None:
         visible &= keys > queries - window
     if chunk is not None:

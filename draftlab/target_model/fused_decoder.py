@@ -75,13 +75,20 @@ class FusedLayer:
         return rope_write(qkv, angles, *pool, slots, q_norm=w.q_norm, k_norm=w.k_norm, eps=self.eps)
 
     def output(
-        self, query: Tensor, residual: Tensor, pool: Pair, block_table: Tensor, positions: Tensor
+        self,
+        query: Tensor,
+        residual: Tensor,
+        pool: Pair,
+        block_table: Tensor,
+        positions: Tensor,
+        last_seen: Tensor | None = None,
     ) -> tuple[Tensor, DeferredNorm | None]:
         """Return the output [T, H], and its norm if one follows.
 
         Args:
             query: [B, M, heads, head_dim], T = B · M.
             residual: [T, H].
+            positions, last_seen: of the tokens, as in `attend_paged`.
         """
         w = self.weights
         attended = attend_paged(
@@ -91,6 +98,7 @@ class FusedLayer:
             positions,
             scale=self.scale,
             window=self.window,
+            last_seen=last_seen,
             prefetch_weight=w.out,
         )
         y, normed = linear_then_norm(

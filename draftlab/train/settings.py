@@ -88,6 +88,11 @@ class HeadSettings(Settings):
     """dspark: rank of the bias by the token before each draft."""
     is_causal: bool = False
     """dspark, dflash: whether a slot of a block sees only the slots before it, and itself."""
+    sliding_window: int | None = Field(default=None, ge=2)
+    """dspark, dflash: number of keys that a slot sees up to its own, more than a block has; None:
+    all. A long context then costs less, and positions beyond the trained ones hurt less."""
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
+    """dspark, dflash: which layers have the sliding window; None: all."""
     mask_token: int | str = "auto"
     """peagle, dspark, dflash: token of the masked slots, by name or id; "auto": a mask or reserved
     token, or a row of the embeddings that no token uses."""
@@ -114,7 +119,7 @@ class HeadSettings(Settings):
         flags = {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm"}
         chosen = {name for name in flags if getattr(self, name)}
         defaults = HeadSettings.model_fields
-        for name in ("mask_token", "markov_rank", "is_causal"):
+        for name in ("mask_token", "markov_rank", "is_causal", "sliding_window", "layer_types"):
             if getattr(self, name) != defaults[name].default:
                 chosen.add(name)
         if any(value is not None for _, value in self.llama4):

@@ -157,7 +157,8 @@ def test_a_blocks_prompt_in_chunks_equals_the_whole_prompt(
 
 @pytest.mark.parametrize("missing", [0, 20])  # tokens that the draft vocabulary lacks
 @pytest.mark.parametrize(
-    ("kind", "k"), [("dspark", 4), ("dflash", 4), *(("causal", k) for k in (1, 2, 3, 4))]
+    ("kind", "k"),
+    [("dspark", 4), ("dflash", 4), ("sliding", 4), *(("causal", k) for k in (1, 2, 3, 4))],
 )
 def test_drafts_at_every_position_are_the_training_forwards(
     kind: str, k: int, missing: int, target: Target
@@ -166,7 +167,13 @@ def test_drafts_at_every_position_are_the_training_forwards(
 
     A causal block's first drafts are those of a shorter block.
     """
-    fields = {"dspark": DSPARK, "dflash": DFLASH, "causal": DSPARK | {"is_causal": True}}[kind]
+    sliding = {"sliding_window": 6, "layer_types": ("sliding_attention", "full_attention")}
+    fields = {
+        "dspark": DSPARK,
+        "dflash": DFLASH,
+        "causal": DSPARK | {"is_causal": True},
+        "sliding": DSPARK | sliding,
+    }[kind]
     head = untrained_head(target, K, target.vocab_size - missing, **fields)
     randomise(head, 2, weights=0.3, norms=0.3)
     head.eval().requires_grad_(False).double()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,8 +109,15 @@ def test_the_speculators_layout_counts_inputs_of_layers(
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"is_causal": True}, {"draft_vocab_size": DRAFT}, {"dtype": torch.float32}],
-    ids=["plain", "causal", "reduced", "float32"],
+    [
+        {},
+        {"is_causal": True},
+        {"draft_vocab_size": DRAFT},
+        {"dtype": torch.float32},
+        {"sliding_window": 12},
+        {"sliding_window": 12, "layer_types": ("sliding_attention", "full_attention")},
+    ],
+    ids=["plain", "causal", "reduced", "float32", "sliding", "mixed"],
 )
 @heads
 def test_an_export_comes_back_equal(
@@ -123,6 +131,7 @@ def test_an_export_comes_back_equal(
     exported = export_head(program, **fields | changes)
     back = import_head(exported.folder, tmp_path / "back", target=str(target))
     before, after = load_config(exported.head), load_config(back)
+    assert after.windows == before.windows
     assert after.options() == before.options()
     assert after.identity() == before.identity()
     saved, read = read_tensors(exported.head), read_tensors(back)
@@ -146,6 +155,60 @@ def test_the_targets_own_tables_in_a_published_head_are_dropped(
     other = change_tensors(folder, lambda t: t.update({"lm_head.weight": t["lm_head.weight"] + 1}))
     with pytest.raises(UserError, match=r"lm_head\.weight differs from the target's"):
         import_head(other, tmp_path / "other", target=str(target), dtype="float32")
+
+
+def test_published_folders_come_in(export_head: ExportHead, target: Path, tmp_path: Path) -> None:
+    """Keys as DeepSpec and z-lab write them: causality, and DSpark's layout, are left out there."""
+    missing = {"is_causal": None, "sample_from_anchor": None, "head_dim": None}
+    deepspec = {"num_anchors": 512, "max_window_layers": 4, "use_cache": True} | missing
+    exported = export_head("vllm", **DSPARK)
+    folder = change_config(exported.folder, **deepspec)
+    back = load_config(import_head(folder, tmp_path / "dspark", target=str(target)))
+    before = load_config(exported.head)
+    assert back.options() == before.options()
+    assert (back.k_trained, back.boundaries) == (before.k_trained, before.boundaries)
+    shutil.rmtree(exported.folder)
+
+    exported = export_head("vllm", **DFLASH)
+    config = exported.config
+    nested = {n: config["dflash_config"][n] for n in ("mask_token_id", "target_layer_ids")}
+    zlab = missing | {"dflash_config": nested, "mask_token_id": None, "target_layer_ids": None}
+    folder = change_config(exported.folder, auto_map={"AutoModel": "dflash.Draft"}, **zlab)
+    back = load_config(import_head(folder, tmp_path / "dflash", target=str(target)))
+    before = load_config(exported.head)
+    assert back.options() == before.options()
+    assert (back.k_trained, back.boundaries) == (before.k_trained, before.boundaries)
+
+
+def test_sliding_layers_of_the_speculators_library_are_causal_without_its_flag(
+    export_head: ExportHead, target: Path, tmp_path: Path
+) -> None:
+    sliding = export_head("speculators", **DFLASH, sliding_window=12)
+    assert sliding.config["transformer_layer_config"]["sliding_window"] == 12
+    folder = change_config(sliding.folder, sliding_window_non_causal=False)
+    assert load_config(import_head(folder, tmp_path / "back", target=str(target))).is_causal
+    types = ("full_attention", "sliding_attention")
+    mixed = export_head("speculators", **DFLASH, sliding_window=12, layer_types=types)
+    folder = change_config(mixed.folder, sliding_window_non_causal=False)
+    with pytest.raises(UserError, match="sliding layers of the block are causal"):
+        import_head(folder, tmp_path / "mixed", target=str(target))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("sliding_window", None, "sliding_window is missing"),
+        ("sliding_window", 4, "expected a sliding_window larger than the block"),
+        ("layer_types", None, "layer_types is missing"),
+        ("layer_types", ["sliding_attention"], "expected layer_types of 2 layers"),
+    ],
+)
+def test_windows_that_do_not_fit_are_refused(
+    export_head: ExportHead, target: Path, tmp_path: Path, key: str, value: object, message: str
+) -> None:
+    folder = export_head("vllm", **DSPARK, sliding_window=12).folder
+    with pytest.raises(UserError, match=message):
+        import_head(change_config(folder, **{key: value}), tmp_path / "x", target=str(target))
 
 
 @pytest.mark.parametrize(

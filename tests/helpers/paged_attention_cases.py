@@ -19,7 +19,7 @@ class Case:
         lengths: keys of each row before its new tokens.
         counts: real new tokens of each row, out of m.
         scale: of the scores; default: 1.3 / √head_dim.
-        same_keys: all tokens of a row see the keys up to its last one.
+        same_keys: all tokens of a row see the keys up to its last token's.
     """
 
     def __init__(
@@ -50,12 +50,11 @@ class Case:
         self.value_pool = self.key_pool.clone()
         order = torch.randperm(num_blocks, generator=generator)[: num_rows * width]
         self.table = order.view(num_rows, width).int()
-        self.counts, self.m = counts, m
+        self.counts, self.m, self.same_keys = counts, m, same_keys
         self.positions = torch.full((num_rows, m), -1)
         self.keys, self.values = [], []
         for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-            steps = torch.arange(length, length + count)
-            self.positions[b, :count] = length + count - 1 if same_keys else steps
+            self.positions[b, :count] = torch.arange(length, length + count)
             self.keys.append(random(length + count, kv_heads, head_dim))
             self.values.append(random(length + count, kv_heads, head_dim))
             at = self._at(b, torch.arange(length + count))
@@ -74,6 +73,9 @@ class Case:
         self, attend: Callable[..., Tensor] = attend_paged, device: str = "cpu", **options
     ) -> Tensor:
         """Return the output of `attend` [B, M, heads, head_dim], computed on `device`."""
+        if self.same_keys:
+            last = self.positions.amax(1, keepdim=True)
+            options["last_seen"] = last.where(self.positions >= 0, -1)
         tensors = self.query, self.key_pool, self.value_pool, self.table, self.positions
         options = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in options.items()}
         return attend(*(t.to(device) for t in tensors), scale=self.scale, **options).cpu()
@@ -97,15 +99,16 @@ class Case:
         for b, count in enumerate(self.counts):
             for i in range(count):
                 q = self.positions[b, i].item()
+                end = self.positions[b].max().item() + 1 if self.same_keys else q + 1
                 low = max(0, q - window + 1 if window else 0, q // chunk * chunk if chunk else 0)
                 for h in range(self.query.shape[2]):
-                    keys = self.keys[b][low : q + 1, h // group].double()
+                    keys = self.keys[b][low:end, h // group].double()
                     scores = keys @ self.query[b, i, h].double() * self.scale
                     if softcap is not None:
                         scores = softcap * (scores / softcap).tanh()
                     weights = scores.exp()
                     total = weights.sum() + (sinks[h].double().exp() if sinks is not None else 0)
-                    output[b, i, h] = weights @ self.values[b][low : q + 1, h // group].double()
+                    output[b, i, h] = weights @ self.values[b][low:end, h // group].double()
                     output[b, i, h] /= total
         return output
 

@@ -36,15 +36,23 @@ class PlainBlock(PlainChain):
             )
             slots = [
                 self.feed_forward(
-                    u + self.attend_all(x, layer, len(context) + i, self.seen(cache, context, i)),
+                    u
+                    + self.attend_all(
+                        x, layer, len(context) + i, self.seen(cache, len(context), i, number)
+                    ),
                     layer,
                 )
                 for i, (u, x) in enumerate(zip(slots, inputs[len(context) :], strict=True))
             ]
         return [self.norm(u, "norm") for u in slots]
 
-    def seen(self, cache: tuple, context: list[Tensor], slot: int) -> tuple:
-        return cache[: len(context) + slot + 1] if self.c.is_causal else cache
+    def seen(self, cache: tuple, context: int, slot: int, layer: int) -> tuple:
+        """Return the keys that a slot sees: a sliding layer's window ends with the slot's own."""
+        last = context + slot + 1 if self.c.is_causal else len(cache)
+        slides = self.c.layer_types is None or self.c.layer_types[layer] == "sliding_attention"
+        window = self.c.sliding_window if slides else None
+        first = 0 if window is None else max(0, context + slot + 1 - window)
+        return cache[first:last]
 
     def attend_all(self, x: Tensor, layer: str, position: int, cache: tuple) -> Tensor:
         """Return what o_proj gives for the query at `position` over all keys of the cache."""

@@ -75,8 +75,9 @@ def test_reference_on_any_shape(data: st.DataObject) -> None:
 
 @outside
 @pytest.mark.parametrize("block_size", [4, 64])
-def test_tokens_of_a_row_see_the_same_keys(block_size: int) -> None:
-    Case([9, 30, 0], [3, 1, 4], 4, block_size=block_size, same_keys=True).check()
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"chunk": 8}], ids=str)
+def test_tokens_of_a_row_see_each_other(block_size: int, options: dict) -> None:
+    Case([9, 30, 0], [3, 1, 4], 4, block_size=block_size, same_keys=True).check(**options)
 
 
 @outside
@@ -178,6 +179,7 @@ SMALL = [
     # Blocks, whose tokens see the same keys: tiles of some of them, and the whole.
     ((21, 40, 0), (7, 5, 0), 7, 4, 1, 16, 16, {"same_keys": True}),
     ((0, 3), (16, 1), 16, 6, 2, 16, 8, {"same_keys": True}),
+    ((41, 4, 40), (7, 5, 1), 7, 4, 2, 16, 8, {"same_keys": True, "window": 20}),
     # Several tiles of rows, as in prefill: each has key tiles of its own.
     ((0, 13), (40, 22), 40, 2, 1, 32, 16, {}),
     ((0, 13), (40, 22), 40, 2, 1, 32, 16, {"window": 9}),

@@ -56,23 +56,21 @@ class BlockDrafts(_Drafts):
         head, config = self.head, self.head.config
         context, newest = self.hidden[:, : start + 1], self.rows[:, start + 1]
         slots = torch.arange(self.k + config.first_slot, device=newest.device)
-        sees_all = torch.ones(len(slots), start + 1, dtype=torch.bool, device=newest.device)
-        own = (
-            slots <= slots[:, None]
-            if config.is_causal
-            else sees_all.new_ones(len(slots), len(slots))
-        )
-        visible = torch.cat([sees_all, own], 1)
+        keys = torch.arange(start + 1 + len(slots), device=newest.device)
+        last = start + 1 + (slots[:, None] if config.is_causal else slots[-1])
         context_angles = head.rope.angles(torch.arange(start + 1, device=newest.device))
         angles = head.rope.angles(start + 1 + slots)
         hidden = head.embed(head.block_tokens(newest, len(slots)))
-        for layer in head.layers:
+        for layer, window in zip(head.layers, config.windows, strict=True):
+            visible = (keys <= last).expand(len(slots), -1)
+            if window is not None:
+                visible = visible & (keys > start + 1 + slots[:, None] - window)
             attention, x = layer.self_attn, layer.input_layernorm(hidden)
             pairs = (attention.key_value(context, context_angles), attention.key_value(x, angles))
-            keys, values = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(*pairs, strict=True))
+            key, value = (torch.cat(pair, 1).transpose(1, 2) for pair in zip(*pairs, strict=True))
             query = attention.query(x, angles).transpose(1, 2)
             attended = F.scaled_dot_product_attention(
-                query, keys, values, attn_mask=visible, enable_gqa=True
+                query, key, value, attn_mask=visible, enable_gqa=True
             )
             hidden = layer.output(attended.transpose(1, 2), hidden)
         previous = self.rows[:, start + 1 + depth]

@@ -93,8 +93,9 @@ class _BlockPass:
         newest = self.batch.tokens.flatten()[self.anchors.teacher_index]
         tokens = torch.cat([newest, newest.new_full((1,), head.mask_token_id)])
         hidden = head.embed(tokens).to(dtype)
-        for layer in head.layers:
-            hidden = self.layer(layer, self.normed(hidden, layer.input_layernorm), hidden, context)
+        for layer, window in zip(head.layers, head.config.windows, strict=True):
+            inputs = self.normed(hidden, layer.input_layernorm)
+            hidden = self.layer(layer, inputs, hidden, context, window)
         return hidden
 
     def normed(self, rows: Tensor, norm: torch.nn.Module) -> Tensor:
@@ -102,13 +103,19 @@ class _BlockPass:
         return self.ops.normed((rows,), norm_weights(norm, self.dtype), self.eps)
 
     def layer(
-        self, layer: DecoderLayer, inputs: Tensor, residual: Tensor, context: Tensor
+        self,
+        layer: DecoderLayer,
+        inputs: Tensor,
+        residual: Tensor,
+        context: Tensor,
+        window: int | None,
     ) -> Tensor:
         """Return the layer's outputs [n · slots, H].
 
         Args:
             inputs, residual: [n · slots, H], or [n + 1, H] while mask tokens share the last row.
             context: [T, H].
+            window: of attention.
         """
         weights, ops = LayerWeights(layer, self.dtype), self.ops
         query, key_value = (
@@ -120,6 +127,7 @@ class _BlockPass:
             query,
             self.keys_values(weights, weights.key_value.product(context), self.context_angles),
             self.keys_values(weights, key_value, self.angles),
+            window,
         )
         return weights.run_output(ops, attended, self.expand_masks(residual), self.eps)
 
@@ -138,7 +146,11 @@ class _BlockPass:
         return torch.cat([newest[:, None], masks], 1).flatten(0, 1)
 
     def attend(
-        self, query: Tensor, context: tuple[Tensor, Tensor], block: tuple[Tensor, Tensor]
+        self,
+        query: Tensor,
+        context: tuple[Tensor, Tensor],
+        block: tuple[Tensor, Tensor],
+        window: int | None,
     ) -> Tensor:
         """Return attended values [n · slots, Q].
 
@@ -152,12 +164,14 @@ class _BlockPass:
             pad_rows(x.unflatten(0, (-1, self.num_slots)), anchors) for x in (query, *block)
         )
         key, value = (x.unflatten(0, shape) for x in context)
-        config = self.head.config
         attended = block_attention(
-            query, (key, value), tuple(block), anchors.index, self.starts, config
+            query,
+            (key, value),
+            tuple(block),
+            anchors.index,
+            self.starts,
+            window=window,
+            is_causal=self.head.config.is_causal,
         )
-        return (
-            unpad_rows(attended.flatten(2), anchors)
-            .unflatten(1, (self.num_slots, -1))
-            .flatten(0, 1)
-        )
+        slots = unpad_rows(attended.flatten(2), anchors).unflatten(1, (self.num_slots, -1))
+        return slots.flatten(0, 1)

@@ -39,7 +39,7 @@ def block_outputs(head: BlockHead, batch: Batch) -> Iterator[StepOutput]:
     slots = torch.arange(config.block_size, device=index.device)
     angles = head.rope.angles(batch.positions.gather(1, index)[..., None] + 1 + slots)
     hidden = head.embed(head.block_tokens(newest, config.block_size))  # [B, A, slots, H]
-    for layer in head.layers:
+    for layer, window in zip(head.layers, config.windows, strict=True):
         attention, x = layer.self_attn, layer.input_layernorm(hidden)
         attended = block_attention(
             attention.query(x, angles),
@@ -47,7 +47,8 @@ def block_outputs(head: BlockHead, batch: Batch) -> Iterator[StepOutput]:
             attention.key_value(x, angles),
             index,
             starts,
-            config,
+            window=window,
+            is_causal=config.is_causal,
         )
         hidden = layer.output(attended, hidden)
     flat = hidden.flatten(0, 1)[first.valid_rows].flatten(0, 1)
@@ -72,7 +73,9 @@ def block_attention(
     block: tuple[Tensor, Tensor],
     index: Tensor,
     starts: Tensor,
-    config: BlockConfig,
+    *,
+    window: int | None,
+    is_causal: bool,
 ) -> Tensor:
     """Return the attention [B, A, slots, heads, head_dim] of blocks to contexts and to themselves.
 
@@ -82,13 +85,14 @@ def block_attention(
         block: those of the slots, [B, A, slots, kv heads, head_dim].
         index: int64 [B, A], the last context position of each anchor.
         starts: int64 [B, A], its first; beyond `index` for padding.
+        window, is_causal: as in `BlockConfig`.
     """
     keys, values = (x.unbind(2) for x in block)
     num_slots, num_kv_heads = len(keys), keys[0].shape[2]
     rows = torch.arange(index.numel(), device=index.device).view(1, *index.shape)
     rows = rows.expand(num_slots, -1, -1)
 
-    def attend(part: Tensor, seen: int) -> Tensor:
+    def attend(part: Tensor, seen: int, starts: Tensor) -> Tensor:
         """Return the attention of some slots, which see as many slots of their block."""
         # They see the same keys, so they are further heads of their anchor's row.
         grouped = part.unflatten(3, (num_kv_heads, -1)).permute(0, 1, 3, 4, 2, 5)
@@ -96,12 +100,16 @@ def block_attention(
         attended = ttt_attention(grouped.flatten(2, 4), *context, index, starts, own)
         return attended.view(grouped.shape).permute(0, 1, 4, 2, 3, 5).flatten(3, 4)
 
-    if config.is_causal:
-        parts = [attend(part, seen) for seen, part in enumerate(query.split(1, 2), 1)]
+    if is_causal or window is not None:  # each slot sees other keys
+        parts = []
+        for slot, part in enumerate(query.split(1, 2)):
+            # The slot is slot + 1 positions behind the last context position.
+            first = starts if window is None else starts.maximum(index + slot + 2 - window)
+            parts.append(attend(part, slot + 1 if is_causal else num_slots, first))
     else:
         queries = num_slots * query.shape[3] // num_kv_heads
         at_once = query.chunk(-(-queries // MOST_QUERIES), 2)
-        parts = [attend(part, num_slots) for part in at_once]
+        parts = [attend(part, num_slots, starts) for part in at_once]
     return torch.cat(parts, 2)
 
 

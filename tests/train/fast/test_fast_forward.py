@@ -48,6 +48,7 @@ OPTIONS: list[dict[str, object]] = [
     DSPARK_CAUSAL,
     DFLASH | {"num_layers": 2},
     DFLASH | {"is_causal": True},
+    DSPARK | {"num_layers": 2, "sliding_window": 6},
 ]
 
 

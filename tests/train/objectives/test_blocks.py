@@ -37,7 +37,11 @@ KINDS = {
     "dspark": DSPARK,
     "dspark, whole vocabulary": DSPARK | {"draft_vocab_size": VOCAB, "num_layers": 1},
     "dspark, causal": DSPARK | {"is_causal": True},
+    "dspark, sliding": DSPARK | {"sliding_window": K + 1},
+    "dspark, sliding, causal": DSPARK | {"sliding_window": K + 3, "is_causal": True},
     "dflash": DFLASH,
+    "dflash, one sliding": DFLASH
+    | {"sliding_window": 7, "layer_types": ("full_attention", "sliding_attention")},
     "dflash, causal": DFLASH | {"is_causal": True, "num_layers": 3},
 }
 
