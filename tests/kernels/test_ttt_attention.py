@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,12 +148,17 @@ def test_kernels(name: str) -> None:
 
 
 @inside
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("is_causal", "window"), [(False, None), (True, None), (True, 6)])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "slots"), [(4, 1, 7), (5, 1, 7), (4, 4, 5), (16, 1, 7)]
 )
 def test_kernels_of_blocks(
-    heads: int, kv_heads: int, slots: int, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+    heads: int,
+    kv_heads: int,
+    slots: int,
+    is_causal: bool,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Slots grouped as heads, with the plan that the shape gets; one anchor is padding.
 
@@ -170,8 +174,15 @@ def test_kernels_of_blocks(
 
     def attend(dtype: torch.dtype) -> tuple[Tensor, ...]:
         query, key, value, *own = [x.to(dtype, copy=True).requires_grad_() for x in leaves]
-        config: Any = SimpleNamespace(is_causal=is_causal)
-        output = block.block_attention(query, (key, value), tuple(own), index, starts, config)
+        output = block.block_attention(
+            query,
+            (key, value),
+            (own[0], own[1]),
+            index,
+            starts,
+            window=window,
+            is_causal=is_causal,
+        )
         inputs = (query, key, value, *own)
         return output, *torch.autograd.grad(output, inputs, d_output.to(dtype))
 
