@@ -17,45 +17,68 @@ _HARMONY = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"})
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
-def parse_answer(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_ids: Sequence[int],
-    token_ids: Sequence[int],
-    *,
-    stopped: bool,
-) -> dict[str, Any]:
-    """Return the assistant message of an answer: `content` and, if any, `reasoning_content`.
+class AnswerParser:
+    """Parses the answers of a target.
 
     The tokenizer's own response template is used if it has one; else the channels of Harmony
     (gpt-oss) or <think> tags are read.
-
-    Args:
-        prompt_ids: the prompt, which may open the reasoning.
-        token_ids: the answer.
-        stopped: whether its last token is a stop token.
-
-    Raises:
-        RenderError: the answer calls a tool, has other control tokens than the family's, or cannot
-            be parsed.
     """
-    if getattr(tokenizer, "response_template", None) is not None:
-        try:
-            parsed = tokenizer.parse_response(list(token_ids), prefix=list(prompt_ids))
-            return _message(**parsed)
-        except (ValueError, KeyError, TypeError) as error:  # such as a tool call that was cut
-            raise _refusal(f"what its response template cannot parse ({error})") from None
-    if set(tokenizer.added_tokens_encoder) >= _HARMONY:
-        return _parse_harmony(_split_at_controls(tokenizer, token_ids))
-    # A stop token need not be special: it may be any token of the vocabulary.
-    parts = _split_at_controls(tokenizer, token_ids[:-1] if stopped else token_ids)
-    prompt_end = tokenizer.decode(list(prompt_ids[-8:]))
-    return _parse_think(parts, prompt_end.rstrip().endswith(_OPEN))
 
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        # Some tokenizers list thousands of added tokens, which takes as long as an answer.
+        added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
+        self._is_harmony = set(added.values()) >= _HARMONY
+        self._controls = {
+            i: str(tokenizer.convert_ids_to_tokens(i)) for i in special_ids(tokenizer)
+        }
+        self._controls |= {i: text for i, text in added.items() if "tool_call" in text}
 
-def raw_message(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return an answer that cannot be parsed as a message of its whole text."""
-    text = tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
-    return {"role": "assistant", "content": text}
+    def parse(
+        self, prompt_ids: Sequence[int], token_ids: Sequence[int], *, stopped: bool
+    ) -> dict[str, Any]:
+        """Return the assistant message of an answer: `content` and, if any, `reasoning_content`.
+
+        Args:
+            prompt_ids: the prompt, which may open the reasoning.
+            token_ids: the answer.
+            stopped: whether its last token is a stop token.
+
+        Raises:
+            RenderError: the answer calls a tool, has other control tokens than the family's, or
+                cannot be parsed.
+        """
+        tokenizer = self.tokenizer
+        if getattr(tokenizer, "response_template", None) is not None:
+            try:
+                parsed = tokenizer.parse_response(list(token_ids), prefix=list(prompt_ids))
+                return _message(**parsed)
+            except (ValueError, KeyError, TypeError) as error:  # such as a tool call that was cut
+                raise _refusal(f"what its response template cannot parse ({error})") from None
+        if self._is_harmony:
+            return _parse_harmony(self._split_at_controls(token_ids))
+        # A stop token need not be special: it may be any token of the vocabulary.
+        parts = self._split_at_controls(token_ids[:-1] if stopped else token_ids)
+        prompt_end = tokenizer.decode(list(prompt_ids[-8:]))
+        return _parse_think(parts, prompt_end.rstrip().endswith(_OPEN))
+
+    def raw_message(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return an answer that cannot be parsed as a message of its whole text."""
+        return {"role": "assistant", "content": self._decode(token_ids)}
+
+    def _split_at_controls(self, token_ids: Sequence[int]) -> list[tuple[str, str]]:
+        """Return the answer's control tokens, each with the text after it; the first is ""."""
+        parts: list[tuple[str, list[int]]] = [("", [])]
+        for i in token_ids:
+            if i in self._controls:
+                parts.append((self._controls[i], []))
+            else:
+                parts[-1][1].append(i)
+        return [(control, self._decode(ids)) for control, ids in parts]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
+        return text
 
 
 def _message(
@@ -77,22 +100,6 @@ def _refusal(found: str) -> RenderError:
         f"expected an answer of text and reasoning, found {found}: draftlab does not carry out "
         "tool calls, so no turn can follow it"
     )
-
-
-def _split_at_controls(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]
-) -> list[tuple[str, str]]:
-    """Return the answer's control tokens, each with the text after it; the first is ""."""
-    controls = special_ids(tokenizer) | {
-        i for i, token in tokenizer.added_tokens_decoder.items() if "tool_call" in token.content
-    }
-    parts: list[tuple[str, list[int]]] = [("", [])]
-    for i in token_ids:
-        if i in controls:
-            parts.append((str(tokenizer.convert_ids_to_tokens(i)), []))
-        else:
-            parts[-1][1].append(i)
-    return [(c, tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for c, ids in parts]
 
 
 def _parse_harmony(parts: Sequence[tuple[str, str]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from threading import Event
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.engine.sampling import Generation, Request, Sampling
-from draftlab.text.answer_message import parse_answer, raw_message
+from draftlab.text.answer_message import AnswerParser
 from draftlab.text.answer_workers import Decode
 from draftlab.text.chat_template import RenderError, encode_prompt, omitted_roles
 from draftlab.text.conversations import Answer, Conversation
@@ -85,6 +86,10 @@ class AnswerGenerator:
     count_answer: Callable[[int], None]
     stopped: Event = field(default_factory=Event)
 
+    @cached_property
+    def _parser(self) -> AnswerParser:
+        return AnswerParser(self.tokenizer)
+
     def answer(self, chunk: list[Draft], decode: Decode) -> None:
         """Generate the answers of a chunk, round by round."""
         for number in range(max(len(draft.rounds) for draft in chunk)):
@@ -134,9 +139,9 @@ class AnswerGenerator:
         finish = "stop" if generation.finish == "stop" else "length"
         stopped = finish == "stop"
         try:
-            message = parse_answer(self.tokenizer, request.prompt_ids, ids, stopped=stopped)
+            message = self._parser.parse(request.prompt_ids, ids, stopped=stopped)
         except RenderError as error:
-            message, draft.end = raw_message(self.tokenizer, ids), error.what
+            message, draft.end = self._parser.raw_message(ids), error.what
         if not (stopped or message["content"] or draft.end):
             draft.end = "the answer before them was cut in its reasoning"
         draft.messages.append(message)
