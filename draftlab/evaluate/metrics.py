@@ -51,7 +51,12 @@ def acceptance_fields(
 
 
 def timing(
-    run: TimedRun, plain: TimedRun | None, *, batch: int, floor_ms: float | None = None
+    run: TimedRun,
+    plain: TimedRun | None,
+    *,
+    batch: int,
+    distinct: int | None = None,
+    floor_ms: float | None = None,
 ) -> Timing | None:
     """Return the times of one configuration; None if no prompt has a second output token.
 
@@ -59,9 +64,11 @@ def timing(
         run: the timed generations.
         plain: plain decoding of the same prompts, for the speed-up.
         batch: prompts decoded at once.
+        distinct: prompts after which the generations begin again with the first one (see
+            `timing_batches`); None: all differ. Intervals are over different prompts.
         floor_ms: bandwidth floor of a step, in milliseconds.
     """
-    times, tokens, steps = _decode_sums(run)
+    times, tokens, steps = _decode_sums(run, distinct)
     if not tokens.sum():
         return None
     fields: dict[str, Any] = {
@@ -76,7 +83,9 @@ def timing(
         "tokens_per_step": tokens.sum() / steps.sum() if steps.sum() else None,
         "acceptance_at": Counters.total(g.counters for g in run.generations).acceptance_at,
     }
-    plain_times, plain_tokens, plain_steps = _decode_sums(plain) if plain else (np.zeros(1),) * 3
+    plain_times, plain_tokens, plain_steps = (
+        _decode_sums(plain, distinct) if plain else (np.zeros(1),) * 3
+    )
     if plain_tokens.sum():
         baseline = plain_times.sum() / plain_tokens.sum()
         sums = resample_sums(plain_times, plain_tokens, plain_steps, times, tokens, steps)
@@ -92,15 +101,19 @@ def timing(
     return Timing(**fields)
 
 
-def _decode_sums(run: TimedRun) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return each prompt's milliseconds, tokens and steps after the first token, each [P]."""
+def _decode_sums(run: TimedRun, distinct: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return each prompt's milliseconds, tokens and steps after the first token, each [P].
+
+    Those of a prompt that was decoded several times are added up.
+    """
     answers = [
         (1e3 * (g.total_s - g.first_token_s), len(g.token_ids) - 1, len(g.steps))
         if len(g.token_ids) > 1
         else (0, 0, 0)
         for g in run.generations
     ]
-    times, tokens, steps = np.array(answers, dtype=float).T
+    prompt = np.arange(len(answers)) % (distinct or len(answers))
+    times, tokens, steps = (np.bincount(prompt, sums) for sums in np.array(answers, dtype=float).T)
     return times, tokens, steps
 
 

@@ -145,5 +145,6 @@ class Workload:
             runs[config],
             runs[PLAIN_DECODING] if config != PLAIN_DECODING else None,
             batch=batch,
+            distinct=len(self.suite.prompts),
             floor_ms=floor_ms(self.target, config.head.head if config.head else None, config.k),
         )

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,11 @@ def omitted_roles(text: str, messages: Messages) -> list[str]:
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the ids of the named special tokens and of every added token marked special."""
+    return _special_ids(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=8)  # some tokenizers have thousands, which take 13 ms to list
+def _special_ids(tokenizer: PreTrainedTokenizerBase, _: int) -> frozenset[int]:
     added = tokenizer.added_tokens_decoder
     return frozenset(tokenizer.all_special_ids) | {i for i, t in added.items() if t.special}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -200,6 +201,22 @@ def test_a_speed_up_is_tokens_a_step_over_the_ratio_of_step_times() -> None:
     assert times.speedup_ci == pytest.approx((3.0 * 2 / 4.0, 3.0 * (8 / 3) / 4.0))
     assert times.step_ratio_ci == pytest.approx((4 / 3, 4 / 3))  # steps do not depend on the text
     assert timing(TimedRun(drafted[:1], 1.0), None, batch=1) is None
+
+
+def test_copies_of_prompts_do_not_narrow_the_intervals() -> None:
+    """A batch larger than the suite repeats its prompts, which adds no prompts."""
+    rng = np.random.default_rng(0)
+    drafted, plain = [], []
+    for _ in range(20):
+        steps, accepted = int(rng.integers(4, 12)), int(rng.integers(0, 3))
+        tokens = 1 + steps * (1 + accepted)
+        drafted.append(generation(tokens, 0.004, ((2, accepted),) * steps))
+        plain.append(generation(tokens, 0.003, ((0, 0),) * (tokens - 1)))
+    once = timing(TimedRun(drafted, 1.0), TimedRun(plain, 1.0), batch=20, distinct=20)
+    copies = timing(TimedRun(8 * drafted, 1.0), TimedRun(8 * plain, 1.0), batch=160, distinct=20)
+    assert once == timing(TimedRun(drafted, 1.0), TimedRun(plain, 1.0), batch=20)
+    for name in ("tpot_ms_ci", "speedup_ci", "step_ratio_ci"):
+        assert getattr(copies, name) == pytest.approx(getattr(once, name))
 
 
 def test_timed_answers_end_where_counted_answers_end(target: Target, head: Eagle3Head) -> None:

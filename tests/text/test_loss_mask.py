@@ -189,3 +189,15 @@ def test_generation_blocks_and_texts_give_the_same_mask(template, turns):
     if from_blocks is not None:
         assert len(from_blocks) == sum(message["role"] == "assistant" for message in chat)
         assert all(turn.token_ids for turn in from_blocks)
+
+
+def test_masks_of_later_conversations_do_not_list_the_added_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tokenizer such as Gemma's has 6,400 of them: listing them took 12 ms an answer."""
+    tokenizer, chat = toy_tokenizer(), [user("q"), assistant("a")]
+    turns = assistant_turns(tokenizer, chat)
+    monkeypatch.setattr(
+        type(tokenizer), "added_tokens_decoder", property(lambda _: pytest.fail("lists tokens"))
+    )
+    assert assistant_turns(tokenizer, chat) == turns

@@ -119,7 +119,7 @@ class _Certification:
         ]
         if self.exact and equal < 1:
             self.faults.append("T = 0: tokens differ from plain decoding's in float32")
-        tests = []
+        tests: list[SamplingTest] = []
         for row in rows:
             try:
                 choice = self._choose_context(texts, row.tree)
@@ -129,7 +129,10 @@ class _Certification:
             tests.append(self._test_sampling(choice, row))
             lines += sampling_test_lines(tests[-1])
         passed = not self.faults
-        level = min((test.level for test in tests), key=LEVELS.index, default=self._level(False))
+        levels = [test.level for test in tests]
+        if len(tests) < len(rows) or not rows:  # of a row that was not tested nothing is shown
+            levels.append(self._level(False))
+        level = min(levels, key=LEVELS.index)
         lines += [f"FAULT: {fault}" for fault in self.faults]
         lines.append(
             f"{'passed' if passed else 'FAILED'}, level {level if passed else 'L3'} (every p must "

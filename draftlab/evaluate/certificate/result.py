@@ -137,11 +137,12 @@ class SamplingTest(BaseModel):
 
 
 class Certificate(BaseModel):
-    """The result of all tests of a head; `level` is the weakest of its tests at T > 0.
+    """The result of all tests of a head; `level` is the weakest of its rows at T > 0.
 
     L1: equal in distribution, tested with 99 % power, and equal tokens at T = 0, in float32. LS: in
     16 bits, sampler and verifier keep the distribution of the target's own logits, tested with 99 %
-    power. L2: equal tokens at T = 0 in float32. L3: none of these is shown.
+    power. L2: equal tokens at T = 0 in float32. L3: none of these is shown. A row that could not be
+    tested is L2 in float32 and L3 in 16 bits.
     """
 
     model_config = ConfigDict(extra="forbid")

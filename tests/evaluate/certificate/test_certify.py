@@ -22,6 +22,7 @@ from draftlab.engine.generation_state import Sequence as EngineSequence
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
+from draftlab.evaluate.certificate import certify as certify_module
 from draftlab.evaluate.certificate import sampler as sampler_module
 from draftlab.evaluate.certificate.certify import Certificate, CertifySettings, Sampled, certify
 from draftlab.evaluate.certificate.contexts import trees
@@ -139,6 +140,23 @@ def test_few_samples_pass_without_level_l1(run_certify: RunCertify, seed: int) -
     assert certificate.passed
     assert certificate.level == "L2"
     assert any("L1 and LS are not shown" in line for line in certificate.lines)
+
+
+def test_of_a_row_that_cannot_be_tested_nothing_is_shown(
+    run_certify: RunCertify, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = certify_module.choose_context
+
+    def choose(target: Target, head: Eagle3Head, contexts: Any, tree: Any, **options: Any) -> Any:
+        if tree.draft_temperature == 0:  # OFF
+            raise UserError("rounding could change the possible tokens in every context")
+        return usual(target, head, contexts, tree, **options)
+
+    monkeypatch.setattr(certify_module, "choose_context", choose)
+    certificate = run_certify()
+    assert [arm.level for arm in certificate.arms] == ["L1"]
+    assert (certificate.passed, certificate.level) == (True, "L2")
+    assert f"{OFF.name}: not tested: rounding could" in "\n".join(certificate.lines)
 
 
 def test_the_reference_engine_is_certified(small: Target, poor_head: Eagle3Head) -> None:
