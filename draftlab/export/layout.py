@@ -59,6 +59,8 @@ class Layout(ABC):
     """The layout's name in README.md."""
     ships_embeddings = False
     """True if the target's embeddings are written where the head has none of its own."""
+    reads_norm_before_residual = True
+    """False if the program ignores the flag and cannot serve a head that has it."""
 
     def check(self, export: Export) -> None:  # noqa: B027 (most refuse nothing)
         """Check that the program can serve the head.

@@ -64,6 +64,7 @@ class Sglang(Native):
     """SGLang's layout. SGLang counts outputs of layers and does not read `norm_before_residual`."""
 
     program = "SGLang"
+    reads_norm_before_residual = False
 
     def check(self, export: Export) -> None:
         super().check(export)

@@ -28,6 +28,7 @@ class Eagle3(Family):
     options = frozenset(
         {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm"}
     )
+    norms_residual = True
     starts_from = frozenset({"peagle"})
     architectures = (
         "LlamaForCausalLMEagle3",

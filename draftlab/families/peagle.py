@@ -30,6 +30,7 @@ class Peagle(Eagle3):
     options = frozenset(
         {"norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm", "mask_token"}
     )
+    norms_residual = False  # it does not raise its acceptance (docs/benchmarks.md)
     has_mask_token = True
     trains_mask = True
     starts_from = frozenset({"eagle3"})

@@ -65,6 +65,7 @@ class Family(ABC):
             `norm_before_residual` in the speculators layout.
         vllm_method: `method` of vLLM's speculative config; empty: vLLM has none.
         vllm_options: further keys of that config.
+        norms_residual: whether `norm_before_residual` is on by default: it raises acceptance.
         has_own_loss: whether `train.loss` has no effect on its heads.
         default_rope: whether servers know only the plain RoPE for its heads, without scaling.
         rotates_pairs: whether RoPE rotates neighbouring pairs, as in Llama 4, and not halves.
@@ -93,6 +94,7 @@ class Family(ABC):
     norm_flag_must_be_named: ClassVar[bool] = False
     vllm_method: ClassVar[str] = ""
     vllm_options: ClassVar[dict[str, Any]] = {}
+    norms_residual: ClassVar[bool] = False
     has_own_loss: ClassVar[bool] = False
     default_rope: ClassVar[bool] = False
     rotates_pairs: ClassVar[bool] = False
@@ -144,7 +146,8 @@ class Family(ABC):
         Args:
             target: transformers' config of the target's text model.
         """
-        return {name: getattr(settings, name) for name in self.options - {"mask_token"}}
+        fields = {name: getattr(settings, name) for name in self.options - {"mask_token"}}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def default_intermediate_size(self, target: Any) -> int:
         """Return the width of the feed-forward layer if the recipe sets none."""

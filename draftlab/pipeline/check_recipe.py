@@ -94,6 +94,18 @@ def input_error(recipe: Recipe, stage: str) -> UserError | None:
     return None
 
 
+def missing_input(recipe: Recipe, stage: str) -> str:
+    """Return the path of an input file that a stage reads and that does not exist, or "".
+
+    Raises:
+        UserError: the file exists and has another fault.
+    """
+    error = input_error(recipe, stage)
+    if error and Path(error.where).exists():
+        raise error
+    return error.where if error else ""
+
+
 def _check_machine(recipe: Recipe, stages: Collection[str]) -> None:
     """Check devices and packages that the stages need."""
     _check_vllm(recipe)

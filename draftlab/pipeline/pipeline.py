@@ -5,8 +5,7 @@
 
 Complete stages whose inputs are the recipe's are kept, and missing ones run. If an expensive stage
 has other inputs, the run is refused, and the message names the settings. Stages are defined in
-`draftlab.pipeline.stages`; what is complete is decided in `draftlab.pipeline.run_folder`; answers
-and store are computed in `draftlab.pipeline.recording`, the head in `draftlab.pipeline.training`.
+`stages.py`; `run_folder.py` decides what is complete.
 """
 
 from __future__ import annotations
@@ -25,8 +24,9 @@ from draftlab.formatting import count_text
 from draftlab.heads.folder import WEIGHTS, save_head
 from draftlab.heads.head import DraftHead
 from draftlab.pipeline.api import evaluate_head, export_head
-from draftlab.pipeline.check_recipe import check_before_run, input_error
+from draftlab.pipeline.check_recipe import check_before_run, missing_input
 from draftlab.pipeline.estimate import estimate_table
+from draftlab.pipeline.family_defaults import with_family_defaults
 from draftlab.pipeline.head_workspace import input_files
 from draftlab.pipeline.provenance import write_provenance
 from draftlab.pipeline.recipe import Recipe, flatten, to_yaml
@@ -62,6 +62,10 @@ class Pipeline:
     gpus: int = 1
     ranks: Ranks | None = field(default=None, init=False)
     _training: bool = field(default=False, init=False)
+    _default_note: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self.recipe, self._default_note = with_family_defaults(self.recipe, self.folder)
 
     @property
     def folder(self) -> Path:
@@ -95,29 +99,21 @@ class Pipeline:
         return Recording(self.recipe, self.folder, self.monitor)
 
     def plan(self, *last: str) -> list[Status]:
-        """Return the states of the stages up to those named `last`.
-
-        If the run folder does not exist, nothing is downloaded.
-        """
+        """Return the states of the stages up to `last`; without a run folder download nothing."""
         run = self.run if self.folder.exists() else Run(self.folder, flatten(self.recipe), {})
         return [
-            replace(status, missing_input=self._missing_input(status.stage.name))
+            replace(status, missing_input=missing_input(self.recipe, status.stage.name))
             if status.state in ("missing", "unfinished", "changed")
             else status
             for status in run.plan(*last)
         ]
 
-    def _missing_input(self, stage: str) -> str:
-        """Return the path of an input file that a stage needs and that does not exist, or ""."""
-        error = input_error(self.recipe, stage)
-        if error and Path(error.where).exists():  # the file exists and has another fault
-            raise error
-        return error.where if error else ""
-
     def estimate(self, *last: str) -> Iterator[str]:
         """Yield a table of disk, memory and time for the stages up to those named `last`."""
         names = [status.stage.name for status in self.plan(*last)]
-        return estimate_table(self.recipe, self.runs, names, self.gpus)
+        yield from estimate_table(self.recipe, self.runs, names, self.gpus)
+        if "head" in names and self._default_note:
+            yield f"  {self._default_note}"
 
     def check(self, statuses: Sequence[Status], *, plan: bool) -> None:
         """Check that the stages that are not complete can succeed; report warnings.
@@ -260,6 +256,8 @@ class Pipeline:
     def _head(self, folder: Path) -> None:
         if self.ranks is not None:
             self.ranks.broadcast("head")
+        if self._default_note:
+            self.monitor.say(self._default_note)
         self._training = True
         save_head(folder, self._train(), torch.bfloat16)
         self._training = False

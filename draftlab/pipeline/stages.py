@@ -82,6 +82,6 @@ def settings_with_effect(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-FORMER_DEFAULTS = {"prompts.deduplicate": False}
+FORMER_DEFAULTS = {"prompts.deduplicate": False, "head.norm_before_residual": False}
 """Settings that were added later and whose default is not the former behaviour. Any other setting
 that an older stage record lacks had the effect of its present default."""

@@ -72,8 +72,9 @@ class HeadSettings(Settings):
     """Number of key-value heads; None: the target's."""
     head_dim: int | None = Field(default=None, ge=1)
     """Width of an attention head; None: the target's."""
-    norm_before_residual: bool = False
-    """Whether the residual is the normed hidden state. SGLang cannot serve True."""
+    norm_before_residual: bool | None = None
+    """Whether the residual is the normed hidden state. None: that of head.init; else true for
+    eagle3, whose AL it raises, unless export.formats names sglang, which cannot serve it."""
     norm_before_fc: bool = False
     """eagle3, peagle: whether one RMS norm over all features precedes fc."""
     fc_norm: bool = False

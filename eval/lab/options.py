@@ -41,6 +41,8 @@ from draftlab.text.suites import load_suite
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 EAGLE = "head.family=eagle export.formats=[vllm]"
+PLAIN = "head.norm_before_residual=false"
+"""The base has none of the options."""
 CHAIN = {
     "base": "",
     "norm_before_residual": "head.norm_before_residual=true",
@@ -134,7 +136,7 @@ def share(base: Path, folder: Path, *, store: bool) -> None:
 
 def measure(name: str, options: argparse.Namespace, target: Target, tokenizer: Any) -> Result:
     """Train a variant and decode with it at T = 0."""
-    settings, runs = [*options.settings, *VARIANTS[name].split()], options.out
+    settings, runs = [PLAIN, *options.settings, *VARIANTS[name].split()], options.out
     recipe = load_recipe(options.recipe, [*settings, f"name={folder_name(name)}"])
     folder = runs / recipe.name
     if name != "base":

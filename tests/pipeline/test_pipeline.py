@@ -249,6 +249,59 @@ def test_head_init_is_checked_before_any_work(folder: Path) -> None:
     right.make("head")
 
 
+def head_flag(*overrides: str) -> bool:
+    config = pipeline("name=new", "head.family=eagle3", *overrides)
+    return bool(config.recipe.head.norm_before_residual)
+
+
+def test_norm_before_residual_is_on_where_it_raises_al_and_can_be_served(folder: Path) -> None:
+    """The value stands in the recipe of the run; the plan says why it is what it is."""
+    assert head_flag()
+    assert head_flag("export.formats=[speculators,vllm,llamacpp]")
+    assert not head_flag("export.formats=[vllm,sglang]")
+    assert head_flag("export.formats=[sglang]", "head.norm_before_residual=true")
+    assert not head_flag("head.norm_before_residual=false")
+    for family in ("peagle", "eagle", "eagle_llama4", "dspark"):
+        assert not head_flag(f"head.family={family}"), family
+    lines = list(
+        pipeline("name=new", "export.formats=[sglang]", "record.boundaries=[1,2,3]").estimate(
+            "head"
+        )
+    )
+    assert "head.norm_before_residual: false, which sglang needs" in lines[-1]
+    assert "SGLang cannot serve" in list(pipeline("name=new").estimate("head"))[-1]
+    explicit = pipeline("name=new", "head.norm_before_residual=true").estimate("head")
+    assert not any("norm_before_residual" in line for line in explicit)
+
+
+def test_norm_before_residual_is_that_of_the_head_that_it_starts_from(folder: Path) -> None:
+    old = pipeline("name=old", "head.norm_before_residual=false")
+    shutil.copytree("runs/small", "runs/old")
+    old.make("head", force=True)
+    assert not head_flag("head.init=runs/old/head", "export.formats=[vllm]")
+    assert head_flag("head.init=runs/small/head", "export.formats=[vllm,sglang]")
+
+
+def test_a_training_that_began_with_another_default_goes_on_with_it(folder: Path) -> None:
+    record = Path("runs/small/stages/head.json")
+    stage = json.loads(record.read_text())
+    assert stage["inputs"]["head.norm_before_residual"] is True
+    for value in (False, None):  # None: a record of a version without the setting
+        stage["inputs"].pop("head.norm_before_residual")
+        if value is not None:
+            stage["inputs"]["head.norm_before_residual"] = value
+        record.write_text(json.dumps(stage))
+        monitor = RecordingMonitor()
+        pipeline(monitor=monitor).make("head")
+        assert any(line.startswith("head: there") for line in monitor.lines)
+        stage["inputs"]["head.norm_before_residual"] = value or False
+    for name in ("head", "train"):
+        shutil.rmtree(f"runs/small/{name}")
+    monitor = RecordingMonitor()
+    pipeline(monitor=monitor).make("head")
+    assert "head.norm_before_residual: false, as this run's training began" in monitor.lines
+
+
 def test_another_target_under_a_run_is_refused(folder: Path) -> None:
     shutil.rmtree("toy")
     toy_target_folder(Path("toy"), layers=4, hidden=32, seed=1)
