@@ -1,12 +1,13 @@
 """Measure what each option of a head does to AL, with one option changed at a time.
 
-    python eval/lab/options.py --out runs/options --write PAGE
+    python eval/lab/options.py --out runs/options --seeds 0 1 2 --write PAGE
     python eval/lab/options.py --recipe recipes/quickstart_peagle.yaml --out runs/options_peagle
     --write PAGE
 
-Every variant is a run of the recipe with settings changed and the same seed. It copies the results
-of the base run's stages where its own would be equal. A finished variant is not run again, so
-`--only` may do the work in parts; the page has the variants that are finished.
+Every variant is a run of the recipe with settings changed, once for each seed of training. All have
+the same answers, and the same store where it would be equal; they are copied from the base's first
+run. A finished run is not repeated, so `--only` may do the work in parts; the page has the variants
+that are finished for all seeds.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling
-from draftlab.evaluate.statistics import acceptance_interval, bootstrap_interval
+from draftlab.evaluate.statistics import bootstrap_interval
 from draftlab.files import write_json, write_text
 from draftlab.heads.folder import load_head
 from draftlab.pipeline.pipeline import Pipeline
@@ -41,11 +42,10 @@ from draftlab.text.suites import load_suite
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 EAGLE = "head.family=eagle export.formats=[vllm]"
-PLAIN = "head.norm_before_residual=false"
-"""The base has none of the options."""
 CHAIN = {
     "base": "",
     "norm_before_residual": "head.norm_before_residual=true",
+    "no norm_before_residual": "head.norm_before_residual=false",
     "norm_before_fc": "head.norm_before_fc=true",
     "fc_norm": "head.fc_norm=true",
     "norm_output": "head.norm_output=true",
@@ -55,6 +55,9 @@ CHAIN = {
     "four boundaries, 2 5 8 11": "record.boundaries=[2,5,8,11]",
     "lk": "train.loss=lk",
     "wsd": "train.schedule=wsd",
+    "learning rate × 1.5": "train.learning_rate=6e-3",
+    "learning rate × 2/3": "train.learning_rate=2.67e-3",
+    "norm_before_fc, wsd": "head.norm_before_fc=true train.schedule=wsd",
     "acceptance weighting, gamma 0.9": "train.acceptance_weighting=0.9 train.gamma=0.9",
     "whole vocabulary": "draft_vocab.size=null",
     "eagle": EAGLE,
@@ -81,7 +84,7 @@ class PrintMonitor(Monitor):
 
 @dataclass(frozen=True)
 class Result:
-    """The figures of a variant.
+    """The figures of a variant with one seed.
 
     Attributes:
         prompts: int64 [P, 2], drafts and accepted drafts of each prompt.
@@ -107,22 +110,22 @@ class Result:
     def write(self, file: Path) -> None:
         write_json(file, vars(self) | {"prompts": self.prompts.tolist()})
 
-    @property
-    def counters(self) -> list[Counters]:
-        return [Counters(1, drafts=int(d), accepted=int(a)) for d, a in self.prompts]
-
     def al(self, index: np.ndarray | slice = slice(None)) -> float:
         drafts, accepted = self.prompts[index].sum(0)
         return 1 + accepted / drafts
 
 
-def folder_name(name: str) -> str:
+def folder_name(name: str, seed: int) -> str:
     """Return the name of a variant's run folder."""
-    return name.replace(", ", "-").replace(" ", "-")
+    words = name.replace("× ", "x").replace("/", "-").replace(",", "").split()
+    return "-".join([*words, *([f"seed{seed}"] if seed else [])])
 
 
-def share(base: Path, folder: Path, *, store: bool) -> None:
-    """Copy the base run's answers into a new run, and its store where it would be equal."""
+def share(base: Path, folder: Path, *, store: bool, seed: int) -> None:
+    """Copy the base run's answers into a new run, and its store where it would be equal.
+
+    The stage records get the new run's seed, which is to change its training only.
+    """
     if folder.exists():
         return
     (folder / "stages").mkdir(parents=True)
@@ -131,17 +134,22 @@ def share(base: Path, folder: Path, *, store: bool) -> None:
         for name in {STAGES[stage].artefact, beside, f"stages/{stage}.json"}:
             copy = shutil.copytree if (base / name).is_dir() else shutil.copy
             copy(base / name, folder / name)
+        record = folder / "stages" / f"{stage}.json"
+        stages = json.loads(record.read_text())
+        write_json(record, stages | {"inputs": stages["inputs"] | {"seed": seed}})
     shutil.copy(base / "recipe.yaml", folder / "recipe.yaml")
 
 
-def measure(name: str, options: argparse.Namespace, target: Target, tokenizer: Any) -> Result:
+def measure(
+    name: str, seed: int, options: argparse.Namespace, target: Target, tokenizer: Any
+) -> Result:
     """Train a variant and decode with it at T = 0."""
-    settings, runs = [PLAIN, *options.settings, *VARIANTS[name].split()], options.out
-    recipe = load_recipe(options.recipe, [*settings, f"name={folder_name(name)}"])
-    folder = runs / recipe.name
-    if name != "base":
-        own_store = "record." in VARIANTS[name]
-        share(runs / "base", folder, store=not own_store)
+    settings, runs = [*options.settings, *VARIANTS[name].split()], options.out
+    own = [f"name={folder_name(name, seed)}", f"seed={seed}"]
+    recipe = load_recipe(options.recipe, [*settings, *own])
+    folder, base = runs / recipe.name, runs / folder_name("base", options.seeds[0])
+    if folder != base:
+        share(base, folder, store="record." not in VARIANTS[name], seed=seed)
     pipeline = Pipeline(recipe, PrintMonitor(), runs)
     pipeline.make("store")
     started = time.perf_counter()
@@ -185,70 +193,84 @@ def measure(name: str, options: argparse.Namespace, target: Target, tokenizer: A
     )
 
 
-def row(result: Result, base: Result) -> str:
-    """Return a variant's line of the table."""
-    interval = acceptance_interval(result.counters)
-    assert interval is not None  # every prompt was drafted for
-    drafts, accepted = result.prompts.sum(0)
+def mean_al(results: Sequence[Result], index: np.ndarray | slice = slice(None)) -> float:
+    """Return the mean of the seeds' AL over some prompts."""
+    return float(np.mean([result.al(index) for result in results]))
+
+
+def row(results: Sequence[Result], base: Sequence[Result]) -> str:
+    """Return a variant's line of the table, from its results with every seed."""
+    first, num_prompts = results[0], len(results[0].prompts)
+
+    def interval(statistic: Callable[[np.ndarray], float]) -> tuple[float, float]:
+        return bootstrap_interval(statistic, num_prompts, samples=10_000)
+
+    low, high = interval(lambda index: mean_al(results, index))
+    alpha = np.mean([result.alpha for result in results], 0)
     cells = [
-        result.name,
-        f"{result.parameters / 1e6:.2f} M",
-        " ".join(f"{a:.3f}" for a in result.alpha),
-        f"{result.al():.3f} [{interval[0]:.3f}, {interval[1]:.3f}]",
+        first.name,
+        f"{first.parameters / 1e6:.2f} M",
+        " ".join(f"{a:.3f}" for a in alpha),
+        f"{mean_al(results):.3f} [{low:.3f}, {high:.3f}]",
+        " ".join(f"{result.al():.3f}" for result in results),
     ]
-    if result.name == base.name:
+    if first.name == base[0].name:
         cells.append("")
     else:
-        low, high = bootstrap_interval(
-            lambda index: result.al(index) - base.al(index), len(base.prompts), samples=10_000
-        )
+        low, high = interval(lambda index: mean_al(results, index) - mean_al(base, index))
         mark = "" if low <= 0 <= high else "**"
-        difference = result.al() - base.al()
+        difference = mean_al(results) - mean_al(base)
         cells.append(f"{mark}{difference:+.3f} [{low:+.3f}, {high:+.3f}]{mark}")
-    cells += [f"{drafts:,}", f"{accepted:,}", f"{result.accepted_at}", f"{result.train_s:.0f}"]
+    drafts, accepted = np.sum([result.prompts.sum(0) for result in results], 0)
+    at = np.sum([result.accepted_at for result in results], 0).tolist()
+    seconds = np.mean([result.train_s for result in results])
+    cells += [f"{drafts:,}", f"{accepted:,}", f"{at}", f"{seconds:.0f}"]
     return "| " + " | ".join(cells) + " |"
 
 
 COLUMNS = (
-    "changed | parameters | α of validation by step | AL [95 %] | difference to base [95 %, paired]"
-    " | drafts | accepted | accepted at 1, 2, … | training s"
+    "changed | parameters | α of validation by step | AL [95 %] | AL by seed"
+    " | difference to base [95 %, paired] | drafts | accepted | accepted at 1, 2, … | training s"
 )
 
 
-def table(results: Sequence[Result]) -> str:
+def table(variants: Sequence[Sequence[Result]]) -> str:
     """Return the table of all variants; the intervals of bold differences exclude 0."""
     lines = [f"| {COLUMNS} |", "|---" * len(COLUMNS.split(" | ")) + "|"]
-    return "\n".join([*lines, *(row(result, results[0]) for result in results)]) + "\n"
+    return "\n".join([*lines, *(row(results, variants[0]) for results in variants)]) + "\n"
 
 
 PAGE = """\
 # What a head's options do
 
 Written by `python {command}`:
-{recipe} with one setting changed at a time; answers, store, seed, order of data and number of steps
-are the same. AL at T = 0 on the first {prompts} held-out prompts, K = {k}, {dtype}, {device}.
-Differences are paired over prompts (bootstrap, 95 %); **bold** ones exclude 0. The intervals cover
-chance over prompts, not over seeds. Training ended after {tokens:,} tokens; an option that learns
-faster leads early and need not lead later.
+{recipe} with one setting changed at a time; answers, store, seeds ({seeds}), order of data and
+number of steps are the same. AL is a mean over the seeds, at T = 0, on the first {prompts} held-out
+prompts, K = {k}, {dtype}, {device}. Differences are paired over prompts (bootstrap, 95 %); **bold**
+ones exclude 0. The intervals cover chance over prompts, not over seeds. Training ended after
+{tokens:,} tokens; an option that learns faster leads early and need not lead later.
 
 {table}
 """
 
 
-def page(results: Sequence[Result], options: argparse.Namespace) -> str:
+def page(variants: Sequence[Sequence[Result]], options: argparse.Namespace) -> str:
     """Return the page of results: conditions, then the table."""
+    first, seeds = variants[0][0], " ".join(map(str, options.seeds))
     settings = "".join(f" {setting}" for setting in options.settings)
     if options.recipe != RECIPE:
         settings = f" --recipe recipes/{options.recipe.name}{settings}"
     return PAGE.format(
-        command=f"eval/lab/options.py --prompts {options.prompts} --k {options.k}{settings}",
+        command=f"eval/lab/options.py --seeds {seeds} --prompts {options.prompts} "
+        f"--k {options.k}{settings}",
+        seeds=seeds,
         recipe=f"`recipes/{options.recipe.name}`",
         prompts=options.prompts,
         k=options.k,
-        dtype=results[0].dtype,
-        device=results[0].device,
-        tokens=results[0].tokens_seen,
-        table=table(results).strip(),
+        dtype=first.dtype,
+        device=first.device,
+        tokens=first.tokens_seen,
+        table=table(variants).strip(),
     )
 
 
@@ -258,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="what variants change")
     parser.add_argument("--out", type=Path, default=Path("runs/options"), help="folder of the runs")
     parser.add_argument("--only", nargs="*", choices=VARIANTS, help="default: the family's")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0], help="of training")
     parser.add_argument("--prompts", type=int, default=128, help="first held-out prompts")
     parser.add_argument("--k", type=int, default=4, help="drafts a step")
     parser.add_argument("--write", type=Path, help="Markdown page for the results")
@@ -266,18 +289,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recipe = load_recipe(options.recipe, options.settings)
     target, tokenizer = load_target(recipe.target), load_tokenizer(recipe.target)
     parallel = recipe.head.family == "peagle"
-    for name in options.only or (PARALLEL if parallel else CHAIN):
-        file = options.out / f"{folder_name(name)}.json"
-        if not file.exists():
-            measure(name, options, target, tokenizer).write(file)
-    done = [options.out / f"{folder_name(name)}.json" for name in VARIANTS]
-    results = [Result.read(file) for file in done if file.exists()]
-    if results[0].name != "base":
+    names = options.only or (PARALLEL if parallel else CHAIN)
+
+    def file(name: str, seed: int) -> Path:
+        return options.out / f"{folder_name(name, seed)}.json"
+
+    for name, seed in product(names, options.seeds):
+        if not file(name, seed).exists():
+            measure(name, seed, options, target, tokenizer).write(file(name, seed))
+    variants = [
+        [Result.read(file(name, seed)) for seed in options.seeds]
+        for name in VARIANTS
+        if all(file(name, seed).exists() for seed in options.seeds)
+    ]
+    if not variants or variants[0][0].name != "base":
         raise SystemExit("the base must be measured first: --only base")
-    text = table(results)
+    text = table(variants)
     print(text)
     if options.write:
-        write_text(options.write, page(results, options))
+        write_text(options.write, page(variants, options))
 
 
 if __name__ == "__main__":

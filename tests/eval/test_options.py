@@ -21,14 +21,24 @@ def test_variants_are_measured_against_the_base(
     page = tmp_path / "page.md"
     page.write_text("an older table\n")
     arguments = ["--recipe", "small.yaml", "--out", "runs", "--prompts", "3", "--k", "2"]
-    arguments += ["--write", str(page), "--only", "base", "eagle", "one boundary, 9"]
+    arguments += [
+        "--write",
+        str(page),
+        "--seeds",
+        "0",
+        "1",
+        "--only",
+        "base",
+        "eagle",
+        "one boundary, 9",
+    ]
     monkeypatch.setitem(options.VARIANTS, "one boundary, 9", "record.boundaries=[2]")
     with contextlib.chdir(tmp_path):
         options.main(arguments)
         before = page.read_text()
         options.main(arguments)
     assert page.read_text() == before
-    assert "the first 3 held-out prompts, K = 2, float32, CPU." in before
+    assert "on the first 3 held-out\nprompts, K = 2, float32, CPU." in before
     lines = [line.split(" | ")[0] for line in before.splitlines() if line.startswith("| ")]
     assert lines == ["| changed", "| base", "| one boundary, 9", "| eagle"]
     assert "an older table" not in before
@@ -38,8 +48,16 @@ def test_variants_are_measured_against_the_base(
     base = options.Result.read(tmp_path / "runs" / "base.json")
     assert base.prompts.shape == (3, 2)
     assert base.al() == 1 + base.prompts[:, 1].sum() / base.prompts[:, 0].sum()
-    again = options.row(base, base)
-    assert f"| {base.prompts[:, 0].sum():,} | {base.prompts[:, 1].sum():,} |" in again
+    other = options.Result.read(tmp_path / "runs" / "base-seed1.json")
+    again = options.row([base, other], [base, other])
+    drafts, accepted = base.prompts.sum(0) + other.prompts.sum(0)
+    assert f"| {base.al():.3f} {other.al():.3f} |  | {drafts:,} | {accepted:,} |" in again
+    shared = [(tmp_path / "runs" / name / "answers.jsonl") for name in ("base", "base-seed1")]
+    assert shared[0].read_text() == shared[1].read_text()
+    weights = [
+        tmp_path / "runs" / name / "head/model.safetensors" for name in ("base", "base-seed1")
+    ]
+    assert weights[0].read_bytes() != weights[1].read_bytes()
 
 
 def test_only_differences_beyond_chance_are_bold() -> None:
@@ -48,6 +66,6 @@ def test_only_differences_beyond_chance_are_bold() -> None:
         return options.Result(name, [], 1, "float32", "CPU", 0.0, 0, [0.5], prompts, [1])
 
     base = result("base", np.full(40, 5))
-    assert "**+0.100 [+0.100, +0.100]**" in options.row(result("other", np.full(40, 6)), base)
+    assert "**+0.100 [+0.100, +0.100]**" in options.row([result("other", np.full(40, 6))], [base])
     noisy = result("other", np.random.default_rng(0).integers(0, 11, 40))
-    assert "**" not in options.row(noisy, base)
+    assert "**" not in options.row([noisy], [base])
