@@ -30,7 +30,7 @@ PASS_SETTINGS: dict[str, Any] = {"micro_rows": None, "anchor_parts": 1}
 """Settings that split an optimizer step into passes, with their defaults. Denominators are those of
 the whole step, so that only the loss lk, which reads the α of a pass, depends on them."""
 
-LATER_SETTINGS: dict[str, Any] = {"anchor_share": 0.25, "dpace": None}
+LATER_SETTINGS: dict[str, Any] = {"anchor_share": 0.25, "dpace": None, "optimizer": "adamw"}
 """Settings that older checkpoints do not know, with the defaults that leave them as they are."""
 FIRST_NAMES = {"acceptance_weighting": "reach"}
 """Settings of `TrainSettings` that were renamed, with their original names."""
@@ -171,6 +171,9 @@ class TrainSettings(Settings):
     anchor_parts: int = Field(default=1, ge=1)
     """Number of parts that the anchors of a forward pass are split into. The parts run one after
     the other, which needs less memory for long rows and gives the same result."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon: Muon for the matrices of fc and of the layers, AdamW for the rest. Muon needs
+    fewer steps. It takes whole matrices, so that `parallel` must be ddp or fsdp2."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate of the schedule."""
     warmup: float = Field(default=0.04, ge=0, lt=1)
@@ -183,7 +186,7 @@ class TrainSettings(Settings):
     final_learning_rate: float = Field(default=0.02, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Weight decay of AdamW, on matrices only."""
+    """Weight decay, on matrices only."""
     beta2: float = Field(default=0.95, gt=0, lt=1)
     """Decay of AdamW's second moment."""
     clip: float = Field(default=0.5, gt=0)
@@ -221,6 +224,15 @@ class TrainSettings(Settings):
     """Weights & Biases project to log to; None: no logging there."""
     tensorboard: bool = False
     """Whether train/tensorboard/ has event files for TensorBoard."""
+
+    @model_validator(mode="after")
+    def _muon_has_whole_matrices(self) -> TrainSettings:
+        if self.optimizer == "muon" and self.parallel.startswith("zero"):
+            raise ValueError(
+                f"optimizer=muon takes whole matrices, which DeepSpeed splits: expected parallel "
+                f"ddp or fsdp2, found {self.parallel}"
+            )
+        return self
 
     def identity(self) -> dict[str, Any]:
         """Return all settings that change the weights; a training checkpoint is tied to them.

@@ -30,7 +30,11 @@ STEPS, CUT = 8, 4
 SIGNALLED = "ddp-eagle3-signalled"
 """A case in which rank 1 receives a SIGTERM after step 5."""
 DIVERGING = tuple(f"{parallel}-eagle3-diverging" for parallel in ("ddp", "zero1", "zero3"))
-SETTINGS = {name: {"learning_rate": 1e30, "warmup": 0.0} for name in DIVERGING}
+MUON = {"optimizer": "muon", "learning_rate": 2e-3}
+SETTINGS: dict[str, dict[str, Any]] = {
+    name: {"learning_rate": 1e30, "warmup": 0.0} for name in DIVERGING
+}
+"""Settings of cases; a name that ends in muon or muon-resumed has those of Muon too."""
 
 
 def train(
@@ -68,7 +72,11 @@ def main() -> None:
         rank, monitor = os.environ["RANK"], RecordingMonitor()
         if name == SIGNALLED and rank == "1":
             monitor = SignallingMonitor(signal.SIGTERM, 5)
-        settings = {"parallel": parallel, **SETTINGS.get(name, {})}
+        settings = {
+            "parallel": parallel,
+            **SETTINGS.get(name, {}),
+            **(MUON if "-muon" in name else {}),
+        }
         try:
             trainer, monitor = train(folder / name, family, monitor, **settings)
         except (UserError, SystemExit) as error:

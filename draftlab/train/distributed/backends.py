@@ -142,15 +142,16 @@ class TrainBackend:
     @torch.no_grad()
     def load(self, weights: Tensors, moments: Tensors) -> None:
         """Restore what `weights` and `moments` returned, by any backend on any number of ranks."""
-        fields = sorted({key.rpartition("/")[2] for key in moments} - {"step"})
         on_device = steps_on_device(self.optimizer)
         for name, parameter in trainable(self.head).items():
             parameter.copy_(_shard_like(parameter, weights[name]))
-            steps = moments[f"{name}/step"]
-            state = {"step": steps.to(parameter.device) if on_device else steps}
-            for field in fields:
-                state[field] = _shard_like(parameter, moments[f"{name}/{field}"])
-            self.optimizer.state[parameter] = state
+            state = self.optimizer.state[parameter] = {}
+            for key in (key for key in moments if key.rpartition("/")[0] == name):
+                field, value = key.rpartition("/")[2], moments[key]
+                if field != "step":
+                    state[field] = _shard_like(parameter, value)
+                else:
+                    state[field] = value.to(parameter.device) if on_device else value
 
 
 def steps_on_device(optimizer: torch.optim.Optimizer) -> bool:

@@ -28,7 +28,7 @@ from draftlab.train.distributed.ranks import (
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.settings import TrainSettings
 from tests.helpers import synthetic
-from tests.helpers.rank_program import CUT, DIVERGING, SIGNALLED, STEPS, train
+from tests.helpers.rank_program import CUT, DIVERGING, MUON, SIGNALLED, STEPS, train
 from tests.helpers.toy_training import orthogonal_parts
 
 PRINTED = {
@@ -44,8 +44,17 @@ BEGUN = [
     "fsdp2-peagle",
     "zero3-peagle",
     *(f"{parallel}-dspark" for parallel in ("ddp", "fsdp2", "zero3")),
+    *(f"{parallel}-eagle3-muon" for parallel in ("ddp", "fsdp2")),
 ]
-RESUMED = [f"{parallel}-eagle3-resumed" for parallel in PRINTED]
+RESUMED = [
+    *(f"{parallel}-eagle3-resumed" for parallel in PRINTED),
+    *(f"{parallel}-eagle3-muon-resumed" for parallel in ("ddp", "fsdp2")),
+]
+
+
+def alone_name(name: str) -> str:
+    """Returns the training by one process that a case equals."""
+    return name.removesuffix("-resumed").partition("-")[2]
 
 
 def torchrun(folder: Path, *names: str) -> None:
@@ -68,11 +77,12 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What one process makes, by family, with every checkpoint."""
     folder = tmp_path_factory.mktemp("alone")
-    families = ("eagle3", "peagle", "dspark")
-    for family in families:
-        trainer, _ = train(folder / family, family)
-        torch.save(trainer.head.state_dict(), folder / family / "result.pt")
-    return {family: folder / family for family in families}
+    names = ("eagle3", "peagle", "dspark", "eagle3-muon")
+    for name in names:
+        settings = MUON if name.endswith("muon") else {}
+        trainer, _ = train(folder / name, name.partition("-")[0], **settings)
+        torch.save(trainer.head.state_dict(), folder / name / "result.pt")
+    return {name: folder / name for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +90,7 @@ def together(alone: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     """What two processes make, from the start or from the checkpoint of one."""
     folder = tmp_path_factory.mktemp("together")
     for name in RESUMED:
-        shutil.copytree(alone["eagle3"], folder / name)
+        shutil.copytree(alone[alone_name(name)], folder / name)
         shutil.rmtree(folder / name / "checkpoints" / f"step-{STEPS:07d}")
     torchrun(folder, *DIVERGING, SIGNALLED, *BEGUN, *RESUMED)
     return folder
@@ -88,11 +98,11 @@ def together(alone: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.mark.parametrize("name", [*BEGUN, *RESUMED])
 def test_two_processes_train_as_one(name: str, alone: dict[str, Path], together: Path) -> None:
-    parallel, family = name.split("-")[:2]
-    expected, found = curve(alone[family]), curve(together / name)
+    parallel, single = name.split("-")[0], alone[alone_name(name)]
+    expected, found = curve(single), curve(together / name)
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))  # each written once
     same(found, expected)
-    weights = torch.load(alone[family] / "result.pt")
+    weights = torch.load(single / "result.pt")
     head, lines = torch.load(together / name / "result.pt")
     assert head.keys() == weights.keys()
     for key, weight in weights.items():

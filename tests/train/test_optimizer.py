@@ -1,0 +1,96 @@
+"""Muon beside torch's own, on the matrices that are its own, and through a resume."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from draftlab.heads.family import get_family
+from draftlab.train.checkpoint import trainable
+from draftlab.train.optimizer import Muon, new_optimizer, orthogonalise
+from draftlab.train.settings import TrainSettings
+from tests.helpers import synthetic
+from tests.helpers.rank_program import CUT, MUON, STEPS, train
+
+CPU = torch.device("cpu")
+
+
+def matrices(seed: int) -> list[Tensor]:
+    """Makes a wide, a square and a tall matrix."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in ((24, 64), (32, 32), (80, 16))]
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_steps_as_torch_muon(weight_decay: float) -> None:
+    """torch's computes in bfloat16: steps agree to 4 % of their size (2 % found)."""
+    own, theirs = ([x.clone().requires_grad_() for x in matrices(0)] for _ in range(2))
+    group = {"params": own, "muon": True, "weight_decay": weight_decay}
+    muon = Muon([group], lr=1e-2)
+    torch_muon = torch.optim.Muon(
+        theirs, lr=1e-2, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    for step in range(3):
+        before = [x.detach().clone() for x in own]
+        for parameters in (own, theirs):
+            for parameter, gradient in zip(parameters, matrices(10 + step), strict=True):
+                parameter.grad = gradient
+        muon.step()
+        torch_muon.step()
+        for x, y, x0 in zip(own, theirs, before, strict=True):
+            assert float((x - y).norm() / (x - x0).norm()) < 0.04
+            y.data.copy_(x.data)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_singular_values_are_near_one(number: int) -> None:
+    matrix = matrices(1)[number]
+    values = torch.linalg.svdvals(orthogonalise(matrix))
+    assert 0.6 < float(values.min()) <= float(values.max()) < 1.25
+    # It has the singular vectors of the matrix, so their product is symmetric and positive.
+    product = orthogonalise(matrix) @ matrix.T
+    torch.testing.assert_close(product, product.T, atol=1e-3, rtol=1e-3)
+    assert float(torch.linalg.eigvalsh(product).min()) > -1e-2
+    assert float(orthogonalise(torch.zeros(4, 8)).abs().max()) == 0
+
+
+@pytest.mark.parametrize("family", ["eagle3", "peagle", "dspark"])
+def test_matrices_with_a_row_for_each_token_and_vectors_have_adamw(family: str) -> None:
+    config = synthetic.config(family=family)
+    head = get_family(family).new_head(config)
+    optimizer = new_optimizer(head, TrainSettings(optimizer="muon"), CPU)
+    steps = {
+        id(p) for group in optimizer.param_groups if group.get("muon") for p in group["params"]
+    }
+    all_steps = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    names = {name for name, p in trainable(head).items() if id(p) in steps}
+    assert sorted(all_steps) == sorted(id(p) for p in trainable(head).values())
+    assert names == {
+        name
+        for name, p in trainable(head).items()
+        if name == "fc.weight" or (name.startswith("layers.") and name.endswith("proj.weight"))
+    }
+
+
+def test_a_resumed_training_goes_on_to_the_bit(tmp_path: Path) -> None:
+    whole, _ = train(tmp_path / "whole", **MUON)
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / f"step-{STEPS:07d}")
+    resumed, monitor = train(tmp_path / "resumed", **MUON)
+    assert f"resuming training after step {CUT}" in monitor.lines
+    for key, weight in whole.head.state_dict().items():
+        assert torch.equal(resumed.head.state_dict()[key], weight), key
+    folder = tmp_path / "whole" / "checkpoints" / f"step-{CUT:07d}"
+    kinds = {name.rpartition("/")[2] for name in load_file(folder / "optimizer.safetensors")}
+    assert kinds == {"momentum", "exp_avg", "exp_avg_sq", "step"}
+
+
+def test_deepspeed_splits_matrices() -> None:
+    with pytest.raises(ValidationError, match="expected parallel ddp or fsdp2, found zero2"):
+        TrainSettings(optimizer="muon", parallel="zero2")
