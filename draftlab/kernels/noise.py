@@ -26,6 +26,9 @@ class Purpose(IntEnum):
     FEATURE = 4  # the feature of a position, in training
 
 
+_CACHED_NUMBERS = 1 << 15
+
+
 def prompt_key(request_id: str) -> int:
     """Return a signed 64-bit key of a request id."""
     return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "little", signed=True)
@@ -33,14 +36,14 @@ def prompt_key(request_id: str) -> int:
 
 def _logical_shift_right(x: Tensor, bits: int) -> Tensor:
     """Return int64 x shifted right, with zeros moved in."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _splitmix64(x: Tensor) -> Tensor:
     """Return the finalizer of splitmix64 of x, a bijection of 64-bit words."""
-    x = (x ^ _logical_shift_right(x, 30)) * -0x40A7B892E31B1A47
-    x = (x ^ _logical_shift_right(x, 27)) * -0x6B2FB644ECCEEE15
-    return x ^ _logical_shift_right(x, 31)
+    x = _logical_shift_right(x, 30).bitwise_xor_(x).mul_(-0x40A7B892E31B1A47)
+    x = _logical_shift_right(x, 27).bitwise_xor_(x).mul_(-0x6B2FB644ECCEEE15)
+    return _logical_shift_right(x, 31).bitwise_xor_(x)
 
 
 def keyed_bits(seeds: Tensor, prompts: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
@@ -66,10 +69,18 @@ def keyed_exponential(
     with v = (i + ½) · 2⁻³².
     """
     keys = keyed_bits(seeds, prompts, positions, purpose)
-    tokens = torch.arange(1, num_tokens + 1, device=keys.device)
-    bits = _logical_shift_right(_splitmix64(keys[..., None] ^ (tokens * -0x61C8864680B583EB)), 32)
-    v = ((bits.double() + 0.5) * 2.0**-32).float()
-    return -torch.log1p(-v.clamp(max=1 - 2.0**-24))
+    tokens = torch.arange(1, num_tokens + 1, device=keys.device) * -0x61C8864680B583EB
+    noise = torch.empty(*keys.shape, num_tokens, device=keys.device)
+    # In parts that stay in a CPU's cache, which takes a third of the time.
+    size = max(1, _CACHED_NUMBERS // num_tokens)
+    parts = zip(
+        keys.reshape(-1, 1).split(size), noise.view(-1, num_tokens).split(size), strict=True
+    )
+    for part, out in parts:
+        bits = _logical_shift_right(_splitmix64(part ^ tokens), 32)
+        v = bits.double().add_(0.5).mul_(2.0**-32).float()
+        torch.log1p(v.clamp_(max=1 - 2.0**-24).neg_(), out=out).neg_()
+    return noise
 
 
 def keyed_spread(keys: Tensor, size: int) -> Tensor:

@@ -133,31 +133,26 @@ def attend_reads(
     # The queries that share a kv head are adjacent: [B, kv heads, tokens · group, head_dim].
     shape = num_rows, num_tokens, num_kv_heads, group, head_dim
     grouped = query.reshape(shape).transpose(1, 2).flatten(2, 3)
-    is_whole_batch = num_rows == 1 and len(reads) == 1 and reads[0].count == num_tokens
-    if not is_whole_batch:
-        output = torch.zeros_like(grouped, memory_format=torch.contiguous_format)
+    queries = grouped.split(1)
+    pools = [pool.transpose(1, 2) for pool in (key_pool, value_pool)]  # [P, kv heads, S, head_dim]
+    attended = []
     for read in reads:
+        row = queries[read.row]
+        if read.count < num_tokens:
+            row = row[:, :, : read.count * group]
         key, value = (
-            pool[read.blocks, read.keys]
+            pool[read.blocks : read.blocks + 1, :, read.keys]
             if isinstance(read.blocks, int)
-            else pool[read.blocks].flatten(0, 1)[read.keys]
-            for pool in (key_pool, value_pool)
+            else pool[read.blocks].transpose(0, 1).flatten(1, 2)[None, :, read.keys]
+            for pool in pools
         )
-        # [1, kv heads, keys or tokens · group, head_dim]
-        rows = slice(read.row, read.row + 1), slice(None), slice(read.count * group)
-        attended = _attend(
-            grouped if is_whole_batch else grouped[rows],
-            key.transpose(0, 1)[None],
-            value.transpose(0, 1)[None],
-            read.mask,
-            scale,
-            softcap,
-            sinks,
-        )
-        if is_whole_batch:
-            output = attended
-        else:
-            output[rows] = attended
+        attended.append(_attend(row, key, value, read.mask, scale, softcap, sinks))
+    if len(reads) == num_rows and all(read.count == num_tokens for read in reads):
+        output = torch.cat(attended)
+    else:
+        output = torch.zeros_like(grouped, memory_format=torch.contiguous_format)
+        for read, part in zip(reads, attended, strict=True):
+            output[read.row, :, : read.count * group] = part[0]
     output = output.unflatten(2, (num_tokens, group)).transpose(1, 2)
     return output.reshape(query.shape).contiguous()
 

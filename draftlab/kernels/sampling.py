@@ -50,8 +50,19 @@ def sample_token(
 ) -> Tensor:
     """Sample one token a row from p: int64 [B] from logits [B, V] for `positions` int64 [B]."""
     weights = target_probabilities(logits[:, None], rows, limited=limited)[:, 0]
-    noise = keyed_exponential(rows.seed, rows.prompt, positions, Purpose.EMIT, logits.shape[-1])
-    return exponential_race(weights, noise)
+    return exponential_race(weights, emission_noise(rows, positions, logits.shape[-1]))
+
+
+def emission_noise(rows: SamplingMetadata, positions: Tensor, num_tokens: int) -> Tensor:
+    """Return the noise of the tokens emitted at `positions` int64 [B], float32 [B, num_tokens].
+
+    It is 1 in greedy rows, whose p is one-hot, so that any noise draws the same token.
+    """
+    sampled = (rows.temperature > 0).nonzero().squeeze(1)
+    noise = torch.ones(len(positions), num_tokens, device=positions.device)
+    seeds, prompts, at = (x[sampled] for x in (rows.seed, rows.prompt, positions))
+    noise[sampled] = keyed_exponential(seeds, prompts, at, Purpose.EMIT, num_tokens)
+    return noise
 
 
 @triton_operator("sampling_triton")

@@ -23,10 +23,9 @@ from draftlab.kernels.noise import (
     Purpose,
     exponential_race,
     first_argmax,
-    keyed_exponential,
     keyed_uniform,
 )
-from draftlab.kernels.sampling import target_probabilities
+from draftlab.kernels.sampling import emission_noise, target_probabilities
 from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata, VerifyResult
 
 
@@ -92,7 +91,7 @@ def verify(
         # Where p = q up to rounding the residual is empty; p itself is then exact.
         use_residual = (accepted < num_drafts) & (residual.sum(-1) > 0)
         weights = residual.where(use_residual[:, None], p_next)
-    noise = keyed_exponential(rows.seed, rows.prompt, positions + accepted, Purpose.EMIT, vocab)
+    noise = emission_noise(rows, positions + accepted, vocab)
     return VerifyResult(accepted, exponential_race(weights, noise), probability * is_draft)
 
 
