@@ -195,6 +195,11 @@ def export_head(
     monitor.say(
         f"export: {path} holds the head in {layout} layout; it was loaded back and is equal"
     )
+    if better := load_config(head_folder).provenance.get("better_validation"):
+        monitor.say(
+            f"warning: this head is its training's last; the one after step {better['step']:,} had "
+            f"a better validation (predicted AL {better['predicted_al']:.3f}) and is in train/best"
+        )
     if converter is not None:
         dtype = read_json(path / "config.json")["dtype"]
         convert(converter, path, target_folder, dtype, monitor)

@@ -26,6 +26,7 @@ from draftlab.train.batch.loader import BatchLoader, MicroBatch
 from draftlab.train.batch.order import batches
 from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import uses_one_row
+from draftlab.train.best_head import BestHead
 from draftlab.train.checkpoint import (
     Checkpoint,
     checkpoints,
@@ -87,8 +88,8 @@ class Trainer:
         self.device = self.ranks.device
         self.dtype = product_dtype(settings.precision, self.device)
         self.training, self.held_out = split_records(store.ids, settings, seed, monitor)
-        sampling, imitates = self.objective.sampling, self.objective.imitates_states
-        packer = Packer(store, settings, seed, sampling, imitates, uses_one_row(self.device))
+        rules = self.objective.sampling, self.objective.imitates_states
+        packer = Packer(store, settings, seed, *rules, uses_one_row(self.device))
         self.loader = BatchLoader(packer, self.ranks)
         head = new_head(config)
         initialise_head(
@@ -111,6 +112,7 @@ class Trainer:
         self.key = self.keys[0]
         self.step, self.tokens_seen, self.resumed_verified = 0, 0, True
         self.log = MetricsLog(folder, muted=not self.ranks.is_main)
+        self.best = BestHead(folder / "best", self.key, settings, monitor.say)
         self.ending = EndingSignal(self.ranks)
         self.timer = PhaseTimer(self.device)
         self._report_setup(module)
@@ -140,7 +142,12 @@ class Trainer:
             self.step, self.tokens_seen = checkpoint.step, checkpoint.tokens_seen
             self.resumed_verified = checkpoint.verified
             self.monitor.say(f"resuming training after step {self.step}")
-        self.log.truncate(self.step, last=self.step == self.settings.steps)
+        self.best.resume(self.step)
+        last = self.step == self.settings.steps
+        self.validated = self.ranks.broadcast(self.log.truncate(self.step, last=last))
+        self.ended = self.validated and self.best.stops_training(self.step)
+        if self.ended:  # its last validation is done again, as at the last step
+            self.log.truncate(self.step, last=True)
 
     def run(self) -> Validation | None:
         """Train to the last step; return the final validation (None: no records are held out)."""
@@ -152,13 +159,14 @@ class Trainer:
             if not self.resumed_verified:
                 self.verification.finish(self.monitor)
             with self.ending.postponed():
-                self._train()
+                if not self.ended:
+                    self._train()
             self.save()
             if self.verification.finish(self.monitor):
                 self.save()
             validation = None
             if self.held_out:
-                validation = self.validate()
+                validation = self.best.validation_of(self.step) or self.validate()
                 if self.ranks.is_main and (line := self.log.overfitting_warning()):
                     self.monitor.say(line)
         return validation
@@ -170,8 +178,13 @@ class Trainer:
             SystemExit: a rank received SIGTERM or SIGHUP; a checkpoint is written.
         """
         settings = self.settings
+        every = settings.validate_every or settings.steps + 1
         self.window = Window.empty(settings.ttt_steps, self.device)
         self.timer.start()
+        if self.step and self.step % every == 0 and not self.validated:  # a signal came before it
+            self.validate()
+            if self.best.stops_training(self.step):
+                return
         with closing(self.loader.micro_batches(self._optimizer_steps())) as micro_batches:
             for micro in micro_batches:
                 self.timer.mark("data")
@@ -180,7 +193,8 @@ class Trainer:
                 self._accumulate(micro)
                 if not micro.last:
                     continue
-                self._update()
+                self.window.add_gradient_norm(self.backend.step(learning_rate(self.step, settings)))
+                self.timer.mark("optimizer")
                 self.step += 1
                 last = self.step == settings.steps
                 if self.step % settings.log_every == 0 or last:
@@ -190,22 +204,21 @@ class Trainer:
                 self._end_on_signal()
                 if last:
                     continue
-                if settings.validate_every and self.step % settings.validate_every == 0:
+                if self.step % every == 0:
                     self.validate()
+                    if self.best.stops_training(self.step):
+                        return
                 if self.step % settings.checkpoint_every == 0:
                     self.save()
 
     def _optimizer_steps(self) -> Iterator[OptimizerStep]:
         """Yield this process's share of the remaining optimizer steps."""
-        steps, micro_rows = self.settings.steps, self.settings.micro_rows
-        for step, rows in islice(enumerate(self._order()), self.step, steps):
-            yield OptimizerStep(step, assign_micro_batches(rows, micro_rows, self.ranks))
-
-    def _order(self) -> Iterator[list[list[int]]]:
-        """Yield each optimizer step's rows of record indices."""
         settings, lengths = self.settings, [self.store.lengths[i] for i in self.training]
-        for rows in batches(lengths, settings.row_tokens, settings.batch_rows, seed=self.seed):
-            yield [[self.training[i] for i in row] for row in rows]
+        order = batches(lengths, settings.row_tokens, settings.batch_rows, seed=self.seed)
+        for step, rows in islice(enumerate(order), self.step, settings.steps):
+            records = [[self.training[i] for i in row] for row in rows]
+            micro_batches = assign_micro_batches(records, settings.micro_rows, self.ranks)
+            yield OptimizerStep(step, micro_batches)
 
     def _start_step(self, micro: MicroBatch) -> None:
         """Sum an optimizer step's counts over all ranks; processes wait for each other here."""
@@ -221,10 +234,8 @@ class Trainer:
         """Write a checkpoint and end the process if a rank received SIGTERM or SIGHUP."""
         if (number := self.ending.agreed) is not None:
             self.save()
-            self.monitor.say(
-                f"{number.name}: a checkpoint of step {self.step} is written; the same command "
-                "continues from it"
-            )
+            written = f"a checkpoint of step {self.step} is written"
+            self.monitor.say(f"{number.name}: {written}; the same command continues from it")
             raise SystemExit(128 + number)
 
     def _accumulate(self, micro: MicroBatch) -> None:
@@ -239,11 +250,6 @@ class Trainer:
             self.timer.mark("backward")
             if not idle:
                 self.window.sums.add(sums)
-
-    def _update(self) -> None:
-        """Run the optimizer step."""
-        self.window.add_gradient_norm(self.backend.step(learning_rate(self.step, self.settings)))
-        self.timer.mark("optimizer")
 
     def _log(self) -> None:
         """Write a line of metrics.jsonl about the steps since the last one, and report progress."""
@@ -261,12 +267,11 @@ class Trainer:
 
     def validate(self) -> Validation:
         """Validate on the held-out records; write the metrics to metrics.jsonl and the console."""
-        head, num_steps = self.backend.unwrap(), self.settings.ttt_steps
-        validation = validate(
-            head, self.target, self.store, self.held_out, num_steps=num_steps, ranks=self.ranks
-        )
+        data, num_steps = (self.target, self.store, self.held_out), self.settings.ttt_steps
+        validation = validate(self.backend.unwrap(), *data, num_steps=num_steps, ranks=self.ranks)
         row = {"step": self.step, "tokens_seen": self.tokens_seen}
         self.log.write({**row, "validation": validation.metrics()})
+        self.best.update(self.step, validation, self.backend.unwrap, write=self.ranks.is_main)
         self.monitor.say(f"validation at step {self.step}: {validation.line()}")
         if line := validation.position_line():
             self.monitor.say(line)
@@ -284,8 +289,7 @@ class Trainer:
         """Write a checkpoint of the current step with whole weights and moments, not shards.
 
         Raises:
-            UserError: weights are not finite, or a shard that is hashed by now is damaged. A run
-                that resumes from such weights could not recover.
+            UserError: weights are not finite, or a shard that is hashed by now is damaged.
         """
         self.verification.update()
         weights, moments = self.backend.weights(), self.backend.moments()

@@ -131,18 +131,22 @@ class MetricsLog:
         for log in self.trackers:
             log(_flat(row), row["step"])
 
-    def truncate(self, step: int, *, last: bool) -> None:
+    def truncate(self, step: int, *, last: bool) -> bool:
         """Drop rows behind the checkpoint that training resumes from, and a torn last line.
 
         Args:
             last: whether `step` is the last one; its validation is then done again.
+
+        Returns:
+            Whether the step's validation is there. A signal ends training before it.
         """
         if self.muted or not self.path.exists():
-            return
+            return False
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
         rows = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
         valid = [line for line, row in rows if row["step"] <= step - (last and "validation" in row)]
         write_text(self.path, "".join(valid), exclusive=True)
+        return any(row["step"] == step and "validation" in row for _, row in rows)
 
     def overfitting_warning(self) -> str | None:
         """Return a warning if the last validation's predicted AL is 1 % below an earlier one's."""
@@ -158,8 +162,8 @@ class MetricsLog:
             return None
         return (
             f"validation was better at step {best:,} (predicted AL {most:.3f}, now {last:.3f}), so "
-            "the head may overfit: more conversations, more "
-            "train.weight_decay or fewer train.steps help"
+            f"the head may overfit: that head is in {self.path.parent / 'best'}; "
+            "train.early_stopping, more conversations or more train.weight_decay help"
         )
 
 

@@ -30,7 +30,12 @@ PASS_SETTINGS: dict[str, Any] = {"micro_rows": None, "anchor_parts": 1}
 """Settings that split an optimizer step into passes, with their defaults. Denominators are those of
 the whole step, so that only the loss lk, which reads the α of a pass, depends on them."""
 
-LATER_SETTINGS: dict[str, Any] = {"anchor_share": 0.25, "dpace": None, "optimizer": "adamw"}
+LATER_SETTINGS: dict[str, Any] = {
+    "anchor_share": 0.25,
+    "dpace": None,
+    "optimizer": "adamw",
+    "early_stopping": None,
+}
 """Settings that older checkpoints do not know, with the defaults that leave them as they are."""
 FIRST_NAMES = {"acceptance_weighting": "reach"}
 """Settings of `TrainSettings` that were renamed, with their original names."""
@@ -207,6 +212,10 @@ class TrainSettings(Settings):
     smallest SHA-256. A smaller validation_share leaves more records to train on."""
     validate_every: int | None = Field(default=None, ge=1)
     """Steps between validations; None: only at the end."""
+    early_stopping: int | None = Field(default=None, ge=1)
+    """Number of validations without a higher predicted AL after which training ends. The head is
+    then the best validation's. None: training goes to its last step. In either case train/best/ has
+    the best validation's head."""
     checkpoint_every: int = Field(default=500, ge=1)
     """Steps between checkpoints."""
     log_every: int = Field(default=10, ge=1)
@@ -226,7 +235,12 @@ class TrainSettings(Settings):
     """Whether train/tensorboard/ has event files for TensorBoard."""
 
     @model_validator(mode="after")
-    def _muon_has_whole_matrices(self) -> TrainSettings:
+    def _settings_fit(self) -> TrainSettings:
+        if self.early_stopping is not None and not (self.validate_every and self.validation_share):
+            raise ValueError(
+                "early_stopping counts validations: expected validate_every and a validation_share "
+                f"above 0, found {self.validate_every} and {self.validation_share:g}"
+            )
         if self.optimizer == "muon" and self.parallel.startswith("zero"):
             raise ValueError(
                 f"optimizer=muon takes whole matrices, which DeepSpeed splits: expected parallel "

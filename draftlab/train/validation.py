@@ -64,6 +64,11 @@ class Validation:
     sampled_al: float | None
     by_position: list[PositionBin]
 
+    def predicted_al(self) -> float:
+        """Return AL by the walk over greedy answers; without any, by sampled ones or by α."""
+        walked = self.walk.acceptance_length or self.sampled_al
+        return walked or 1 + float(torch.tensor(self.alpha).cumprod(0).sum())
+
     def line(self) -> str:
         """Return a line for the console."""
         walk = self.walk.acceptance_length

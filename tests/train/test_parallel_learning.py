@@ -10,6 +10,7 @@ import torch
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, load_head, save_head
 from draftlab.heads.peagle import PeagleHead
+from draftlab.train.batch.order import batches
 from draftlab.train.batch.packer import OptimizerStep
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.distributed.ranks import assign_micro_batches
@@ -166,7 +167,9 @@ def test_what_is_dropped_depends_on_the_step_and_not_on_how_it_is_cut(tmp_path: 
         )
         for i, cut in enumerate(({}, {"micro_rows": 1}, {"anchor_parts": 2}))
     ]
-    rows = next(packers[0]._order())
+    lengths = [packers[0].store.lengths[i] for i in packers[0].training]
+    order = batches(lengths, 64, packers[0].settings.batch_rows, seed=0)
+    rows = [[packers[0].training[i] for i in row] for row in next(order)]
 
     def packed(trainer: Trainer, step: int) -> list[tuple]:
         micro = assign_micro_batches(rows, trainer.settings.micro_rows, trainer.ranks)

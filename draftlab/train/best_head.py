@@ -1,0 +1,111 @@
+"""The head with the highest predicted AL of a training's validations, in train/best/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from draftlab.files import read_json, write_json
+from draftlab.heads.folder import WEIGHTS, load_config, save_head
+from draftlab.heads.head import DraftHead
+from draftlab.train.settings import TrainSettings
+from draftlab.train.validation import Validation
+
+STATE = "best.json"
+
+
+@dataclass
+class BestHead:
+    """The best head so far. Its folder is a head folder, which every command reads.
+
+    Args:
+        folder: train/best/.
+        key: the training's key; a folder of another training is not read.
+        settings: of the training.
+        say: receives a line where training stops early.
+
+    Attributes:
+        step: the step of the best validation; 0: there was none yet.
+        al: its predicted AL.
+    """
+
+    folder: Path
+    key: str
+    settings: TrainSettings
+    say: Callable[[str], None]
+    step: int = field(default=0, init=False)
+    al: float = field(default=0.0, init=False)
+    _last: tuple[int, Validation] | None = field(default=None, init=False)
+
+    def resume(self, step: int) -> None:
+        """Read the best head of a training that resumes after `step`.
+
+        One of a later step is dropped: the resumed training validates at that step again.
+        """
+        if not (self.folder / STATE).is_file():
+            return
+        state = read_json(self.folder / STATE, kind="best.json")
+        if state["key"] == self.key and state["step"] <= step:
+            self.step, self.al = state["step"], state["al"]
+
+    def update(
+        self, step: int, validation: Validation, head: Callable[[], DraftHead], *, write: bool
+    ) -> None:
+        """Keep the head of a validation if it is the best so far.
+
+        Args:
+            head: returns the whole head; every rank calls it.
+            write: whether this process writes the folder.
+        """
+        self._last = step, validation
+        al = validation.predicted_al()
+        if self.step and al <= self.al:
+            return
+        self.step, self.al = step, al
+        best = head()
+        if write:
+            (self.folder / STATE).unlink(missing_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            provenance = {"steps": step, "validation": validation.metrics()}
+            config = best.config
+            best.config = config.model_copy(update={"provenance": config.provenance | provenance})
+            save_head(self.folder, best, torch.bfloat16)
+            best.config = config
+            write_json(self.folder / STATE, {"key": self.key, "step": step, "al": al})
+
+    def validation_of(self, step: int) -> Validation | None:
+        """Return the latest validation if it was after `step`."""
+        return self._last[1] if self._last and self._last[0] == step else None
+
+    def stops_training(self, step: int) -> bool:
+        """Return whether training ends after `step`, since validations brought no gain."""
+        patience, every = self.settings.early_stopping, self.settings.validate_every
+        if patience is None or every is None or not self.step:
+            return False
+        if step // every - self.step // every < patience:
+            return False
+        self.say(
+            f"training stops after step {step}: no better validation since step {self.step} "
+            f"(train.early_stopping={patience})"
+        )
+        return True
+
+    def clearly_better_than(self, validation: Validation) -> dict[str, Any] | None:
+        """Return step and predicted AL of the best validation if its AL is higher by 1 %."""
+        if self.al < 1.01 * validation.predicted_al():
+            return None
+        return {"step": self.step, "predicted_al": self.al}
+
+    def restore(self, head: DraftHead) -> dict[str, Any]:
+        """Replace a head's trained weights by the best head's, which are rounded to bfloat16.
+
+        Returns:
+            The best head's provenance: the step and its validation.
+        """
+        head.load_tensors(head.tensors() | load_file(self.folder / WEIGHTS))
+        return load_config(self.folder).provenance

@@ -1,0 +1,162 @@
+"""The best validation's head: kept in train/best/, and with early stopping the result."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from draftlab import Pipeline, load_recipe
+from draftlab.engine.counters import Counters
+from draftlab.heads.folder import load_config, load_head
+from draftlab.heads.head import DraftHead
+from draftlab.train import loop
+from draftlab.train.loop import Trainer
+from draftlab.train.settings import TrainSettings
+from draftlab.train.validation import Validation
+from tests.helpers.list_store import ListStore
+from tests.helpers.monitors import RecordingMonitor
+from tests.helpers.small_run import SignallingMonitor, copy_of_finished
+from tests.helpers.toy_training import orthogonal_parts, toy_answer, trained
+
+ACCEPTED = [20, 50, 40, 45, 30, 90, 10]
+"""Of 100 drafts, by validation: AL 1.2, 1.5, 1.4 …"""
+SETTINGS = {"steps": 14, "validate_every": 2, "checkpoint_every": 5, "log_every": 1}
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Replaces validations: that of step 2 n has AL 1 + ACCEPTED[n − 1] / 100. Returns steps."""
+    steps: list[int] = []
+
+    def validate(self: Trainer) -> Validation:
+        steps.append(self.step)
+        counters = Counters(1, drafts=100, accepted=ACCEPTED[(self.step - 1) // 2])
+        return Validation([0.5], [0.5], [1.0], counters, None, [])
+
+    def of_trainer(self: Trainer, original: Callable[[Trainer], Validation]) -> Validation:
+        self_validate = validate(self)
+        loop.validate = lambda *_, **__: self_validate  # type: ignore[assignment]
+        return original(self)
+
+    original = Trainer.validate
+    monkeypatch.setattr(loop, "validate", loop.validate)  # restored at the end
+    monkeypatch.setattr(Trainer, "validate", lambda self: of_trainer(self, original))
+    return steps
+
+
+def run(folder: Path, monitor: Any = None, **settings: Any) -> Trainer:
+    target = orthogonal_parts()
+    store = ListStore([toy_answer(target, i) for i in range(40)])
+    return trained(folder, store, target, monitor or RecordingMonitor(), **SETTINGS | settings)
+
+
+def loaded(folder: Path, trainer: Trainer) -> DraftHead:
+    parts = orthogonal_parts()
+    return load_head(folder, target_tensors=parts.shared_tensors, dtype=torch.float32, device="cpu")
+
+
+def assert_rounded_weights(head: DraftHead, exact: DraftHead) -> None:
+    for name, tensor in exact.tensors().items():
+        if tensor.is_floating_point() and name not in exact.shared_tensors():
+            assert torch.equal(head.tensors()[name], tensor.bfloat16().to(tensor.dtype)), name
+
+
+def test_the_best_head_is_a_head_folder(tmp_path: Path, scripted: list[int]) -> None:
+    monitor = RecordingMonitor()
+    whole = run(tmp_path / "whole", monitor)
+    best = load_config(tmp_path / "whole" / "best")
+    assert (best.provenance["steps"], best.provenance["validation"]["walk_al"]) == (12, 1.9)
+    assert scripted == [2, 4, 6, 8, 10, 12, 14]
+    assert any("validation was better at step 12" in line for line in monitor.lines)
+    until_12 = run(tmp_path / "short", steps=12, schedule="wsd", decay=1e-9, warmup=0.0)
+    again = run(tmp_path / "again", steps=14, schedule="wsd", decay=1e-9, warmup=0.0)
+    # The learning rate of step 12 differs from that of a last step; those of the first 11 do not.
+    assert load_config(tmp_path / "again" / "best").provenance["steps"] == 12
+    assert until_12.step == 12 < again.step == whole.step == 14
+
+
+def test_training_stops_early_with_the_best_head(tmp_path: Path, scripted: list[int]) -> None:
+    monitor = RecordingMonitor()
+    stopped = run(tmp_path / "stopped", monitor, early_stopping=3)
+    assert (stopped.step, scripted) == (10, [2, 4, 6, 8, 10])
+    assert "training stops after step 10: no better validation since step 4 " in "\n".join(
+        monitor.lines
+    )
+    head = stopped.backend.unwrap()
+    provenance = stopped.best.restore(head)
+    assert (provenance["steps"], provenance["validation"]["walk_al"]) == (4, 1.5)
+    checkpoint = run(tmp_path / "four", checkpoint_every=4, early_stopping=1, validate_every=4)
+    assert checkpoint.step == 8  # its validations: 1.5 at step 4, 1.45 at step 8
+    assert_rounded_weights(head, loaded(tmp_path / "four" / "best", checkpoint))
+    patient = run(tmp_path / "patient", early_stopping=4)
+    assert (patient.step, patient.best.step) == (14, 12)
+
+
+@pytest.mark.parametrize("cut", [3, 5, 8, 10])
+def test_a_resumed_training_stops_at_the_same_step(
+    tmp_path: Path, scripted: list[int], cut: int
+) -> None:
+    whole = run(tmp_path / "whole", early_stopping=3)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "cut", SignallingMonitor(15, cut), early_stopping=3)
+    for _ in range(2):  # the second time as if the head had been lost
+        resumed = run(tmp_path / "cut", early_stopping=3)
+        assert (resumed.step, resumed.best.step, resumed.best.al) == (10, 4, 1.5)
+    for name in ("metrics.jsonl", "best/best.json", "best/draftlab.json"):
+        rows = [(tmp_path / run_ / name).read_text() for run_ in ("whole", "cut")]
+        if name == "metrics.jsonl":
+            rows = [[json.loads(line)["step"] for line in text.splitlines()] for text in rows]
+        assert rows[0] == rows[1], name
+    weights = [
+        (tmp_path / run_ / "best/model.safetensors").read_bytes() for run_ in ("whole", "cut")
+    ]
+    assert weights[0] == weights[1]
+    assert whole.step == 10
+
+
+def test_the_best_head_of_another_training_is_not_read(tmp_path: Path, scripted: list[int]) -> None:
+    run(tmp_path / "run", early_stopping=3)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    other = run(tmp_path / "run", early_stopping=3, learning_rate=1e-4)
+    assert (other.step, other.best.step) == (10, 4)
+    assert load_config(tmp_path / "run" / "best").provenance["steps"] == 4
+
+
+def test_an_export_of_a_head_that_got_worse_says_so(tmp_path: Path, scripted: list[int]) -> None:
+    folder = copy_of_finished(tmp_path)
+    with contextlib.chdir(folder):
+        settings = ["train.steps=14", "train.validate_every=2", "export.formats=[speculators]"]
+        monitor = RecordingMonitor()
+        recipe = load_recipe(Path("small.yaml"), ["name=worse", *settings])
+        Pipeline(recipe, monitor).make("export")
+        text = "\n".join(monitor.lines)
+        assert "validation was better at step 12 (predicted AL 1.900, now 1.100)" in text
+        assert "warning: this head is its training's last; the one after step 12 had a bet" in text
+        assert (Path("runs/worse/train/best") / "draftlab.json").is_file()
+        monitor = RecordingMonitor()
+        recipe = load_recipe(
+            Path("small.yaml"), ["name=stopped", *settings, "train.early_stopping=7"]
+        )
+        Pipeline(recipe, monitor).make("export")
+        assert "this head is its training's last" not in "\n".join(monitor.lines)
+        best, head = (Path("runs/stopped") / name for name in ("train/best", "head"))
+        assert (best / "model.safetensors").read_bytes() == (
+            head / "model.safetensors"
+        ).read_bytes()
+        assert load_config(head).provenance["steps"] == 12
+
+
+def test_early_stopping_needs_validations() -> None:
+    with pytest.raises(ValidationError, match="expected validate_every and a validation_share"):
+        TrainSettings(early_stopping=2)
+    with pytest.raises(ValidationError, match="expected validate_every and a validation_share"):
+        TrainSettings(early_stopping=2, validate_every=10, validation_share=0)
+    assert TrainSettings(early_stopping=2, validate_every=10).early_stopping == 2
