@@ -68,8 +68,8 @@ def train_head(
         provenance = _provenance(trainer, validation, vocabulary)
         if recipe.train.early_stopping is not None and trainer.ranks.is_main:
             provenance |= trainer.best.restore(head)
-        elif validation and (better := trainer.best.clearly_better_than(validation)):
-            provenance["better_validation"] = better
+        elif trainer.best.better is not None:
+            provenance["better_validation"] = trainer.best.better
     head.config = head.config.model_copy(update={"provenance": provenance})
     del trainer
     free_memory()  # the next stage, perhaps in another process, loads a target

@@ -32,6 +32,7 @@ class BestHead:
     Attributes:
         step: the step of the best validation; 0: there was none yet.
         al: its predicted AL.
+        better: for the provenance, if the last step's head is clearly worse: step and predicted AL.
     """
 
     folder: Path
@@ -40,6 +41,7 @@ class BestHead:
     say: Callable[[str], None]
     step: int = field(default=0, init=False)
     al: float = field(default=0.0, init=False)
+    better: dict[str, Any] | None = field(default=None, init=False)
     _last: tuple[int, Validation] | None = field(default=None, init=False)
 
     def resume(self, step: int) -> None:
@@ -95,11 +97,20 @@ class BestHead:
         )
         return True
 
-    def clearly_better_than(self, validation: Validation) -> dict[str, Any] | None:
-        """Return step and predicted AL of the best validation if its AL is higher by 1 %."""
-        if self.al < 1.01 * validation.predicted_al():
-            return None
-        return {"step": self.step, "predicted_al": self.al}
+    def compare(self, last: Validation) -> None:
+        """Say so if the best validation's predicted AL is 1 % above the last step's.
+
+        With early stopping the best head is the result, so nothing is said.
+        """
+        al = last.predicted_al()
+        if self.settings.early_stopping is not None or self.al < 1.01 * al:
+            return
+        self.better = {"step": self.step, "predicted_al": self.al}
+        self.say(
+            f"validation was better at step {self.step:,} (predicted AL {self.al:.3f}, now "
+            f"{al:.3f}), so the head may overfit: that head is in {self.folder}; "
+            "train.early_stopping, more conversations or more train.weight_decay help"
+        )
 
     def restore(self, head: DraftHead) -> dict[str, Any]:
         """Replace a head's trained weights by the best head's, which are rounded to bfloat16.

@@ -81,8 +81,7 @@ class Trainer:
         ranks: Ranks | None = None,
     ) -> None:
         self.store, self.settings, self.seed = store, settings, seed
-        self.folder, self.monitor = folder, monitor
-        self.tracked_config = tracked_config or {}
+        self.folder, self.monitor, self.tracked_config = folder, monitor, tracked_config or {}
         self.objective = get_family(config.family).objective()
         self.ranks = ranks or Ranks.join(settings.device)
         self.device = self.ranks.device
@@ -143,14 +142,11 @@ class Trainer:
             self.resumed_verified = checkpoint.verified
             self.monitor.say(f"resuming training after step {self.step}")
         self.best.resume(self.step)
-        last = self.step == self.settings.steps
-        self.validated = self.ranks.broadcast(self.log.truncate(self.step, last=last))
+        self.validated = self.ranks.broadcast(self.log.truncate(self.step, self.settings.steps))
         self.ended = self.validated and self.best.stops_training(self.step)
-        if self.ended:  # its last validation is done again, as at the last step
-            self.log.truncate(self.step, last=True)
 
     def run(self) -> Validation | None:
-        """Train to the last step; return the final validation (None: no records are held out)."""
+        """Train to the end; return the final validation (None: none was done)."""
         tracked = self.log.tracked(self.settings, self.key, self.tracked_config, self.step)
         memory = out_of_memory_error(
             "training", "lower train.micro_rows or train.row_tokens, or raise train.anchor_parts"
@@ -165,10 +161,9 @@ class Trainer:
             if self.verification.finish(self.monitor):
                 self.save()
             validation = None
-            if self.held_out:
+            if self.held_out and not self.ended:
                 validation = self.best.validation_of(self.step) or self.validate()
-                if self.ranks.is_main and (line := self.log.overfitting_warning()):
-                    self.monitor.say(line)
+                self.best.compare(validation)
         return validation
 
     def _train(self) -> None:

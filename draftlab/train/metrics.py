@@ -131,11 +131,11 @@ class MetricsLog:
         for log in self.trackers:
             log(_flat(row), row["step"])
 
-    def truncate(self, step: int, *, last: bool) -> bool:
+    def truncate(self, step: int, steps: int) -> bool:
         """Drop rows behind the checkpoint that training resumes from, and a torn last line.
 
         Args:
-            last: whether `step` is the last one; its validation is then done again.
+            steps: the last step, whose validation is done again.
 
         Returns:
             Whether the step's validation is there. A signal ends training before it.
@@ -144,27 +144,13 @@ class MetricsLog:
             return False
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
         rows = [(line, json.loads(line)) for line in lines if line.endswith("\n")]
-        valid = [line for line, row in rows if row["step"] <= step - (last and "validation" in row)]
+        valid = [
+            line
+            for line, row in rows
+            if row["step"] <= step - (step == steps and "validation" in row)
+        ]
         write_text(self.path, "".join(valid), exclusive=True)
         return any(row["step"] == step and "validation" in row for _, row in rows)
-
-    def overfitting_warning(self) -> str | None:
-        """Return a warning if the last validation's predicted AL is 1 % below an earlier one's."""
-        if not self.path.exists():
-            return None
-        rows = map(json.loads, self.path.read_text(encoding="utf-8").splitlines())
-        validations = [(r["validation"]["walk_al"], r["step"]) for r in rows if "validation" in r]
-        lengths = [(length, step) for length, step in validations if length is not None]
-        if not lengths:
-            return None
-        (most, best), (last, _) = max(lengths), lengths[-1]
-        if most < 1.01 * last:
-            return None
-        return (
-            f"validation was better at step {best:,} (predicted AL {most:.3f}, now {last:.3f}), so "
-            f"the head may overfit: that head is in {self.path.parent / 'best'}; "
-            "train.early_stopping, more conversations or more train.weight_decay help"
-        )
 
 
 def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:

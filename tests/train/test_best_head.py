@@ -18,6 +18,7 @@ from draftlab.engine.counters import Counters
 from draftlab.heads.folder import load_config, load_head
 from draftlab.heads.head import DraftHead
 from draftlab.train import loop
+from draftlab.train.best_head import BestHead
 from draftlab.train.loop import Trainer
 from draftlab.train.settings import TrainSettings
 from draftlab.train.validation import Validation
@@ -81,6 +82,24 @@ def test_the_best_head_is_a_head_folder(tmp_path: Path, scripted: list[int]) -> 
     # The learning rate of step 12 differs from that of a last step; those of the first 11 do not.
     assert load_config(tmp_path / "again" / "best").provenance["steps"] == 12
     assert until_12.step == 12 < again.step == whole.step == 14
+
+
+def test_only_a_fall_by_one_percent_is_said(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    def validation(accepted: int) -> Validation:
+        return Validation([0.5], [0.5], [1.0], Counters(1, drafts=100, accepted=accepted), None, [])
+
+    best = BestHead(tmp_path, "key", TrainSettings(), lines.append)
+    head: Any = None
+    for step, accepted in ((100, 50), (200, 80), (300, 79)):
+        best.update(step, validation(accepted), lambda: head, write=False)
+    assert (best.step, best.al, best.validation_of(200)) == (200, 1.8, None)
+    best.compare(validation(79))
+    assert (lines, best.better) == ([], None)
+    best.compare(validation(70))
+    assert lines[0].startswith("validation was better at step 200 (predicted AL 1.800, now 1.700)")
+    assert best.better == {"step": 200, "predicted_al": 1.8}
 
 
 def test_training_stops_early_with_the_best_head(tmp_path: Path, scripted: list[int]) -> None:

@@ -84,7 +84,7 @@ def test_an_error_ends_the_run_with_a_code(
         def fail(*_: object, error: BaseException = error) -> None:
             raise error
 
-        monkeypatch.setattr(Trainer, "_update", fail)
+        monkeypatch.setattr(Trainer, "_accumulate", fail)
         with pytest.raises(type(error)):
             train(tmp_path / "train", wandb="project")
         assert wandb.ends[-1] == code
@@ -95,7 +95,8 @@ def test_the_config_is_the_recipe_and_its_data(tmp_path: Path, wandb: Any) -> No
     result = draftlab(workshop, "train", "small.yaml", "train.wandb=project")
     assert result.exit_code == 0, result.output
     (options,) = wandb.inits
-    recipe = load_recipe(workshop / "small.yaml", ["train.wandb=project"])
+    settings = ["train.wandb=project", "head.norm_before_residual=true"]  # as by default
+    recipe = load_recipe(workshop / "small.yaml", settings)
     expected = json.loads(recipe.model_dump_json())
     assert {name: options["config"][name] for name in expected} == expected
     assert options["config"]["target"]["path"] == "toy"
