@@ -34,13 +34,16 @@ _COPIED = ("fc.", "fc_norm.", "input_norm.", "layers.", "norm.", "mask_")
 def check_start(new: HeadConfig, trained: HeadConfig, where: Path | str) -> None:
     """Refuse a new head that cannot start from a trained one.
 
+    The trained one may have another target of the same shape and tokenizer, such as the model that
+    this target was tuned from.
+
     Args:
-        new: the new head's config; if it is only planned, its target may have no fingerprint.
+        new: the new head's config; if it is only planned, its target may have no hashes.
         trained: the trained head's.
         where: path of the trained head, for errors.
 
     Raises:
-        UserError: the two differ in shape, options or target; each difference is named.
+        UserError: the two differ in shape, options or tokenizer; each difference is named.
     """
     options = sorted((new.options().keys() | trained.options().keys()) - {"mask_token_id"})
     faults = [
@@ -55,18 +58,17 @@ def check_start(new: HeadConfig, trained: HeadConfig, where: Path | str) -> None
         faults.append(
             f"num_layers: the new head has {new.num_layers}, this one {trained.num_layers}"
         )
-    planned = new.target.fingerprint
-    if planned and not same_fingerprint(planned, trained.target.fingerprint):
+    planned = new.target.tokenizer_sha256
+    if planned and planned != trained.target.tokenizer_sha256:
         # First, since other differences mostly follow from it.
         faults.insert(
             0,
-            f"target: the new head is for {new.target.name} "
-            f"({new.target.fingerprint[:12]}), this one for {trained.target.name} "
-            f"({trained.target.fingerprint[:12]})",
+            f"tokenizer: the new head's target, {new.target.name}, has {planned[:12]}, this one's, "
+            f"{trained.target.name}, {trained.target.tokenizer_sha256[:12]}",
         )
     if faults:
         raise UserError(
-            "a head cannot start from one of another shape, family or target:\n  "
+            "a head cannot start from one of another shape, family or tokenizer:\n  "
             + "\n  ".join(faults),
             where=where,
             do="change the settings of head: and record:, or start from another head (head.init)",
@@ -104,10 +106,13 @@ def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
         rows = source.t2d.cumsum(0)[ids[in_source]] - 1
         head.lm_head.weight[in_source] = source.lm_head.weight[rows]
     added = new.num_layers - trained.num_layers
+    source_target, other = trained.target, ""
+    if not same_fingerprint(new.target.fingerprint, source_target.fingerprint):
+        other = f" of another target, {source_target.name} ({source_target.fingerprint[:12]})"
     begin = "begins" if added == 1 else "begin"
     return (
         f"starts from a trained head ({trained.family}, "
-        f"{count_text(trained.num_layers, 'layer')}), with {int(in_source.sum()):,} of "
+        f"{count_text(trained.num_layers, 'layer')}){other}, with {int(in_source.sum()):,} of "
         f"{len(ids):,} rows of lm_head in common"
         + (f"; {added} more {begin} as the identity" if added else "")
     )

@@ -26,12 +26,11 @@ from draftlab.pipeline.head_workspace import input_files
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.resolve import find_head
 from draftlab.target_model.boundaries import check_boundaries, default_boundaries
-from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.locate import local_target, resolve_device, resolve_target
 from draftlab.target_model.parts import check_llama_style
 from draftlab.target_model.settings import TargetSettings
-from draftlab.text.chat_template import stop_ids
+from draftlab.text.chat_template import stop_ids, tokenizer_sha256
 from draftlab.text.mask_token import check_mask_id, choose_mask_token
 from draftlab.text.prompts import prompt_file
 from draftlab.text.tokenizer_check import check_tokenizer
@@ -75,8 +74,7 @@ def check_before_run(recipe: Recipe, stages: Collection[str], *, plan: bool = Fa
         with _at("head.mask_token"):
             stops = stop_ids(tokenizer, folder)
             choose_mask_token(recipe.head.mask_token, tokenizer, rows, stops, None)
-    compared = recipe.head.init is not None and not plan  # with the target of that head
-    check_head(recipe, config, fingerprint(folder) if compared else "")
+    check_head(recipe, config, tokenizer_sha256(tokenizer))
     return warnings
 
 
@@ -223,18 +221,18 @@ def _check_vllm(recipe: Recipe) -> None:
         )
 
 
-def check_head(recipe: Recipe, config: Any, fingerprint: str = "") -> DraftHead:
+def check_head(recipe: Recipe, config: Any, tokenizer_hash: str = "") -> DraftHead:
     """Return the head that the recipe would train, on the meta device.
 
     Args:
         config: the target's config.
-        fingerprint: the target's, if its weights are available.
+        tokenizer_hash: the target's tokenizer_sha256, if it is available.
 
     Raises:
         UserError: such a head cannot be, cannot start from the recipe's head.init, or cannot be
             exported as the recipe says; the message names the fields.
     """
-    head = planned_head(recipe, config, planned_identity(recipe, config, fingerprint))
+    head = planned_head(recipe, config, planned_identity(recipe, config, tokenizer_hash))
     if recipe.head.init is not None:
         folder = find_head(recipe.head.init)
         check_start(head.config, load_config(folder), folder)

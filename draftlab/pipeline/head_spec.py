@@ -205,17 +205,17 @@ def rope_parameters(target: TargetSettings, config: Any) -> dict[str, Any]:
     return rope
 
 
-def planned_identity(recipe: Recipe, config: Any, fingerprint: str = "") -> StoreIdentity:
+def planned_identity(recipe: Recipe, config: Any, tokenizer_sha256: str = "") -> StoreIdentity:
     """Return the identity that a store of the target would have, from the target's config.
 
     Args:
-        fingerprint: the target's, if its weights are available.
+        tokenizer_sha256: the target's, if its tokenizer is available.
     """
     text = config.get_text_config()
     return StoreIdentity(
         recipe.target.path,
-        fingerprint,
         "",
+        tokenizer_sha256,
         "",
         choose_boundaries(recipe, text.num_hidden_layers, Monitor()),
         text.num_hidden_layers,

@@ -9,6 +9,7 @@ import torch
 
 from draftlab.heads.folder import load_head
 from draftlab.heads.head import DraftHead
+from draftlab.heads.initial import fingerprint
 from draftlab.kernels.cuda_device import free_memory, use_device
 from draftlab.pipeline.head_spec import draft_vocabulary, head_config, mask_token
 from draftlab.pipeline.recipe import Recipe
@@ -49,6 +50,7 @@ def train_head(
     data = {"records": len(store), "tokens": sum(store.lengths)}
     ranks = ranks or Ranks.join(recipe.train.device)
     with use_device(ranks.device):
+        initial = _initial_head(recipe, parts)
         trainer = Trainer(
             store,
             parts,
@@ -58,7 +60,7 @@ def train_head(
             seed=recipe.seed,
             folder=folder,
             monitor=monitor,
-            initial=_initial_head(recipe, parts),
+            initial=initial,
             tracked_config={**recipe.model_dump(mode="json"), "data": data},
             ranks=ranks,
         )
@@ -66,6 +68,11 @@ def train_head(
         head = trainer.backend.unwrap()
         trainer.backend.close()
         provenance = _provenance(trainer, validation, vocabulary)
+        if initial is not None:
+            provenance["initial_head"] = {
+                "sha256": fingerprint(initial),
+                "target": initial.config.target.model_dump(mode="json"),
+            }
         if recipe.train.early_stopping is not None and trainer.ranks.is_main:
             provenance |= trainer.best.restore(head)
         elif trainer.best.better is not None:

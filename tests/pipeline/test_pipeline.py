@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from draftlab import Monitor, Pipeline, Report, evaluate_head, export_head, find_run, load_recipe
 from draftlab.errors import UserError
@@ -238,15 +240,33 @@ def test_head_init_is_checked_before_any_work(folder: Path) -> None:
     wrong = ("name=other", "head.init=reference")
     error = error_of("head", *wrong)
     assert "hidden_size: the new head has 32, this one" in error.what
-    assert "\n  target: the new head is for" in error.what
+    assert "\n  tokenizer: the new head's target, toy, has" in error.what
     assert not Path("runs/other").exists()
     with pytest.raises(UserError) as caught:  # a plan may have only the target's config
         list(pipeline(*wrong).estimate("head"))
     assert "hidden_size: the new head has 32, this one" in caught.value.what
-    assert "target: the new head" not in caught.value.what
+    assert "tokenizer: the new head" not in caught.value.what
     right = pipeline("name=other", "head.init=runs/small/head")
     assert list(right.estimate("head"))
     right.make("head")
+
+
+def test_a_head_starts_from_one_of_an_older_target(folder: Path) -> None:
+    """The newer target has other weights, and the same shape and tokenizer."""
+    toy_target_folder(Path("newer"), layers=4, hidden=32, seed=1)
+    monitor = RecordingMonitor()
+    warm = ("name=newer", "target=newer", "head.init=runs/small/head", "train.steps=1")
+    pipeline(*warm, "train.learning_rate=1e-9", monitor=monitor).make("head")
+    old, new = (
+        json.loads(Path(f"runs/{n}/head/draftlab.json").read_text()) for n in ("small", "newer")
+    )
+    older = old["target"]["fingerprint"]
+    assert new["target"]["fingerprint"] != older
+    assert new["provenance"]["initial_head"]["target"] == old["target"]
+    line = next(line for line in monitor.lines if line.startswith("starts from"))
+    assert f"(eagle3, 1 layer) of another target, toy ({older[:12]}), with" in line
+    weights = [load_file(f"runs/{name}/head/model.safetensors") for name in ("small", "newer")]
+    assert torch.equal(weights[0]["fc.weight"], weights[1]["fc.weight"])
 
 
 def head_flag(*overrides: str) -> bool:
