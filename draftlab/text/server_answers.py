@@ -199,7 +199,7 @@ class ServerAnswers:
                 ) as answer:
                     return json.load(answer)[field]
             except urllib.error.HTTPError as error:
-                reason = f"HTTP {error.code}: {error.read(2000).decode(errors='replace')}"
+                reason = f"HTTP {error.code}: {_beginning(error)}"
                 if error.code != 429 and error.code < 500:
                     raise self._failure(path, reason, "check regenerate.server") from None
             except (KeyError, TypeError) as error:
@@ -214,3 +214,12 @@ class ServerAnswers:
 
     def _failure(self, path: str, reason: str, do: str) -> UserError:
         return UserError(f"the server gave no answer: {reason}", where=f"{self._url}{path}", do=do)
+
+
+def _beginning(answer: urllib.error.HTTPError) -> str:
+    """Return the beginning of a failure's text, or why it cannot be read."""
+    try:
+        with answer:
+            return answer.read(2000).decode(errors="replace")
+    except (OSError, HTTPException) as error:  # its connection can break off too
+        return str(error) or type(error).__name__

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -35,7 +38,8 @@ class CompletionServer(ThreadingHTTPServer):
 
     Attributes:
         failures: one for each of the next requests: an HTTP status, "drop" (the connection
-            is closed without an answer) or "break" (in the middle of an answer).
+            is closed without an answer), "break" (in the middle of an answer) or "reset" (in the
+            middle of the text of a failure).
         text_only: answers have no token ids.
         changes: fields of every choice that replace those of the answer.
         card: further fields of the served models.
@@ -112,6 +116,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(b"{")
             self.close_connection = True
+        elif status == "reset":
+            self.send_response(503)
+            self.send_header("Content-Length", "500")
+            self.end_headers()
+            self.wfile.write(b"busy")
+            # Closing then sends a reset in place of the end.
+            linger = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            self.close_connection = True
+            time.sleep(0.1)  # a reset discards what the client has not read
+            os.close(self.connection.detach())
         else:
             self._send(int(status), answer)
 
@@ -170,7 +185,7 @@ def test_answers_of_a_server_are_the_engines(workshop: Path) -> None:
     assert draftlab(workshop, "prepare", "small.yaml", "name=engine", *SAMPLED).exit_code == 0
     expected = answer_tokens(workshop, "engine")
     with serve(workshop / "toy") as server:
-        server.failures = [503, "drop", 429, "break", 500]
+        server.failures = [503, "drop", 429, "break", "reset", 500]
         output = prepare(workshop, server, "name=server")
         assert "the-target at http://127.0.0.1" in output
         assert len(server.requests) == len(expected) == 12
