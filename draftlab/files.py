@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -170,7 +171,10 @@ def check_locks(folder: Path) -> None:
     Raises:
         UserError: it does not, or the file system has no locks.
     """
-    path = folder / f".locks.{os.getpid()}.tmp"
+    # The name is this process's own: processes in containers often have equal numbers.
+    descriptor, name = tempfile.mkstemp(f".{os.getpid()}.tmp", ".locks.", folder)
+    os.close(descriptor)
+    path = Path(name)
     try:
         with locked(path), locked(path) as is_free:
             if is_free:

@@ -60,6 +60,25 @@ def test_locks_keep_others_out(tmp_path: Path) -> None:
         assert free
 
 
+def test_processes_of_equal_numbers_check_locks_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in two containers, each of which numbers its processes from 1 on."""
+    flock, calls = fcntl.flock, []
+
+    def another_in_between(descriptor: int, kind: int) -> None:
+        calls.append(kind)
+        number = len(calls)
+        flock(descriptor, kind)
+        if number == 1:
+            check_locks(tmp_path)
+
+    monkeypatch.setattr(fcntl, "flock", another_in_between)
+    check_locks(tmp_path)
+    assert len(calls) == 4
+    assert list(tmp_path.iterdir()) == []
+
+
 MOUNT = "10.0.0.1@tcp:/scratch {} lustre rw,{} 0 0\n"
 
 
