@@ -33,6 +33,7 @@ MAX_SIZES: dict[str, int] = {
     "prompts.max_prompts": 16,
     "record.shard_tokens": 4096,
     "record.batch_tokens": 2048,
+    "record.max_length": 1024,
     "train.steps": 4,
     "train.row_tokens": 1024,
     "train.batch_rows": 2,
@@ -49,6 +50,8 @@ MAX_SIZES: dict[str, int] = {
     "head.head_dim": 16,
 }
 """Largest values of settings in a rehearsal; smaller values of the recipe stay."""
+ALWAYS = {"prompts.max_prompts", "eval.max_prompts", "record.max_length"}
+"""Settings of `MAX_SIZES` that a rehearsal also limits where the recipe does not."""
 REPLACED = {
     "target.dtype": "auto",
     "target.gpus": 1,
@@ -56,7 +59,6 @@ REPLACED = {
     "regenerate.backend": "paged",
     "record.backend": "transformers",
     "eval.engine": "paged",
-    "record.max_length": 1024,
     "train.validation_share": 0.2,
     "train.wandb": None,
     "head.init": None,
@@ -106,12 +108,10 @@ def rehearsal_recipe(recipe: Recipe, runs: Path, monitor: Monitor) -> Recipe:
     make_stand_in(recipe, folder / TARGET)
     tree = recipe.model_dump(mode="json")
     changes = REPLACED | {
-        key: min(value, MAX_SIZES[key])
+        key: MAX_SIZES[key] if value is None else min(value, MAX_SIZES[key])
         for key, value in flatten(recipe).items()
-        if key in MAX_SIZES and value is not None
+        if key in MAX_SIZES and (value is not None or key in ALWAYS)
     }
-    changes |= {"prompts.max_prompts": MAX_SIZES["prompts.max_prompts"]}
-    changes |= {"eval.max_prompts": MAX_SIZES["eval.max_prompts"]}
     changes |= _prompt_changes(recipe, monitor)
     for key in ("regenerate.backend", "record.backend", "eval.engine"):
         if (program := flatten(recipe)[key]) != changes[key]:

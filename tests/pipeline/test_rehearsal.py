@@ -16,7 +16,7 @@ from draftlab.pipeline.estimate import estimate_stages, estimate_table
 from draftlab.pipeline.recipe import load_recipe
 from draftlab.target_model.locate import resolve_target, shipped_config
 from draftlab.target_model.settings import TargetSettings
-from tests.helpers.small_run import RECIPES, copy_of_finished, draftlab
+from tests.helpers.small_run import RECIPES, copy_of_finished, draftlab, write_prompts
 from tests.helpers.toys import toy_tokenizer
 
 SHIPPED = [p.stem for p in sorted(RECIPES.glob("*.yaml")) if "embedded" not in p.read_text()]
@@ -88,6 +88,20 @@ def test_a_rehearsal_keeps_the_run_it_rehearses(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "expected the folder of an earlier rehearsal" in result.output
     assert (rehearsal / "head").is_dir()
+
+
+def test_a_rehearsal_keeps_limits_below_its_own(tmp_path: Path) -> None:
+    """Conversations that the recipe cuts to a row are cut in its rehearsal too."""
+    folder = copy_of_finished(tmp_path)
+    texts = [f"def f{i}(use): " + "the user and " * 40 for i in range(8)]
+    write_prompts(folder / "prompts.jsonl", ["def f(use): the user", *texts])
+    limits = ("record.max_length=96", "prompts.max_prompts=4", "eval.max_prompts=2")
+    result = draftlab(folder, "run", "small.yaml", "--rehearse", *limits)
+    assert result.exit_code == 0, result.output
+    run = folder / "runs/rehearsals/small"
+    assert json.loads((run / "store/manifest.json").read_text())["knobs"]["max_length"] == 96
+    assert len((run / "answers.jsonl").read_text().splitlines()) == 4
+    assert "max_prompts: 2" in (run / "recipe.yaml").read_text()
 
 
 @pytest.fixture
