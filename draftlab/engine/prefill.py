@@ -46,7 +46,8 @@ def prefill(
     first_row: dict[Tokens, int] = {}  # each prompt is computed in its first row
     for row, tokens in enumerate(inputs):
         first_row.setdefault(tokens, row)
-    prompts, prompt_rows = list(first_row), list(first_row.values())
+    prompts = sorted(first_row, key=len, reverse=True)
+    prompt_rows = [first_row[tokens] for tokens in prompts]
     sources = [first_row[tokens] for tokens in inputs]
     prompt_index = index[batch.to_device(prompt_rows, torch.int64)]
     states = _run_prompts(step, prompt_index, prompts, chunk_tokens)
@@ -81,58 +82,61 @@ def _run_prompts(
 ) -> HiddenStates:
     """Run prompts through the target, and all their pairs but the last through the drafter.
 
+    A pass has the prompts that are not computed yet, so that short ones do not wait as padding for
+    the end of the longest.
+
     Args:
         index: the prompts' slots, int64 [R].
-        prompts: R prompts.
+        prompts: R prompts, the longest first.
         chunk_tokens: tokens in a forward pass of all rows, including padding.
 
     Returns:
         The states [R, …] of their last positions.
     """
     batch, drafter, cache = step.input_batch, step.drafter, step.cache
-    lengths = batch.to_device([len(prompt) for prompt in prompts], torch.int64)
-    longest = max(map(len, prompts))
+    lengths = batch.to_device([len(prompt) for prompt in prompts], torch.int64)[:, None]
     table, keys = batch.block_table[index], batch.keys[index]
-    width = max(chunk_tokens // len(prompts), 16)
-    last_states: HiddenStates | None = None
-    for start in range(0, longest, width):
-        end = min(start + width, longest)
+    longest, end = len(prompts[0]), 0
+    last_states: list[HiddenStates] = []  # of the prompts that end in each pass
+    while prompts:
+        rows = slice(len(prompts))
+        start, end = end, min(end + max(chunk_tokens // len(prompts), 16), longest)
         columns = torch.arange(start, end, device=index.device).expand(len(prompts), -1)
-        positions = columns.where(columns < lengths[:, None], -1)
+        positions = columns.where(columns < lengths[rows], -1)
         states = step.decoder.states(
             _columns(batch.to_device, prompts, start, end),
             step.boundaries,
             positions=positions,
-            cache=cache.at(table, positions, slot_mapping(table, positions, cache.block_size)),
+            cache=cache.at(
+                table[rows], positions, slot_mapping(table[rows], positions, cache.block_size)
+            ),
         )
-        last_states = _update_last(last_states, states, (lengths - 1)[:, None] - start)
         if drafter is not None and start < longest - 1:
-            pair_positions = columns.where(columns < lengths[:, None] - 1, -1)
+            pair_positions = columns.where(columns < lengths[rows] - 1, -1)
             verified = VerifiedFeatures(
                 _columns(batch.to_device, prompts, start + 1, end + 1),
                 states.features,
                 pair_positions,
                 (pair_positions >= 0).sum(1).clamp(min=1),
-                table,
-                keys,
+                table[rows],
+                keys[rows],
             )
             drafter.extend_cache(verified.first_columns(min(end, longest - 1) - start))
-    assert last_states is not None  # no prompt is empty
-    return last_states
-
-
-def _update_last(last: HiddenStates | None, chunk: HiddenStates, column: Tensor) -> HiddenStates:
-    """Replace `last` by the chunk's states in `column` [R, 1], for rows whose column is inside."""
-    width = chunk.last.shape[1]
-    inside = (column >= 0) & (column < width)
-    index = column.clamp(0, width - 1)[..., None]
-
-    def update(before: Tensor | None, states: Tensor) -> Tensor:
-        gathered = states.gather(1, index.expand(-1, 1, states.shape[-1]))[:, 0]
-        return gathered if before is None else gathered.where(inside, before)
-
+        prompts = [prompt for prompt in prompts if len(prompt) > end]
+        ended = slice(len(prompts), rows.stop)
+        column = (lengths[ended] - 1 - start)[..., None]
+        last_states.append(
+            HiddenStates(
+                *(
+                    values[ended].gather(1, column.expand(-1, 1, values.shape[-1]))[:, 0]
+                    for values in (states.features, states.last)
+                )
+            )
+        )
+    last_states.reverse()
     return HiddenStates(
-        update(last and last.features, chunk.features), update(last and last.last, chunk.last)
+        torch.cat([states.features for states in last_states]),
+        torch.cat([states.last for states in last_states]),
     )
 
 

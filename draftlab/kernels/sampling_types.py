@@ -26,7 +26,7 @@ class SamplingMetadata:
     seed: Tensor
     prompt: Tensor
 
-    def __getitem__(self, index: Tensor) -> SamplingMetadata:
+    def __getitem__(self, index: Tensor | slice) -> SamplingMetadata:
         return SamplingMetadata(*(values[index] for values in vars(self).values()))
 
 

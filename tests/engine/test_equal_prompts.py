@@ -61,3 +61,13 @@ def test_equal_prompts_are_computed_once(target: Target, head: Eagle3Head) -> No
     recording = RecordingTarget(target)
     run(Engine(recording, new_drafter(head, 3), batch=10, max_length=60), prompts)
     assert recording.num_tokens == 8 + 11
+
+
+def test_short_prompts_are_no_padding_of_a_long_one(target: Target, head: Eagle3Head) -> None:
+    """A chunk has the prompts that are not computed yet, and then has more tokens of each."""
+    prompts = [replace(request, max_new_tokens=1) for request in repeated((3, 9, 50, 5), 1)]
+    recording = RecordingTarget(target)
+    engine = Engine(recording, new_drafter(head, 3), batch=4, max_length=60, prefill_tokens=64)
+    run(engine, prompts)
+    assert recording.num_tokens == 3 + 9 + 50 + 5
+    assert recording.padding == (16 - 3) + (16 - 9) + (16 - 5)  # of the first chunk alone

@@ -22,10 +22,10 @@ CPU = torch.device("cpu")
 
 
 class RecordingTarget:
-    """A target that records the highest position and the number of tokens of its passes."""
+    """A target that records the highest position of its passes, and their tokens and padding."""
 
     def __init__(self, target: Target) -> None:
-        self.target, self.highest, self.num_tokens = target, -1, 0
+        self.target, self.highest, self.num_tokens, self.padding = target, -1, 0, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.target, name)
@@ -33,6 +33,7 @@ class RecordingTarget:
     def states(self, token_ids, boundaries=(), *, positions, cache):
         self.highest = max(self.highest, int(positions.max()))
         self.num_tokens += int((positions >= 0).sum())
+        self.padding += int((positions < 0).sum())
         assert bool((cache.slot_mapping[positions < 0] == -1).all())
         return self.target.states(token_ids, boundaries, positions=positions, cache=cache)
 
