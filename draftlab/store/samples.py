@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ from draftlab.store.store import prediction_mask
 
 Columns = dict[str, np.ndarray]
 INDEX_FILE = "index.json"
+_PART = re.compile(r"[0-9]{5,}\.safetensors")
 PART_TOKENS = 2**22
 """Tokens of a file of an index, at least, except in the last one."""
 NEVER = 2**31 - 1
@@ -173,9 +175,10 @@ def read_index(folder: Path, made_of: dict[str, Any]) -> SampleTable | None:
             return None
         parts = []
         for name, sha256 in index["files"].items():
-            if sha256_file(folder / name) != sha256:
-                return None
-            file = safe_open(folder / name, "pt")  # maps the tensors
+            path = folder / name
+            if not _PART.fullmatch(name) or path.is_symlink() or sha256_file(path) != sha256:
+                return None  # a stranger's index may name files outside of its folder
+            file = safe_open(path, "pt")  # maps the tensors
             parts.append({key: file.get_tensor(key).numpy() for key in file.keys()})  # noqa: SIM118
         return SampleTable(parts, index["samples_sha256"], index["notes"])
     except (UserError, OSError, SafetensorError, KeyError, TypeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import tempfile
 from pathlib import Path
 
@@ -57,6 +58,22 @@ def test_a_table_in_memory_and_an_index_on_disk_hold_the_samples(samples: list[S
             assert as_tuples(Selection(table, rows, 5)) == [
                 Sample(s.id, s.token_ids[:5], s.spans[:5], s.temperature) for s in samples[::-2]
             ]
+
+
+@pytest.mark.parametrize("place", ["../other/{}", "{folder}/other/{}", "{}"])
+def test_an_index_leads_nowhere_else(tmp_path: Path, place: str) -> None:
+    """A stranger's run folder may name, or link to, a file of the user."""
+    other, folder, file = tmp_path / "other", tmp_path / "i", "00000.safetensors"
+    for path in (other, folder):
+        write_index([Sample("a", (1, 2), (0, 1))], path, MADE_OF, [])
+    (folder / file).unlink()
+    if place == "{}":
+        (folder / file).symlink_to(other / file)
+    index = json.loads((folder / "index.json").read_text())
+    index["files"] = {place.format(file, folder=tmp_path): index["files"][file]}
+    (folder / "index.json").write_text(json.dumps(index))
+    assert read_index(other, MADE_OF) is not None
+    assert read_index(folder, MADE_OF) is None
 
 
 def test_a_damaged_or_interrupted_index_is_not_read(tmp_path: Path) -> None:
