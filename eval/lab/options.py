@@ -25,14 +25,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.evaluate.statistics import bootstrap_interval
 from draftlab.files import write_json, write_text
 from draftlab.heads.folder import load_head
+from draftlab.heads.head import DraftHead
 from draftlab.pipeline.pipeline import Pipeline
-from draftlab.pipeline.recipe import load_recipe
+from draftlab.pipeline.recipe import Recipe, load_recipe
 from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
 from draftlab.target_model.loading import load_target, load_tokenizer
@@ -158,28 +160,7 @@ def measure(
     started = time.perf_counter()
     pipeline.make("head")
     seconds = time.perf_counter() - started
-    head = load_head(
-        folder / "head",
-        target_tensors=target.parts.shared_tensors,
-        dtype=target.dtype,
-        device=target.device,
-    )
-    longest = target.max_length - recipe.eval.max_new_tokens
-    suite = load_suite(recipe.eval.suite, tokenizer, Monitor(), max_prompt_tokens=longest)
-    stops = stop_ids(tokenizer, target.folder)
-    requests = [
-        Request(i, ids, recipe.eval.max_new_tokens, Sampling(), stops)
-        for i, ids in suite.prompts[: options.prompts]
-    ]
-    engine = Engine(
-        target,
-        new_drafter(head, options.k, draft_probs=False),
-        batch=recipe.eval.batch,
-        max_length=target.max_length,
-        cpu_prepacked=True,
-    )
-    done = {g.id: g.counters for g in engine.generate(requests)}
-    counters = [done[request.id] for request in requests]
+    head, counters = decode(folder / "head", recipe, target, tokenizer, options.prompts, options.k)
     provenance = head.config.provenance
     weights = head.named_parameters()
     return Result(
@@ -194,6 +175,34 @@ def measure(
         np.array([[c.drafts, c.accepted] for c in counters]),
         np.sum([c.accepted_at for c in counters], 0).tolist(),
     )
+
+
+def decode(
+    folder: Path, recipe: Recipe, target: Target, tokenizer: Any, prompts: int, k: int
+) -> tuple[DraftHead, list[Counters]]:
+    """Decode a recipe's first held-out prompts with a head at T = 0; return both."""
+    head = load_head(
+        folder,
+        target_tensors=target.parts.shared_tensors,
+        dtype=target.dtype,
+        device=target.device,
+    )
+    longest = target.max_length - recipe.eval.max_new_tokens
+    suite = load_suite(recipe.eval.suite, tokenizer, Monitor(), max_prompt_tokens=longest)
+    stops = stop_ids(tokenizer, target.folder)
+    requests = [
+        Request(i, ids, recipe.eval.max_new_tokens, Sampling(), stops)
+        for i, ids in suite.prompts[:prompts]
+    ]
+    engine = Engine(
+        target,
+        new_drafter(head, k, draft_probs=False),
+        batch=recipe.eval.batch,
+        max_length=target.max_length,
+        cpu_prepacked=True,
+    )
+    done = {g.id: g.counters for g in engine.generate(requests)}
+    return head, [done[request.id] for request in requests]
 
 
 def mean_al(results: Sequence[Result], index: np.ndarray | slice = slice(None)) -> float:
