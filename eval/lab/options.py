@@ -57,6 +57,7 @@ CHAIN = {
     "four boundaries, 2 5 8 11": "record.boundaries=[2,5,8,11]",
     "lk": "train.loss=lk",
     "wsd": "train.schedule=wsd",
+    "cosine": "train.schedule=cosine",
     "adamw": "train.optimizer=adamw train.learning_rate=4e-3",
     "adamw, no norm_before_residual": "train.optimizer=adamw train.learning_rate=4e-3 "
     "head.norm_before_residual=false",
