@@ -138,13 +138,21 @@ class Receipts:
 
     def is_committed(self, shard: Shard) -> bool:
         """Return whether a shard has a receipt of this plan and the size in the receipt."""
-        path = self.receipt_path(shard)
-        if not path.is_file():
-            return False
-        receipt = read_json(path, kind="shard's receipt")
-        if receipt.get("plan") != self.key:
+        receipt = self._read_receipt(shard)
+        if receipt is None:
             return False
         return shard.model_copy(update={"bytes": receipt["bytes"]}).problem(self.folder) is None
+
+    def _read_receipt(self, shard: Shard) -> dict[str, Any] | None:
+        """Return a shard's receipt of this plan; None if there is none."""
+        path = self.receipt_path(shard)
+        try:
+            receipt: dict[str, Any] = read_json(path, kind="shard's receipt")
+        except UserError:
+            if path.exists():
+                raise
+            return None  # other processes may remove it at any time
+        return receipt if receipt.get("plan") == self.key else None
 
     def claim(self, shard: Shard, *, wait: bool) -> int | None:
         """Claim a shard that is not committed, and remove the receipt of an earlier file.
@@ -174,10 +182,22 @@ class Receipts:
         return descriptor
 
     def complete(self) -> None:
-        """Write the manifest of the complete store, with the fields of all receipts."""
+        """Write the manifest of the complete store, with the fields of all receipts.
+
+        Raises:
+            UserError: a shard has no receipt of this plan.
+        """
         shards = []
         for shard in self.plan.shards:
-            receipt = read_json(self.receipt_path(shard), kind="shard's receipt")
+            receipt = self._read_receipt(shard)
+            if receipt is None:  # a process that works on a former plan has replaced it
+                raise UserError(
+                    "expected a shard of this recording, found one that another process has "
+                    "written or removed since",
+                    where=self.folder / shard.file,
+                    do="end all other processes that record into this folder, and run the same "
+                    "command again: whole shards are kept",
+                )
             fields = {name: receipt[name] for name in _BLANK}
             shards.append(shard.committed(fields))
         self.plan.model_copy(update={"complete": True, "shards": shards}).write(self.folder)

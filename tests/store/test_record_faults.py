@@ -19,7 +19,9 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
+from draftlab.store import receipts as receipts_module
 from draftlab.store import shard_writer
+from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.receipts import Receipts
 from draftlab.store.record import RecordSettings
 from draftlab.store.recording_plan import plan_recording
@@ -200,6 +202,43 @@ def test_a_helper_leaves_no_claim_in_a_store_that_was_completed_meanwhile(
     record_store(target, tmp_path)
     assert receipts.claim(plan.shards[0], wait=False) is None
     assert file_hashes(tmp_path) == expected_hashes
+
+
+def test_a_receipt_that_the_leader_removes_is_no_error(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A helper may look for a receipt while the leader completes the store."""
+    settings = RecordSettings(dtype="float32", shard_tokens=100, batch_tokens=96)
+    identity = identity_of(target)
+    plan, _ = plan_recording(target, make_samples(), settings, identity, monitor=Monitor())
+    receipts = Receipts(tmp_path, plan)
+    receipts.commit(plan.shards[0], {"bytes": 1})
+    read_json = receipts_module.read_json
+
+    def removed(path: Path, **options: str) -> object:
+        path.unlink()
+        return read_json(path, **options)
+
+    monkeypatch.setattr(receipts_module, "read_json", removed)
+    assert not receipts.is_committed(plan.shards[0])
+
+
+def test_shards_of_a_former_plan_complete_no_store(target: Target, tmp_path: Path) -> None:
+    """A helper of a recording that was removed may still write into the folder."""
+    settings = RecordSettings(dtype="float32", shard_tokens=100, batch_tokens=96)
+    identity = identity_of(target)
+    plan, _ = plan_recording(target, make_samples(), settings, identity, monitor=Monitor())
+    fields = {"bytes": 1, "sha256": "0" * 64}
+    receipts = Receipts(tmp_path, plan)
+    receipts.publish()
+    for shard in plan.shards:
+        receipts.commit(shard, fields)
+    former = plan.model_copy(update={"samples_sha256": "1" * 64})
+    Receipts(tmp_path, former).commit(plan.shards[1], fields)
+    with pytest.raises(UserError, match="another process has written") as caught:
+        receipts.complete()
+    assert caught.value.where.endswith(plan.shards[1].file)
+    assert not Manifest.read(tmp_path / MANIFEST).complete
 
 
 def test_killed_helpers_and_leaders_are_replaced(
