@@ -29,6 +29,10 @@ from draftlab.text.settings import RegenerateSettings
 
 API_KEY = "OPENAI_API_KEY"
 """Environment variable with the key that is sent to the server, if it is set."""
+REPEATED = {408, 409, 429}
+"""HTTP statuses below 500 of requests that may succeed later."""
+LINE_EVERY_S = 60.0
+"""Seconds between two lines about requests that are repeated."""
 FIRST_WAIT_S = 1.0
 """Seconds before the second attempt; each further wait is twice as long, at most a minute."""
 
@@ -54,7 +58,7 @@ class ServerAnswers:
         self.settings, self.tokenizer, self.monitor = settings.server, tokenizer, monitor
         self.concurrency = settings.batch
         self._url = (self.settings.url or "").rstrip("/").removesuffix("/v1")
-        self._says_text = False
+        self._says_text, self._next_line = False, 0.0
         card = self._served_model()
         self.model: str = card["id"]
         self.max_length: int | None = card.get("max_model_len")  # of vLLM and SGLang
@@ -114,19 +118,18 @@ class ServerAnswers:
             "skip_special_tokens": False,
             "return_token_ids": True,
         }
-        choices = self._post("/v1/completions", body, "choices", stopped)
+        place = f"/v1/completions, prompt {request.id!r}"
+        choices = self._post("/v1/completions", body, "choices", stopped, place)
         if len(choices) != 1 or not choices[0].keys() & {"token_ids", "text"}:
             raise self._failure(
-                "/v1/completions",
+                place,
                 f"expected one choice with token_ids or text, found {json.dumps(choices)[:200]}",
                 "use a server with OpenAI's completions interface",
             )
         choice = choices[0]
         finish = choice.get("finish_reason")
         if finish not in ("stop", "length"):
-            raise self._failure(
-                "/v1/completions", f"the answer ended by {finish!r}", "see the server's log"
-            )
+            raise self._failure(place, f"the answer ended by {finish!r}", "see the server's log")
         tokens = choice.get("token_ids")
         if tokens is None:
             tokens = self._tokens_of_text(choice)
@@ -161,7 +164,7 @@ class ServerAnswers:
         if token in request.stop_ids:
             return token
         raise self._failure(
-            "/v1/completions",
+            f"/v1/completions, prompt {request.id!r}",
             f"the answer ended at {token!r}, which is no stop token",
             "start the server without stop texts of its own",
         )
@@ -180,11 +183,16 @@ class ServerAnswers:
             )
         return cards[name]
 
-    def _post(self, path: str, body: dict[str, Any] | None, field: str, stopped: Event) -> Any:
+    def _post(
+        self, path: str, body: dict[str, Any] | None, field: str, stopped: Event, place: str = ""
+    ) -> Any:
         """Send a request (GET without a body) and return a field of its JSON answer.
 
-        Refused and broken connections, time-outs, errors of the server (5xx) and "too many
-        requests" (429) are repeated, until `stopped` is set.
+        Refused and broken connections, time-outs, errors of the server (5xx) and `REPEATED` ones
+        are repeated, until `stopped` is set.
+
+        Args:
+            place: where an error is; by default the path.
         """
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY):
@@ -200,20 +208,29 @@ class ServerAnswers:
                     return json.load(answer)[field]
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}: {_beginning(error)}"
-                if error.code != 429 and error.code < 500:
-                    raise self._failure(path, reason, "check regenerate.server") from None
+                if error.code not in REPEATED and error.code < 500:
+                    do = "check regenerate.server" + (", or remove this prompt" if place else "")
+                    raise self._failure(place or path, reason, do) from None
             except (KeyError, TypeError) as error:
                 reason = f"an answer without {field}: {error}"
             except (OSError, HTTPException, ValueError) as error:  # refused, broken off, not JSON
                 reason = str(getattr(error, "reason", error) or type(error).__name__)
+            if attempt < attempts:
+                self._say_repeated(f"{reason} (attempt {attempt} of {attempts})")
             if attempt == attempts or stopped.wait(wait):
                 break
             wait = min(2 * wait, 60.0)
         do = "start the server, and repeat the command: finished answers are kept"
-        raise self._failure(path, f"{reason} ({attempt} attempts)", do)
+        raise self._failure(place or path, f"{reason} ({attempt} attempts)", do)
 
-    def _failure(self, path: str, reason: str, do: str) -> UserError:
-        return UserError(f"the server gave no answer: {reason}", where=f"{self._url}{path}", do=do)
+    def _say_repeated(self, reason: str) -> None:
+        """Say that a request is repeated, once in `LINE_EVERY_S` for all of them."""
+        if (now := time.monotonic()) >= self._next_line:
+            self._next_line = now + LINE_EVERY_S
+            self.monitor.say(f"answers: requests are repeated: {reason}")
+
+    def _failure(self, place: str, reason: str, do: str) -> UserError:
+        return UserError(f"the server gave no answer: {reason}", where=f"{self._url}{place}", do=do)
 
 
 def _beginning(answer: urllib.error.HTTPError) -> str:

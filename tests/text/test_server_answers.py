@@ -185,9 +185,10 @@ def test_answers_of_a_server_are_the_engines(workshop: Path) -> None:
     assert draftlab(workshop, "prepare", "small.yaml", "name=engine", *SAMPLED).exit_code == 0
     expected = answer_tokens(workshop, "engine")
     with serve(workshop / "toy") as server:
-        server.failures = [503, "drop", 429, "break", "reset", 500]
+        server.failures = [503, "drop", 429, "break", "reset", 408, 500]
         output = prepare(workshop, server, "name=server")
         assert "the-target at http://127.0.0.1" in output
+        assert output.count("requests are repeated: ") == 1, "not a line for each of them"
         assert len(server.requests) == len(expected) == 12
         assert 1 < server.most_at_once <= 3
         assert answer_tokens(workshop, "server") == expected
@@ -222,7 +223,10 @@ def test_a_failing_server_ends_the_run_and_another_goes_on(workshop: Path) -> No
 def test_refusals(workshop: Path) -> None:
     with serve(workshop / "toy") as server:
         server.failures = [400]
-        assert "HTTP 400" in prepare(workshop, server, "regenerate.server.attempts=5", code=2)
+        output = prepare(workshop, server, "regenerate.server.attempts=5", code=2)
+        assert "HTTP 400" in output
+        assert "/v1/completions, prompt 'p" in output
+        assert "repeated" not in output
         server.models = ["one", "two"]
         output = prepare(workshop, server, code=2)
         assert "expected the server to serve one model, found one, two" in output
