@@ -29,8 +29,8 @@ from draftlab.train.distributed.ranks import idle_note
 
 TIME_FACTORS = (2, 4)
 """A stage takes this many times the least time."""
-CHECKPOINTS = 2
-"""Checkpoints that training keeps (`train/checkpoint.py`)."""
+CHECKPOINTS = 3
+"""Checkpoints on the disk while training writes one and still keeps two (`train/checkpoint.py`)."""
 USABLE_MEMORY = 0.9
 """Share of a GPU's memory."""
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Llama4Config, LlamaConfig
 
+from draftlab.files import write_json
 from draftlab.pipeline import pipeline
 from draftlab.pipeline.estimate import CHECKPOINTS, estimate_stages, estimate_table
 from draftlab.pipeline.hardware import GPUS
@@ -20,6 +22,7 @@ from draftlab.store.manifest import StoreIdentity
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.prompts import EMBEDDED_PROMPTS
+from draftlab.train import checkpoint
 from tests.helpers.small_run import RECIPES, draftlab, write_prompts
 from tests.helpers.zoo import zoo_config, zoo_folder
 
@@ -151,6 +154,23 @@ def test_conversations_are_measured_or_assumed(llama_8b: Path, tmp_path: Path) -
     assert (cut.prompt, cut.answer) == (256, 44)
     with_answers = Conversations.of(recipe(llama_8b, regenerate={"enabled": False}), 4096)
     assert with_answers.answer == 0
+
+
+def test_the_disk_holds_the_checkpoints_that_there_are_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+
+    def counted(path: Path, value: object) -> None:
+        write_json(path, value)
+        counts.append(len(list(tmp_path.rglob(checkpoint.MOMENTS))))
+
+    monkeypatch.setattr(checkpoint, "write_json", counted)
+    tensors = {"weight": torch.zeros(1)}
+    for step in range(1, 6):
+        written = checkpoint.Checkpoint(step, 0, "key", tensors, tensors, True)
+        checkpoint.save_checkpoint(tmp_path, written)
+    assert max(counts) == CHECKPOINTS
 
 
 def test_the_table(llama_8b: Path, tmp_path: Path) -> None:
