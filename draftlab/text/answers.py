@@ -169,6 +169,7 @@ def _start_drafts(
     """Return a draft per answerable prompt and sample; report and count the dropped prompts."""
     drafts: list[Draft] = []
     dropped, omitted = Reasons(), Reasons()
+    greedy, repeated = -1, 0  # the last prompt with a greedy answer; how many repeat such an answer
     for (i, conversation), sample in product(enumerate(prompts), range(settings.samples)):
         temperature = settings.temperatures[(i + sample) % len(settings.temperatures)]
         prompt = replace(conversation, id=answer_id(conversation.id, sample))
@@ -182,12 +183,20 @@ def _start_drafts(
             dropped.add(no_room(max_length), prompt.id)
             continue
         drafts.append(draft)
+        if not temperature:
+            repeated += greedy == i
+            greedy = i
         for role in omitted_roles(encoded.text, draft.rounds[0]):
             omitted.add(f"the chat template leaves out the {role} message", prompt.id)
     for line in dropped.lines("answers: dropped {} prompts"):
         monitor.say(line)
     for line in omitted.lines("warning: answers: {} prompts"):
         monitor.say(line)
+    if repeated:
+        monitor.say(
+            f"warning: answers: {repeated:,} of {len(drafts):,} will repeat another greedy answer "
+            "to their prompt: lower regenerate.samples, or add regenerate.temperatures above 0"
+        )
     if not drafts:
         reasons = "; ".join(dropped.counts)
         raise UserError(

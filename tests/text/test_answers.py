@@ -114,10 +114,16 @@ def test_prompts_without_room_are_dropped_and_counted(tmp_path: Path):
 
 def test_several_answers_to_a_prompt_have_their_own_ids_and_temperatures(tmp_path: Path):
     settings = SETTINGS.model_copy(update={"samples": 3, "temperatures": (0.0, 0.8)})
-    conversations = generate(tmp_path / "a.jsonl", settings=settings, prompts=prompts(2))
+    arguments = {"prompts": prompts(2), "monitor": (monitor := RecordingMonitor())}
+    conversations = generate(tmp_path / "a.jsonl", settings=settings, **arguments)
+    assert "warning: answers: 1 of 6 will repeat another greedy answer" in monitor.text
     assert [(c.id, c.temperature) for c in conversations] == [
         ("p0", 0.0), ("p0~1", 0.8), ("p0~2", 0.0), ("p1", 0.8), ("p1~1", 0.0), ("p1~2", 0.8)
     ]  # fmt: skip
+    arguments["monitor"] = monitor = RecordingMonitor()
+    two = settings.model_copy(update={"samples": 2})
+    generate(tmp_path / "two.jsonl", settings=two, **arguments)
+    assert "repeat" not in monitor.text
     ambiguous = [Conversation(id_, [user("write")], "test") for id_ in ("p", "p~1")]
     decoder = FakeDecoder()
     with pytest.raises(UserError, match=r"no other prompt has, found 'p~1' twice"):
