@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
+from draftlab.kernels.cuda_device import free_memory
 from draftlab.pipeline.gpu_workers import recording_workers, worker_devices
 from draftlab.pipeline.head_spec import choose_boundaries
 from draftlab.pipeline.recipe import Recipe
@@ -80,7 +81,18 @@ class Recording:
 
     @property
     def _recorded_target(self) -> Target | TargetMetadata:
-        return self.target_metadata if self.recipe.record.backend == "vllm" else self.target
+        if self.recipe.record.backend != "vllm":
+            return self.target
+        self._free("target")  # vLLM needs the memory
+        return self.target_metadata
+
+    def _free(self, *names: str) -> None:
+        """Free what earlier stages have loaded; a later one that needs it loads it again."""
+        loaded = [name for name in names if name in self.__dict__]
+        for name in loaded:
+            delattr(self, name)
+        if loaded:
+            free_memory()
 
     def answer(self, path: Path, gpus: int) -> None:
         """Write the target's answers to the prompts, on several GPUs with a process on each."""
@@ -179,11 +191,14 @@ class Recording:
     def open_store(self, ranks: Ranks | None) -> Store:
         """Return the recorded store; with record.online, one that computes states when read.
 
+        Unless the store computes states, the target is freed: training gets the whole memory.
+
         Raises:
             UserError: record.online with several ranks and a target on a named device or on
                 several GPUs.
         """
         if not self.recipe.record.online:
+            self._free("target", "target_metadata", "prompts")
             return Store.open(self.run / STAGES["store"].artefact)
         settings = self.recipe.target
         if ranks and (settings.gpus > 1 or settings.device not in ("auto", "cuda", "cpu")):

@@ -14,10 +14,13 @@ from safetensors.torch import load_file
 
 from draftlab import Monitor, Pipeline, Report, evaluate_head, export_head, find_run, load_recipe
 from draftlab.errors import UserError
-from draftlab.pipeline import training
+from draftlab.pipeline import check_recipe, recording, training
+from draftlab.pipeline import pipeline as pipeline_
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.run_folder import lock
 from draftlab.store.store import Store
+from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
 from draftlab.train.distributed.backends import TrainBackend
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import (
@@ -131,6 +134,33 @@ def test_training_frees_its_memory(folder: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(training, "free_memory", free_and_record)
     pipeline("name=again").make("head")
+    assert alive == [None]
+
+
+@pytest.mark.parametrize("stage", ["store", "head"])
+def test_the_target_is_freed_where_others_need_the_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """Training, and vLLM that records, come after a stage that has loaded the target."""
+    monkeypatch.setattr(check_recipe, "find_python", lambda _: Path())
+    settings = ["record.backend=vllm"] if stage == "store" else []
+    run = pipeline("name=freed", *settings)
+    models, alive, load_target = [], [], recording.load_target
+
+    def load(settings: TargetSettings) -> Target:
+        target = load_target(settings)
+        models.append(weakref.ref(target.model))
+        return target
+
+    def stop(*_: object, **__: object) -> None:
+        alive.extend(model() for model in models)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recording, "load_target", load)
+    module, function = (recording, "record") if stage == "store" else (pipeline_, "train_head")
+    monkeypatch.setattr(module, function, stop)
+    with pytest.raises(KeyboardInterrupt):
+        run.make(stage)
     assert alive == [None]
 
 
