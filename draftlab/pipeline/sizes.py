@@ -118,7 +118,7 @@ class Conversations:
         count: number of conversations.
         prompt: tokens of a prompt, on average.
         long_prompt: 99th percentile of the tokens of a prompt.
-        answer: most tokens of an answer.
+        answer: most tokens of a conversation's answers together, on average.
         assumed: whether the prompts' length is assumed, since there is no file of prompts.
     """
 
@@ -148,9 +148,9 @@ class Conversations:
         if not sizes and settings.max_prompts is None:
             return None
         count = len(sizes) or settings.max_prompts or 0
-        tokens = np.array(sizes or [PROMPT_TOKENS])
+        tokens, turns = np.array(sizes or [(PROMPT_TOKENS, 1)]).T
         prompt, longest = tokens.mean(), np.quantile(tokens, 0.99)
-        answer = regenerate.max_new_tokens if regenerate.enabled else 0
+        answer = float(turns.mean()) * regenerate.max_new_tokens if regenerate.enabled else 0
         samples = regenerate.samples if regenerate.enabled else 1
         prompt, longest = (min(float(tokens), max_length) for tokens in (prompt, longest))
         answer = min(answer, max_length - prompt)
@@ -160,20 +160,24 @@ class Conversations:
     def longest(recipe: Recipe) -> float:
         """Return the most tokens of a recorded conversation, by the file of prompts; 0: no file."""
         regenerate, limit = recipe.regenerate, recipe.record.max_length
-        prompt = max(_prompt_sizes(recipe), default=0)
         answer = regenerate.max_new_tokens if regenerate.enabled else 0
-        length = prompt + answer if prompt else 0
+        lengths = (prompt + turns * answer for prompt, turns in _prompt_sizes(recipe))
+        length = max(lengths, default=0)
         return min(length, limit or length)
 
 
-def _prompt_sizes(recipe: Recipe) -> list[float]:
-    """Return about how many tokens each prompt has, from its bytes; nothing without a file."""
+def _prompt_sizes(recipe: Recipe) -> list[tuple[float, int]]:
+    """Return about how many tokens and user turns each prompt has; nothing without a file."""
     try:
         path = prompt_file(recipe.prompts.source)
     except UserError:
         return []
     with open(path, "rb") as file:
-        return [len(line) / BYTES_PER_TOKEN for line in islice(file, recipe.prompts.max_prompts)]
+        return [
+            # In a text the quotes would be escaped.
+            (len(line) / BYTES_PER_TOKEN, max(1, line.count(b'"user"')))
+            for line in islice(file, recipe.prompts.max_prompts)
+        ]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,24 @@ def test_conversations_are_measured_or_assumed(llama_8b: Path, tmp_path: Path) -
     assert (cut.prompt, cut.answer) == (256, 44)
     with_answers = Conversations.of(recipe(llama_8b, regenerate={"enabled": False}), 4096)
     assert with_answers.answer == 0
+
+
+def test_every_turn_of_a_conversation_has_an_answer(llama_8b: Path, tmp_path: Path) -> None:
+    """Plans are an upper bound, so that a run of several turns fits the planned disk."""
+    turn = [{"role": "user", "content": 'the "user" asks'}, {"role": "assistant", "content": "?"}]
+    lines = [json.dumps({"id": str(n), "messages": turn * n}) + "\n" for n in (1, 2, 6)]
+    (tmp_path / "p.jsonl").write_text("".join(lines))
+    settings = recipe(
+        llama_8b,
+        prompts={"source": str(tmp_path / "p.jsonl")},
+        regenerate={"max_new_tokens": 200},
+        train={"row_tokens": 1024},
+    )
+    assert Conversations.of(settings, 131_072).answer == 3 * 200
+    assert Conversations.longest(settings) == pytest.approx(6 * 200 + len(lines[-1]) / 4)
+    assert "at most 1,800 tokens to generate" in estimate_stages(settings)[1].note
+    table = "\n".join(estimate_table(settings, tmp_path, STAGES))
+    assert re.search("longest conversation may have about 1,[34]", table)
 
 
 def test_the_disk_holds_the_checkpoints_that_there_are_at_a_time(
