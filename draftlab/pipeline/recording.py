@@ -58,7 +58,11 @@ class Recording:
     @cached_property
     def prompts(self) -> list[Conversation]:
         """Return the conversations that the target answers."""
-        return load_prompts(self.recipe.prompts, self.monitor)
+        return load_prompts(
+            self.recipe.prompts,
+            self.monitor,
+            reads_answers=not self.recipe.regenerate.enabled,
+        )
 
     @cached_property
     def tokenizer(self) -> Any:

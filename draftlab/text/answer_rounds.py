@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import takewhile
 from threading import Event
 from typing import Any
 
@@ -49,20 +48,6 @@ class Draft:
             tuple(self.answers),
             tools=self.prompt.tools,
         )
-
-
-def split_rounds(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the turns before each answer, without given answers.
-
-    A tool's result answers a call that the target may not make, so the rounds end before it.
-    """
-    rounds: list[list[dict[str, Any]]] = [[]]
-    for message in takewhile(lambda m: m["role"] != "tool", messages):
-        if message["role"] != "assistant":
-            rounds[-1].append(message)
-        elif rounds[-1]:
-            rounds.append([])
-    return rounds if rounds[-1] else rounds[:-1]
 
 
 def no_room(max_length: int) -> str:

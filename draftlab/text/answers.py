@@ -24,7 +24,7 @@ from draftlab.progress import Monitor
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.text.answer_file import AnswerCounts, AnswerFile
-from draftlab.text.answer_rounds import AnswerGenerator, Draft, no_room, split_rounds
+from draftlab.text.answer_rounds import AnswerGenerator, Draft, no_room
 from draftlab.text.answer_workers import Decode, engine_decode, map_in_order
 from draftlab.text.chat_template import (
     RenderError,
@@ -34,7 +34,12 @@ from draftlab.text.chat_template import (
     template_sha256,
     tokenizer_sha256,
 )
-from draftlab.text.conversations import Conversation, answer_id, write_conversations
+from draftlab.text.conversations import (
+    Conversation,
+    answer_id,
+    split_rounds,
+    write_conversations,
+)
 from draftlab.text.prompts import select_answered
 from draftlab.text.reasons import Reasons
 from draftlab.text.server_answers import ServerAnswers

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, canonical_json
+from draftlab.files import atomic_path
 from draftlab.text.conversation_schema import ConversationLine
 
 LINE_HELP = (
@@ -63,12 +63,6 @@ class Conversation:
         """Return whether there is an assistant turn."""
         return any(message["role"] == "assistant" for message in self.messages)
 
-    @property
-    def digest(self) -> bytes:
-        """Return a hash of messages and tools; duplicates have equal digests."""
-        text = canonical_json([self.messages, self.tools])
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
     def to_json(self) -> str:
         """Return one line of JSON, without the newline."""
         fields = {
@@ -80,6 +74,20 @@ class Conversation:
             **({"tools": list(self.tools)} if self.tools else {}),
         }
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+
+
+def split_rounds(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the turns before each answer, without given answers.
+
+    A tool's result answers a call that the target may not make, so the rounds end before it.
+    """
+    rounds: list[list[dict[str, Any]]] = [[]]
+    for message in takewhile(lambda m: m["role"] != "tool", messages):
+        if message["role"] != "assistant":
+            rounds[-1].append(message)
+        elif rounds[-1]:
+            rounds.append([])
+    return rounds if rounds[-1] else rounds[:-1]
 
 
 def answer_id(prompt_id: str, sample: int) -> str:

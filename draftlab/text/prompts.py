@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from importlib import resources
@@ -9,12 +10,14 @@ from itertools import islice
 from pathlib import Path
 
 from draftlab.errors import UserError
+from draftlab.files import canonical_json
 from draftlab.progress import Monitor
 from draftlab.text.conversations import (
     LINE_HELP,
     Conversation,
     check_not_empty,
     iterate_conversations,
+    split_rounds,
 )
 from draftlab.text.settings import PromptSettings
 
@@ -41,15 +44,24 @@ def prompt_file(source: str) -> Path:
     return path
 
 
-def load_prompts(settings: PromptSettings, monitor: Monitor) -> list[Conversation]:
+def load_prompts(
+    settings: PromptSettings, monitor: Monitor, *, reads_answers: bool = True
+) -> list[Conversation]:
     """Return `select_prompts` and report how many there are."""
-    prompts = select_prompts(settings, monitor)
+    prompts = select_prompts(settings, monitor, reads_answers=reads_answers)
     monitor.say(f"prompts: {len(prompts):,} conversations from {settings.source}")
     return prompts
 
 
-def select_prompts(settings: PromptSettings, monitor: Monitor) -> list[Conversation]:
+def select_prompts(
+    settings: PromptSettings, monitor: Monitor, *, reads_answers: bool = True
+) -> list[Conversation]:
     """Return the prompts that a target can answer; report how many were dropped, and why.
+
+    Args:
+        reads_answers: whether the given answers are used. Otherwise conversations that differ in
+            them alone repeat each other: the target would answer one and the same prompt twice,
+            in training and perhaps in validation.
 
     Raises:
         UserError: the source is missing, not valid or empty, or every conversation was dropped.
@@ -62,7 +74,7 @@ def select_prompts(settings: PromptSettings, monitor: Monitor) -> list[Conversat
     def usable() -> Iterator[Conversation]:
         for conversation in iterate_conversations(path):
             roles = [m["role"] for m in conversation.messages if m["role"] != "system"]
-            digest = conversation.digest if settings.deduplicate else b""
+            digest = _digest(conversation, reads_answers) if settings.deduplicate else b""
             if conversation.media:
                 media = " and ".join(conversation.media)
                 dropped[f"have {media} parts: draftlab reads text only"] += 1
@@ -88,6 +100,14 @@ def select_prompts(settings: PromptSettings, monitor: Monitor) -> list[Conversat
             "expected text conversations with a user turn, found none", where=path, do=LINE_HELP
         )
     return check_not_empty(prompts, path)
+
+
+def _digest(conversation: Conversation, reads_answers: bool) -> bytes:
+    """Return a hash of what decides a conversation's answers; duplicates have equal ones."""
+    messages = conversation.messages
+    asked = messages if reads_answers else split_rounds(messages)
+    text = canonical_json([asked, conversation.tools])
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
 def select_answered(conversations: list[Conversation], monitor: Monitor) -> list[Conversation]:

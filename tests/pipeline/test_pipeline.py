@@ -184,6 +184,14 @@ def test_a_deleted_store_that_nothing_needs_is_not_recorded_again(folder: Path) 
     assert not Path("runs/small/store").exists()
 
 
+def test_a_prompt_with_two_given_answers_is_answered_once(folder: Path) -> None:
+    chats = ["def f(use):", "one"], ["def f(use):", "two"], ["def g(use):", "one"]
+    source = write_conversations(folder / "twice.jsonl", *chats)
+    for name, settings, count in (("own", (), 2), ("given", (NO_REGENERATION,), 3)):
+        pipeline(f"name={name}", source, *settings).make("answers")
+        assert len(Path(f"runs/{name}/answers.jsonl").read_text().splitlines()) == count
+
+
 def test_conversations_without_an_answer_are_counted(folder: Path) -> None:
     some = write_conversations(
         Path("some.jsonl"), ["hi", "the user use"], ["hi"], ["a", "the on"], ["in"]

@@ -224,3 +224,20 @@ def test_deduplication_and_the_limit_per_source(tmp_path: Path, changes, selecte
     assert monitor.text.count("dropped") == len(dropped)
     for count, reason in dropped:
         assert f"dropped {count} conversations {reason}" in monitor.text
+
+
+def test_conversations_that_differ_in_given_answers_ask_the_same(tmp_path: Path):
+    """Their answers would be equal, and validation would hold out a prompt that is trained on."""
+    chats = [
+        [user("one")],
+        [user("one"), assistant("1")],
+        [user("one"), assistant("2")],
+        [user("one"), assistant("1"), user("two")],
+        [user("one"), assistant("2"), user("two"), assistant("3")],
+        [user("one"), user("two")],
+    ]
+    path = write(tmp_path / "p.jsonl", *({"messages": messages} for messages in chats))
+    settings = PromptSettings(source=str(path))
+    asked = load_prompts(settings, Monitor(), reads_answers=False)
+    assert [c.id for c in asked] == ["p:1", "p:4", "p:6"]
+    assert len(load_prompts(settings, Monitor(), reads_answers=True)) == len(chats)
