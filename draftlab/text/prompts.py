@@ -105,8 +105,8 @@ def select_prompts(
 def _digest(conversation: Conversation, reads_answers: bool) -> bytes:
     """Return a hash of what decides a conversation's answers; duplicates have equal ones."""
     messages = conversation.messages
-    asked = messages if reads_answers else split_rounds(messages)
-    text = canonical_json([asked, conversation.tools])
+    turns = messages if reads_answers else split_rounds(messages)
+    text = canonical_json([turns, conversation.tools])
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
