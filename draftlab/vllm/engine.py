@@ -17,6 +17,7 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
 from draftlab.files import read_json
+from draftlab.heads.family import families
 from draftlab.progress import Monitor
 from draftlab.target_model.settings import VllmSettings
 from draftlab.vllm.process import VllmProcess
@@ -112,10 +113,14 @@ class VllmEngine:
 def drafting_method(config: dict[str, Any]) -> str:
     """Return vLLM's drafting method, which a head's config.json does not contain (servers §1.0).
 
-    Heads of EAGLE's first generation have a causal LM's architecture; all others here are EAGLE3's.
+    Heads of EAGLE's first generation have a causal LM's architecture; those of an architecture that
+    no family names are EAGLE3's.
     """
-    names = config.get("architectures") or [""]
-    return "eagle" if names[0] in ("LlamaForCausalLM", "Llama4ForCausalLM") else "eagle3"
+    name = (config.get("architectures") or [""])[0]
+    if name in ("LlamaForCausalLM", "Llama4ForCausalLM"):
+        return "eagle"
+    methods = [f.vllm_method for f in families() if f.vllm_method and name in f.architectures]
+    return methods[0] if methods else "eagle3"
 
 
 def _drafting_options(head: Path | None) -> dict[str, Any]:
@@ -124,10 +129,10 @@ def _drafting_options(head: Path | None) -> dict[str, Any]:
     if not file or not file.is_file():
         return {}  # the client reports the missing file
     config = read_json(file, kind="head's config.json")
-    return {
-        "method": drafting_method(config),
-        "parallel_drafting": config.get("mask_token_id") is not None,
-    }
+    method = drafting_method(config)
+    # Block heads have a mask token too, and vLLM drafts with them in parallel by their method.
+    is_parallel = method == "eagle3" and config.get("mask_token_id") is not None
+    return {"method": method, "parallel_drafting": is_parallel}
 
 
 def generate(

@@ -30,6 +30,7 @@ from draftlab.evaluate.statistics import acceptance_interval
 from draftlab.files import write_text
 from draftlab.pipeline.pipeline import Pipeline
 from draftlab.pipeline.recipe import Recipe, load_recipe
+from draftlab.pipeline.resolve import find_head
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.settings import TargetSettings
@@ -102,6 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/warm_start"), help="folder")
     parser.add_argument("--tuning-steps", type=int, default=300, help="of the newer target")
+    parser.add_argument(
+        "--older", default=None, help="a head of the older target; without it the recipe trains one"
+    )
     parser.add_argument("--prompts", type=int, default=128, help="first held-out prompts")
     parser.add_argument("--write", type=Path, help="Markdown page for the results")
     parser.add_argument("settings", nargs="*", help="changed in every run: train.steps=100 …")
@@ -123,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         pipeline.make("head")
         return recipe, runs / name / "head", time.perf_counter() - started
 
-    _, older_head, _ = train("older")
+    older_head = find_head(options.older) if options.older else train("older")[1]
+    begin = f"warm-{Path(options.older).name}" if options.older else "warm"
     recipe, scratch, seconds = train("scratch", f"target={newer}")
     target, tokenizer = load_target(recipe.target), load_tokenizer(recipe.target)
     rows = [
@@ -133,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for share in SHARES:
         steps = max(1, round(share * recipe.train.steps))
         settings = (f"target={newer}", f"head.init={older_head}", f"train.steps={steps}")
-        _, head, seconds = train(f"warm-{share:.0%}".rstrip("%"), *settings)
+        _, head, seconds = train(f"{begin}-{share:.0%}".rstrip("%"), *settings)
         rows.append(("from the older target's head", f"{share:.0%}", f"{seconds:.0f}", head))
     lines = [
         "| head | steps | seconds | AL [95 %] | drafts | accepted |",

@@ -114,6 +114,8 @@ def test_options_and_sampling_reach_vllm(
         ),
         ({"mask_token_id": None}, "eagle3", None),
         ({"mask_token_id": 7}, "eagle3", True),
+        ({"architectures": ["DFlashDraftModel"], "mask_token_id": 7}, "dflash", None),
+        ({"architectures": ["Qwen3DSparkModel"], "mask_token_id": 7}, "dspark", None),
     ],
 )
 def test_a_heads_config_decides_the_drafting_method(
