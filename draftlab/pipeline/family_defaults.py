@@ -57,6 +57,6 @@ def _norm_before_residual(recipe: Recipe, folder: Path) -> tuple[bool, str]:
         if isinstance(layout, Layout) and not layout.reads_norm_before_residual:
             return False, (
                 f"which {program} needs (export.formats); true, the default without {program}, "
-                "raised AL from 1.56 to 1.74 in the quickstart"
+                "raised AL from 1.54 to 1.71 in a small training (docs/benchmarks.md)"
             )
     return True, "which raises AL and which SGLang cannot serve"
