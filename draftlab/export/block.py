@@ -81,8 +81,9 @@ class BlockSpeculators(Layout):
             if name in native
         }  # fmt: skip
         for name in ("architectures", "dflash_config", "target_layer_ids", "num_target_layers",
-                     "torch_dtype", "dtype", "is_causal", "draft_vocab_size"):  # fmt: skip
+                     "torch_dtype", "dtype", "draft_vocab_size"):  # fmt: skip
             native.pop(name, None)
+        # is_causal stays: vLLM runs DSpark's sliding layers causally without it.
         # transformers 5 reads rope_scaling as another name of rope_parameters.
         del native["rope_scaling"]
         return {

@@ -85,11 +85,14 @@ class Dflash(Family):
         is_causal = config.is_causal
         if is_causal is None and config.dflash_config:
             is_causal = config.dflash_config.causal
-        if is_causal is None and config.slides and layout == "speculators":
+        if config.slides and layout == "speculators":
             # The library runs sliding layers causally without this flag, and full ones never.
-            is_causal = not config.sliding_window_non_causal
-            if is_causal and "full_attention" in types:
+            slides_causally = not config.sliding_window_non_causal
+            if is_causal is None and slides_causally and "full_attention" in types:
                 raise ValueError("sliding layers of the block are causal, and full ones are not")
+            if is_causal is not None and is_causal != slides_causally:
+                raise ValueError("is_causal and sliding_window_non_causal contradict each other")
+            is_causal = slides_causally
         return {
             "sample_from_anchor": anchor,
             "is_causal": bool(is_causal),

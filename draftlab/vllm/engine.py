@@ -113,14 +113,17 @@ class VllmEngine:
 def drafting_method(config: dict[str, Any]) -> str:
     """Return vLLM's drafting method, which a head's config.json does not contain (servers §1.0).
 
-    Heads of EAGLE's first generation have a causal LM's architecture; those of an architecture that
-    no family names are EAGLE3's.
+    Heads of EAGLE's first generation have a causal LM's architecture. Architectures that no family
+    names are EAGLE3's.
     """
-    name = (config.get("architectures") or [""])[0]
-    if name in ("LlamaForCausalLM", "Llama4ForCausalLM"):
+    architecture = (config.get("architectures") or [""])[0]
+    if architecture in ("LlamaForCausalLM", "Llama4ForCausalLM"):
         return "eagle"
-    methods = [f.vllm_method for f in families() if f.vllm_method and name in f.architectures]
-    return methods[0] if methods else "eagle3"
+    kind = config.get("speculators_model_type")
+    for family in families():
+        if architecture in family.architectures or (kind and kind == family.speculators_type):
+            return family.vllm_method
+    return "eagle3"
 
 
 def _drafting_options(head: Path | None) -> dict[str, Any]:
@@ -129,10 +132,10 @@ def _drafting_options(head: Path | None) -> dict[str, Any]:
     if not file or not file.is_file():
         return {}  # the client reports the missing file
     config = read_json(file, kind="head's config.json")
-    method = drafting_method(config)
-    # Block heads have a mask token too, and vLLM drafts with them in parallel by their method.
-    is_parallel = method == "eagle3" and config.get("mask_token_id") is not None
-    return {"method": method, "parallel_drafting": is_parallel}
+    return {
+        "method": drafting_method(config),
+        "parallel_drafting": config.get("mask_token_id") is not None,
+    }
 
 
 def generate(

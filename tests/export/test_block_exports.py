@@ -20,6 +20,7 @@ from tests.helpers.export_toys import (
     HIDDEN,
     MASK,
     VOCAB,
+    ExportedHead,
     ExportHead,
     change_config,
     change_tensors,
@@ -103,7 +104,8 @@ def test_the_speculators_layout_counts_inputs_of_layers(
     layers = config["transformer_layer_config"]
     assert (layers["model_type"], layers["num_hidden_layers"]) == ("qwen3", 2)
     assert "rope_scaling" not in layers  # transformers 5 reads it as rope_parameters
-    assert not {"is_causal", "dflash_config", "target_layer_ids"} & layers.keys()
+    assert not {"dflash_config", "target_layer_ids"} & layers.keys()
+    assert layers["is_causal"] is False  # vLLM's default for DSpark's sliding layers is true
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -183,15 +185,22 @@ def test_published_folders_come_in(export_head: ExportHead, target: Path, tmp_pa
 def test_sliding_layers_of_the_speculators_library_are_causal_without_its_flag(
     export_head: ExportHead, target: Path, tmp_path: Path
 ) -> None:
+    def as_the_library(export: ExportedHead) -> Path:
+        layers = export.config["transformer_layer_config"]
+        assert (layers["sliding_window"], layers.pop("is_causal")) == (12, False)
+        changes = {"sliding_window_non_causal": False, "transformer_layer_config": layers}
+        return change_config(export.folder, **changes)
+
     sliding = export_head("speculators", **DFLASH, sliding_window=12)
-    assert sliding.config["transformer_layer_config"]["sliding_window"] == 12
     folder = change_config(sliding.folder, sliding_window_non_causal=False)
+    with pytest.raises(UserError, match="contradict each other"):
+        import_head(folder, tmp_path / "back", target=str(target))
+    folder = as_the_library(sliding)
     assert load_config(import_head(folder, tmp_path / "back", target=str(target))).is_causal
     types = ("full_attention", "sliding_attention")
     mixed = export_head("speculators", **DFLASH, sliding_window=12, layer_types=types)
-    folder = change_config(mixed.folder, sliding_window_non_causal=False)
     with pytest.raises(UserError, match="sliding layers of the block are causal"):
-        import_head(folder, tmp_path / "mixed", target=str(target))
+        import_head(as_the_library(mixed), tmp_path / "mixed", target=str(target))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A package called vllm that counts as vLLM does, for the client program to load.
+"""A package called vllm that counts as vLLM does, for the client program to load: a CPU build.
 
 A prompt [p, …] with n = max_tokens "generates" p, p + 1, …; a step accepts p % (k + 1) of k drafts.
 The states of a token p are four times p at every boundary. The file $FAKE_LOG gets the options of
@@ -98,6 +98,11 @@ class LLM:
 PER_REQUEST = MODERN
 """
 _SAMPLER = "def expand_batch_to_tokens():\n    raise RuntimeError('not corrected')\n"
+_BLOCK_HEAD = (
+    "class DFlashQwen3Model:\n    def _normalize_context_k(self, keys):\n"
+    "        raise RuntimeError('not corrected')\n"
+)
+_CPU_BUILD = "Metadata-Version: 2.1\nName: vllm\nVersion: 9.9+cpu\n"
 
 
 def write(folder: Path, *, modern: bool = True) -> Path:
@@ -115,10 +120,21 @@ def write(folder: Path, *, modern: bool = True) -> Path:
         "v1/__init__": "",
         "v1/sample/__init__": "",
         "v1/sample/rejection_sampler": _SAMPLER,
+        "_custom_ops": "",
+        "model_executor/__init__": "",
+        "model_executor/models/__init__": "",
+        "model_executor/models/qwen3_dflash": _BLOCK_HEAD,
     }.items():
         path = folder / "vllm" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+    for path, text in {
+        "vllm-9.9.dist-info/METADATA": _CPU_BUILD,
+        "triton/__init__.py": "",
+        "triton/backends/__init__.py": "backends = {}\n",
+    }.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(text)
     return folder
 
 

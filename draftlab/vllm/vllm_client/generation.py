@@ -5,54 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from .corrections import apply_corrections
 from .counters import check_counters, difference, request_counters, request_times, total_counters
 from .loading import engine_info, load_engine
 from .request import RequestError, check_request
-
-CORRECTION = (
-    "vllm.v1.sample.rejection_sampler.expand_batch_to_tokens replaced by repeat_interleave: the "
-    "CPU build's own leaves its output uninitialised at temperatures above 0"
-)
-
-
-def correct_expand() -> None:
-    """Replace the CPU build's batch-to-token expansion (see CORRECTION)."""
-    import torch
-    from vllm.v1.sample import rejection_sampler
-
-    def expand_batch_to_tokens(
-        x: torch.Tensor,
-        cu_num_tokens: torch.Tensor,
-        num_tokens: int,
-        replace_from: int = 0,
-        replace_to: int = 0,
-    ) -> torch.Tensor:
-        counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
-        expanded = torch.repeat_interleave(x, counts, output_size=num_tokens)
-        if replace_from != replace_to:
-            expanded = expanded.masked_fill(expanded == replace_from, replace_to)
-        return expanded
-
-    if not hasattr(rejection_sampler, "expand_batch_to_tokens"):
-        raise RequestError("expected rejection_sampler.expand_batch_to_tokens in this CPU build")
-    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
 class Decoder:
     """A vLLM engine that decodes prompts."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
+        self.setup = setup
+        self.k = setup["k"] if setup["draft"] else 0
+        corrections = apply_corrections(setup["method"]) if self.k else []
         import vllm
         from vllm.config import SpeculativeConfig
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.platforms import current_platform
 
-        self.setup = setup
-        self.k = setup["k"] if setup["draft"] else 0
-        corrections = []
-        if current_platform.is_cpu() and self.k:  # plain decoding does not call it
-            correct_expand()
-            corrections.append(CORRECTION)
         options: dict[str, Any] = {}
         self.per_request = "per_request_spec_decode_metrics" in _fields(EngineArgs)
         if self.k:
