@@ -78,7 +78,7 @@ class VllmEngine:
                 "draft": str(head.resolve()) if head else None,
                 "k": self.k,
                 "draft_probs": draft_probs,
-                **_drafting_options(head),
+                **drafting_options(head),
                 "dtype": str(dtype).removeprefix("torch."),
                 "max_model_len": max_length,
                 "max_num_seqs": batch,
@@ -126,8 +126,8 @@ def drafting_method(config: dict[str, Any]) -> str:
     return "eagle3"
 
 
-def _drafting_options(head: Path | None) -> dict[str, Any]:
-    """Return the setup's options from a head's config.json, in either layout."""
+def drafting_options(head: Path | None) -> dict[str, Any]:
+    """Return options of the client's setup by the config.json of a head in any layout."""
     file = head and head / "config.json"
     if not file or not file.is_file():
         return {}  # the client reports the missing file

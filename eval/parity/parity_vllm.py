@@ -273,7 +273,7 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as place:
         for subject in chosen_subjects(options, Path(place), grown=True):
             k = options.k
-            if options.random and subject.head.family.freezes_lm_head:
+            if options.random is not None and subject.head.family.freezes_lm_head:
                 k = min(k, subject.head.config.k_trained)  # the slots of a block
             bench = Bench(subject, python, k, options.max_new_tokens, options.seed)
             rows = compare(bench, options.temps) if options.random is None else compare_one(bench)

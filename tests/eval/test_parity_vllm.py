@@ -16,6 +16,7 @@ from tests.helpers.drivers import decoded, load
 
 common, random_heads = load("parity/common"), load("parity/random_heads")
 vllm = load("parity/parity_vllm")
+drafts = load("parity/parity_drafts")
 
 
 DRAFTLAB = [decoded("a", (3, 0, 2)), decoded("b", (1, 1)), decoded("c", ())]
@@ -64,6 +65,24 @@ def test_the_interval_of_the_difference_holds_0_for_equal_and_not_for_unequal_ac
     assert 0 < low < difference < high
     wider = vllm.acceptance_difference(same, lower, level=0.99)[1]
     assert wider[0] < low < high < wider[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"drafts": [[1, 2, 3], [4, 5, 6], [0, 0, 0]]}, None),  # after the last verified step
+        ({"drafts": [[1, 2, 3], [4, 5, 7]]}, "drafts of step 1: draftlab [4, 5, 6], vLLM [4, 5, 7"),
+        ({"outputs": [[10, 11, 12, 13, 9]]}, "prompt b: the tokens"),
+        ({"per_prompt": [{"drafts": 3}]}, "prompt b: the number of steps"),
+    ],
+)
+def test_every_draft_of_a_verified_step_is_compared(change: dict, message: str | None) -> None:
+    tokens = list(DRAFTLAB[1].token_ids)
+    theirs = {"outputs": [tokens], "drafts": [[1, 2, 3], [4, 5, 6]], "per_prompt": [{"drafts": 2}]}
+    ours = [(DRAFTLAB[1], [[1, 2, 3], [4, 5, 6], [7, 8, 9]])]
+    found = drafts.first_difference(ours, [theirs | change])
+    assert found is None if message is None else message in (found or "")
 
 
 def test_temperatures_are_above_0() -> None:
