@@ -63,6 +63,7 @@ def test_a_llama4_head_starts_from_one_of_its_kind() -> None:
 
 
 OTHER_TARGET = make_config().target.model_copy(update={"fingerprint": "other"})
+OTHER_TOKENIZER = OTHER_TARGET.model_copy(update={"tokenizer_sha256": "different"})
 CHUNKED = LLAMA4_HEAD | {"llama4": LLAMA4_ATTENTION | {"attention_chunk_size": 6}}
 
 
@@ -80,7 +81,11 @@ CHUNKED = LLAMA4_HEAD | {"llama4": LLAMA4_ATTENTION | {"attention_chunk_size": 6
             "intermediate_size: the new head has 36, this one 40",
         ),
         (PEAGLE, PEAGLE | {"num_layers": 3}, "num_layers: the new head has 2, this one 3"),
-        (PEAGLE, PEAGLE | {"target": OTHER_TARGET}, "this one for toy"),
+        (
+            PEAGLE,
+            PEAGLE | {"target": OTHER_TOKENIZER},
+            "tokenizer: the new head's target, toy, has",
+        ),
         (EAGLE, EAGLE | {"family": "eagle3"}, "family: the new head is eagle, this one eagle3"),
         (LLAMA4_HEAD, CHUNKED, "llama4: the new head has"),
         (LLAMA4_HEAD, EAGLE | {"num_layers": 2}, "llama4: the new head has"),
@@ -89,3 +94,9 @@ CHUNKED = LLAMA4_HEAD | {"llama4": LLAMA4_ATTENTION | {"attention_chunk_size": 6
 def test_a_head_that_differs_is_refused(fields: dict, source: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         start_from(make_head(**fields), make_head(**source), "head")
+
+
+def test_a_head_of_another_target_with_the_same_tokenizer_is_said() -> None:
+    line = start_from(make_head(**PEAGLE), make_head(**PEAGLE | {"target": OTHER_TARGET}), "head")
+    assert "2 layers) of another target, toy (other), with" in line
+    assert "another target" not in start_from(make_head(**PEAGLE), make_head(**PEAGLE), "head")
