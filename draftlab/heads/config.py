@@ -41,6 +41,8 @@ class TargetIdentity(BaseModel):
 
 
 Size = Annotated[int, Field(ge=1)]
+HeadDim = Annotated[int, Field(ge=2, multiple_of=2, le=65_536)]
+"""Rotary frequencies [head_dim / 2] are computed to check a config, hence the upper bound."""
 
 
 class HeadConfig(BaseModel):
@@ -62,7 +64,7 @@ class HeadConfig(BaseModel):
     intermediate_size: Size
     num_attention_heads: Size
     num_key_value_heads: Size
-    head_dim: Annotated[Size, Field(multiple_of=2)]
+    head_dim: HeadDim
     rms_norm_eps: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     rope_parameters: dict[str, Any]
     max_position_embeddings: Size
