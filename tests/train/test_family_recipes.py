@@ -41,6 +41,17 @@ def test_a_head_of_the_last_state_needs_no_boundaries(tmp_path: Path) -> None:
     assert "the store holds only the last state, and eagle3 heads read states" in text
 
 
+@pytest.mark.parametrize("family", ["eagle3", "eagle", "peagle", "dspark", "dflash"])
+def test_every_family_validates_beside_bfloat16_products(family: str, tmp_path: Path) -> None:
+    copy_of_finished(tmp_path)
+    settings = (f"head.family={family}", "export.formats=[]", "train.precision=bfloat16")
+    steps = ("train.steps=2", "train.validate_every=1", "train.batch_rows=1")
+    result = draftlab(tmp_path, "train", "small.yaml", "--force", *settings, *steps)
+    assert result.exit_code == 0, result.output
+    assert "products in bfloat16" in result.output
+    assert result.output.count("validation at step") == 2
+
+
 def test_a_store_with_boundaries_serves_it_too(tmp_path: Path) -> None:
     copy_of_finished(tmp_path)
     before = (tmp_path / "runs" / "small" / "store" / "manifest.json").read_bytes()

@@ -38,7 +38,7 @@ def block_outputs(head: BlockHead, batch: Batch) -> Iterator[StepOutput]:
     newest = batch.tokens.gather(1, (index + 1).clamp(max=batch.tokens.shape[1] - 1))
     slots = torch.arange(config.block_size, device=index.device)
     angles = head.rope.angles(batch.positions.gather(1, index)[..., None] + 1 + slots)
-    hidden = head.embed(head.block_tokens(newest, config.block_size))  # [B, A, slots, H]
+    hidden = head.embed(head.block_tokens(newest, config.block_size)).to(context.dtype)
     for layer, window in zip(head.layers, config.windows, strict=True):
         attention, x = layer.self_attn, layer.input_layernorm(hidden)
         attended = block_attention(
