@@ -142,7 +142,7 @@ class _DistillLinear(torch.autograd.Function):
         chunks = plan.chunks(budget // row_bytes)
         max_rows = max((c.num_rows for c in chunks), default=0)
         max_teachers = max((c.num_teachers for c in chunks), default=0)
-        # torch's 16-bit products on CPUs multiply the column beyond an odd width by 0: it is finite.
+        # On CPUs torch's 16-bit products read a column beyond an odd width: it must be finite.
         draft_buffer = hidden.new_zeros(max_rows, pitch, dtype=product_dtype)[:, :vocab]
         teacher_buffer = hidden.new_zeros(max_teachers, pitch, dtype=teacher_dtype)[:, :vocab]
         gradients = d_hidden is not None or d_lm_head is not None
