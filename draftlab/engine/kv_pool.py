@@ -58,6 +58,7 @@ def new_kv_pool(
     *,
     batch: int,
     max_length: int,
+    k: int = 0,
     draft_bytes: int = 0,
     block_size: int | None = None,
     num_blocks: int | None = None,
@@ -67,6 +68,7 @@ def new_kv_pool(
 
     Args:
         batch, max_length, block_size, num_blocks: see `Engine`; block 0 is added.
+        k: most drafts of a step: recurrent layers keep a state after each of its tokens.
         draft_bytes: bytes of a position in the draft KV caches of all these engines.
         monitor: told if memory holds fewer blocks than the batch can use.
 
@@ -77,7 +79,9 @@ def new_kv_pool(
     width = -(-max_length // block_size)
     if num_blocks is None:
         wanted = batch * width
-        num_blocks = min(wanted, _blocks_that_fit(target, draft_bytes, block_size, width))
+        num_states = batch * (k + 2)
+        fitting = _blocks_that_fit(target, draft_bytes, num_states, block_size, width)
+        num_blocks = min(wanted, fitting)
         if num_blocks < wanted and monitor is not None:
             monitor.say(
                 f"KV cache: free memory holds {num_blocks * block_size:,} tokens, and "
@@ -91,10 +95,12 @@ def new_kv_pool(
             f"of {max_length}, found {num_blocks}",
             do="give the engine more blocks or a shorter max_length",
         )
-    return target.new_paged_cache(num_blocks + 1, block_size)
+    return target.new_paged_cache(num_blocks + 1, block_size, num_rows=batch + 1)
 
 
-def _blocks_that_fit(target: Target, draft_bytes: int, block_size: int, width: int) -> int:
+def _blocks_that_fit(
+    target: Target, draft_bytes: int, num_states: int, block_size: int, width: int
+) -> int:
     """Return how many blocks the free memory of the target's devices holds, without block 0.
 
     Raises:
@@ -103,8 +109,11 @@ def _blocks_that_fit(target: Target, draft_bytes: int, block_size: int, width: i
     if target.device.type == "cuda":
         free_memory()  # pools of earlier engines
     sizes = target.kv_bytes | {target.device: target.kv_bytes[target.device] + draft_bytes}
+    states = {device: num_states * target.state_bytes.get(device, 0) for device in sizes}
     fits = {
-        device: int((1 - RESERVE) * available_bytes(device)) // (block_size * size) - 1
+        device: int((1 - RESERVE) * available_bytes(device) - states[device])
+        // (block_size * max(size, 1))
+        - 1
         for device, size in sizes.items()
     }
     device = min(fits, key=fits.__getitem__)

@@ -50,7 +50,12 @@ def prefill(
     prompt_rows = [first_row[tokens] for tokens in prompts]
     sources = [first_row[tokens] for tokens in inputs]
     prompt_index = index[batch.to_device(prompt_rows, torch.int64)]
-    states = _run_prompts(step, prompt_index, prompts, chunk_tokens)
+    passes = [slice(0, len(prompts))]
+    if step.cache.states is not None:
+        passes = _whole_prompts(prompts, chunk_tokens)
+    states = HiddenStates.join(
+        [_run_prompts(step, prompt_index[rows], prompts[rows], chunk_tokens) for rows in passes]
+    )
     _copy_blocks(step, sequences, sources, [len(tokens) for tokens in inputs])
 
     gather = batch.to_device([prompt_rows.index(row) for row in sources], torch.int64)
@@ -77,6 +82,21 @@ def prefill(
     )
 
 
+def _whole_prompts(prompts: list[Tokens], chunk_tokens: int) -> list[slice]:
+    """Return the prompts of each pass where a prompt must run at once, as recurrent layers need.
+
+    Args:
+        prompts: the longest first.
+        chunk_tokens: tokens in a pass, with padding; a longer prompt has a pass of its own.
+    """
+    passes, start = [], 0
+    while start < len(prompts):
+        end = min(start + max(chunk_tokens // len(prompts[start]), 1), len(prompts))
+        passes.append(slice(start, end))
+        start = end
+    return passes
+
+
 def _run_prompts(
     step: Step, index: Tensor, prompts: list[Tokens], chunk_tokens: int
 ) -> HiddenStates:
@@ -101,6 +121,8 @@ def _run_prompts(
     while prompts:
         rows = slice(len(prompts))
         start, end = end, min(end + max(chunk_tokens // len(prompts), 16), longest)
+        if cache.states is not None:
+            end = longest
         columns = torch.arange(start, end, device=index.device).expand(len(prompts), -1)
         positions = columns.where(columns < lengths[rows], -1)
         states = step.decoder.states(
@@ -108,7 +130,11 @@ def _run_prompts(
             step.boundaries,
             positions=positions,
             cache=cache.at(
-                table[rows], positions, slot_mapping(table[rows], positions, cache.block_size)
+                table[rows],
+                positions,
+                slot_mapping(table[rows], positions, cache.block_size),
+                index[rows],
+                [len(prompt) for prompt in prompts],
             ),
         )
         if drafter is not None and start < longest - 1:
@@ -133,11 +159,7 @@ def _run_prompts(
                 )
             )
         )
-    last_states.reverse()
-    return HiddenStates(
-        torch.cat([states.features for states in last_states]),
-        torch.cat([states.last for states in last_states]),
-    )
+    return HiddenStates.join(last_states[::-1])
 
 
 def _copy_blocks(
@@ -157,6 +179,10 @@ def _copy_blocks(
     draft_pools = chain.from_iterable(step.drafter.pools if step.drafter else ())
     for pool in (*step.cache.key_pool, *step.cache.value_pool, *draft_pools):
         pool.index_copy_(0, index_to, pool.index_select(0, index_from))
+    if step.cache.states is not None:
+        to_device = step.input_batch.to_device
+        slots = [[sequences[source].slot for source in sources], [s.slot for s in sequences]]
+        step.cache.states.copy_rows(*(to_device(rows, torch.int64) for rows in slots))
 
 
 def _columns(to_device, rows: list[Tokens], start: int, end: int) -> Tensor:

@@ -72,7 +72,7 @@ class Step:
             layout.tokens,
             self.boundaries,
             positions=positions,
-            cache=self.cache.at(table, positions, layout.slots),
+            cache=self.cache.at(table, positions, layout.slots, index),
         )
         # Verify the drafts by rejection sampling.
         verified = self.verifier(
@@ -87,6 +87,8 @@ class Step:
         )
         # Commit the accepted drafts and the token after them.
         output = commit(self.input_batch, layout, verified)
+        if self.cache.states is not None:
+            self.cache.states.keep(output.counts)
         if self.drafter is not None:
             # Extend the draft model's cache by the verified features, and propose new drafts.
             features = VerifiedFeatures(

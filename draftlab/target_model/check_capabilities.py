@@ -38,10 +38,10 @@ class _WrongLengthCache(RowCache):
 
 def check_rows(target: Target) -> None:
     """Raise a `UserError` if rows influence each other or rejected tokens leave a trace."""
-    exact = _exact(target)
-    _check(target, "keeps a state of tokens that were rejected", _after_rejection, exact)
-    _check(target, "takes positions from the length of the cache", _with_wrong_length, exact)
-    _check(
+    exact = exact_tolerance(target)
+    raise_fault(target, "keeps a state of tokens that were rejected", _after_rejection, exact)
+    raise_fault(target, "takes positions from the length of the cache", _with_wrong_length, exact)
+    raise_fault(
         target,
         "treats a row differently when the row beside it is longer",
         _beside_longer_row,
@@ -56,7 +56,7 @@ def check_pages(target: Target) -> None:
     and models that do not attend through transformers' interface (JetMoE).
     """
     fault = "reads its cache in a way that pages of keys do not serve"
-    _check(target, fault, _rows_and_pages, *_close(target))
+    raise_fault(target, fault, _rows_and_pages, *close_tolerance(target))
 
 
 def padding_reason(target: Target) -> str | None:
@@ -65,12 +65,16 @@ def padding_reason(target: Target) -> str | None:
     Examples are recurrent layers and attention that does not use transformers' interface.
     """
     experiments = [
-        ("mixes packed conversations", _packed_with_others, _exact(target), torch.amax),
-        ("treats packed conversations unlike single ones", _alone_and_packed, *_close(target)),
+        ("mixes packed conversations", _packed_with_others, exact_tolerance(target), torch.amax),
+        (
+            "treats packed conversations unlike single ones",
+            _alone_and_packed,
+            *close_tolerance(target),
+        ),
     ]
     if target.device.type == "cuda":  # a small kernel a conversation and layer costs more there
         slow = "attends to packed conversations one by one on this device"
-        experiments.append((slow, _in_one_kernel, *_close(target)))
+        experiments.append((slow, _in_one_kernel, *close_tolerance(target)))
     faults = (find_fault(target, *experiment) for experiment in experiments)
     return next((fault for fault in faults if fault), None)
 
@@ -102,7 +106,7 @@ def synchronisation_error(target: Target) -> str | None:
     """Return torch's message if a pass makes the host wait for the device; None if none does."""
     pages = PagedCache(target.num_layers, 3, 16)
     table = torch.tensor([[1], [2]], dtype=torch.int32, device=target.device)
-    ids, positions = (x.repeat(2, 1) for x in _ids_and_positions(target, [5, 6, 7], 0))
+    ids, positions = (x.repeat(2, 1) for x in ids_and_positions(target, [5, 6, 7], 0))
     pages.at(table, positions, slot_mapping(table, positions, 16))
     target.states(ids, positions=positions, cache=pages)  # allocates, compiles, loads libraries
     before = torch.cuda.get_sync_debug_mode()
@@ -116,12 +120,12 @@ def synchronisation_error(target: Target) -> str | None:
     return None
 
 
-def _exact(target: Target) -> float:
+def exact_tolerance(target: Target) -> float:
     """Return the tolerance for passes of the same shapes."""
     return 1e-5 if target.dtype == torch.float32 else 1e-3
 
 
-def _close(target: Target) -> tuple[float, Reduction]:
+def close_tolerance(target: Target) -> tuple[float, Reduction]:
     """Return the tolerance for passes of other kernels, and the reduction over tokens.
 
     In half precision routers may select other experts for most tokens; a misread cache shows in
@@ -134,7 +138,7 @@ def _lower_quartile(x: Tensor) -> Tensor:
     return x.quantile(0.25)
 
 
-def _check(target: Target, *experiment: Any) -> None:
+def raise_fault(target: Target, *experiment: Any) -> None:
     """Raise a `UserError` if there is a fault; the arguments are `find_fault`'s."""
     if fault := find_fault(target, *experiment):
         raise UserError(
@@ -170,7 +174,7 @@ def find_fault(
     return f"{description} (its states change by {difference:.2g})"
 
 
-def _ids_and_positions(target: Target, tokens: list[int], start: int) -> tuple[Tensor, Tensor]:
+def ids_and_positions(target: Target, tokens: list[int], start: int) -> tuple[Tensor, Tensor]:
     """Return ids and positions [1, M]."""
     ids = torch.tensor([tokens], device=target.device) % target.vocab_size
     return ids, torch.arange(start, start + len(tokens), device=target.device)[None]
@@ -178,7 +182,7 @@ def _ids_and_positions(target: Target, tokens: list[int], start: int) -> tuple[T
 
 def _run_row(target: Target, cache: RowCache, tokens: list[int], start: int) -> Tensor:
     """Return last states [1, M, Ht] of tokens at positions from `start` of row 0."""
-    ids, positions = _ids_and_positions(target, tokens, start)
+    ids, positions = ids_and_positions(target, tokens, start)
     cache.at([0], positions, start + len(tokens))
     return target.states(ids, positions=positions, cache=cache).last
 
@@ -226,7 +230,7 @@ def _rows_and_pages(target: Target) -> tuple[Tensor, Tensor]:
     table = torch.tensor([[3, 1, 4]], dtype=torch.int32, device=target.device)
     states = []
     for tokens, start in ((prompt, 0), (list(range(40, 65)), len(prompt))):
-        ids, positions = _ids_and_positions(target, tokens, start)
+        ids, positions = ids_and_positions(target, tokens, start)
         pages.at(table, positions, slot_mapping(table, positions, size))
         states = [
             _run_row(target, rows, tokens, start),
@@ -248,7 +252,7 @@ def _packed_with_others(target: Target) -> tuple[Tensor, Tensor]:
 def _alone_and_packed(target: Target) -> tuple[Tensor, Tensor]:
     """Run texts in rows of their own, and packed behind another."""
     texts = [list(range(5, 23)), list(range(40, 65)), list(range(70, 75))]
-    alone = [target.states(_ids_and_positions(target, text, 0)[0]).last[0] for text in texts[1:]]
+    alone = [target.states(ids_and_positions(target, text, 0)[0]).last[0] for text in texts[1:]]
     return torch.cat(alone), _run_packed(target, texts)[len(texts[0]) :]
 
 
@@ -266,7 +270,7 @@ def _run_packed(
     require_varlen: bool = False,
 ) -> Tensor:
     """Return last states [T, Ht] of packed texts, some of them at the given positions."""
-    ids, _ = _ids_and_positions(target, [token for text in texts for token in text], 0)
+    ids, _ = ids_and_positions(target, [token for text in texts for token in text], 0)
     row = PackedRow.of([len(text) for text in texts], target.device)
     row = replace(row, require_varlen=require_varlen)
     for number, text_positions in (positions or {}).items():

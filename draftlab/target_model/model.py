@@ -16,10 +16,12 @@ from draftlab.errors import UserError
 from draftlab.target_model.attention import attention_inputs
 from draftlab.target_model.cache import RowCache
 from draftlab.target_model.check_capabilities import check_pages, check_rows, padding_reason
+from draftlab.target_model.check_states import check_states
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.packed_rows import PackedRow
 from draftlab.target_model.paged_cache import PagedCache
 from draftlab.target_model.parts import TargetParts, model_parts, text_decoder
+from draftlab.target_model.recurrent import recurrent_layers
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class HiddenStates:
         """Concatenate boundary states, [B, M, Ht] as `last` or flat, [B · M, Ht]."""
         joined = torch.cat(features, -1) if features else last[..., :0]
         return cls(joined.view(*last.shape[:-1], joined.shape[-1]), last)
+
+    @classmethod
+    def join(cls, parts: Sequence[HiddenStates]) -> HiddenStates:
+        """Concatenate passes along their first dimension."""
+        return cls(torch.cat([p.features for p in parts]), torch.cat([p.last for p in parts]))
 
 
 class DecodePath(Protocol):
@@ -71,6 +78,7 @@ class Target:
     Attributes:
         notes: lines on how the checkpoint was loaded, for the user.
         decode_paths: checked fast paths by name; None: the path does not support this target.
+        recurrent: whether layers keep a recurrent state.
     """
 
     def __init__(self, model: Any, folder: Path, name: str, notes: Sequence[str] = ()) -> None:
@@ -79,6 +87,7 @@ class Target:
         self.decoder, self.layers, self.norm = text_decoder(model)
         self.parts: TargetParts = model_parts(model)
         self.num_layers = len(self.layers)
+        self.recurrent = bool(recurrent_layers(self.decoder))
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size = self.parts.lm_head.shape[0]
         self.decode_paths: dict[str, Any] = {}
@@ -118,22 +127,39 @@ class Target:
         self._check_once(check_rows)
         return RowCache(self.num_layers, num_rows, max_length)
 
-    def new_paged_cache(self, num_blocks: int, block_size: int) -> PagedCache:
-        """Return an empty pool of `num_blocks` blocks; raises as `new_cache` does."""
-        self._check_once(check_rows)
-        self._check_once(check_pages)
-        return PagedCache(self.num_layers, num_blocks, block_size)
+    def new_paged_cache(self, num_blocks: int, block_size: int, num_rows: int = 1) -> PagedCache:
+        """Return an empty pool of `num_blocks` blocks; raises as `new_cache` does.
+
+        Args:
+            num_rows: rows of recurrent states.
+        """
+        for check in (check_states,) if self.recurrent else (check_rows, check_pages):
+            self._check_once(check)
+        return PagedCache(self.num_layers, num_blocks, block_size, self.recurrent * num_rows)
 
     @cached_property
     def kv_bytes(self) -> dict[torch.device, int]:
-        """Bytes of one position's keys and values on each device, from a pass over one token."""
-        cache = self.new_paged_cache(2, 1)
-        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        self.states(zero, positions=zero, cache=cache.at(zero.int() + 1, zero, zero + 1))
-        sizes: dict[torch.device, int] = {}
+        """Bytes of one position's keys and values on each device."""
+        sizes = dict.fromkeys(self.state_bytes, 0)
+        cache = self._cache_of_one_token
         for pool in (*cache.key_pool, *cache.value_pool):
             sizes[pool.device] = sizes.get(pool.device, 0) + pool[0].nbytes
         return sizes
+
+    @cached_property
+    def state_bytes(self) -> dict[torch.device, int]:
+        """Bytes of one request's recurrent states on each device."""
+        states = self._cache_of_one_token.states
+        return {} if states is None else states.row_bytes()
+
+    @cached_property
+    def _cache_of_one_token(self) -> PagedCache:
+        """A cache after a pass over one token."""
+        cache = self.new_paged_cache(2, 1)
+        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        cache.at(zero.int() + 1, zero, zero + 1, zero[0], [1])
+        self.states(zero, positions=zero, cache=cache)
+        return cache
 
     @cached_property
     def padding_reason(self) -> str | None:

@@ -7,6 +7,7 @@ block 0. Slot −1 writes nothing, so padding and positions past the end leave n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from draftlab.kernels.paged_attention import write_paged
 from draftlab.kernels.paged_plan import Read, Writes, plan_reads, plan_writes, write_rows
 from draftlab.target_model.attention import attention_inputs
+from draftlab.target_model.recurrent import RecurrentStates
 
 
 class _PagedLayer(CacheLayerMixin):
@@ -68,23 +70,41 @@ class PagedCache(Cache):
         num_layers: layers of the model.
         num_blocks: blocks in each layer's pool.
         block_size: positions in a block, S.
+        num_rows: rows of recurrent states, for models with recurrent layers; 0: it has none.
 
     Attributes:
+        states: recurrent states; None: the model has none.
         block_table: int32 [B, N] of the next forward pass.
         positions: int64 [B, M] of its tokens, −1 for padding.
         slot_mapping: int64 [B, M], the slots that their keys are written to; −1: none.
     """
 
-    def __init__(self, num_layers: int, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_layers: int, num_blocks: int, block_size: int, num_rows: int = 0
+    ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
+        self.states = RecurrentStates(num_rows) if num_rows else None
         self.block_table = torch.empty(0, 0, dtype=torch.int32)
         self.positions = self.slot_mapping = torch.empty(0, 0, dtype=torch.int64)
         self._reads: dict[tuple[Any, ...], list[Read]] = {}
         self._writes: Writes | None = None
         super().__init__(layers=[_PagedLayer(self) for _ in range(num_layers)])
 
-    def at(self, block_table: Tensor, positions: Tensor, slot_mapping: Tensor) -> PagedCache:
-        """Set the tables of the next forward pass."""
+    def at(
+        self,
+        block_table: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        rows: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> PagedCache:
+        """Set the tables of the next forward pass.
+
+        Args:
+            rows, lengths: see `RecurrentStates.at`.
+        """
+        if self.states is not None:
+            self.states.at(rows, lengths)
         self.block_table, self.positions = block_table, positions
         self.slot_mapping = slot_mapping
         self._reads.clear()
@@ -119,12 +139,16 @@ class PagedCache(Cache):
         """Make the model's attention read this cache inside the block."""
         return attention_inputs(positions=positions, paged_cache=self)
 
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        """Return True: recurrent layers get no padding here that a model would have to mask."""
+        return True
+
     @property
     def key_pool(self) -> list[Tensor]:
-        """Keys of each layer."""
-        return [layer.keys for layer in self.layers]
+        """Keys of each layer that has any."""
+        return [layer.keys for layer in self.layers if layer.is_initialized]
 
     @property
     def value_pool(self) -> list[Tensor]:
-        """Values of each layer."""
-        return [layer.values for layer in self.layers]
+        """Values of each layer that has any."""
+        return [layer.values for layer in self.layers if layer.is_initialized]

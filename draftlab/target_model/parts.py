@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from draftlab.errors import UserError
 from draftlab.files import read_json
 
-_NORMS = ("norm", "final_layernorm", "ln_f")
+_NORMS = ("norm", "final_layernorm", "ln_f", "norm_f", "embedding_norm")
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,9 @@ def _parts(embeddings: Tensor, norm: nn.Module, lm_head: Tensor, config: Any) ->
 
 
 def _logit_scale(config: Any) -> float:
-    """Return the factor: Cohere multiplies by logit_scale, Granite divides by logits_scaling."""
-    return float(getattr(config, "logit_scale", None) or 1.0) / float(
-        getattr(config, "logits_scaling", None) or 1.0
-    )
+    """Return the product of what Cohere and Falcon-H1 multiply logits by and Granite divides by."""
+    factors = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "lm_head_multiplier"))
+    return math.prod(map(float, factors)) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 def check_llama_style(folder: Path, *, trust_remote_code: bool = False) -> None:

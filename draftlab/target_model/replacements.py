@@ -11,7 +11,9 @@ cache length, of `arange` and of a maximum of positions outside masks:
 | RoPE `dynamic` | frequencies grow with the longest row | frozen |
 | PhiMoE with `longrope` | the same in its own code, on the host | refused |
 | Ministral 3, Mistral 4 | attention temperature from `position_ids` | correct |
-| Qwen3-Next, MiniMax, LFM2, Mamba … | a state that cannot be rolled back | refused |
+| Qwen3-Next, Nemotron-H, LFM2, Jamba … | a recurrent state | kept by row (`recurrent.py`) |
+| Nemotron-H | a lower limit of time steps in prompts alone | as in its config and in vLLM |
+| MiniMax, RecurrentGemma, RWKV | a state outside transformers' caches | refused |
 | OPT, BioGPT, BART … | learned positions from the cache length | refused |
 
 Refusals that name no class come from `target_model/check_capabilities.py`, which tests what a model
@@ -29,6 +31,7 @@ from transformers import PreTrainedModel
 from draftlab.errors import UserError
 from draftlab.target_model.experts import use_experts
 from draftlab.target_model.parts import text_decoder
+from draftlab.target_model.recurrent import decode_with_states
 
 _UNSUPPORTED_LONGROPE = ("PhimoeRotaryEmbedding",)
 
@@ -52,6 +55,10 @@ def replace_layers(model: PreTrainedModel) -> None:
         model.config = copy.deepcopy(model.config)
         model.config.get_text_config().max_position_embeddings = limit
     use_experts(model)
+    decode_with_states(decoder)
+    for module in decoder.modules():
+        if type(module).__name__ == "NemotronHMamba2Mixer":
+            module.time_step_limit = tuple(decoder.config.time_step_limit)
 
 
 def freeze_rope(decoder: nn.Module) -> int | None:

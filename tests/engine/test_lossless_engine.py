@@ -24,6 +24,13 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return zoo_target(path, "llama", vocab_size=JOINT_VOCAB, num_hidden_layers=3, seed=4)
 
 
+@pytest.fixture(scope="module")
+def hybrid_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return zoo_target(
+        tmp_path_factory.mktemp("hybrid"), "qwen3_next", vocab_size=JOINT_VOCAB, seed=4
+    )
+
+
 def poor_drafter(target: Target, kind: str, *, draft_probs: bool = True) -> Any:
     """Return a drafter with an untrained head, without token 0: a good head would hide faults."""
     if kind == "chain":
@@ -48,6 +55,11 @@ def test_plain_sampling_is_exact(tiny_target: Target) -> None:
 def test_speculative_sampling_is_exact(kind: str, draft_probs: bool, tiny_target: Target) -> None:
     drafter = poor_drafter(tiny_target, kind, draft_probs=draft_probs)
     assert joint_p_value(tiny_target, drafter) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["chain", "parallel", "dspark"])
+def test_sampling_with_recurrent_layers_is_exact(kind: str, hybrid_target: Target) -> None:
+    assert joint_p_value(hybrid_target, poor_drafter(hybrid_target, kind)) > 1e-3
 
 
 def test_another_rows_draft_probabilities_are_noticed(

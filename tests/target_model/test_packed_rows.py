@@ -13,7 +13,6 @@ from draftlab.target_model import attention, check_capabilities, packed_rows
 from draftlab.target_model.model import Target
 from draftlab.target_model.packed_rows import PackedRow
 from tests.helpers.zoo import (
-    LINEAR_ATTENTION,
     WITHOUT_PAGES,
     ZOO,
     assert_close,
@@ -132,7 +131,7 @@ def test_torchs_kernel_has_the_expected_signature() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"), [("qwen3_next", LINEAR_ATTENTION), ("minimax", {"num_local_experts": 4})]
+    ("kind", "changes"), [("qwen3_next", {}), ("minimax", {"num_local_experts": 4})]
 )
 def test_recurrent_layers_are_padded(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     reason = zoo_target(tmp_path, kind, **changes).padding_reason

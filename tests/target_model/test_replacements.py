@@ -10,12 +10,19 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.target_model import attention, check_capabilities, llama4, replacements
+from draftlab.target_model import (
+    attention,
+    check_capabilities,
+    check_states,
+    llama4,
+    replacements,
+)
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import load_parts
+from draftlab.target_model.recurrent import RecurrentStates, recurrent_layers
 from tests.helpers.ragged import row_cache, run_ragged
 from tests.helpers.zoo import (
-    LINEAR_ATTENTION,
+    HYBRID,
     SHAPE,
     WITHOUT_PAGES,
     ZOO,
@@ -127,12 +134,34 @@ def test_longrope_with_code_of_its_own_is_refused(tmp_path: Path) -> None:
         load_on_cpu(folder)
 
 
-def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
+def test_recurrent_layers_outside_transformers_caches_are_refused(tmp_path: Path) -> None:
     """Their states can be recorded; drafts cannot be rolled back."""
-    target = zoo_target(tmp_path, "qwen3_next", **LINEAR_ATTENTION)
+    target = zoo_target(tmp_path, "minimax", num_local_experts=4)
     assert target.states(torch.tensor([[3, 4]])).last.shape == (1, 2, 32)
-    with pytest.raises(UserError, match="Qwen3NextModel keeps a state of tokens"):
-        target.new_cache(1, 8)
+    assert not target.recurrent
+    with pytest.raises(UserError, match="MiniMaxModel"):
+        target.new_paged_cache(4, 16)
+
+
+@pytest.mark.parametrize("kind", HYBRID)
+def test_recurrent_layers_keep_a_state_for_each_request(kind: str, tmp_path: Path) -> None:
+    target = zoo_target(tmp_path, kind)
+    assert target.recurrent
+    cache = target.new_paged_cache(4, 16, num_rows=3)
+    assert cache.states.num_rows == 3
+    assert sum(target.state_bytes.values()) > 0
+
+
+def test_a_recurrent_layer_that_mixes_rows_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = zoo_target(tmp_path, "qwen3_next")
+    at = RecurrentStates.at
+    monkeypatch.setattr(
+        RecurrentStates, "at", lambda states, rows, lengths: at(states, 0 * rows, lengths)
+    )
+    with pytest.raises(UserError, match="Qwen3NextModel treats a row differently beside other"):
+        target.new_paged_cache(4, 16)
 
 
 @pytest.mark.parametrize(("kind", "changes"), WITHOUT_PAGES)
@@ -205,3 +234,16 @@ def test_a_misread_cache_is_refused(mixture: Target, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention, "attend_reads", misread)
     with pytest.raises(UserError, match="pages of keys do not serve"):
         check_capabilities.check_pages(mixture)
+
+
+@torch.inference_mode()
+def test_time_steps_of_nemotron_h_have_one_limit(tmp_path: Path) -> None:
+    """transformers 5.23 limits them to 0.001 in prompts alone: its states depend on the pass."""
+    target = zoo_target(tmp_path, "nemotron_h", time_step_min=0.001, seed=1)
+    at_once, in_steps = check_states._in_steps(target)
+    assert_close(in_steps, at_once)
+    for module in recurrent_layers(target.decoder):
+        module.time_step_limit = (target.config.time_step_min, float("inf"))
+    at_once, in_steps = check_states._in_steps(target)
+    with pytest.raises(AssertionError):
+        assert_close(in_steps, at_once)
