@@ -16,7 +16,7 @@ def read_rope(config: ForeignConfig) -> tuple[dict[str, Any], bool]:
     transformers 4 and 5 spell them differently.
 
     Raises:
-        ValueError: two spellings that contradict each other.
+        ValueError: two spellings that contradict each other, or a part of the channels rotates.
     """
     old, new = dict(config.rope_scaling or {}), dict(config.rope_parameters or {})
     if "type" in old:
@@ -36,4 +36,6 @@ def read_rope(config: ForeignConfig) -> tuple[dict[str, Any], bool]:
     theta = merged["rope_theta"]
     if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < 1e30:
         raise ValueError(f"rope_theta {theta!r} is no base")
+    if (share := merged.get("partial_rotary_factor", 1)) != 1:
+        raise ValueError(f"partial_rotary_factor {share!r}: heads of draftlab rotate all channels")
     return merged, has_base

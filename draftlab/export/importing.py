@@ -199,7 +199,7 @@ def foreign_head_config(
         mask_token = foreign.mask_token()
     except ValueError as error:
         raise UserError(
-            f"the config contradicts itself: {error}",
+            f"the config cannot be read: {error}",
             where=where,
             do="correct config.json: see what the program that trained the head was given",
         ) from None

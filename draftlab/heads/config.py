@@ -28,6 +28,19 @@ _SCHEMA_1_OPTIONS: dict[str, Any] = {
 """Keys that schema 1 wrote for every family, with the value that means "not used"."""
 
 
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+"""Types of RoPE that heads have, with their `rope_parameters` beside rope_theta."""
+
+
 class TargetIdentity(BaseModel):
     """The name and the content hashes of the target that a head was trained for."""
 
@@ -78,8 +91,8 @@ class HeadConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_schema_1(cls, fields: Any) -> Any:
-        """Drop options of other families that schema 1 wrote as off; refuse those that are on."""
+    def _drop_unused(cls, fields: Any) -> Any:
+        """Drop what the head does not use; refuse options of other families that are on."""
         if not isinstance(fields, dict):
             return fields
         others = {n: off for n, off in _SCHEMA_1_OPTIONS.items() if n not in cls.model_fields}
@@ -88,6 +101,12 @@ class HeadConfig(BaseModel):
                 title = get_family(fields["family"]).title
                 raise ValueError(f"{title} heads have no {name}, found {fields[name]!r}")
         fields = {name: value for name, value in fields.items() if name not in others}
+        if isinstance(rope := fields.get("rope_parameters"), dict):
+            # Heads of older versions name partial_rotary_factor and others of their target's that
+            # they do not use, and servers would.
+            kind = str(rope.get("rope_type", "default"))
+            known = {"rope_type", "rope_theta", *ROPE_KEYS.get(kind, rope)}
+            fields["rope_parameters"] = {k: v for k, v in rope.items() if k in known}
         return fields | {"schema": HEAD_SCHEMA} if fields.get("schema") == 1 else fields
 
     @model_validator(mode="after")

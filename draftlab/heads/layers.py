@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftlab.heads.config import ROPE_KEYS
+
 
 class RMSNorm(nn.RMSNorm):
     """Root-mean-square norm over the last dimension.
@@ -37,10 +39,6 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-ROPE_TYPES = ("default", "linear", "llama3")
-"""Types that `rope_frequencies` supports."""
-
-
 def rope_frequencies(head_dim: int, parameters: dict[str, Any]) -> Tensor:
     """Return the inverse frequencies [head_dim / 2], float32, of transformers' `rope_parameters`.
 
@@ -62,7 +60,7 @@ def rope_frequencies(head_dim: int, parameters: dict[str, Any]) -> Tensor:
         # Between the two wavelengths the scaled and unscaled frequencies are mixed linearly.
         smooth = ((old / wavelength - low) / (high - low)).clamp(0, 1)
         return (1 - smooth) * frequencies / factor + smooth * frequencies
-    raise ValueError(f"rope_type {kind!r} is not supported in a head; use {', '.join(ROPE_TYPES)}")
+    raise ValueError(f"rope_type {kind!r} is not supported in a head; use {', '.join(ROPE_KEYS)}")
 
 
 Angles = tuple[Tensor, ...]

@@ -19,7 +19,6 @@ from draftlab.heads.initial import check_start
 from draftlab.pipeline.head_spec import (
     planned_head,
     planned_identity,
-    rope_parameters,
     target_config,
 )
 from draftlab.pipeline.head_workspace import input_files
@@ -140,13 +139,12 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
         config: the config of the target's text model.
 
     Raises:
-        UserError: boundaries, a mask token or a draft vocabulary outside the target, a position
-            encoding that heads do not have, an export format without such heads, record.dtype=fp8
+        UserError: boundaries, a mask token or a draft vocabulary outside the target, an
+            export format without such heads, record.dtype=fp8
             without boundaries, or data workers with record.online.
     """
     family = get_family(recipe.head.family)
     _check_boundaries(recipe, config.num_hidden_layers)
-    rope_parameters(recipe.target, config)
     formats = "in a recipe --to vllm is export.formats=[vllm]; export.formats=[] exports nothing"
     for program in recipe.export.formats:
         with _at("export.formats", formats):

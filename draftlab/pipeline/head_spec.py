@@ -13,7 +13,7 @@ from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
-from draftlab.heads.layers import ROPE_TYPES
+from draftlab.pipeline.head_rope import head_rope, norm_epsilon
 from draftlab.pipeline.recipe import Recipe
 from draftlab.progress import Monitor
 from draftlab.settings import describe_errors
@@ -139,18 +139,7 @@ def head_config(
     config = full_config.get_text_config()
     heads = settings.num_attention_heads or config.num_attention_heads
     size = config.hidden_size
-    rope = rope_parameters(recipe.target, config)
     last = (identity.num_layers,)
-    if rope.get("rope_type", "default") not in (
-        ("default",) if family.default_rope else ROPE_TYPES
-    ):
-        # Other types extend a target beyond its training length. A head is trained at the
-        # positions that it serves, and servers know only these for heads.
-        monitor.say(
-            f"rope: the head uses only rope_theta {rope['rope_theta']:g} of the target's "
-            f"{rope['rope_type']}"
-        )
-        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     fields = dict(
         family.config_fields(settings, config),
         family=family.name,
@@ -165,8 +154,8 @@ def head_config(
         num_attention_heads=heads,
         num_key_value_heads=settings.num_key_value_heads or config.num_key_value_heads,
         head_dim=settings.head_dim or getattr(config, "head_dim", None) or size // heads,
-        rms_norm_eps=config.rms_norm_eps,
-        rope_parameters=rope,
+        rms_norm_eps=norm_epsilon(config),
+        rope_parameters=head_rope(config, family, monitor),
         max_position_embeddings=config.max_position_embeddings,
         vocab_size=identity.vocab_size,
         draft_vocab_size=draft_vocab_size,
@@ -187,22 +176,6 @@ def head_config(
             where="head",
             do="change these settings, or leave them out for the target's shape",
         ) from None
-
-
-def rope_parameters(target: TargetSettings, config: Any) -> dict[str, Any]:
-    """Return the RoPE parameters of a target's config.
-
-    Raises:
-        UserError: the target has another position encoding.
-    """
-    rope = dict(getattr(config, "rope_parameters", None) or {})
-    if "rope_theta" not in rope:
-        raise UserError(
-            f"expected rope_parameters with rope_theta in the target's config, found {rope}",
-            where=target.path,
-            do="draft heads can only be trained for targets with rotary position embeddings",
-        )
-    return rope
 
 
 def planned_identity(recipe: Recipe, config: Any, tokenizer_sha256: str = "") -> StoreIdentity:

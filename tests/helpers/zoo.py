@@ -225,7 +225,7 @@ HYBRID: dict[str, dict[str, Any]] = {
     # Layers of experts alone, and attention without RoPE.
     "nemotron_h": {
         "layers_block_type": ["mamba", "moe", "attention", "mamba"],
-        "time_step_min": 1e-9,  # transformers limits time steps of prompts by it, not of other steps
+        "time_step_min": 1e-9,  # transformers limits time steps by it, in prompts alone
         "mamba_num_heads": 4,
         "mamba_head_dim": 8,
         "ssm_state_size": 8,

@@ -1,0 +1,59 @@
+"""The rotary embedding and the norms' epsilon of a new head, from the target's config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftlab.errors import UserError
+from draftlab.heads.config import ROPE_KEYS
+from draftlab.heads.family import Family
+from draftlab.progress import Monitor
+
+_DEFAULT_THETA = 10_000.0
+_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+
+
+def head_rope(config: Any, family: Family, monitor: Monitor) -> dict[str, Any]:
+    """Return the `rope_parameters` of a head: the target's, as far as heads and servers know them.
+
+    A head rotates all channels of a head of attention. What it leaves out of the target's is said.
+
+    Args:
+        config: of the target's text model.
+    """
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    if isinstance(rope.get("full_attention"), dict):
+        monitor.say("rope: the head uses that of the target's layers with full attention")
+        rope = rope["full_attention"]
+    if "rope_theta" not in rope:
+        monitor.say(
+            "rope: the target's attention does not rotate; the head does, with rope_theta "
+            f"{_DEFAULT_THETA:g}"
+        )
+        return {"rope_type": "default", "rope_theta": _DEFAULT_THETA}
+    if (share := rope.get("partial_rotary_factor", 1.0)) != 1:
+        monitor.say(f"rope: the target rotates {share:.0%} of the channels, and the head all")
+    kind = rope.get("rope_type", "default")
+    if kind not in (("default",) if family.default_rope else ROPE_KEYS):
+        # Other types extend a target beyond its training length. A head is trained at the
+        # positions that it serves, and servers know only these for heads.
+        monitor.say(
+            f"rope: the head uses only rope_theta {rope['rope_theta']:g} of the target's {kind}"
+        )
+        kind = "default"
+    return {"rope_type": kind} | {key: rope[key] for key in ("rope_theta", *ROPE_KEYS[kind])}
+
+
+def norm_epsilon(config: Any) -> float:
+    """Return the epsilon of the target's RMS norms, which configs spell differently.
+
+    Raises:
+        UserError: the config has none.
+    """
+    for name in _EPSILONS:
+        if (value := getattr(config, name, None)) is not None:
+            return float(value)
+    raise UserError(
+        f"expected an epsilon of norms in the target's config ({', '.join(_EPSILONS)}), found none",
+        do="add its name to draftlab/pipeline/head_rope.py",
+    )
