@@ -197,12 +197,16 @@ def _answers(
     # A KV cache that does not fit in memory is made smaller (`engine/kv_pool.py`), and answers
     # take longer.
     longest = min(conversations.long_prompt + conversations.answer, target.max_length)
+    states, each = "", longest * target.kv_bytes
+    if target.state_bytes:
+        states = f" and recurrent states of {size_text(target.state_bytes)}"
+        each += 2 * target.state_bytes  # those after a step, and those of its one token
     return Estimate(
         "answers",
         f"{conversations.count:,} conversations, at most {_count(tokens)} tokens to generate"
-        f"{assumed}; KV cache of {longest:,.0f} positions for each of a batch",
+        f"{assumed}; KV cache of {longest:,.0f} positions{states} for each of a batch",
         disk=6 * conversations.count * conversations.length,  # text, and token ids in decimal
-        memory=min(batch, conversations.count) * longest * target.kv_bytes / recipe.target.gpus,
+        memory=min(batch, conversations.count) * each / recipe.target.gpus,
         seconds=gpu and steps * target.step_seconds(gpu, batch, mean),
     )
 

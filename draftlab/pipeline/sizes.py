@@ -19,6 +19,7 @@ from draftlab.heads.head import DraftHead
 from draftlab.pipeline.hardware import Gpu
 from draftlab.pipeline.recipe import Recipe
 from draftlab.target_model.parts import text_decoder
+from draftlab.target_model.recurrent import attention_layers, planned_state_bytes
 from draftlab.target_model.replacements import freeze_rope
 from draftlab.text.prompts import prompt_file
 from draftlab.train.flops import kept_bytes
@@ -49,6 +50,7 @@ class TargetSize:
         active_share: share of the experts that process one token.
         bytes_each: bytes of a parameter as it is loaded.
         kv_bytes: bytes of one position's keys and values in all layers.
+        state_bytes: bytes of one request's states in all recurrent layers.
         max_length: positions that the target supports.
         quantised: whether its files are quantised.
     """
@@ -58,6 +60,7 @@ class TargetSize:
     active_share: float
     bytes_each: int
     kv_bytes: int
+    state_bytes: int
     max_length: int
     quantised: bool
 
@@ -73,7 +76,7 @@ class TargetSize:
         bytes_each = {"float32": 4, "auto": stored.itemsize}.get(recipe.target.dtype, 2)
         heads = _first(text, "num_key_value_heads", "num_attention_heads")
         width = _first(text, "head_dim") or text.hidden_size // text.num_attention_heads
-        decoder, layers, _ = text_decoder(model)
+        decoder, _, _ = text_decoder(model)
         experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
         count = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
         per_token = _first(text, "num_experts_per_tok") or 1
@@ -82,7 +85,8 @@ class TargetSize:
             expert_parameters=experts,
             active_share=per_token / (count or 1) if experts else 1.0,
             bytes_each=bytes_each,
-            kv_bytes=2 * len(layers) * heads * width * bytes_each,
+            kv_bytes=2 * attention_layers(decoder) * heads * width * bytes_each,
+            state_bytes=planned_state_bytes(decoder),
             max_length=freeze_rope(decoder) or text.max_position_embeddings,
             quantised=any(getattr(c, "quantization_config", None) for c in (config, text)),
         )
@@ -106,7 +110,7 @@ class TargetSize:
         """
         used_share = 1 - (1 - self.active_share) ** rows  # of the experts
         reads = self.bytes_each * (self.parameters - self.expert_parameters * (1 - used_share))
-        reads += rows * length * self.kv_bytes
+        reads += rows * (length * self.kv_bytes + 2 * self.state_bytes)  # states are written too
         return max(reads / gpu.bandwidth, 2 * self.active * rows / gpu.products) / 1e12
 
 

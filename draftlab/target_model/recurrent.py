@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 _UPDATES = {"update_conv_state", "update_recurrent_state"}
 """Methods of transformers' caches that only recurrent layers call."""
@@ -36,6 +36,28 @@ def _names_in(cls: type) -> set[str]:
     """Return the attribute names that the methods of a class use, without its bases' methods."""
     methods = (inspect.unwrap(value) for value in vars(cls).values() if callable(value))
     return {name for f in methods if hasattr(f, "__code__") for name in f.__code__.co_names}
+
+
+def attention_layers(decoder: nn.Module) -> int:
+    """Return the number of a decoder's layers that keep keys and values."""
+    if not recurrent_layers(decoder):
+        return len(decoder.layers)
+    layers = DynamicCache(config=decoder.config).layers
+    return sum(isinstance(layer, CacheLayerMixin) for layer in layers)
+
+
+def planned_state_bytes(decoder: nn.Module) -> int:
+    """Return the bytes of one request's recurrent states; the decoder may be on the meta device."""
+    total = 0
+    for module in recurrent_layers(decoder):
+        layer = DynamicCache(config=decoder.config).layers[module.layer_idx]
+        names = inspect.signature(module.forward).parameters
+        (cache_name,) = names.keys() & {"cache_params", "past_key_values"}
+        cache = Cache(layers=[layer] * (module.layer_idx + 1))
+        hidden = next(module.parameters()).new_empty(1, 1, decoder.config.hidden_size)
+        module(hidden_states=hidden, **{cache_name: cache})
+        total += sum(tensor.nbytes for tensor in _tensors(layer).values())
+    return total
 
 
 def decode_with_states(decoder: nn.Module) -> bool:
