@@ -194,8 +194,8 @@ def read_tensor(folder: Path, name: str) -> Tensor:
     matches = [key for key in files if key == name]
     matches = matches or [k for k in files if k.endswith("." + name) or name.endswith("." + k)]
     if not matches:  # Nemotron-H's files say "backbone" where transformers says "model"
-        _, dot, rest = name.partition(".")
-        matches = [k for k in files if dot and k.partition(".")[2] == rest]
+        rest = name.partition(".")[2]
+        matches = [k for k in files if "." in rest and k.partition(".")[2] == rest]
     if len(matches) != 1:
         raise UserError(
             f"expected one tensor named {name}, found {matches or 'none'}",

@@ -13,7 +13,7 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config
 from draftlab.pipeline.recipe import Recipe, load_recipe
 from tests.helpers.small_run import RECIPES, draftlab, write_prompts
-from tests.helpers.zoo import zoo_folder_with_tokenizer
+from tests.helpers.zoo import HYBRID, zoo_folder_with_tokenizer
 
 # The target and sizes, nothing else.
 SMALL = (
@@ -121,6 +121,39 @@ def test_recipes_of_chains(tmp_path: Path, name: str, kind: str, family: str) ->
     norm = getattr(config, "norm_before_fc", False)
     assert norm == recipe.head.norm_before_fc == (kind == "gpt_oss")
     assert {row.drafter for row in rows} == {"chain"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "layers", "said"),
+    [
+        (
+            "qwen3_next_eagle3",
+            "qwen3_next",
+            "layer_types",
+            "the target rotates 25% of the channels, and the head all",
+        ),
+        (
+            "nemotron_h_eagle3",
+            "nemotron_h",
+            "layers_block_type",
+            "attention does not rotate; the head does, with rope_theta 10000",
+        ),
+    ],
+)
+def test_recipes_for_hybrid_targets(
+    tmp_path: Path, name: str, kind: str, layers: str, said: str
+) -> None:
+    sizes = {"num_hidden_layers": 8, layers: HYBRID[kind][layers] * 2}
+    settings = ("target.gpus=1", "eval.timing_prompts=0")
+    _, config, rows, output = run_recipe(tmp_path, name, kind, *settings, **sizes)
+    assert said in output
+    assert config.boundaries == (2, 4, 5)
+    assert set(config.rope_parameters) == {"rope_type", "rope_theta"}
+    fields = json.loads((tmp_path / "runs" / name / "export/vllm/config.json").read_text())
+    assert fields["rope_parameters"] == config.rope_parameters
+    assert {row.drafter for row in rows} == {"chain"}
+    plan = draftlab(tmp_path, "run", str(RECIPES / f"{name}.yaml"), "--plan", "name=plan")
+    assert "recurrent states of" in " ".join(plan.output.split())
 
 
 @pytest.mark.parametrize(
