@@ -15,7 +15,8 @@ from draftlab.engine.scheduler import Scheduler
 from draftlab.kernels.sampling_types import SamplingMetadata, draft_index
 from draftlab.target_model.recurrent import RecurrentStates
 from tests.helpers.greedy_answers import run
-from tests.helpers.zoo import HYBRID, SHAPE, ZOO, eager_model, load_on_cpu, random_texts, zoo_folder
+from tests.helpers.hybrid_zoo import HYBRID
+from tests.helpers.zoo import SHAPE, ZOO, eager_model, load_on_cpu, random_texts, zoo_folder
 
 VOCABULARY, NEW_TOKENS = int(str(SHAPE["vocab_size"])), 36
 

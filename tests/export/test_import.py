@@ -268,6 +268,10 @@ def test_copies_of_the_targets_tensors_are_recognised(
         ({"pard_token": 3, "mask_token_id": 4}, "name different tokens"),
         ({"rope_parameters": {"rope_theta": "1e4"}, "rope_theta": ...}, "'1e4' is no base"),
         (
+            {"rope_parameters": {"rope_theta": 2e4, "partial_rotary_factor": 0.25}},
+            "partial_rotary_factor 0.25: heads of draftlab rotate all channels",
+        ),
+        (
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 2e4, "factor": [2]}},
             "cannot compute this head",
         ),

@@ -276,3 +276,12 @@ def test_a_head_of_an_older_version_loads_to_the_same_bytes(tmp_path: Path) -> N
     save_head(tmp_path, head, torch.bfloat16)
     for name in (FILE, "config.json"):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_config_keeps_only_the_rope_that_heads_use(tmp_path: Path) -> None:
+    """Older versions copied the target's partial_rotary_factor, which servers would apply."""
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    foreign = {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
+    save(tmp_path, rope_parameters=rope | foreign)
+    assert load_config(tmp_path).rope_parameters == rope
+    assert native_config(load_config(tmp_path), torch.float32)["rope_parameters"] == rope

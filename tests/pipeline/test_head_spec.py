@@ -12,11 +12,13 @@ from draftlab.errors import UserError
 from draftlab.heads.family import get_family
 from draftlab.pipeline.check_recipe import check_before_run
 from draftlab.pipeline.estimate import estimate_stages
+from draftlab.pipeline.head_rope import head_rope, norm_epsilon
 from draftlab.pipeline.head_spec import choose_boundaries
 from draftlab.pipeline.recipe import parse_recipe
 from draftlab.pipeline.stages import STAGES
 from draftlab.train.settings import HeadSettings
 from tests.helpers.monitors import RecordingMonitor
+from tests.helpers.zoo import zoo_config
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,58 @@ def test_boundaries_are_reported_unless_they_are_the_default_by_name(
     recipe = parse_recipe({"name": "r", "record": {"boundaries": requested}})
     assert choose_boundaries(recipe, 48, monitor) == boundaries
     assert monitor.lines == ([line] if line else [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected", "line"),
+    [
+        ("llama", {}, {"rope_type": "default", "rope_theta": 10000.0}, None),
+        (
+            "qwen3_next",
+            {},
+            {"rope_type": "default", "rope_theta": 10000.0},
+            "rope: the target rotates 25% of the channels, and the head all",
+        ),
+        (
+            "jamba",
+            {},
+            {"rope_type": "default", "rope_theta": 10000.0},
+            "rope: the target's attention does not rotate; the head does, with rope_theta 10000",
+        ),
+        (
+            "gemma3_text",
+            {},
+            {"rope_type": "default", "rope_theta": 1e6},
+            "rope: the head uses that of the target's layers with full attention",
+        ),
+        (
+            "ministral3",
+            {},
+            {"rope_type": "default", "rope_theta": 10000.0},
+            "rope: the head uses only rope_theta 10000 of the target's yarn",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}},
+            {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0},
+            None,
+        ),
+    ],
+)
+def test_the_rope_of_a_head(
+    kind: str, changes: dict[str, Any], expected: dict[str, Any], line: str | None
+) -> None:
+    monitor = RecordingMonitor()
+    config = zoo_config(kind, **changes)
+    assert head_rope(config, get_family("eagle3"), monitor) == expected
+    assert monitor.lines == ([line] if line else [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "epsilon"), [("llama", 1e-6), ("lfm2", 1e-5), ("nemotron_h", 1e-5)]
+)
+def test_the_epsilon_of_a_heads_norms(kind: str, epsilon: float) -> None:
+    assert norm_epsilon(zoo_config(kind)) == epsilon
 
 
 LLAMA4 = Llama4TextConfig(

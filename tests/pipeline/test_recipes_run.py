@@ -12,8 +12,9 @@ from draftlab.evaluate.results import Report, Row
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config
 from draftlab.pipeline.recipe import Recipe, load_recipe
+from tests.helpers.hybrid_zoo import HYBRID
 from tests.helpers.small_run import RECIPES, draftlab, write_prompts
-from tests.helpers.zoo import HYBRID, zoo_folder_with_tokenizer
+from tests.helpers.zoo import zoo_folder_with_tokenizer
 
 # The target and sizes, nothing else.
 SMALL = (

@@ -20,9 +20,9 @@ from draftlab.target_model import (
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import load_parts
 from draftlab.target_model.recurrent import RecurrentStates, recurrent_layers
+from tests.helpers.hybrid_zoo import HYBRID
 from tests.helpers.ragged import row_cache, run_ragged
 from tests.helpers.zoo import (
-    HYBRID,
     SHAPE,
     WITHOUT_PAGES,
     ZOO,
@@ -247,3 +247,20 @@ def test_time_steps_of_nemotron_h_have_one_limit(tmp_path: Path) -> None:
     at_once, in_steps = check_states._in_steps(target)
     with pytest.raises(AssertionError):
         assert_close(in_steps, at_once)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", HYBRID)
+def test_recurrent_states_recorded_side_by_side_equal_each_alone(kind: str, tmp_path: Path) -> None:
+    target = zoo_target(tmp_path, kind)
+    assert target.padding_reason is not None
+    texts = random_texts((23, 2, 11))
+    rows = torch.zeros(3, 23, dtype=torch.int64)
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text)] = text
+    together = target.states(rows, (1, 2))
+    for row, text in enumerate(texts):
+        alone = target.states(text[None], (1, 2))
+        for name in ("features", "last"):
+            beside = getattr(together, name)[row : row + 1, : len(text)]
+            assert_close(beside, getattr(alone, name), 1e-4)
