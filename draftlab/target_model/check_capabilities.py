@@ -89,6 +89,8 @@ def can_capture(target: Target) -> bool:
         return False
     if target.pipeline_parallel:
         reason = "its layers are on several GPUs"
+    elif target.recurrent:
+        reason = "its recurrent layers run in calls that are not captured yet"
     elif (message := synchronisation_error(target)) is not None:
         reason = f"the host waits for the device in a pass ({message})"
     else:
@@ -144,7 +146,8 @@ def raise_fault(target: Target, *experiment: Any) -> None:
         raise UserError(
             f"{type(target.decoder).__name__} {fault}, so drafts cannot be verified with it",
             where=target.folder,
-            do="use another target, or add a replacement to draftlab/target_model/replacements.py",
+            do="use another target, or let vLLM answer, record and evaluate: "
+            "regenerate.backend=vllm, record.backend=vllm, eval.engine=vllm",
         )
 
 

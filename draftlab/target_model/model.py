@@ -124,6 +124,12 @@ class Target:
         Raises:
             UserError: the model cannot decode with such a cache (`check_capabilities.py`).
         """
+        if self.recurrent:
+            raise UserError(
+                "the reference engine keeps no recurrent states, which this target has",
+                where=self.folder,
+                do="use eval.engine=paged",
+            )
         self._check_once(check_rows)
         return RowCache(self.num_layers, num_rows, max_length)
 

@@ -19,7 +19,11 @@ from draftlab.target_model import (
 )
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import load_parts
-from draftlab.target_model.recurrent import RecurrentStates, recurrent_layers
+from draftlab.target_model.recurrent import (
+    RecurrentStates,
+    planned_state_bytes,
+    recurrent_layers,
+)
 from tests.helpers.hybrid_zoo import HYBRID
 from tests.helpers.ragged import row_cache, run_ragged
 from tests.helpers.zoo import (
@@ -149,7 +153,9 @@ def test_recurrent_layers_keep_a_state_for_each_request(kind: str, tmp_path: Pat
     assert target.recurrent
     cache = target.new_paged_cache(4, 16, num_rows=3)
     assert cache.states.num_rows == 3
-    assert sum(target.state_bytes.values()) > 0
+    assert sum(target.state_bytes.values()) == planned_state_bytes(target.decoder) > 0
+    with pytest.raises(UserError, match="the reference engine keeps no recurrent states"):
+        target.new_cache(1, 8)
 
 
 def test_a_recurrent_layer_that_mixes_rows_is_refused(
