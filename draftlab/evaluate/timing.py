@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from draftlab.engine.sampling import Generation, Request
+from draftlab.engine.step import GraphedStep
 from draftlab.evaluate.decoding_config import DecodingConfig
 
 WARM_UP_TOKENS = 8
@@ -49,6 +50,16 @@ def timing_batches(
         yield repeated[start : start + batch]
 
 
+def warm_up_batches(batch: Sequence[Request]) -> list[list[Request]]:
+    """Return short batches of every size for which a shrinking batch has a CUDA graph.
+
+    The first steps of a size pay for kernels that are compiled and a graph that is captured.
+    """
+    short = [replace(request, max_new_tokens=WARM_UP_TOKENS) for request in batch]
+    sizes = {min(size, len(batch)) for size in GraphedStep.SIZES}
+    return [short[:size] for size in sorted(sizes, reverse=True)]
+
+
 def _copy(request: Request, number: int) -> Request:
     return replace(request, id=f"{request.id} (copy {number})") if number else request
 
@@ -64,8 +75,9 @@ def time_in_turn(
         progress: called with the number of finished batches and of all batches.
     """
     runs = {config: TimedRun([], 0.0) for config in engines}
-    for engine in engines.values():  # first calls pay for allocation and kernel selection
-        list(engine.generate([replace(r, max_new_tokens=WARM_UP_TOKENS) for r in batches[0]]))
+    for engine in engines.values():
+        for requests in warm_up_batches(batches[0]):
+            list(engine.generate(requests))
     for number, batch in enumerate(batches, 1):
         for config, engine in engines.items():
             started = time.perf_counter()

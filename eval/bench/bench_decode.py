@@ -39,6 +39,7 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
 from draftlab.evaluate.bandwidth import head_bytes, target_bytes
+from draftlab.evaluate.timing import warm_up_batches
 from draftlab.heads.config import TargetIdentity, make_head_config
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
@@ -220,7 +221,8 @@ def measure(
             for i, row in enumerate(ids)
         ]
 
-    list(engine.generate(requests(batch, 16, "warm")))
+    for warm_up in warm_up_batches(requests(batch, 16, "warm")):
+        list(engine.generate(warm_up))
     if target.device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
