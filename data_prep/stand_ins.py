@@ -7,6 +7,8 @@ KIND (default: all, one after the other), each a folder below --out that loads a
            an untrained tower for images; its text model is saved alone too, as llama4_text
   qwen3    Qwen 3: norms on queries and keys, embeddings tied to lm_head
   gpt_oss  gpt-oss: sinks, windows of 128 positions, experts
+  qwen3_next  Qwen3-Next: gated delta nets, attention on every fourth layer, no experts
+  nemotron_h  Nemotron-H: Mamba-2, feed-forward layers, two of attention without RoPE
 
 --pack is what `embedded_target.py pack` writes: the embedded target's corpus and tokenizer, so its
 prompts and suites serve here too. Each training takes --minutes on one GPU and needs no network; on
@@ -92,6 +94,25 @@ KINDS: dict[str, dict[str, Any]] = {
             "beta_slow": 1.0,
             "truncate": False,
         },
+    },
+    "qwen3_next": {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "mlp_only_layers": list(range(8)),
+        "tie_word_embeddings": False,
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-M-*-M-M-*-",
+        "num_hidden_layers": 12,
+        "mamba_num_heads": 16,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 64,
+        "n_groups": 2,
+        "chunk_size": 64,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": False,
     },
 }
 

@@ -33,6 +33,20 @@ SMALL = {
 CHANGES = {
     "llama4": {"no_rope_layers": [1, 0, 1, 0], "attention_chunk_size": 16, "floor_scale": 16},
     "gpt_oss": {"sliding_window": 16},
+    "qwen3_next": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "mlp_only_layers": list(range(4)),
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-*-",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "chunk_size": 16,
+    },
 }
 
 
@@ -61,7 +75,7 @@ def pack(scripts: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["llama4", "qwen3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama4", "qwen3", "gpt_oss", "qwen3_next", "nemotron_h"])
 def test_a_stand_in_is_a_target(kind: str, scripts: tuple, pack: Path, tmp_path: Path) -> None:
     stand_ins, out = scripts[0], tmp_path / kind
     schedule = stand_ins.Schedule(steps=12, rows=4, length=48, warmup_steps=2)
