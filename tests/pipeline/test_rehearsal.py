@@ -121,7 +121,14 @@ def test_plans_of_shipped_recipes_need_no_network(
     monkeypatch.setattr(head_spec, "hub_answers", lambda: pytest.fail("asks the Hub"))
     recipe = load_recipe(RECIPES / f"{name}.yaml")
     target = estimate_stages(recipe)[0]
-    billions = {"Llama-3.1-8B": 8.03, "Qwen3-8B": 8.19, "gpt-oss-20b": 20.9, "Scout": 108}
+    billions = {
+        "Llama-3.1-8B": 8.03,
+        "Qwen3-8B": 8.19,
+        "gpt-oss-20b": 20.9,
+        "Scout": 108,
+        "Qwen3-Next-80B": 79.7,
+        "Nemotron-H-8B": 8.1,
+    }
     (expected,) = (size for key, size in billions.items() if key in recipe.target.path)
     assert target.disk == pytest.approx(2e9 * expected, rel=0.01)
     assert "shapes of this target in draftlab" in next(estimate_table(recipe, tmp_path, ()))
