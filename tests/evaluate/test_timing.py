@@ -21,7 +21,10 @@ class CountingDecoder:
         yield from ()
 
 
-@pytest.mark.parametrize(("batch", "sizes"), [(1, [1]), (6, [6, 4, 2, 1]), (8, [8, 4, 2, 1])])
+@pytest.mark.parametrize(
+    ("batch", "sizes"),
+    [(1, [1]), (6, [6, 4, 2, 1]), (8, [8, 4, 2, 1]), (100, [100, 64, 48, 32, 24, 16, 8, 4, 2, 1])],
+)
 def test_every_size_of_a_shrinking_batch_is_warmed_up(batch: int, sizes: list[int]) -> None:
     decoder = CountingDecoder()
     requests = [Request(str(i), (1, 2), 64) for i in range(batch)]
