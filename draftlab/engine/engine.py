@@ -105,7 +105,6 @@ class Engine:
             target,
             batch=batch,
             max_length=max_length,
-            k=self.k,
             draft_bytes=draft_kv_bytes(head) if head else 0,
             block_size=block_size,
             num_blocks=num_blocks,

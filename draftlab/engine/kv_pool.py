@@ -58,7 +58,6 @@ def new_kv_pool(
     *,
     batch: int,
     max_length: int,
-    k: int = 0,
     draft_bytes: int = 0,
     block_size: int | None = None,
     num_blocks: int | None = None,
@@ -68,7 +67,6 @@ def new_kv_pool(
 
     Args:
         batch, max_length, block_size, num_blocks: see `Engine`; block 0 is added.
-        k: most drafts of a step: recurrent layers keep a state after each of its tokens.
         draft_bytes: bytes of a position in the draft KV caches of all these engines.
         monitor: told if memory holds fewer blocks than the batch can use.
 
@@ -79,8 +77,7 @@ def new_kv_pool(
     width = -(-max_length // block_size)
     if num_blocks is None:
         wanted = batch * width
-        num_states = batch * (k + 2)
-        fitting = _blocks_that_fit(target, draft_bytes, num_states, block_size, width)
+        fitting = _blocks_that_fit(target, draft_bytes, batch, block_size, width)
         num_blocks = min(wanted, fitting)
         if num_blocks < wanted and monitor is not None:
             monitor.say(
@@ -99,9 +96,11 @@ def new_kv_pool(
 
 
 def _blocks_that_fit(
-    target: Target, draft_bytes: int, num_states: int, block_size: int, width: int
+    target: Target, draft_bytes: int, batch: int, block_size: int, width: int
 ) -> int:
     """Return how many blocks the free memory of the target's devices holds, without block 0.
+
+    It holds the recurrent states of all requests and of the dummy first.
 
     Raises:
         UserError: they are fewer than `width`, those of one sequence.
@@ -109,7 +108,7 @@ def _blocks_that_fit(
     if target.device.type == "cuda":
         free_memory()  # pools of earlier engines
     sizes = target.kv_bytes | {target.device: target.kv_bytes[target.device] + draft_bytes}
-    states = {device: num_states * target.state_bytes.get(device, 0) for device in sizes}
+    states = {device: (batch + 1) * target.state_bytes.get(device, 0) for device in sizes}
     fits = {
         device: int((1 - RESERVE) * available_bytes(device) - states[device])
         // (block_size * max(size, 1))
@@ -118,12 +117,21 @@ def _blocks_that_fit(
     }
     device = min(fits, key=fits.__getitem__)
     if fits[device] < width:
+        one = (width + 1) * block_size * sizes[device]
+        kept = states[device]
+        needs = f"the keys and values of one sequence, {size_text(one)} for {width * block_size:,} "
+        needs += "positions"
+        if kept:
+            needs += f", beside {size_text(kept)} of recurrent states of {batch:,} requests"
         raise UserError(
-            "expected memory for the keys and values of one sequence, "
-            f"{size_text((width + 1) * block_size * sizes[device])} for {width * block_size:,} "
-            f"positions, found {size_text(available_bytes(device))} free on {device}, of which "
-            f"{RESERVE:.0%} are reserved",
-            do="lower the lengths (regenerate.max_new_tokens, eval.max_new_tokens, the longest "
+            f"expected memory for {needs}, found {size_text(available_bytes(device))} free on "
+            f"{device}, of which {RESERVE:.0%} are reserved",
+            do=(
+                "lower the batch (regenerate.batch, eval.batch, eval.timing_batches), "
+                if kept
+                else ""
+            )
+            + "lower the lengths (regenerate.max_new_tokens, eval.max_new_tokens, the longest "
             "prompt), raise target.gpus, or end other programs on the device",
         )
     return fits[device]

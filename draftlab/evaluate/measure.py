@@ -59,7 +59,6 @@ def _shared_pool(workload: Workload) -> PagedCache | None:
         workload.target,
         batch=max((workload.batch, *timed)),
         max_length=workload.max_length,
-        k=max(config.k for config in alive),
         draft_bytes=sum(draft_kv_bytes(config.head.head) for config in alive if config.head),
         monitor=workload.monitor,
     )

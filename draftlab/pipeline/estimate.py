@@ -198,9 +198,11 @@ def _answers(
     # take longer.
     longest = min(conversations.long_prompt + conversations.answer, target.max_length)
     states, each = "", longest * target.kv_bytes
-    if target.state_bytes:
+    if target.state_bytes is None:
+        states = " (and recurrent states of unknown size)"
+    elif target.state_bytes:
         states = f" and recurrent states of {size_text(target.state_bytes)}"
-        each += 2 * target.state_bytes  # those after a step, and those of its one token
+        each += target.state_bytes
     return Estimate(
         "answers",
         f"{conversations.count:,} conversations, at most {_count(tokens)} tokens to generate"

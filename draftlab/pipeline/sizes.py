@@ -50,7 +50,7 @@ class TargetSize:
         active_share: share of the experts that process one token.
         bytes_each: bytes of a parameter as it is loaded.
         kv_bytes: bytes of one position's keys and values in all layers.
-        state_bytes: bytes of one request's states in all recurrent layers.
+        state_bytes: bytes of one request's states in all recurrent layers; None: unknown.
         max_length: positions that the target supports.
         quantised: whether its files are quantised.
     """
@@ -60,7 +60,7 @@ class TargetSize:
     active_share: float
     bytes_each: int
     kv_bytes: int
-    state_bytes: int
+    state_bytes: int | None
     max_length: int
     quantised: bool
 
@@ -110,7 +110,8 @@ class TargetSize:
         """
         used_share = 1 - (1 - self.active_share) ** rows  # of the experts
         reads = self.bytes_each * (self.parameters - self.expert_parameters * (1 - used_share))
-        reads += rows * (length * self.kv_bytes + 2 * self.state_bytes)  # states are written too
+        states = 2 * (self.state_bytes or 0)  # they are read and written
+        reads += rows * (length * self.kv_bytes + states)
         return max(reads / gpu.bandwidth, 2 * self.active * rows / gpu.products) / 1e12
 
 

@@ -68,6 +68,11 @@ def attention_inputs(**inputs: Any) -> Iterator[None]:
         _inputs.reset(token)
 
 
+def current_inputs() -> AttentionInputs:
+    """Return the inputs of the forward pass that runs now."""
+    return _inputs.get()
+
+
 def _mask_rule(local_size: int | None, config: Any) -> MaskRule:
     """Return a mask's rule: transformers passes a size, and the config says of what."""
     if local_size is None:

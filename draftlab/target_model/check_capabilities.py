@@ -62,7 +62,8 @@ def check_pages(target: Target) -> None:
 def padding_reason(target: Target) -> str | None:
     """Return why conversations cannot be packed into one row; None if they can.
 
-    Examples are recurrent layers and attention that does not use transformers' interface.
+    Examples are recurrent layers of unknown functions (`recurrent.py`) and attention that does not
+    use transformers' interface.
     """
     experiments = [
         ("mixes packed conversations", _packed_with_others, exact_tolerance(target), torch.amax),
@@ -89,8 +90,6 @@ def can_capture(target: Target) -> bool:
         return False
     if target.pipeline_parallel:
         reason = "its layers are on several GPUs"
-    elif target.recurrent:
-        reason = "its recurrent layers run in calls that are not captured yet"
     elif (message := synchronisation_error(target)) is not None:
         reason = f"the host waits for the device in a pass ({message})"
     else:
@@ -106,15 +105,23 @@ def can_capture(target: Target) -> bool:
 @torch.inference_mode()
 def synchronisation_error(target: Target) -> str | None:
     """Return torch's message if a pass makes the host wait for the device; None if none does."""
-    pages = PagedCache(target.num_layers, 3, 16)
+    pages = PagedCache(target.num_layers, 3, 16, 2 * target.recurrent)
     table = torch.tensor([[1], [2]], dtype=torch.int32, device=target.device)
-    ids, positions = (x.repeat(2, 1) for x in ids_and_positions(target, [5, 6, 7], 0))
-    pages.at(table, positions, slot_mapping(table, positions, 16))
-    target.states(ids, positions=positions, cache=pages)  # allocates, compiles, loads libraries
+    rows = torch.arange(2, device=target.device)
+
+    def run(start: int, lengths: list[int] | None) -> None:
+        ids, positions = (x.repeat(2, 1) for x in ids_and_positions(target, [5, 6, 7], start))
+        pages.at(table, positions, slot_mapping(table, positions, 16), rows, lengths)
+        target.states(ids, positions=positions, cache=pages)
+        if pages.states and not lengths:
+            pages.states.keep(rows + 1)
+
+    run(0, [3, 3])  # writes recurrent states
+    run(3, None)  # allocates, compiles, loads libraries
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        target.states(ids, positions=positions, cache=pages)
+        run(3, None)
     except RuntimeError as error:
         return str(error).split("\n")[0]
     finally:

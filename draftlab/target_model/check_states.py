@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from draftlab.errors import UserError
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model.check_capabilities import (
     close_tolerance,
@@ -14,6 +15,7 @@ from draftlab.target_model.check_capabilities import (
     raise_fault,
 )
 from draftlab.target_model.paged_cache import PagedCache
+from draftlab.target_model.recurrent import unknown_recurrence
 
 if TYPE_CHECKING:
     from draftlab.target_model.model import Target
@@ -21,6 +23,14 @@ if TYPE_CHECKING:
 
 def check_states(target: Target) -> None:
     """Raise a `UserError` if a model with recurrent layers cannot decode with rows of states."""
+    if layer := unknown_recurrence(target.decoder):
+        raise UserError(
+            f"expected a convolution or a recurrence that draftlab can run for a few tokens, found "
+            f"none in layer {layer}: its state cannot follow the accepted drafts",
+            where=target.folder,
+            do="let vLLM answer, record and evaluate: regenerate.backend=vllm, "
+            "record.backend=vllm, eval.engine=vllm",
+        )
     close = close_tolerance(target)  # other tokens beside a row change the rounding of its experts
     raise_fault(target, "keeps a state of tokens that were rejected", _after_other_drafts, *close)
     raise_fault(target, "treats a row differently beside other rows", _beside_other_rows, *close)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 
+from draftlab.target_model.function_copy import copy_function
 from draftlab.target_model.known_layers import has_known_layers
 from draftlab.target_model.model import Target
 
@@ -87,7 +88,7 @@ class _CompiledFunction:
         self.eager, self.checking = function, True
         # torch.compile allows eight variants of a code object. A copied code object leaves other
         # models' functions, and norms of other widths, their variants.
-        copied = _copy(function, function.__globals__, function.__code__.replace())
+        copied = copy_function(function, function.__globals__, function.__code__.replace())
         self.compiled = torch.compile(copied, backend=backend)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -107,19 +108,6 @@ class _CompiledFunction:
             error = float((one - other).float().norm() / other.float().norm().clamp(min=1e-6))
             if not error <= _TOLERANCE:  # NaN is refused too
                 raise ValueError(f"{self.eager.__qualname__} differs by {error:.2g} (relative)")
-
-
-def _copy(function: FunctionType, global_names: dict[str, Any], code: Any = None) -> FunctionType:
-    """Return a copy of the function with other globals, or with other code."""
-    copied = FunctionType(
-        code or function.__code__,
-        global_names,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copied.__kwdefaults__, copied.__qualname__ = function.__kwdefaults__, function.__qualname__
-    return copied
 
 
 def _replacements(
@@ -153,7 +141,8 @@ def _replacements(
             rotate = forward.__globals__[_ROTATE]
             if isinstance(rotate, FunctionType):
                 rotation = _apply_rotary(compiled(rotate, module))
-                yield module, "forward", _copy(forward, forward.__globals__ | {_ROTATE: rotation})
+                copied = copy_function(forward, forward.__globals__ | {_ROTATE: rotation})
+                yield module, "forward", copied
 
 
 def _has_one_input(module: nn.Module) -> bool:

@@ -143,29 +143,28 @@ class Target:
             self._check_once(check)
         return PagedCache(self.num_layers, num_blocks, block_size, self.recurrent * num_rows)
 
-    @cached_property
+    @property
     def kv_bytes(self) -> dict[torch.device, int]:
         """Bytes of one position's keys and values on each device."""
-        sizes = dict.fromkeys(self.state_bytes, 0)
-        cache = self._cache_of_one_token
-        for pool in (*cache.key_pool, *cache.value_pool):
-            sizes[pool.device] = sizes.get(pool.device, 0) + pool[0].nbytes
-        return sizes
+        return self._bytes_of_one_token[0]
 
-    @cached_property
+    @property
     def state_bytes(self) -> dict[torch.device, int]:
         """Bytes of one request's recurrent states on each device."""
-        states = self._cache_of_one_token.states
-        return {} if states is None else states.row_bytes()
+        return self._bytes_of_one_token[1]
 
     @cached_property
-    def _cache_of_one_token(self) -> PagedCache:
-        """A cache after a pass over one token."""
+    def _bytes_of_one_token(self) -> tuple[dict[torch.device, int], dict[torch.device, int]]:
+        """`kv_bytes` and `state_bytes`, from a pass over one token."""
         cache = self.new_paged_cache(2, 1)
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         cache.at(zero.int() + 1, zero, zero + 1, zero[0], [1])
         self.states(zero, positions=zero, cache=cache)
-        return cache
+        states = cache.states.row_bytes() if cache.states else {}
+        sizes = dict.fromkeys(states, 0)
+        for pool in (*cache.key_pool, *cache.value_pool):
+            sizes[pool.device] = sizes.get(pool.device, 0) + pool[0].nbytes
+        return sizes, states
 
     @cached_property
     def padding_reason(self) -> str | None:

@@ -8,9 +8,10 @@ The host knows the lengths; what the device needs of them is copied without a sy
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class PackedRow:
     lengths: tuple[int, ...]
     positions: Tensor
     require_varlen: bool = False
-    _cache: dict[object, Tensor | PackedRow] = field(default_factory=dict, repr=False)
+    _cache: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedRow:
@@ -75,6 +76,53 @@ class PackedRow:
             mask = torch.ones(length, length, dtype=torch.bool, device=device)
             self._cache[key] = mask.tril().triu(1 - window)
         return self._cache[key]
+
+    def by_conversation(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Run a causal function with a row for each conversation, in place of the packed row.
+
+        Args:
+            function: takes tensors [B, M, …] of right-padded conversations; returns one.
+            tensors: [1, T, …].
+
+        Returns:
+            [1, T, …].
+        """
+        result: Tensor | None = None
+        for padded, real, columns in self._rows(tensors[0].device):
+            rows = function(*(tensor[0, padded] for tensor in tensors)).flatten(0, 1)
+            if result is None:
+                result = rows.new_empty(tensors[0].shape[1], *rows.shape[1:])
+            result[columns] = rows[real]
+        return result[None]
+
+    def _rows(self, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return rows of conversations, those within a factor of two in length together.
+
+        Returns:
+            For each group: columns of the packed row, int64 [B, M], the last one repeated as
+            padding; which of these B · M are real; and the columns of the real ones.
+        """
+        key = "rows", device
+        if key not in self._cache:
+            groups: dict[int, list[slice]] = {}
+            for columns in self.slices:
+                length = columns.stop - columns.start
+                groups.setdefault(length.bit_length(), []).append(columns)
+            self._cache[key] = [
+                tuple(copy_to_device(index, device) for index in _group_index(group))
+                for group in groups.values()
+            ]
+        return self._cache[key]
+
+
+def _group_index(group: list[slice]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the index tensors of a group of `PackedRow._rows`."""
+    starts = torch.tensor([columns.start for columns in group])
+    stops = torch.tensor([columns.stop for columns in group])
+    columns = starts[:, None] + torch.arange(int((stops - starts).max()))
+    is_real = (columns < stops[:, None]).flatten()
+    padded = columns.minimum(stops[:, None] - 1)
+    return padded, is_real.nonzero()[:, 0], padded.flatten()[is_real]
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:

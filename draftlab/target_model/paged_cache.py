@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from draftlab.kernels.paged_attention import write_paged
 from draftlab.kernels.paged_plan import Read, Writes, plan_reads, plan_writes, write_rows
 from draftlab.target_model.attention import attention_inputs
-from draftlab.target_model.recurrent import RecurrentStates
+from draftlab.target_model.recurrent_states import RecurrentStates
 
 
 class _PagedLayer(CacheLayerMixin):

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from draftlab.errors import UserError
 from draftlab.target_model.experts import use_experts
 from draftlab.target_model.parts import text_decoder
-from draftlab.target_model.recurrent import decode_with_states
+from draftlab.target_model.recurrent import replace_recurrences
 
 _UNSUPPORTED_LONGROPE = ("PhimoeRotaryEmbedding",)
 
@@ -55,7 +55,7 @@ def replace_layers(model: PreTrainedModel) -> None:
         model.config = copy.deepcopy(model.config)
         model.config.get_text_config().max_position_embeddings = limit
     use_experts(model)
-    decode_with_states(decoder)
+    replace_recurrences(decoder)
     for module in decoder.modules():
         if type(module).__name__ == "NemotronHMamba2Mixer":
             module.time_step_limit = tuple(decoder.config.time_step_limit)

@@ -18,6 +18,7 @@ from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.target_model.model import Target
 from tests.helpers.greedy_answers import outcomes, requests, run
 from tests.helpers.monitors import RecordingMonitor
+from tests.helpers.zoo import zoo_target
 
 SIZE = {"batch": 6, "max_length": 128, "block_size": 8}
 WIDTH = 128 // 8
@@ -108,3 +109,18 @@ def test_memory_that_runs_out_while_decoding_is_a_user_error(
     ) as error:
         run(engine, requests(2))
     assert "eval.batch" in error.value.do
+
+
+def test_recurrent_states_take_memory_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are pooled for all requests; where they leave no room, the message says so."""
+    target = zoo_target(tmp_path, "qwen3_next")
+    states = 7 * sum(target.state_bytes.values())  # of six requests and the dummy
+    blocks = 18.5 * SIZE["block_size"] * sum(target.kv_bytes.values())
+    limit_memory(monkeypatch, (states + blocks) / (1 - kv_pool.RESERVE))
+    assert new_kv_pool(target, **SIZE).num_blocks == 18
+    limit_memory(monkeypatch, states)
+    with pytest.raises(UserError, match="recurrent states of 6 requests") as caught:
+        new_kv_pool(target, **SIZE)
+    assert str(caught.value.do).startswith("lower the batch (regenerate.batch")

@@ -27,10 +27,12 @@ from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.suites import load_suite
+from tests.helpers.bigrams import NEW_TOKENS, BigramDrafter, greedy
 from tests.helpers.gpu import on_gpu
 from tests.helpers.greedy_answers import outcomes, run
 from tests.helpers.head_toys import make_config, randomise
-from tests.helpers.zoo import ZOO, wide, zoo_folder
+from tests.helpers.hybrid_zoo import HYBRID
+from tests.helpers.zoo import ZOO, random_texts, wide, zoo_folder
 
 K, MAX_LENGTH = 4, 160
 
@@ -163,8 +165,35 @@ def test_every_architecture(kind: str, temperature: float, device: str, tmp_path
 
 
 @on_gpu
+@pytest.mark.parametrize("kind", HYBRID)
+def test_recurrent_layers(kind: str, device: str, tmp_path: Path) -> None:
+    """Tokens are transformers': plain and drafted, alone, in batches, from graphs and evicted."""
+    folder = zoo_folder(tmp_path, kind)
+    prompts = [tuple(text.tolist()) for text in random_texts((23, 1, 11, 30))]
+    answers = [greedy(folder, prompt, device) for prompt in prompts]
+    target = load(folder, device, "float32")
+    requests = [Request(str(i), prompts[i % 4], NEW_TOKENS) for i in range(10)]
+    expected = [answers[i % 4] for i in range(10)]
+    for k, options in (
+        (0, {"batch": 1}),
+        (0, {"batch": 8}),
+        (1, {"batch": 8}),
+        (3, {"batch": 1}),
+        (8, {"batch": 8}),
+        (4, {"batch": 8, "graphs": False}),
+        (4, {"batch": 8, "num_blocks": 16}),  # so few that requests are evicted
+    ):
+        drafter = BigramDrafter(answers, k, device) if k else None
+        engine = Engine(target, drafter, max_length=72, block_size=16, **options)
+        assert (engine.graphs is None) == ("graphs" in options)
+        for _ in range(2):  # the second time with graphs that the first one captured
+            generations = run(engine, requests)
+            assert [list(g.token_ids) for g in generations] == expected, (k, options)
+
+
+@on_gpu
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", [*ARCHITECTURES, *HYBRID])
 def test_graphs_change_no_bit(kind: str, temperature: float, device: str, tmp_path: Path) -> None:
     """In bfloat16, also of the keys, values and draft logits that are left on the device."""
     target = load(zoo_folder(tmp_path, kind, **wide(kind)), device, "bfloat16", compile=True)
@@ -189,6 +218,8 @@ def device_state(engine: Engine) -> list[Tensor]:
     buffers = [slots.length, slots.newest]
     if slots.draft_logits is not None:
         buffers.append(slots.draft_logits)
+    if engine.cache.states is not None:
+        buffers += engine.cache.states.pools
     return pools + [buffer[:-1] for buffer in buffers]
 
 

@@ -6,67 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from draftlab.engine.drafter import Proposal, VerifiedFeatures
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request
 from draftlab.engine.scheduler import Scheduler
-from draftlab.kernels.sampling_types import SamplingMetadata, draft_index
-from draftlab.target_model.recurrent import RecurrentStates
+from draftlab.target_model.recurrent_states import RecurrentStates
+from tests.helpers.bigrams import NEW_TOKENS, BigramDrafter, greedy
 from tests.helpers.greedy_answers import run
 from tests.helpers.hybrid_zoo import HYBRID
-from tests.helpers.zoo import SHAPE, ZOO, eager_model, load_on_cpu, random_texts, zoo_folder
-
-VOCABULARY, NEW_TOKENS = int(str(SHAPE["vocab_size"])), 36
-
-
-class BigramDrafter:
-    """Proposes the successor of a token in some texts, and a wrong token every fifth position."""
-
-    kind = "chain"
-    boundaries = ()
-    draft_vocab = None
-    pools = ()
-
-    def __init__(self, texts: list[list[int]], k: int) -> None:
-        self.k = k
-        self.draft_ids = torch.arange(VOCABULARY)
-        self.draft_index = draft_index(self.draft_ids, VOCABULARY)
-        self.follower = torch.arange(VOCABULARY)
-        for text in texts:
-            self.follower[text[:-1]] = torch.tensor(text[1:])
-
-    def start(self, num_blocks: int, block_size: int, **_: object) -> None:
-        pass
-
-    def extend_cache(self, verified: VerifiedFeatures) -> None:
-        pass
-
-    def propose(self, verified: VerifiedFeatures) -> Proposal:
-        tokens, last = (
-            t.gather(1, verified.counts[:, None] - 1)[:, 0]
-            for t in (verified.tokens, verified.positions)
-        )
-        drafts = []
-        for step in range(self.k):
-            tokens = self.follower[tokens]
-            wrong = (last + 2 + step) % 5 == 0
-            drafts.append((tokens + wrong) % VOCABULARY)
-        return Proposal(torch.stack(drafts, 1))
-
-    def sampling(self, keys: SamplingMetadata) -> tuple[Tensor, Tensor]:
-        return keys.temperature, torch.zeros_like(keys.temperature, dtype=torch.bool)
-
-
-@torch.inference_mode()
-def greedy(folder: Path, prompt: tuple[int, ...]) -> list[int]:
-    """Return transformers' greedy answer to one prompt, with its own attention and cache."""
-    model = eager_model(folder)
-    model.generation_config.eos_token_id = None
-    ids = torch.tensor([prompt])
-    output = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
-    return output[0, len(prompt) :].tolist()
+from tests.helpers.zoo import ZOO, load_on_cpu, random_texts, zoo_folder
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor
 from draftlab.target_model import attention, check_capabilities, packed_rows
 from draftlab.target_model.model import Target
 from draftlab.target_model.packed_rows import PackedRow
+from tests.helpers.hybrid_zoo import HYBRID
 from tests.helpers.zoo import (
     WITHOUT_PAGES,
     ZOO,
@@ -46,7 +47,7 @@ def assert_packing_is_exact(target: Target, rows: list[Tensor]) -> None:
         assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("kind", list(ZOO))
+@pytest.mark.parametrize("kind", [*ZOO, *HYBRID])
 def test_packed_states_are_those_alone(kind: str, tmp_path: Path) -> None:
     """The texts cross borders of windows, chunks and temperatures (every 16 positions at most)."""
     target = zoo_target(tmp_path, kind)
@@ -130,11 +131,8 @@ def test_torchs_kernel_has_the_expected_signature() -> None:
     assert not packed_rows.supports_varlen(query, query, query)  # a CPU
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"), [("qwen3_next", {}), ("minimax", {"num_local_experts": 4})]
-)
-def test_recurrent_layers_are_padded(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    reason = zoo_target(tmp_path, kind, **changes).padding_reason
+def test_recurrent_layers_of_unknown_functions_are_padded(tmp_path: Path) -> None:
+    reason = zoo_target(tmp_path, "minimax", num_local_experts=4).padding_reason
     assert reason is not None
     assert reason.startswith("mixes packed conversations (its states")
 

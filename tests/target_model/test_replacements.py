@@ -244,22 +244,20 @@ def test_a_misread_cache_is_refused(mixture: Target, monkeypatch: pytest.MonkeyP
 
 @torch.inference_mode()
 def test_time_steps_of_nemotron_h_have_one_limit(tmp_path: Path) -> None:
-    """transformers 5.23 limits them to 0.001 in prompts alone: its states depend on the pass."""
+    """transformers 5.23 limits them to 0.001 in prompts alone, and not by its config's limits."""
     target = zoo_target(tmp_path, "nemotron_h", time_step_min=0.001, seed=1)
-    at_once, in_steps = check_states._in_steps(target)
-    assert_close(in_steps, at_once)
-    for module in recurrent_layers(target.decoder):
-        module.time_step_limit = (target.config.time_step_min, float("inf"))
-    at_once, in_steps = check_states._in_steps(target)
-    with pytest.raises(AssertionError):
-        assert_close(in_steps, at_once)
+    layers = recurrent_layers(target.decoder).values()
+    assert {layer.time_step_limit for layer in layers} == {(0.0, float("inf"))}
+    for layer in layers:
+        layer.time_step_limit = (0.7, 0.75)  # far more than its time steps
+    for experiment in (check_states._in_steps, check_states._beside_other_rows):
+        assert_close(*reversed(experiment(target)))
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", HYBRID)
 def test_recurrent_states_recorded_side_by_side_equal_each_alone(kind: str, tmp_path: Path) -> None:
     target = zoo_target(tmp_path, kind)
-    assert target.padding_reason is not None
     texts = random_texts((23, 2, 11))
     rows = torch.zeros(3, 23, dtype=torch.int64)
     for row, text in zip(rows, texts, strict=True):
