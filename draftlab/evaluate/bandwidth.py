@@ -2,8 +2,8 @@
 
 A step of few rows is bound by reading weights: the target's once, and the head's once per pass. A
 chain head has one pass per draft, a parallel head one pass for all. The fc of EAGLE3 runs in the
-first pass only; later passes get the head's own output. The floor leaves out keys and values, which
-are small at the lengths that are timed.
+first pass only; later passes get the head's own output. The recurrent states of a batch are read and
+written once. The floor leaves out keys and values, which are small at the lengths that are timed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def target_bytes(target: Target) -> int | None:
     The embedding table counts only if it is also the output projection. The result is None for
     mixtures of experts, which read what their router picks.
     """
-    if any(getattr(target.config, name, None) for name in ("num_experts", "num_local_experts")):
+    if any(".experts." in name for name, _ in target.decoder.named_parameters()):
         return None
     embeddings = target.model.get_input_embeddings().weight
     output = target.model.get_output_embeddings()
@@ -77,9 +77,11 @@ def head_bytes(head: DraftHead, k: int) -> int:
     return k * once - (k - 1) * _bytes(later)
 
 
-def floor_ms(target: Target, head: DraftHead | None, k: int) -> float | None:
+def floor_ms(target: Target, head: DraftHead | None, k: int, batch: int) -> float | None:
     """Return the least milliseconds of a step; None if copy rate or weights are unknown."""
-    rate, weights = copy_rate(target.device), target_bytes(target)
-    if rate is None or weights is None:
+    rate, moved = copy_rate(target.device), target_bytes(target)
+    if rate is None or moved is None:
         return None
-    return 1e3 * (weights + (head_bytes(head, k) if head and k else 0)) / rate
+    if target.recurrent:
+        moved += 2 * batch * sum(target.state_bytes.values())
+    return 1e3 * (moved + (head_bytes(head, k) if head and k else 0)) / rate

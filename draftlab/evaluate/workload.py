@@ -141,10 +141,11 @@ class Workload:
         self, runs: Mapping[DecodingConfig, TimedRun], config: DecodingConfig, batch: int
     ) -> Timing | None:
         """Return a configuration's times, compared with plain decoding in the same `runs`."""
+        head = config.head.head if config.head else None
         return timing(
             runs[config],
             runs[PLAIN_DECODING] if config != PLAIN_DECODING else None,
             batch=batch,
             distinct=len(self.suite.prompts),
-            floor_ms=floor_ms(self.target, config.head.head if config.head else None, config.k),
+            floor_ms=floor_ms(self.target, head, config.k, batch),
         )
