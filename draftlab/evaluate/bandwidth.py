@@ -2,8 +2,8 @@
 
 A step of few rows is bound by reading weights: the target's once, and the head's once per pass. A
 chain head has one pass per draft, a parallel head one pass for all. The fc of EAGLE3 runs in the
-first pass only; later passes get the head's own output. The recurrent states of a batch are read and
-written once. The floor leaves out keys and values, which are small at the lengths that are timed.
+first pass only; later passes get the head's own output. The recurrent states of a batch are read
+and written once. The floor leaves out keys and values, which are small at the timed lengths.
 """
 
 from __future__ import annotations

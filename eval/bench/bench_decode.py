@@ -3,8 +3,10 @@
     python eval/bench/bench_decode.py [--batches 1,8,32] [--k 3,5,8] [--out steps.csv]
     python eval/bench/bench_decode.py --heads chain,1,2,4 --k 1,3,5,8 --probs off
     python eval/bench/bench_decode.py --heads dspark --k 3,7
+    python eval/bench/bench_decode.py --target hybrid --k 1,3,7 --probs off [--graphs off]
 
-Weights are random. The head is an EAGLE3 chain of one layer, with a number in --heads a parallel
+The hybrid target has transformers' default shapes of Qwen3.5 (32 layers of width 4096, gated delta
+nets but for every fourth) with the vocabulary of the other. Weights are random. The head is an EAGLE3 chain of one layer, with a number in --heads a parallel
 head of so many layers, or a DSpark head of five layers; draft vocabularies have 32,000 tokens, but
 DSpark's is the target's. Each request has a prompt of
 512 random tokens and 256 new tokens. Acceptance is synthetic, as in the vLLM measurement that it is
@@ -32,7 +34,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from draftlab.engine.drafter import HeadDrafter, new_drafter
 from draftlab.engine.engine import Engine
@@ -47,6 +50,7 @@ from draftlab.kernels.sampling_types import VerifyResult
 from draftlab.kernels.verify import verify
 from draftlab.target_model.attention import ATTENTION
 from draftlab.target_model.model import Target
+from draftlab.target_model.replacements import replace_layers
 
 PROMPT, NEW = 512, 256
 FIRSTS = 7  # measurements of the time to the first token
@@ -63,6 +67,18 @@ HEADS: dict[str, dict[str, Any]] = {
         "markov_rank": 256,
         "confidence": True,
     },
+}
+MODEL_TYPES = {"llama": "llama", "hybrid": "qwen3_5_text"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {  # Llama-3.1-8B
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "hybrid": {},
 }
 PROBS = {"off": (False,), "on": (True,), "both": (False, True)}
 SYNTHETIC = 0.6
@@ -124,28 +140,24 @@ def synthetic_verify(
     return VerifyResult(accepted + 0 * result.accepted, result.emitted, result.probability)
 
 
-def random_target(device: torch.device, layers: int = 32) -> Target:
-    """Return a target of Llama-3.1-8B's shapes with random bfloat16 weights."""
-    config = LlamaConfig(
+def random_target(device: torch.device, kind: str = "llama", layers: int = 32) -> Target:
+    """Return a target of one of `SHAPES` with random bfloat16 weights."""
+    config = CONFIG_MAPPING[MODEL_TYPES[kind]](
+        **SHAPES[kind],
         vocab_size=128256,
         hidden_size=4096,
-        intermediate_size=14336,
         num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
         max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         tie_word_embeddings=False,
         attn_implementation=ATTENTION,
         dtype=torch.bfloat16,
     )
     torch.set_default_dtype(torch.bfloat16)
     with device:
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
-    return Target(model.eval().requires_grad_(False), Path("random"), "random Llama-3.1-8B shapes")
+    replace_layers(model)
+    return Target(model.eval().requires_grad_(False), Path("random"), f"random {kind}")
 
 
 def random_head(target: Target, device: torch.device, **changed: Any) -> DraftHead:
@@ -198,7 +210,13 @@ def copy_rate(device: torch.device) -> float:
 
 
 def measure(
-    target: Target, drafter: HeadDrafter | None, batch: int, *, prompt: int = PROMPT, new: int = NEW
+    target: Target,
+    drafter: HeadDrafter | None,
+    batch: int,
+    *,
+    prompt: int = PROMPT,
+    new: int = NEW,
+    graphs: bool | None = None,
 ) -> Measured:
     """Measure an engine with `batch` prompts of `prompt` random tokens and `new` new ones."""
     coins(target.device)  # not inside a graph's capture
@@ -209,6 +227,7 @@ def measure(
         max_length=prompt + new + 32,
         verifier=synthetic_verify if drafter else verify,
         expect=False,
+        graphs=graphs,
     )
     generator = torch.Generator().manual_seed(batch)
     temperature = 1.0 if drafter and drafter.draft_probs else 0.0
@@ -251,10 +270,13 @@ def main() -> None:
     parser.add_argument("--k", default="3,5,8")
     parser.add_argument("--probs", choices=PROBS, default="both", help="draft probabilities")
     parser.add_argument("--layers", type=int, default=32, help="of the target")
+    parser.add_argument("--target", choices=SHAPES, default="llama")
+    parser.add_argument("--graphs", choices=("on", "off"), default="on", help="CUDA graphs")
     arguments = parser.parse_args()
     device = torch.device("cuda")
     rate = copy_rate(device)
-    target, gpu = random_target(device, arguments.layers), torch.cuda.get_device_name()
+    target = random_target(device, arguments.target, arguments.layers)
+    gpu, graphs = torch.cuda.get_device_name(), None if arguments.graphs == "on" else False
     print(f"{gpu}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s")
     print("head        batch  K probs  step ms  floor ms  ratio  vLLM ms  ratio  tokens/step  "
           "tokens/s  TTFT ms")  # fmt: skip
@@ -268,9 +290,11 @@ def main() -> None:
             for k in (*without, *map(int, arguments.k.split(","))):
                 for probs in PROBS[arguments.probs] if k else (False,):
                     drafter = new_drafter(head, k, draft_probs=probs) if k else None
-                    result = measure(target, drafter, batch)
+                    result = measure(target, drafter, batch, graphs=graphs)
                     moved = (target_bytes(target) or 0) + (head_bytes(head, k) if k else 0)
-                    measured = batch == 1 and name != "dspark"
+                    if target.recurrent:
+                        moved += 2 * batch * sum(target.state_bytes.values())
+                    measured = batch == 1 and name != "dspark" and arguments.target == "llama"
                     vllm = VLLM_STEP_MS.get((layers, k)) if measured else None
                     row = Bench(
                         batch,
