@@ -6,14 +6,14 @@
     python eval/bench/bench_decode.py --target hybrid --k 1,3,7 --probs off [--graphs off]
 
 The hybrid target has transformers' default shapes of Qwen3.5 (32 layers of width 4096, gated delta
-nets but for every fourth) with the vocabulary of the other. Weights are random. The head is an EAGLE3 chain of one layer, with a number in --heads a parallel
-head of so many layers, or a DSpark head of five layers; draft vocabularies have 32,000 tokens, but
-DSpark's is the target's. Each request has a prompt of
-512 random tokens and 256 new tokens. Acceptance is synthetic, as in the vLLM measurement that it is
-compared with (vLLM 0.20.2): draft i passes with probability 0.6 if those before it did. The
-verifier in this file decides so after it ran the real one, so a step leaves nothing out. Times are
-the engine's, host included. The time to the first token is measured from when a batch of prompts is
-handed in until the host sees each one's token.
+nets but for every fourth) with the vocabulary of the other. Weights are random. The head is an
+EAGLE3 chain of one layer, with a number in --heads a parallel head of so many layers, or a DSpark
+head of five layers; draft vocabularies have 32,000 tokens, but DSpark's is the target's. Each
+request has a prompt of 512 random tokens and 256 new tokens. Acceptance is synthetic, as in the
+vLLM measurement that it is compared with (vLLM 0.20.2): draft i passes with probability 0.6 if
+those before it did. The verifier in this file decides so after it ran the real one, so a step
+leaves nothing out. Times are the engine's, host included. The time to the first token is measured
+from when a batch of prompts is handed in until the host sees each one's token.
 
 The floor is the bytes of weights that a step reads over the rate at which they can be streamed:
 4.15 TB/s where a copy moves 4.30, scaled by the copy rate measured at the start. vLLM's times are
