@@ -107,21 +107,21 @@ def synchronisation_error(target: Target) -> str | None:
     """Return torch's message if a pass makes the host wait for the device; None if none does."""
     pages = PagedCache(target.num_layers, 3, 16, 2 * target.recurrent)
     table = torch.tensor([[1], [2]], dtype=torch.int32, device=target.device)
+    ids, positions = (x.repeat(2, 1) for x in ids_and_positions(target, [5, 6, 7], 0))
     rows = torch.arange(2, device=target.device)
 
-    def run(start: int, lengths: list[int] | None) -> None:
-        ids, positions = (x.repeat(2, 1) for x in ids_and_positions(target, [5, 6, 7], start))
+    def run(lengths: list[int] | None = None) -> None:
         pages.at(table, positions, slot_mapping(table, positions, 16), rows, lengths)
         target.states(ids, positions=positions, cache=pages)
         if pages.states and not lengths:
             pages.states.keep(rows + 1)
 
-    run(0, [3, 3])  # writes recurrent states
-    run(3, None)  # allocates, compiles, loads libraries
+    run([3, 3])  # writes recurrent states
+    run()  # allocates, compiles, loads libraries
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run(3, None)
+        run()
     except RuntimeError as error:
         return str(error).split("\n")[0]
     finally:
