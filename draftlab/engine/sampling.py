@@ -44,7 +44,7 @@ class Generation:
 
     Attributes:
         token_ids: generated tokens, including a final stop token.
-        finish: "stop" or "length".
+        finish: "stop" or "length"; "no_room" without tokens: a server has no room for the prompt.
         counters: counters of its verify steps.
         expected: per draft position, the summed probability of acceptance where it was reached.
         steps: (drafted, accepted) of each verify step, in order.

@@ -1,7 +1,9 @@
 """The answers file: appended to while answers are generated, and resumed after an interruption.
 
 `<stem>.partial.jsonl` is a header line (what the answers are generated with) followed by
-conversations in prompt order, appended one chunk at a time. A kill leaves at most one incomplete
+conversations in prompt order, appended one chunk at a time. A conversation without any answer,
+because a server refused its first prompt as too long, is a line that says so: it is not asked for
+again, and is no part of the complete file. A kill leaves at most one incomplete
 chunk, which is removed and generated again. When the file is complete, `<stem>.jsonl` and the
 manifest `<stem>.json` replace it.
 """
@@ -14,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,21 +31,66 @@ from draftlab.files import (
 )
 from draftlab.progress import Monitor
 from draftlab.text.conversations import Conversation, parse_conversation
+from draftlab.text.reasons import Reasons
 
 _FORMAT = "draftlab answers 1"
+_DROPPED = b'{"dropped":'
+"""How the line of a conversation without any answer begins; others begin with the id."""
+
+
+@dataclass(frozen=True)
+class DroppedPrompt:
+    """A conversation of which no prompt was answered.
+
+    Attributes:
+        turns: number of its turns that an answer was expected for.
+    """
+
+    id: str
+    reason: str
+    turns: int
+
+    def to_json(self) -> str:
+        """Return its line in the partial file."""
+        values = {"dropped": self.reason, "id": self.id, "turns": self.turns}
+        return json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, line: bytes) -> DroppedPrompt | None:
+        """Return the dropped prompt of a line; None if it is another conversation's."""
+        if not line.startswith(_DROPPED):
+            return None
+        values = json.loads(line)
+        return cls(values["id"], values["dropped"], values["turns"])
 
 
 @dataclass
 class AnswerCounts:
-    """Counts of a file's conversations and answers, and of the answers that did not end."""
+    """Counts of a file's conversations and answers, and of the answers that did not end.
+
+    Attributes:
+        dropped: conversations without any answer, by reason; none of the other counts has them.
+        dropped_turns: the turns of those.
+    """
 
     conversations: int = 0
     answers: int = 0
     tokens: int = 0
     unfinished: int = 0
+    dropped: Reasons = field(default_factory=Reasons)
+    dropped_turns: int = 0
 
-    def add(self, conversation: Conversation) -> None:
+    @property
+    def lines(self) -> int:
+        """Number of conversations with and without answers."""
+        return self.conversations + self.dropped.counts.total()
+
+    def add(self, conversation: Conversation | DroppedPrompt) -> None:
         """Count one conversation."""
+        if isinstance(conversation, DroppedPrompt):
+            self.dropped.add(conversation.reason, conversation.id)
+            self.dropped_turns += conversation.turns
+            return
         self.conversations += 1
         self.answers += len(conversation.answers)
         self.tokens += sum(len(answer.token_ids) for answer in conversation.answers)
@@ -79,15 +126,24 @@ class AnswerFile:
         return True
 
     def complete(self, counts: AnswerCounts, dropped: int) -> None:
-        """Write the final file and then its manifest, and remove the partial file."""
+        """Write the final file and then its manifest, and remove the partial file.
+
+        Args:
+            dropped: prompts that were left out before any was sent.
+        """
         with (
             open(self.partial, "rb") as partial,
             atomic_path(self.path) as temporary,
             open(temporary, "xb") as file,
         ):
             partial.readline()  # the header
-            shutil.copyfileobj(partial, file)
-        fields = {"made_with": self.identity, **asdict(counts), "dropped": dropped}
+            if counts.dropped.counts:
+                file.writelines(line for line in partial if not line.startswith(_DROPPED))
+            else:
+                shutil.copyfileobj(partial, file)
+        fields = {"made_with": self.identity, **asdict(counts)}
+        del fields["dropped_turns"]
+        fields["dropped"] = dropped + counts.dropped.counts.total()
         write_json(self.manifest, {**fields, "sha256": sha256_file(self.path)})
         self.partial.unlink()
 
@@ -136,10 +192,8 @@ class AnswerFile:
                 )
                 file.truncate(ends[valid])
             counts = self._count(file, ends[0], ids)
-            if counts.conversations:
-                self.monitor.say(
-                    f"answers: resuming after {counts.conversations:,} of {len(ids):,}"
-                )
+            if counts.lines:
+                self.monitor.say(f"answers: resuming after {counts.lines:,} of {len(ids):,}")
             yield counts, file
 
     def _count(self, file: BinaryIO, start: int, ids: Sequence[str]) -> AnswerCounts:
@@ -147,8 +201,10 @@ class AnswerFile:
         counts = AnswerCounts()
         file.seek(start)
         for line in file:
-            conversation, _ = parse_conversation(line, self.partial, counts.conversations + 2)
-            if [conversation.id] != list(ids[counts.conversations :][:1]):
+            conversation: Conversation | DroppedPrompt | None = DroppedPrompt.parse(line)
+            if conversation is None:
+                conversation, _ = parse_conversation(line, self.partial, counts.lines + 2)
+            if [conversation.id] != list(ids[counts.lines :][:1]):
                 raise UserError(
                     "expected answers in the order of the prompts, found another order",
                     where=self.partial,
@@ -158,7 +214,7 @@ class AnswerFile:
         return counts
 
     @staticmethod
-    def append(file: BinaryIO, conversations: Sequence[Conversation]) -> None:
+    def append(file: BinaryIO, conversations: Sequence[Conversation | DroppedPrompt]) -> None:
         """Append one chunk with a single write, then fsync."""
         file.write("".join(c.to_json() + "\n" for c in conversations).encode())
         file.flush()

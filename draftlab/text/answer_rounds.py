@@ -50,6 +50,10 @@ class Draft:
         )
 
 
+NO_ROOM_ON_SERVER = "no room for the prompt and an answer in the server's context"
+"""The reason for which a prompt is left out that a server refused as too long."""
+
+
 def no_room(max_length: int) -> str:
     """Return the reason for which a prompt of `max_length` or more tokens is left out."""
     return f"no room for an answer in {max_length:,} positions"
@@ -89,7 +93,11 @@ class AnswerGenerator:
             for generation in decode(requests, max_length):
                 if self.stopped.is_set():
                     return
-                self._add_answer(*pending[generation.id], generation)
+                draft, request = pending[generation.id]
+                if generation.finish == "no_room":
+                    draft.end = NO_ROOM_ON_SERVER
+                    continue
+                self._add_answer(draft, request, generation)
                 self.count_answer(len(generation.token_ids))
 
     def _request(self, draft: Draft, number: int) -> Request | None:

@@ -23,7 +23,7 @@ from draftlab.files import sha256_text
 from draftlab.progress import Monitor
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
-from draftlab.text.answer_file import AnswerCounts, AnswerFile
+from draftlab.text.answer_file import AnswerCounts, AnswerFile, DroppedPrompt
 from draftlab.text.answer_rounds import AnswerGenerator, Draft, no_room
 from draftlab.text.answer_workers import Decode, engine_decode, map_in_order
 from draftlab.text.chat_template import (
@@ -66,7 +66,7 @@ def regenerate(
     Every assistant turn is generated anew, in rounds: a later turn answers the target's own earlier
     answers, each as the message that a server would return for it. A second call resumes where the
     first was interrupted. Prompts that the template refuses, or that leave no room for an answer,
-    are dropped and counted.
+    are dropped and counted; so are those that a server refuses as too long.
 
     Args:
         target: may be None with `enabled: false`; `TargetMetadata` requires `decode`.
@@ -124,23 +124,34 @@ def regenerate(
         generator = AnswerGenerator(
             tokenizer, settings, seed, stops, max_length, throughput.add_answer
         )
-        starts = range(counts.conversations, len(drafts), settings.piece)
+        starts = range(counts.lines, len(drafts), settings.piece)
         chunks = [drafts[start : start + settings.piece] for start in starts]
         del drafts
         decoders = [decode, *extra_decoders]
         finished = map_in_order(generator.answer, chunks, decoders, generator.stopped.set)
         with closing(finished):
             for chunk in finished:
-                conversations = [draft.conversation() for draft in chunk]
+                conversations = [_finished(draft) for draft in chunk]
                 for draft in chunk:
-                    if turns := len(draft.rounds) - len(draft.answers):
+                    if draft.answers and (turns := len(draft.rounds) - len(draft.answers)):
                         left_out.add(draft.end, draft.prompt.id, turns)
                 for conversation in conversations:
                     counts.add(conversation)
                 answers.append(file, conversations)
                 chunk.clear()  # the answers are on disk, and there may be millions
-        answers.complete(counts, num_dropped)
-    if earlier := num_turns - counts.answers - left_out.counts.total():
+        if counts.answers:
+            answers.complete(counts, num_dropped)
+    for line in counts.dropped.lines("answers: dropped {} prompts"):
+        monitor.say(line)
+    if not counts.answers:
+        reasons = "; ".join(counts.dropped.counts)
+        raise UserError(
+            f"expected prompts the server can answer, found none: {reasons}",
+            where=answers.partial,
+            do="shorten the prompts, or start the server with a longer context and delete this "
+            "file, so that they are sent again",
+        )
+    if earlier := num_turns - counts.answers - counts.dropped_turns - left_out.counts.total():
         monitor.say(f"answers: left out {earlier:,} later turns before this command resumed")
     for line in left_out.lines("answers: left out {} later turns"):
         monitor.say(line)
@@ -150,6 +161,13 @@ def regenerate(
         f"{counts.conversations:,} conversations; {counts.unfinished:,} reached their "
         f"length limit unfinished; {throughput.rate:,.0f} tokens/s"
     )
+
+
+def _finished(draft: Draft) -> Conversation | DroppedPrompt:
+    """Return what the answer file has of a draft that is not answered any further."""
+    if draft.answers:
+        return draft.conversation()
+    return DroppedPrompt(draft.prompt.id, draft.end, len(draft.rounds))
 
 
 def _warn_of_cut_answers(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 import urllib.error
 import urllib.request
@@ -31,10 +32,20 @@ API_KEY = "OPENAI_API_KEY"
 """Environment variable with the key that is sent to the server, if it is set."""
 REPEATED = {408, 409, 429}
 """HTTP statuses below 500 of requests that may succeed later."""
+_TOO_LONG = re.compile(
+    # OpenAI, vLLM and SGLang; the code of OpenAI; the type and an older message of llama.cpp
+    "context length|context_length_exceeded|exceed_context_size_error|available context size",
+    re.IGNORECASE,
+)
+"""What servers say, with HTTP status 400, of a prompt that does not fit with its answer."""
 LINE_EVERY_S = 60.0
 """Seconds between two lines about requests that are repeated."""
 FIRST_WAIT_S = 1.0
 """Seconds before the second attempt; each further wait is twice as long, at most a minute."""
+
+
+class _NoRoom(Exception):
+    """The server has no room for a prompt and its answer."""
 
 
 class ServerAnswers:
@@ -58,7 +69,7 @@ class ServerAnswers:
         self.settings, self.tokenizer, self.monitor = settings.server, tokenizer, monitor
         self.concurrency = settings.batch
         self._url = (self.settings.url or "").rstrip("/").removesuffix("/v1")
-        self._says_text, self._next_line = False, 0.0
+        self._says_text, self._says_no_room, self._next_line = False, False, 0.0
         card = self._served_model()
         self.model: str = card["id"]
         self.max_length: int | None = card.get("max_model_len")  # of vLLM and SGLang
@@ -69,6 +80,9 @@ class ServerAnswers:
 
     def __call__(self, requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
         """Yield the answers in the order of the requests.
+
+        A prompt for which the server has no room has a generation that ends with "no_room". That is
+        how a server that does not state its `max_length` shows it.
 
         Raises:
             UserError: the server refused a request, or failed after all attempts.
@@ -119,7 +133,11 @@ class ServerAnswers:
             "return_token_ids": True,
         }
         place = f"/v1/completions, prompt {request.id!r}"
-        choices = self._post("/v1/completions", body, "choices", stopped, place)
+        try:
+            choices = self._post("/v1/completions", body, "choices", stopped, place)
+        except _NoRoom as error:
+            self._say_no_room(request, str(error))
+            return Generation(request.id, (), "no_room", Counters(0), (), (), 0.0, 0.0)
         if len(choices) != 1 or not choices[0].keys() & {"token_ids", "text"}:
             raise self._failure(
                 place,
@@ -193,6 +211,10 @@ class ServerAnswers:
 
         Args:
             place: where an error is; by default the path.
+
+        Raises:
+            UserError: the server refused the request, or failed after all attempts.
+            _NoRoom: it refused the request as too long.
         """
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY):
@@ -208,6 +230,8 @@ class ServerAnswers:
                     return json.load(answer)[field]
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}: {_beginning(error)}"
+                if error.code == 400 and _TOO_LONG.search(reason):
+                    raise _NoRoom(reason) from None
                 if error.code not in REPEATED and error.code < 500:
                     do = "check regenerate.server" + (", or remove this prompt" if place else "")
                     raise self._failure(place or path, reason, do) from None
@@ -222,6 +246,15 @@ class ServerAnswers:
             wait = min(2 * wait, 60.0)
         do = "start the server, and repeat the command: finished answers are kept"
         raise self._failure(place or path, f"{reason} ({attempt} attempts)", do)
+
+    def _say_no_room(self, request: Request, reason: str) -> None:
+        """Say what the server says of the first prompt that is too long for it."""
+        if not self._says_no_room:
+            self._says_no_room = True
+            self.monitor.say(
+                f"answers: the server has no room for prompt {request.id!r}; such prompts are left "
+                f"out: {reason}"
+            )
 
     def _say_repeated(self, reason: str) -> None:
         """Say that a request is repeated, once in `LINE_EVERY_S` for all of them."""
