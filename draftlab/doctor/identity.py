@@ -13,7 +13,7 @@ from draftlab.doctor.findings import Finding, fault, note
 from draftlab.doctor.head_files import vocabulary_mask
 from draftlab.errors import UserError
 from draftlab.files import same_fingerprint
-from draftlab.heads.config import HeadConfig
+from draftlab.heads.config import HeadConfig, used_rope
 from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD
 from draftlab.text.chat_template import template_sha256, tokenizer_sha256
@@ -54,7 +54,7 @@ def config_findings(head: HeadConfig, text: Any) -> Iterator[Finding]:
     rope = dict(getattr(text, "rope_parameters", None) or {})
     head_rope = {"rope_type": "default", **head.rope_parameters}
     if "rope_theta" in rope:
-        target_rope = {"rope_type": "default", **rope}
+        target_rope = {"rope_type": "default", **used_rope(rope)}
         base, target_base = float(head_rope["rope_theta"]), float(rope["rope_theta"])
         if base != target_base:
             yield note(

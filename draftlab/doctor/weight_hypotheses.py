@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftlab.doctor.head_variant import HeadVariant
 from draftlab.doctor.hypothesis import Hypothesis, HypothesisContext
-from draftlab.heads.config import HeadConfig
+from draftlab.heads.config import HeadConfig, used_rope
 from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS
 from draftlab.heads.validate import ascending_ids
@@ -73,7 +73,7 @@ def rope(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesi
         candidates.append(({"rope_theta": base}, f"RoPE {text}", f"with {text}"))
     proposed = [stored]
     for fields, name, correction in candidates:
-        parameters = {"rope_type": "default", **fields}
+        parameters = {"rope_type": "default", **used_rope(fields)}
         if parameters in proposed:
             continue
         try:

@@ -138,10 +138,17 @@ class _Graph:
 class GraphedStep:
     """Replays the step from CUDA graphs, one for each batch size, all in one memory pool.
 
-    A batch is padded with the dummy slot to the next of `SIZES`. Graphs are captured on first use.
+    A batch is padded with the dummy slot to `padded_size`. Graphs are captured on first use.
     """
 
     SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+    LARGE_MULTIPLE = 32
+
+    @classmethod
+    def padded_size(cls, count: int) -> int:
+        """Return the batch size of the graph that decodes `count` requests."""
+        multiple = -(-count // cls.LARGE_MULTIPLE) * cls.LARGE_MULTIPLE
+        return next((size for size in cls.SIZES if size >= count), multiple)
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -150,7 +157,7 @@ class GraphedStep:
 
     def __call__(self, slots: tuple[int, ...], *, limited: bool) -> Tensor:
         """Decode one step of `slots`; the next step of this size overwrites the result."""
-        size = next((s for s in self.SIZES if s >= len(slots)), len(slots))
+        size = self.padded_size(len(slots))
         key = (size, limited)
         if key not in self._graphs:
             self._graphs[key] = self._capture(size, limited)

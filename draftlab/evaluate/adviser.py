@@ -13,7 +13,9 @@ interpolated between timed values of K; outside of them the slope is kept (0 for
 that was timed at a single K).
 
 The check leaves out one timed K at a time, and predicts the speed-up that was measured there from
-the step times and the acceptance of the timed prompts at the other values of K alone.
+the step times and the acceptance of the timed prompts at the other values of K alone. It leaves out
+values between two others: without the smallest or largest K the prediction would go beyond the
+measurements, where the cost of a step may bend, as it does where a kernel needs a second tile.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Prediction:
     """The predicted effect of K drafts a step on the whole suite.
 
     The last four fields belong to the timed prompts. They are None if K was not timed, the last
-    three also if the other timed values of K do not suffice to predict it.
+    three also if it was not timed between two other values of K.
 
     Attributes:
         speedup_ci: 95 % interval over the prompts of the suite and of the timing pass.
@@ -175,7 +177,7 @@ def _predict(model: SpeedupModel, k: int, plain: float, others: Steps) -> Predic
         {i: value for i, value in values.items() if i != k}
         for values in (model.timed, model.steps, others)
     )
-    left_out = model.at(k, plain, *rest)
+    left_out = model.at(k, plain, *rest) if min(model.steps) < k < max(model.steps) else None
     if timing is None or timing.speedup is None or left_out is None:
         return prediction
     low, high = timing.speedup_ci or (timing.speedup,) * 2

@@ -56,7 +56,7 @@ def warm_up_batches(batch: Sequence[Request]) -> list[list[Request]]:
     The first steps of a size pay for kernels that are compiled and a graph that is captured.
     """
     short = [replace(request, max_new_tokens=WARM_UP_TOKENS) for request in batch]
-    sizes = {min(size, len(batch)) for size in GraphedStep.SIZES} | {len(batch)}
+    sizes = {min(GraphedStep.padded_size(n), len(batch)) for n in range(1, len(batch) + 1)}
     return [short[:size] for size in sorted(sizes, reverse=True)]
 
 

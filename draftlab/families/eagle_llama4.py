@@ -23,6 +23,8 @@ class EagleLlama4(Eagle):
     description = "dense Llama 4 EAGLE draft head"
     options = frozenset({"llama4"})
     rotates_pairs = True
+    # Llama 4's `intermediate_size` is that of an expert.
+    intermediate_size_names = ("intermediate_size_mlp", "intermediate_size")
     architectures = ()  # dense Llama 4 drafters of other programs are not read
 
     def layouts(self) -> dict[str, Layout | str]:
@@ -59,14 +61,6 @@ class EagleLlama4(Eagle):
         fields |= {k: v for k, v in settings.llama4.model_dump().items() if v is not None}
         fields["attention_chunk_size"] = fields["attention_chunk_size"] or None
         return {"llama4": Llama4Config(**fields)}
-
-    def default_intermediate_size(self, target: Any) -> int:
-        """Return the width of the target's dense feed-forward.
-
-        Llama 4 calls it `intermediate_size_mlp`; its `intermediate_size` is that of an expert.
-        """
-        dense = getattr(target, "intermediate_size_mlp", None)
-        return int(dense or target.intermediate_size)
 
     def reads(self, architecture: str, config: ForeignConfig, tensors: Collection[str]) -> bool:
         return False

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -39,6 +40,13 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Types of RoPE that heads have, with their `rope_parameters` beside rope_theta."""
+
+
+def used_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a config's `rope_parameters` that a head uses; all of an unknown type."""
+    kind = str(rope.get("rope_type", "default"))
+    used = {"rope_type", "rope_theta", *ROPE_KEYS.get(kind, rope)}
+    return {name: value for name, value in rope.items() if name in used}
 
 
 class TargetIdentity(BaseModel):
@@ -104,9 +112,7 @@ class HeadConfig(BaseModel):
         if isinstance(rope := fields.get("rope_parameters"), dict):
             # Heads of older versions name partial_rotary_factor and others of their target's that
             # they do not use, and servers would.
-            kind = str(rope.get("rope_type", "default"))
-            known = {"rope_type", "rope_theta", *ROPE_KEYS.get(kind, rope)}
-            fields["rope_parameters"] = {k: v for k, v in rope.items() if k in known}
+            fields["rope_parameters"] = used_rope(rope)
         return fields | {"schema": HEAD_SCHEMA} if fields.get("schema") == 1 else fields
 
     @model_validator(mode="after")

@@ -50,6 +50,8 @@ class Family(ABC):
         drafting: "chain": one draft token a pass; "parallel": all draft tokens in one pass.
         max_layers: largest number of decoder layers.
         options: settings of `head:` that apply to its heads, beside their shape.
+        intermediate_size_names: the target's config fields, the first that is set, with the width
+            of a new head's feed-forward layer.
         reads_last_state: whether the only feature is the target's last state, so that the store
             needs no boundaries.
         uses_target_lm_head: whether heads draft with the target's lm_head, over its vocabulary.
@@ -83,6 +85,7 @@ class Family(ABC):
     drafting: ClassVar[Literal["chain", "parallel"]] = "chain"
     max_layers: ClassVar[int] = 4
     options: ClassVar[frozenset[str]] = frozenset()
+    intermediate_size_names: ClassVar[tuple[str, ...]] = ("intermediate_size",)
     reads_last_state: ClassVar[bool] = False
     uses_target_lm_head: ClassVar[bool] = False
     freezes_lm_head: ClassVar[bool] = False
@@ -148,10 +151,6 @@ class Family(ABC):
         """
         fields = {name: getattr(settings, name) for name in self.options - {"mask_token"}}
         return {name: value for name, value in fields.items() if value is not None}
-
-    def default_intermediate_size(self, target: Any) -> int:
-        """Return the width of the feed-forward layer if the recipe sets none."""
-        return int(target.intermediate_size)
 
     def foreign_fields(self, config: ForeignConfig, layout: str) -> dict[str, Any]:
         """Return the config fields of an imported head that only this family has.

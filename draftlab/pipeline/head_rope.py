@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from draftlab.errors import UserError
 from draftlab.heads.config import ROPE_KEYS
 from draftlab.heads.family import Family
 from draftlab.progress import Monitor
 
 _DEFAULT_THETA = 10_000.0
-_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps")
+_EPSILONS = (
+    "rms_norm_eps",
+    "norm_eps",
+    "norm_epsilon",
+    "layer_norm_epsilon",
+    "layer_norm_eps",
+    "layernorm_epsilon",
+)
+_DEFAULT_EPSILON = 1e-5
 
 
 def head_rope(config: Any, family: Family, monitor: Monitor) -> dict[str, Any]:
@@ -22,9 +29,10 @@ def head_rope(config: Any, family: Family, monitor: Monitor) -> dict[str, Any]:
         config: of the target's text model.
     """
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    if isinstance(rope.get("full_attention"), dict):
-        monitor.say("rope: the head uses that of the target's layers with full attention")
-        rope = rope["full_attention"]
+    if kinds := {name: one for name, one in rope.items() if isinstance(one, dict)}:
+        name = "full_attention" if "full_attention" in kinds else next(iter(kinds))
+        monitor.say(f"rope: of the target's ({', '.join(kinds)}) the head has that of {name}")
+        rope = kinds[name]
     if "rope_theta" not in rope:
         monitor.say(
             "rope: the target's attention does not rotate; the head does, with rope_theta "
@@ -44,16 +52,10 @@ def head_rope(config: Any, family: Family, monitor: Monitor) -> dict[str, Any]:
     return {"rope_type": kind} | {key: rope[key] for key in ("rope_theta", *ROPE_KEYS[kind])}
 
 
-def norm_epsilon(config: Any) -> float:
-    """Return the epsilon of the target's RMS norms, which configs spell differently.
-
-    Raises:
-        UserError: the config has none.
-    """
+def norm_epsilon(config: Any, monitor: Monitor) -> float:
+    """Return the epsilon of the target's norms, which configs spell differently."""
     for name in _EPSILONS:
         if (value := getattr(config, name, None)) is not None:
             return float(value)
-    raise UserError(
-        f"expected an epsilon of norms in the target's config ({', '.join(_EPSILONS)}), found none",
-        do="add its name to draftlab/pipeline/head_rope.py",
-    )
+    monitor.say(f"norms: the target's config names no epsilon; the head's is {_DEFAULT_EPSILON:g}")
+    return _DEFAULT_EPSILON

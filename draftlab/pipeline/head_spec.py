@@ -20,6 +20,7 @@ from draftlab.settings import describe_errors
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.store import Store
 from draftlab.target_model.boundaries import check_boundaries, default_boundaries
+from draftlab.target_model.config_fields import max_positions
 from draftlab.target_model.locate import config_folder, hub_answers, hub_error, resolve_target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import stop_ids
@@ -137,8 +138,9 @@ def head_config(
         )
     full_config = target or target_config(recipe.target)
     config = full_config.get_text_config()
-    heads = settings.num_attention_heads or config.num_attention_heads
-    size = config.hidden_size
+    names, size = family.intermediate_size_names, config.hidden_size
+    heads = settings.num_attention_heads or _number(config, "num_attention_heads")
+    kv_heads = settings.num_key_value_heads or getattr(config, "num_key_value_heads", None)
     last = (identity.num_layers,)
     fields = dict(
         family.config_fields(settings, config),
@@ -150,13 +152,13 @@ def head_config(
         target_num_layers=identity.num_layers,
         target_hidden_size=identity.hidden_size,
         hidden_size=size,
-        intermediate_size=settings.intermediate_size or family.default_intermediate_size(config),
+        intermediate_size=settings.intermediate_size or _number(config, *names),
         num_attention_heads=heads,
-        num_key_value_heads=settings.num_key_value_heads or config.num_key_value_heads,
+        num_key_value_heads=kv_heads or heads,  # a config without the name has as many as heads
         head_dim=settings.head_dim or getattr(config, "head_dim", None) or size // heads,
-        rms_norm_eps=norm_epsilon(config),
+        rms_norm_eps=norm_epsilon(config, monitor),
         rope_parameters=head_rope(config, family, monitor),
-        max_position_embeddings=config.max_position_embeddings,
+        max_position_embeddings=max_positions(config),
         vocab_size=identity.vocab_size,
         draft_vocab_size=draft_vocab_size,
         k_trained=recipe.train.ttt_steps,
@@ -176,6 +178,18 @@ def head_config(
             where="head",
             do="change these settings, or leave them out for the target's shape",
         ) from None
+
+
+def _number(config: Any, *names: str) -> int:
+    """Return the number that the target's config has under the first of `names` that is set."""
+    for name in names:
+        if (value := getattr(config, name, None)) is not None:
+            return int(value)
+    raise UserError(
+        f"expected {names[-1]} in the target's config, found none ({config.model_type})",
+        where=f"head.{names[-1]}",
+        do="set it in the recipe: the head has a shape of its own",
+    )
 
 
 def planned_identity(recipe: Recipe, config: Any, tokenizer_sha256: str = "") -> StoreIdentity:

@@ -86,7 +86,6 @@ WIDTHS = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
     "mamba_d_state": 16,
-    "mamba_d_ssm": 128,
     "ssm_state_size": 16,
     "n_groups": 2,
     "chunk_size": 16,
@@ -237,6 +236,8 @@ def _shrink(fields: dict[str, Any]) -> dict[str, Any]:
         fields["head_dim"] = WIDTHS["head_dim"]
         if fields["hidden_size"] % fields["num_attention_heads"]:  # exports need a multiple
             fields["hidden_size"] = fields["num_attention_heads"] * fields["head_dim"]
+    if fields.get("mamba_d_ssm"):
+        fields["mamba_d_ssm"] = fields["mamba_n_heads"] * fields["mamba_d_head"]
     rope = fields.get("rope_parameters") or {}
     for key in ("short_factor", "long_factor"):
         if key in rope:

@@ -52,8 +52,6 @@ class _RowLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.owner.max_length
 
-    get_max_cache_shape = get_max_length  # its name in transformers before 5.13
-
 
 class RowCache(Cache):
     """Rows of fixed length, written at explicit positions.

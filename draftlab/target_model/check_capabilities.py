@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from draftlab.errors import UserError
@@ -176,7 +177,10 @@ def find_fault(
         raise
     except Exception as error:  # unsupported passes may fail in any way
         message = str(error).partition("\n")[0].rstrip(".")
-        return f"{description}: {type(error).__name__}: {message}"
+        return (
+            f"could not be tested with transformers {transformers.__version__} "
+            f"({type(error).__name__}: {message}) and perhaps {description}"
+        )
     norms = one.float().norm(dim=-1).clamp(min=1e-6)
     difference = float(reduction((one - other).float().norm(dim=-1) / norms))
     if difference <= tolerance:  # NaN is a fault too

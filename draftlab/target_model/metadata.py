@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftlab.errors import UserError
+from draftlab.target_model.config_fields import max_positions
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import resolve_device, resolve_target
 from draftlab.target_model.parts import TargetParts, load_parts
@@ -87,7 +88,7 @@ class TargetMetadata:
     @property
     def max_length(self) -> int:
         """Largest number of positions that the config allows."""
-        return int(self.config.max_position_embeddings)
+        return max_positions(self.config)
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:

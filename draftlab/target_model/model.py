@@ -17,6 +17,7 @@ from draftlab.target_model.attention import attention_inputs
 from draftlab.target_model.cache import RowCache
 from draftlab.target_model.check_capabilities import check_pages, check_rows, padding_reason
 from draftlab.target_model.check_states import check_states
+from draftlab.target_model.config_fields import max_positions
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.packed_rows import PackedRow
 from draftlab.target_model.paged_cache import PagedCache
@@ -116,7 +117,7 @@ class Target:
     @property
     def max_length(self) -> int:
         """Largest number of positions that the config allows."""
-        return int(self.config.max_position_embeddings)
+        return max_positions(self.config)
 
     def new_cache(self, num_rows: int, max_length: int) -> RowCache:
         """Return an empty cache for `num_rows` sequences of at most `max_length` positions.

@@ -62,8 +62,6 @@ class _PagedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.owner.block_table.shape[1] * self.owner.block_size
 
-    get_max_cache_shape = get_max_length  # its name in transformers before 5.13
-
 
 class PagedCache(Cache):
     """Pools of blocks for every layer, read and written through a block table.

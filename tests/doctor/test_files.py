@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -181,6 +182,9 @@ def test_the_targets_config_is_compared(session: TargetSession) -> None:
     far = head.model_copy(update={"rope_parameters": {"rope_theta": 500000.0}})
     message = only(config_findings(far, text), "rope")
     assert "RoPE base 500,000, where the target has 10,000" in message
+    partial = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    target = SimpleNamespace(rope_parameters=partial)  # a head rotates all channels
+    assert not list(config_findings(head, target))
     wide = head.model_copy(update={"vocab_size": 32000, "target_num_layers": 32})
     assert [f.kind for f in shape_findings(wide, text)] == ["target", "target"]
 

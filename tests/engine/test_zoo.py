@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from draftlab.engine.engine import Engine
+from draftlab.engine.kv_pool import new_kv_pool
 from draftlab.engine.sampling import Request
 from draftlab.engine.scheduler import Scheduler
 from draftlab.target_model.recurrent_states import RecurrentStates
@@ -73,6 +75,37 @@ def test_recurrent_states_survive_evictions_and_shared_prompts(kind: str, tmp_pa
         generations = run(engine, requests)
     assert [list(generation.token_ids) for generation in generations] == [a for _, a in chosen]
     assert evictions > 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "lfm2"])
+def test_engines_take_turns_with_a_pool_of_states(kind: str, tmp_path: Path) -> None:
+    """Engines of other K and batch, and without drafts, find nothing of each other's states."""
+    folder, max_length = zoo_folder(tmp_path, kind), 60
+    target = load_on_cpu(folder)
+    prompts = [tuple(text.tolist()) for text in random_texts((1, 23, 2, 11))]
+    answers = [greedy(folder, prompt) for prompt in prompts]
+    pool = new_kv_pool(target, batch=4, max_length=max_length, block_size=16)
+    engines = [
+        Engine(
+            target,
+            BigramDrafter(answers, k) if k else None,
+            batch=batch,
+            max_length=max_length,
+            cache=pool,
+        )
+        for k, batch in ((0, 4), (8, 2), (3, 1))
+    ]
+    requests = [Request(str(i), prompt, NEW_TOKENS) for i, prompt in enumerate(prompts)]
+    room = [max_length - len(prompt) for prompt in prompts]
+    expected = [answer[:n] for answer, n in zip(answers, room, strict=True)]
+    for engine in engines * 2:
+        assert [list(one.token_ids) for one in run(engine, requests)] == expected
+    stops = frozenset([answers[1][7]])
+    stopped = replace(requests[1], stop_ids=stops)
+    first, second = run(engines[1], [stopped, requests[3]])
+    end = answers[1].index(*stops) + 1
+    assert (first.finish, list(first.token_ids)) == ("stop", answers[1][:end])
+    assert list(second.token_ids) == answers[3]
 
 
 def test_a_state_after_rejected_drafts_is_noticed(

@@ -23,7 +23,12 @@ class CountingDecoder:
 
 @pytest.mark.parametrize(
     ("batch", "sizes"),
-    [(1, [1]), (6, [6, 4, 2, 1]), (8, [8, 4, 2, 1]), (100, [100, 64, 48, 32, 24, 16, 8, 4, 2, 1])],
+    [
+        (1, [1]),
+        (6, [6, 4, 2, 1]),
+        (8, [8, 4, 2, 1]),
+        (100, [100, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1]),
+    ],
 )
 def test_every_size_of_a_shrinking_batch_is_warmed_up(batch: int, sizes: list[int]) -> None:
     decoder = CountingDecoder()

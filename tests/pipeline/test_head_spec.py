@@ -6,14 +6,22 @@ from functools import partial
 from typing import Any
 
 import pytest
-from transformers import Llama4TextConfig, LlamaConfig
+from transformers import (
+    GPT2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    Mamba2Config,
+    MptConfig,
+    OPTConfig,
+)
 
 from draftlab.errors import UserError
+from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.pipeline.check_recipe import check_before_run
 from draftlab.pipeline.estimate import estimate_stages
 from draftlab.pipeline.head_rope import head_rope, norm_epsilon
-from draftlab.pipeline.head_spec import choose_boundaries
+from draftlab.pipeline.head_spec import choose_boundaries, head_config, planned_identity
 from draftlab.pipeline.recipe import parse_recipe
 from draftlab.pipeline.stages import STAGES
 from draftlab.train.settings import HeadSettings
@@ -63,7 +71,8 @@ def test_boundaries_are_reported_unless_they_are_the_default_by_name(
             "gemma3_text",
             {},
             {"rope_type": "default", "rope_theta": 1e6},
-            "rope: the head uses that of the target's layers with full attention",
+            "rope: of the target's (sliding_attention, full_attention) the head has that of "
+            "full_attention",
         ),
         (
             "ministral3",
@@ -92,7 +101,53 @@ def test_the_rope_of_a_head(
     ("kind", "epsilon"), [("llama", 1e-6), ("lfm2", 1e-5), ("nemotron_h", 1e-5)]
 )
 def test_the_epsilon_of_a_heads_norms(kind: str, epsilon: float) -> None:
-    assert norm_epsilon(zoo_config(kind)) == epsilon
+    assert norm_epsilon(zoo_config(kind), RecordingMonitor()) == epsilon
+
+
+def test_the_rope_of_a_target_with_sets_of_other_names() -> None:
+    monitor, main = RecordingMonitor(), {"rope_type": "default", "rope_theta": 2e4}
+    config = LlamaConfig()
+    config.rope_parameters = {"main": main, "compress": main | {"rope_theta": 16e4}}
+    assert head_rope(config, get_family("eagle3"), monitor) == main
+    assert monitor.lines == ["rope: of the target's (main, compress) the head has that of main"]
+
+
+def head_of(config: Any, **settings: Any) -> tuple[HeadConfig, list[str]]:
+    """Return the config of a head for a target that was never loaded, and what was said."""
+    config.architectures = ["Model"]
+    recipe, monitor = parse_recipe({"name": "r", "head": settings}), RecordingMonitor()
+    identity = planned_identity(recipe, config)
+    return head_config(recipe, identity, 64, monitor, target=config), monitor.lines
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (GPT2Config(), "intermediate_size"),
+        (OPTConfig(), "intermediate_size"),
+        (Mamba2Config(), "num_attention_heads"),
+    ],
+)
+def test_a_shape_that_the_targets_config_does_not_name_is_asked_for(config: Any, name: str) -> None:
+    with pytest.raises(UserError) as error:
+        head_of(config)
+    assert f"expected {name} in the target's config, found none" in str(error.value)
+    assert f"head.{name}" in str(error.value)
+
+
+def test_a_head_for_a_target_whose_config_has_other_names() -> None:
+    head, lines = head_of(GPT2Config(n_embd=64, n_head=4), intermediate_size=96)
+    assert (head.intermediate_size, head.max_position_embeddings) == (96, 1024)
+    assert head.num_attention_heads == head.num_key_value_heads == 4
+    head, lines = head_of(MptConfig(d_model=64, n_heads=4, max_seq_len=512), intermediate_size=96)
+    assert (head.max_position_embeddings, head.rms_norm_eps) == (512, 1e-5)
+    text = "target's attention does not rotate"
+    assert sum(text in line for line in lines) == 1
+
+
+def test_a_target_without_a_number_of_positions_is_refused() -> None:
+    with pytest.raises(UserError, match="expected max_position_embeddings"):
+        head_of(Mamba2Config(), num_attention_heads=4, intermediate_size=96)
 
 
 LLAMA4 = Llama4TextConfig(

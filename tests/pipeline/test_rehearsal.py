@@ -8,12 +8,14 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from transformers import FalconH1Config
 
 from draftlab.errors import UserError
 from draftlab.heads.folder import load_config
 from draftlab.pipeline import head_spec
 from draftlab.pipeline.estimate import estimate_stages, estimate_table
 from draftlab.pipeline.recipe import load_recipe
+from draftlab.pipeline.rehearsal import stand_in_config
 from draftlab.target_model.locate import resolve_target, shipped_config
 from draftlab.target_model.settings import TargetSettings
 from tests.helpers.small_run import RECIPES, copy_of_finished, draftlab, write_prompts
@@ -62,6 +64,15 @@ def test_a_rehearsal_runs_every_stage(
     assert {p.name for p in (run / "export").iterdir()} == set(recipe.export.formats)
     rows = json.loads((run / "eval/report.json").read_text())["rows"]
     assert {row["k"] for row in rows if row["drafter"] != "none"} == set(recipe.eval.k or ())
+
+
+@pytest.mark.parametrize(
+    "config", [FalconH1Config(), FalconH1Config(mamba_d_head=64, mamba_d_ssm=None)]
+)
+def test_a_stand_in_of_falcon_h1_keeps_the_width_of_its_states(config: FalconH1Config) -> None:
+    small = stand_in_config(config)
+    width = small.mamba_d_ssm or small.mamba_expand * small.hidden_size
+    assert width == small.mamba_n_heads * small.mamba_d_head < 512
 
 
 def test_missing_tokenizer_files_are_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from draftlab.target_model import attention, check_capabilities, packed_rows
@@ -157,6 +158,19 @@ def grow_with_the_column(output: Tensor, _: dict) -> Tensor:
 def depend_on_the_largest_position(output: Tensor, inputs: dict) -> Tensor:
     """Change the output as longrope does."""
     return output * (1 + (inputs["position_ids"].max() > 96))
+
+
+def fail(output: Tensor, _: dict) -> Tensor:
+    raise KeyError("key_cache")
+
+
+def test_a_pass_that_fails_is_named_as_untested(tmp_path: Path) -> None:
+    """It may fail because of the version of transformers."""
+    target = zoo_target(tmp_path, "llama")
+    change_layer(target, fail)
+    version = transformers.__version__
+    expected = f"could not be tested with transformers {version} (KeyError: 'key_cache')"
+    assert str(target.padding_reason).startswith(expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
