@@ -153,12 +153,12 @@ def try_lock(descriptor: int, path: Path, *, shared: bool = False, wait: bool = 
 
 @contextmanager
 def locked(path: Path, *, shared: bool = False) -> Iterator[bool]:
-    """Lock a folder, or a file, which is made; yield whether no other process holds the lock.
+    """Lock a file, which is made if need be; yield whether no other process holds the lock.
 
-    The operating system releases the lock when the process dies.
+    The operating system releases the lock when the process dies. The file is opened for writing: an
+    exclusive lock over NFS needs that, so a folder cannot be locked.
     """
-    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
-    descriptor = os.open(path, flags, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         yield try_lock(descriptor, path, shared=shared)
     finally:

@@ -1,13 +1,41 @@
-"""SIGTERM and SIGHUP, by which schedulers and closed terminals end a process."""
+"""SIGTERM and SIGHUP, which end a process; workers that end with the one that started them."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+PARENT = "DRAFTLAB_PARENT"
+"""Environment variable with the id of the process that starts a worker."""
+_POLL_S = 1.0
+
+
+def worker_environment() -> dict[str, str]:
+    """Return the variable for a child process that should not outlive this one."""
+    return {PARENT: str(os.getpid())}
+
+
+def end_with_parent() -> None:
+    """Have this process end when the one that started it as a worker has ended.
+
+    A killed process cannot end its workers, which would go on using their GPUs. They get SIGTERM,
+    on which a training writes a checkpoint. Without `worker_environment` nothing happens.
+    """
+    if parent := int(os.environ.pop(PARENT, "0")):
+        threading.Thread(target=_wait_for_end, args=(parent,), daemon=True).start()
+
+
+def _wait_for_end(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager

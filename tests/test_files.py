@@ -51,13 +51,30 @@ def test_a_file_system_without_locks_is_refused(
 
 def test_locks_keep_others_out(tmp_path: Path) -> None:
     check_locks(tmp_path)
-    with locked(tmp_path, shared=True) as first, locked(tmp_path, shared=True) as second:
+    path = tmp_path / "lock"
+    with locked(path, shared=True) as first, locked(path, shared=True) as second:
         assert first
         assert second
-        with locked(tmp_path) as third:
+        with locked(path) as third:
             assert not third
-    with locked(tmp_path) as free:
+    with locked(path) as free:
         assert free
+
+
+def test_a_folders_lock_is_that_of_a_file_open_for_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS refuses an exclusive lock of anything else with EBADF, so that of a folder, too."""
+    flock = fcntl.flock
+
+    def nfs_flock(descriptor: int, kind: int) -> None:
+        access = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        if kind & fcntl.LOCK_EX and access == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", nfs_flock)
+    record_table(tmp_path, SAMPLES).verify()
 
 
 def test_processes_of_equal_numbers_check_locks_at_a_time(

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from draftlab.formatting import exit_text
 from draftlab.progress import Monitor
-from draftlab.signals import ENDING_SIGNALS, on_ending_signal
+from draftlab.signals import ENDING_SIGNALS, on_ending_signal, worker_environment
 
 DRAFTLAB = (sys.executable, "-m", "draftlab.cli")
 POLL_S = 0.2
@@ -86,6 +86,7 @@ def _start(
     environment = {
         "OMP_NUM_THREADS": str(threads),  # a value that the user has set is kept
         **os.environ,
+        **worker_environment(),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(count),

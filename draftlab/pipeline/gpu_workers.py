@@ -14,6 +14,7 @@ import torch
 from draftlab.errors import UserError
 from draftlab.formatting import exit_text
 from draftlab.progress import Monitor
+from draftlab.signals import worker_environment
 from draftlab.target_model.locate import resolve_device
 
 
@@ -65,6 +66,7 @@ def recording_workers(run: Path, devices: list[str], monitor: Monitor) -> Iterat
                 [*command, f"target.device={device}", "--join"],
                 stdout=file,
                 stderr=subprocess.STDOUT,
+                env=os.environ | worker_environment(),
             )
             workers.append((log, process))
         try:

@@ -33,21 +33,24 @@ from draftlab.store.manifest import MANIFEST, Manifest, Shard
 from draftlab.store.record_index import RECORDS
 from draftlab.store.recording_plan import check_same_recording
 
-MOUNTS, HOST = Path("/proc/self/mounts"), ".recording-host"
+MOUNTS = Path("/proc/self/mounts")
+LOCK, HOST = ".lock", ".recording-host"
 _BLANK: dict[str, Any] = {"bytes": None, "sha256": None, "not_finite": {}, "fp8_errors": []}
 """Fields of a shard that the plan leaves blank and the receipt has."""
 
 
 @contextmanager
 def lock_folder(folder: Path, *, shared: bool) -> Iterator[None]:
-    """Hold a file lock on a folder; the operating system releases it when the process dies.
+    """Hold the lock of a folder's file `.lock`, which stays there.
+
+    The operating system releases it when the process dies.
 
     Raises:
         UserError: another process holds the lock, and one of the two does not share it; or the
             file system's locks do not work, or not between machines, and another machine records.
     """
     check_locks(folder)
-    with locked(folder, shared=shared) as is_free:
+    with locked(folder / LOCK, shared=shared) as is_free:
         if not is_free:
             raise UserError(
                 "another process is recording into this store",

@@ -84,8 +84,39 @@ def test_a_signal_to_the_launcher_ends_its_processes(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     """They have time to write a checkpoint."""
+    launcher = start_launcher(number, tmp_path)
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=30) == 128 + number
+    for rank in "01":
+        assert (tmp_path / f"{rank}-ended").read_text() == str(int(number))
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / rank).read_text()), 0)
+    assert not list(tmp_path.glob("draftlab-ranks-*"))
+
+
+def test_processes_end_after_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    """As a checkpoint needs it: by SIGTERM."""
+    launcher = start_launcher(signal.SIGTERM, tmp_path)
+    launcher.kill()
+    launcher.wait(timeout=30)
+    ended = [tmp_path / f"{rank}-ended" for rank in "01"]
+    wait_for(ended)
+    assert [path.read_text() for path in ended] == [str(int(signal.SIGTERM))] * 2
+
+
+def wait_for(files: list[Path]) -> None:
+    until = time.monotonic() + 30
+    while time.monotonic() < until and not all(file.exists() for file in files):
+        time.sleep(0.05)
+    time.sleep(0.2)
+
+
+def start_launcher(number: int, tmp_path: Path) -> subprocess.Popen[bytes]:
+    """Start a launcher of two processes, each of which notes a signal a second after it came."""
     child = f"""
 import os, signal, time
+from draftlab.signals import end_with_parent
+end_with_parent()
 path = os.path.join({str(tmp_path)!r}, os.environ["RANK"])
 def end(number, frame):
     time.sleep(1)
@@ -100,17 +131,8 @@ time.sleep(60)
         f"launch.GRACE_S = 0.1; launch.launch([{child!r}], 2, Monitor(), program={PYTHON!r})"
     )
     launcher = subprocess.Popen([*PYTHON, program], env=os.environ | {"TMPDIR": str(tmp_path)})
-    until = time.monotonic() + 30
-    while time.monotonic() < until and not all((tmp_path / r).exists() for r in "01"):
-        time.sleep(0.05)
-    time.sleep(0.2)
-    launcher.send_signal(number)
-    assert launcher.wait(timeout=30) == 128 + number
-    for rank in "01":
-        assert (tmp_path / f"{rank}-ended").read_text() == str(int(number))
-        with pytest.raises(ProcessLookupError):
-            os.kill(int((tmp_path / rank).read_text()), 0)
-    assert not list(tmp_path.glob("draftlab-ranks-*"))
+    wait_for([tmp_path / rank for rank in "01"])
+    return launcher
 
 
 def test_two_processes_train_the_same_head_as_one(

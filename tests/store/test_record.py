@@ -19,7 +19,7 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.store import extraction
+from draftlab.store import extraction, receipts
 from draftlab.store import record as record_module
 from draftlab.store.record import RecordSettings, record
 from draftlab.store.samples import Sample
@@ -168,7 +168,7 @@ def test_too_little_disk_is_refused(
     monkeypatch.setattr(record_module.shutil, "disk_usage", lambda _: usage(10_000))
     with pytest.raises(UserError, match="free disk"):
         record_store(target, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert [p.name for p in tmp_path.iterdir()] == [receipts.LOCK]
 
 
 def test_a_second_recorder_is_refused(target: Target, tmp_path: Path) -> None:
@@ -397,7 +397,7 @@ def test_killed_at_every_step_a_recording_resumes_to_the_same_bytes(
     assert process.returncode == 0, process.stderr[-3000:]
     result = json.loads(process.stdout.splitlines()[-1])
     shards = [name for name in result["files"] if name.endswith(".safetensors")]
-    assert result["files"] == ["manifest.json", *shards]
+    assert result["files"] == [receipts.LOCK, "manifest.json", *shards]
     # For each shard: half its file, fsync, replace, fsync of the folder, the same for its receipt,
     # unlink; and the manifest twice.
     assert len(shards) > 2

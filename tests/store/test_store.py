@@ -134,7 +134,7 @@ def test_shards_are_opened_once_on_demand(tmp_path: Path, monkeypatch: pytest.Mo
 def test_layout_is_the_documented_one(tmp_path: Path) -> None:
     record_table(tmp_path, samples_of_lengths([5, 6]), dtype="bfloat16")
     files = sorted(p.name for p in tmp_path.iterdir())
-    assert files == ["manifest.json", "records.safetensors", "shard-00000.safetensors"]
+    assert files == [".lock", "manifest.json", "records.safetensors", "shard-00000.safetensors"]
     with safe_open(tmp_path / "shard-00000.safetensors", "pt") as shard:
         slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118
         layout = {name: (s.get_dtype(), s.get_shape()) for name, s in slices.items()}
