@@ -18,6 +18,7 @@ from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
 from draftlab.pipeline.hardware import Gpu
 from draftlab.pipeline.recipe import Recipe
+from draftlab.target_model.config_fields import max_positions
 from draftlab.target_model.parts import text_decoder
 from draftlab.target_model.recurrent import attention_layers, planned_state_bytes
 from draftlab.target_model.replacements import freeze_rope
@@ -74,9 +75,10 @@ class TargetSize:
         text = config.get_text_config()
         stored = text.dtype or getattr(config, "dtype", None) or torch.bfloat16
         bytes_each = {"float32": 4, "auto": stored.itemsize}.get(recipe.target.dtype, 2)
+        decoder, _, _ = text_decoder(model)
+        max_length = freeze_rope(decoder) or max_positions(text)
         heads = _first(text, "num_key_value_heads", "num_attention_heads")
         width = _first(text, "head_dim") or text.hidden_size // text.num_attention_heads
-        decoder, _, _ = text_decoder(model)
         experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
         count = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
         per_token = _first(text, "num_experts_per_tok") or 1
@@ -87,7 +89,7 @@ class TargetSize:
             bytes_each=bytes_each,
             kv_bytes=2 * attention_layers(decoder) * heads * width * bytes_each,
             state_bytes=planned_state_bytes(decoder),
-            max_length=freeze_rope(decoder) or text.max_position_embeddings,
+            max_length=max_length,
             quantised=any(getattr(c, "quantization_config", None) for c in (config, text)),
         )
 

@@ -69,12 +69,23 @@ class Subject:
         )
 
 
-def subject_options(parser: ArgumentParser, prompts: int, *, random: bool = True) -> None:
-    """Add the options that choose a subject and a page of results; `random`: random heads too."""
+def subject_options(
+    parser: ArgumentParser, prompts: int, *, random: bool = True, new_tokens: int | None = None
+) -> None:
+    """Add the options that choose a subject and a page of results.
+
+    Args:
+        prompts: the default of --prompts.
+        random: whether random heads can be chosen.
+        new_tokens: the default of --max-new-tokens, an option of programs that decode with drafts.
+    """
     parser.add_argument("--head", help="head folder or 'reference'; default: the latest run's")
     parser.add_argument("--target", help="its target; default: the run's, or the embedded one")
     parser.add_argument("--prompts", type=int, default=prompts, help="first held-out prompts")
     parser.add_argument("--write", type=Path, help="Markdown page that gets the result's rows")
+    if new_tokens is not None:
+        parser.add_argument("--k", type=int, default=4, help="drafts a step")
+        parser.add_argument("--max-new-tokens", type=int, default=new_tokens)
     if random:
         parser.add_argument(
             "--random",

@@ -136,9 +136,7 @@ def run(options: argparse.Namespace) -> int:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    subject_options(parser, prompts=4)
-    parser.add_argument("--k", type=int, default=4, help="drafts a step")
-    parser.add_argument("--max-new-tokens", type=int, default=32)
+    subject_options(parser, prompts=4, new_tokens=32)
     return run_program(run, parser)
 
 

@@ -215,9 +215,7 @@ def run(options: argparse.Namespace) -> int:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    subject_options(parser, prompts=16)
-    parser.add_argument("--k", type=int, default=4, help="drafts a step")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    subject_options(parser, prompts=16, new_tokens=128)
     parser.add_argument("--quantized", metavar="KIND", help="a second row, such as Q4_K_M")
     return run_program(run, parser)
 

@@ -296,9 +296,7 @@ def temperatures(text: str) -> list[float]:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    subject_options(parser, prompts=64)
-    parser.add_argument("--k", type=int, default=4, help="drafts a step")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    subject_options(parser, prompts=64, new_tokens=128)
     parser.add_argument(
         "--temps",
         type=temperatures,
