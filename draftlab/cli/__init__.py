@@ -19,7 +19,6 @@ from draftlab.cli.eval import eval_
 from draftlab.cli.export import export, import_
 from draftlab.cli.hub import push
 from draftlab.cli.store import store_app
-from draftlab.signals import end_with_parent
 
 if TYPE_CHECKING:
     from draftlab.pipeline.pipeline import Pipeline
@@ -298,5 +297,4 @@ def version() -> None:
 
 def main() -> None:
     """Run the `draftlab` command."""
-    end_with_parent()
     app()

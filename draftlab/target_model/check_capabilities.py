@@ -63,7 +63,7 @@ def check_pages(target: Target) -> None:
 def padding_reason(target: Target) -> str | None:
     """Return why conversations cannot be packed into one row; None if they can.
 
-    Examples are recurrent layers of unknown functions (`recurrent.py`) and attention that does not
+    Examples are recurrent layers of unknown functions (`recurrent_layer.py`) and attention that does not
     use transformers' interface.
     """
     experiments = [

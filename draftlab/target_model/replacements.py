@@ -11,7 +11,7 @@ cache length, of `arange` and of a maximum of positions outside masks:
 | RoPE `dynamic` | frequencies grow with the longest row | frozen |
 | PhiMoE with `longrope` | the same in its own code, on the host | refused |
 | Ministral 3, Mistral 4 | attention temperature from `position_ids` | correct |
-| Qwen3-Next, Nemotron-H, LFM2, Jamba … | a recurrent state | kept by row (`recurrent.py`) |
+| Qwen3-Next, Nemotron-H, LFM2, Jamba … | a recurrent state | kept by row (`recurrent_layer.py`) |
 | Nemotron-H | a lower limit of time steps in prompts alone | as in its config and in vLLM |
 | MiniMax, RecurrentGemma, RWKV | a state outside transformers' caches | refused |
 | OPT, BioGPT, BART … | learned positions from the cache length | refused |
