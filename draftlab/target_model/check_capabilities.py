@@ -63,8 +63,8 @@ def check_pages(target: Target) -> None:
 def padding_reason(target: Target) -> str | None:
     """Return why conversations cannot be packed into one row; None if they can.
 
-    Examples are recurrent layers of unknown functions (`recurrent_layer.py`) and attention that does not
-    use transformers' interface.
+    Examples are recurrent layers of unknown functions (`recurrent_layer.py`) and attention that
+    does not use transformers' interface.
     """
     experiments = [
         ("mixes packed conversations", _packed_with_others, exact_tolerance(target), torch.amax),
