@@ -234,7 +234,8 @@ def read_json(path: Path, *, kind: str = "JSON file") -> Any:
             where=path,
             do="check the path, or repeat the command that writes the file",
         ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    # Python refuses numbers of thousands of digits (ValueError) and limits the depth of brackets.
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"expected a {kind}, found text that is not JSON: {error}",
             where=path,

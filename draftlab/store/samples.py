@@ -187,21 +187,27 @@ def read_index(folder: Path, made_of: dict[str, Any]) -> SampleTable | None:
 
 def _make_parts(samples: Iterable[Sample], digest: Any) -> Iterator[Columns]:
     """Yield the columns of consecutive samples; add the samples to a hash."""
-    part: list[Sample] = []
-    tokens = 0
+    part = _Part()
     for sample in samples:
-        part.append(sample)
-        tokens += len(sample.token_ids)
-        if tokens >= PART_TOKENS:
-            yield _make_columns(part, digest)
-            part, tokens = [], 0
-    if part:
-        yield _make_columns(part, digest)
+        part.add(sample, digest)
+        if part.num_tokens >= PART_TOKENS:
+            yield part.columns()
+            part = _Part()
+    if part.rows:
+        yield part.columns()
 
 
-def _make_columns(samples: Sequence[Sample], digest: Any) -> Columns:
-    rows, tokens, spans = [], [], []
-    for sample in samples:
+class _Part:
+    """Samples that become the columns of one part; their tokens are kept as arrays."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.ids: list[str] = []
+        self.rows: list[tuple[float, ...]] = []
+        self.tokens: list[np.ndarray] = []
+        self.spans: list[np.ndarray] = []
+
+    def add(self, sample: Sample, digest: Any) -> None:
         length = len(sample.token_ids)
         if length != len(sample.spans):
             raise UserError(
@@ -209,21 +215,35 @@ def _make_columns(samples: Sequence[Sample], digest: Any) -> Columns:
                 where=f"sample {sample.id!r}",
                 do="make the answers again: `draftlab prepare --force`",
             )
-        header = f"{sample.id!r} {sample.temperature!r} {length}\n"
-        values = np.array([sample.token_ids, sample.spans], dtype="<i4")
-        digest.update(header.encode() + values.tobytes())
-        labels = prediction_mask(torch.from_numpy(values[1])).nonzero()
+        tokens = np.asarray(sample.token_ids, "<i4")
+        spans = np.asarray(sample.spans, "<i4")
+        digest.update(f"{sample.id!r} {sample.temperature!r} {length}\n".encode())
+        digest.update(tokens.tobytes())
+        digest.update(spans.tobytes())
         temperature = np.nan if sample.temperature is None else sample.temperature
-        first_label = int(labels[0]) if len(labels) else NEVER
-        bounds = (values[0].min(initial=0), values[0].max(initial=0))
-        rows.append((length, temperature, np.count_nonzero(values[1]), first_label, *bounds))
-        tokens.append(values[0])
-        spans.append(values[1].astype(np.int16))
-    columns = zip(_COLUMNS.items(), zip(*rows, strict=True), strict=True)
-    ids = json.dumps([sample.id for sample in samples]).encode()
-    return {
-        "ids": np.frombuffer(ids, np.uint8).copy(),
-        "tokens": np.concatenate(tokens),
-        "spans": np.concatenate(spans),
-        **{name: np.array(values, dtype) for (name, dtype), values in columns},
-    }
+        bounds = (tokens.min(initial=0), tokens.max(initial=0))
+        self.rows.append((length, temperature, np.count_nonzero(spans), *bounds))
+        self.ids.append(sample.id)
+        self.tokens.append(tokens)
+        self.spans.append(spans.astype(np.int16))
+        self.num_tokens += length
+
+    def columns(self) -> Columns:
+        spans = np.concatenate(self.spans)
+        lengths, temperatures, loss_tokens, *bounds = zip(*self.rows, strict=True)
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        # A sample's mask is that of all tokens from its third on; the last entry is beyond any end.
+        labels = np.append(prediction_mask(torch.from_numpy(spans)).numpy().nonzero(), len(spans))
+        labels = labels[np.searchsorted(labels, np.minimum(starts + 2, len(spans)))]
+        first_label = np.where(labels < ends, labels - starts, NEVER)
+        columns = (lengths, temperatures, loss_tokens, first_label, *bounds)
+        return {
+            "ids": np.frombuffer(json.dumps(self.ids).encode(), np.uint8).copy(),
+            "tokens": np.concatenate(self.tokens),
+            "spans": spans,
+            **{
+                name: np.array(values, dtype)
+                for (name, dtype), values in zip(_COLUMNS.items(), columns, strict=True)
+            },
+        }

@@ -84,8 +84,8 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 class AnswerLine(StrictModel):
     """The tokens of one answer that the target generated."""
 
-    prompt_ids: list[TokenId]
-    token_ids: list[TokenId]
+    prompt_ids: tuple[TokenId, ...]
+    token_ids: tuple[TokenId, ...]
     finish: Literal["stop", "length"]
 
 

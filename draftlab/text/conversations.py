@@ -108,11 +108,38 @@ def parse_conversation(
     Raises:
         UserError: the line is not valid; the error names file and line.
     """
-    where = f"{path}:{number}"
     try:
-        # Windows editors begin a file with a byte order mark.
-        value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        parsed = ConversationLine.model_validate_json(line)
+    except ValidationError:
+        parsed = _parse_with_json(line, number, where=f"{path}:{number}", do=do)
+    conversation = Conversation(
+        parsed.id or f"{path.stem}:{number}",
+        [message.for_template() for message in parsed.messages],
+        parsed.source or path.name,
+        parsed.temperature,
+        tuple(Answer(a.prompt_ids, a.token_ids, a.finish) for a in parsed.answers),
+        tuple(sorted(set().union(*(message.media for message in parsed.messages)))),
+        tuple(parsed.tools),
+    )
+    return conversation, parsed.model_fields_set
+
+
+def _parse_with_json(line: bytes, number: int, *, where: str, do: str) -> ConversationLine:
+    """Parse a line that pydantic's own, faster parser refuses, for the words of the error.
+
+    A byte order mark, with which Windows editors begin a file, is the only thing that this accepts
+    and pydantic does not.
+    """
+    try:
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"expected Unicode text, found half a surrogate pair: {error}", where=where, do=do
+        ) from None
+    # Python refuses numbers of thousands of digits (ValueError) and limits the depth of brackets.
+    except (ValueError, RecursionError) as error:
         raise UserError(
             "expected a JSON object in UTF-8 on each line, found "
             f"{line[:60].decode(errors='replace').strip() or 'an empty line'!r}: {error}",
@@ -120,25 +147,9 @@ def parse_conversation(
             do=do,
         ) from None
     try:
-        parsed = ConversationLine.model_validate(value)
-        for message in parsed.messages:
-            message.text.encode()
+        return ConversationLine.model_validate_json(text)
     except ValidationError as error:
         raise UserError(_describe(error), where=where, do=do) from None
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"expected Unicode text, found half a surrogate pair: {error}", where=where, do=do
-        ) from None
-    conversation = Conversation(
-        parsed.id or f"{path.stem}:{number}",
-        [message.for_template() for message in parsed.messages],
-        parsed.source or path.name,
-        parsed.temperature,
-        tuple(Answer(tuple(a.prompt_ids), tuple(a.token_ids), a.finish) for a in parsed.answers),
-        tuple(sorted(set().union(*(message.media for message in parsed.messages)))),
-        tuple(parsed.tools),
-    )
-    return conversation, parsed.model_fields_set
 
 
 def _describe(error: ValidationError) -> str:

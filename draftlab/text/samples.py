@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
@@ -177,17 +178,22 @@ def _join_answers(
 ) -> Iterator[Sample]:
     """Yield as few samples as hold every answer behind exactly the prompt that it answered."""
     tokens: tuple[int, ...] = ()
-    spans: list[int] = []
-    span, name = 0, conversation.id
+    lengths: list[int] = []  # of the prompt, the first answer, the tokens behind it, …
+    name = conversation.id
     for number, answer in enumerate(answers, 1):
         if tokens and answer.prompt_ids[: len(tokens)] != tokens:
-            yield Sample(name, tokens, tuple(spans), conversation.temperature)
-            tokens, spans, span, name = (), [], 0, f"{conversation.id}#{number}"
-        span += 1
-        spans += [0] * (len(answer.prompt_ids) - len(tokens)) + [span] * len(answer.token_ids)
+            yield Sample(name, tokens, _spans(lengths), conversation.temperature)
+            tokens, lengths, name = (), [], f"{conversation.id}#{number}"
+        lengths += [len(answer.prompt_ids) - len(tokens), len(answer.token_ids)]
         tokens = answer.prompt_ids + answer.token_ids
     if tokens:
-        yield Sample(name, tokens, tuple(spans), conversation.temperature)
+        yield Sample(name, tokens, _spans(lengths), conversation.temperature)
+
+
+def _spans(lengths: list[int]) -> np.ndarray:
+    """Return the spans of a sample from the lengths of its prompts and answers in turn."""
+    spans = [(index + 1) // 2 if index % 2 else 0 for index in range(len(lengths))]
+    return np.repeat(np.array(spans, np.int32), lengths)
 
 
 def highlight_answers(

@@ -173,7 +173,7 @@ class Trainer:
             SystemExit: a rank received SIGTERM or SIGHUP; a checkpoint is written.
         """
         settings = self.settings
-        every = settings.validate_every or settings.steps + 1
+        every = (self.held_out and settings.validate_every) or settings.steps + 1
         self.window = Window.empty(settings.ttt_steps, self.device)
         self.timer.start()
         if self.step and self.step % every == 0 and not self.validated:  # a signal came before it

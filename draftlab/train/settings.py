@@ -241,6 +241,10 @@ class TrainSettings(Settings):
                 "early_stopping counts validations: expected validate_every and a validation_share "
                 f"above 0, found {self.validate_every} and {self.validation_share:g}"
             )
+        if self.validate_every and not self.validation_share:
+            raise ValueError(
+                "validate_every validates on held-out records: expected a validation_share above 0"
+            )
         if self.optimizer == "muon" and self.parallel.startswith("zero"):
             raise ValueError(
                 f"optimizer=muon takes whole matrices, which DeepSpeed splits: expected parallel "

@@ -171,7 +171,10 @@ def split_records(
     """Return the records to train on, and those of the held-out records that validations read."""
     training, held_out = hold_out(ids, settings.validation_share, seed)
     if settings.validation_share and not held_out:
-        monitor.say("validation: none, since all records answer one prompt")
+        monitor.say(
+            "validation: none, since all records answer one prompt; train.validate_every has no "
+            "effect"
+        )
     if len(held_out) > (most := settings.validation_records):
         monitor.say(
             f"validation: {most:,} of {len(held_out):,} held-out records "
@@ -216,7 +219,9 @@ def validate(
         sums += torch.stack([metric.double().sum((0, 1)) for metric in metrics])
         hits, ratios = scores.hits.cpu(), scores.ratios.cpu()
         for b, record in enumerate(records):
-            if not record.temperature:
+            if record.temperature is None:
+                continue  # the target may not have written these answers
+            if record.temperature == 0:
                 counters += walk(hits[b, : len(record.tokens)], record.spans, num_steps)[0]
             else:
                 complete = loss_reach(record.spans) >= num_steps

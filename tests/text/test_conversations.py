@@ -78,6 +78,12 @@ def turn(role: str = "user", content: object = "q", **fields) -> dict:
         (turn("human"), "messages.0.role"),
         (line(id="b", messages=[{"role": "user"}]), "messages.0.content"),
         (turn(content="\ud800"), "surrogate"),
+        (line(id="b\ud800"), "surrogate"),
+        (line(id="b", source="\ud800"), "surrogate"),
+        (line(id="b", tools=[{"name": "\ud800"}]), "surrogate"),
+        (turn("assistant", reasoning_content="\ud800"), "surrogate"),
+        ("[" * 100_000, "JSON object"),
+        ('{"id": ' + "1" * 5000 + "}", "JSON object"),
         *(
             (turn(content=content), "messages.0.content")
             for content in (["x"], [{"text": "a"}], [{"type": "text"}], [], 5, [{"type": ""}])

@@ -32,10 +32,12 @@ def test_own_answers_keep_their_tokens_and_given_ones_are_rendered():
     sampled = Conversation("own", chat, "s", 0.8, (Answer(prompt, split, "stop"),))
     unanswered, given = Conversation("silent", chat[:1], "s"), Conversation("given", chat, "s")
     own_sample, given_sample = build_samples([sampled, unanswered, given], tokenizer, monitor)
-    assert own_sample == Sample("own", prompt + split, (0,) * len(prompt) + (1,) * 3, 0.8)
+    assert (own_sample.id, own_sample.token_ids) == ("own", prompt + split)
+    assert own_sample.spans.tolist() == [0] * len(prompt) + [1] * 3
     (turn,) = assistant_turns(tokenizer, chat)
-    spans = (0,) * len(turn.prompt_ids) + (1,) * len(turn.token_ids)
-    assert given_sample == Sample("given", turn.prompt_ids + turn.token_ids, spans, None)
+    assert (given_sample.id, given_sample.token_ids) == ("given", turn.prompt_ids + turn.token_ids)
+    assert given_sample.spans.tolist() == [0] * len(turn.prompt_ids) + [1] * len(turn.token_ids)
+    assert (own_sample.temperature, given_sample.temperature) == (0.8, None)
     assert "dropped 1 (first: silent)" in monitor.lines[0]
     with pytest.raises(UserError, match="no assistant turn"):
         list(build_samples([unanswered], tokenizer, monitor))
@@ -63,7 +65,7 @@ def test_rounds_share_a_sample_only_if_the_tokens_agree():
     first, second = samples((*split, end), "stop")
     assert (first.id, first.token_ids) == ("c", (*prompt, *split, end))
     assert (second.id, second.token_ids) == ("c#2", (*next_prompt, 65, end))
-    assert second.spans == (0,) * len(next_prompt) + (1, 1)
+    assert second.spans.tolist() == [0] * len(next_prompt) + [1, 1]
 
 
 def as_lists(samples: Iterable[Sample]) -> list[tuple]:
