@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
+from itertools import chain, count
 from typing import Any
 
 
 def count_text(number: int, noun: str) -> str:
     """Return a count with its noun: "1 shard", "2,000 shards", "2 processes"."""
     return f"{number:,} {noun}" + ("es" if noun.endswith("s") else "s") * (number != 1)
+
+
+def distinct_name(names: Sequence[str], taken: set[str]) -> str:
+    """Return the first name that is not taken, or else the last with a number; it is then taken."""
+    numbered = (f"{names[-1]} ({number})" for number in count(2))
+    name = next(name for name in chain(names, numbered) if name not in taken)
+    taken.add(name)
+    return name
 
 
 def rounded_text(value: float, digits: int = 3) -> str:

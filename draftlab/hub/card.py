@@ -40,7 +40,8 @@ def model_card(
         base_model: the target's Hub id, if it has one.
         licence: the licence's id on the Hub, such as "apache-2.0".
         launch: the text of launch.md, with the repository as the head's path.
-        content: `layout`, the title of the export's layout; `recipe`, its text; `data`, (name,
+        content: `layout`, the title of the export's layout; `recipe`, its text, and
+            `removed`, the names of settings that were removed from it; `data`, (name,
             value) pairs about the training data; `plots`, the file names of the plots.
     """
     results = [result for row in rows for result in _eval_results(row)]

@@ -1,6 +1,6 @@
 """The folder that a push uploads: an export with its model card, report and recipe.
 
-None of its files contains an absolute path of the machine on which it was written.
+`privacy.py` removes paths, addresses and accounts from its files.
 """
 
 from __future__ import annotations
@@ -21,9 +21,15 @@ from draftlab.files import read_json, write_json, write_text
 from draftlab.formatting import plain_values
 from draftlab.heads.folder import CONFIG, NATIVE, load_config
 from draftlab.hub.card import model_card
+from draftlab.hub.privacy import (
+    publishable_report,
+    without_private_settings,
+    without_private_values,
+)
 from draftlab.hub.upload import check_repo_id
 from draftlab.pipeline.head_workspace import HeadWorkspace
 from draftlab.progress import Monitor
+from draftlab.report.html import write_plots
 from draftlab.target_model.locate import resolve_target
 
 README, LAUNCH, RECIPE, REPORT = "README.md", "launch.md", "recipe.yaml", "report.json"
@@ -61,7 +67,6 @@ def write_upload_folder(
             where=path,
             do="name another folder with --out",
         )
-    results = workspace.folder / "eval"
     report, rows = _read_report(workspace)
     target = workspace.target.path
     if base_model is not None:
@@ -76,27 +81,30 @@ def write_upload_folder(
         monitor.say("warning: push: the card states no licence: give --license, as apache-2.0")
     head = load_config(workspace.head)
     layout = layout_for(exports.formats[0], head.family)
-    recipe = without_paths(yaml.safe_load((workspace.folder / RECIPE).read_text(encoding="utf-8")))
+    recipe, removed = without_private_settings(
+        yaml.safe_load((workspace.folder / RECIPE).read_text(encoding="utf-8"))
+    )
+    if removed:
+        monitor.say(f"push: the recipe's values of {', '.join(removed)} are private: removed")
     recipe_text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
     with atomic_folder(path) as folder:
         launch = _export(workspace, repo, exports, base_model, folder, monitor)
-        plots = sorted(file.name for file in results.glob("*.png"))
-        for name in plots:
-            (folder / name).write_bytes((results / name).read_bytes())
+        plots = [path.name for path in write_plots(report, folder)]
         write_text(folder / RECIPE, recipe_text)
-        write_json(folder / REPORT, without_paths(read_json(results / REPORT)))
-        write_json(folder / HEAD, without_paths(read_json(workspace.head / CONFIG)))
+        report.write(folder / REPORT)
+        write_json(folder / HEAD, without_private_values(read_json(workspace.head / CONFIG)))
         card = model_card(
             repo,
             head,
-            report.model_copy(update={"target": without_paths(report.target)}),
+            report,
             rows,
             base_model=base_model,
             licence=licence,
             launch=launch,
             layout=layout.title,
             recipe=recipe_text,
-            data=_training_data(recipe) + plain_values(head.provenance),
+            removed=removed,
+            data=_training_data(recipe) + plain_values(without_private_values(head.provenance)),
             plots=plots,
         )
         write_text(folder / README, card)
@@ -110,12 +118,12 @@ def _has_other_content(path: Path) -> bool:
 
 
 def _read_report(workspace: HeadWorkspace) -> tuple[Report, list[Row]]:
-    """Return the run's report, and its rows of this head and of plain decoding."""
+    """Return the run's report as it is published, and its rows of this head and plain decoding."""
     path = workspace.folder / "eval" / REPORT
     evaluate = f"run `draftlab eval --run {workspace.folder.name}`"
     if not path.is_file():
         raise UserError("expected the run to have a report, found none", where=path, do=evaluate)
-    report = Report.read(path)
+    report = publishable_report(Report.read(path))
     rows = [row for row in report.rows if row.head in (workspace.name, None)]
     if not any(row.head for row in rows):
         raise UserError(
@@ -161,7 +169,7 @@ def _export(
         launch = launch.replace(str(target.resolve()), "TARGET")
     write_text(folder / LAUNCH, launch)
     # The export has been compared with the head; later only the last part of a path has a meaning.
-    write_json(folder / NATIVE, without_paths(read_json(folder / NATIVE)))
+    write_json(folder / NATIVE, without_private_values(read_json(folder / NATIVE)))
     return launch
 
 
@@ -173,14 +181,3 @@ def _training_data(recipe: dict[str, Any]) -> list[tuple[str, str]]:
         temperatures = ", ".join(f"{t:g}" for t in regenerate.get("temperatures", []))
         answers = f"the target's own, at temperatures {temperatures}"
     return [("prompts", str(prompts.get("source"))), ("answers", answers)]
-
-
-def without_paths(value: Any) -> Any:
-    """Return a JSON value with the last part of each absolute path only, for privacy."""
-    if isinstance(value, dict):
-        return {key: without_paths(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_paths(item) for item in value]
-    if isinstance(value, str) and Path(value).expanduser().is_absolute() and "\n" not in value:
-        return Path(value).name
-    return value

@@ -16,7 +16,7 @@ from draftlab.export.write import write_export
 from draftlab.files import check_folder, read_json, same_fingerprint
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config, load_head
-from draftlab.pipeline.resolve import REFERENCE, find_head, name_in_reports
+from draftlab.pipeline.resolve import find_head, name_in_reports
 from draftlab.progress import Monitor
 from draftlab.report import write_html
 from draftlab.target_model.loading import load_target, load_tokenizer
@@ -84,11 +84,7 @@ def _load_compared(
                 f"{config.target.name}"
             )
             continue
-        name = source if source == REFERENCE else name_in_reports(folder)
-        if name in names:
-            name = str(folder)
-        names.add(name)
-        yield _load_named(folder, name, target)
+        yield _load_named(folder, name_in_reports(folder, names), target)
 
 
 def new_evaluator(

@@ -8,6 +8,7 @@ from shlex import quote
 
 from draftlab.errors import UserError
 from draftlab.files import read_json
+from draftlab.formatting import distinct_name
 from draftlab.heads.folder import CONFIG, NATIVE, load_config
 from draftlab.pipeline.recipe import Recipe, read_run_recipe
 from draftlab.pipeline.run_folder import RUNS
@@ -78,10 +79,17 @@ def recipe_of(run_folder: Path) -> Recipe:
     return read_run_recipe(run_folder / "recipe.yaml")
 
 
-def name_in_reports(folder: Path) -> str:
-    """Return a head's name in reports: that of its run or of its folder."""
+def name_in_reports(folder: Path, others: set[str] | None = None) -> str:
+    """Return a head's name in reports: that of its run or of its folder.
+
+    Args:
+        others: names of other heads, to which this one is added. If the name is among them, the
+            parent folder's is put before it ("runs/mine"), then a number behind it.
+    """
     folder = folder.resolve()
-    return folder.parent.name if folder.name == "head" else folder.name
+    folder = folder.parent if folder.name == "head" else folder
+    names = [folder.name, f"{folder.parent.name}/{folder.name}"]
+    return distinct_name(names, set() if others is None else others)
 
 
 def find_target(

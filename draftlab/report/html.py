@@ -183,6 +183,22 @@ def render_html(report: Report, images: Sequence[tuple[str, bytes]]) -> str:
     )
 
 
+def write_plots(report: Report, folder: Path) -> dict[Path, tuple[str, bytes]]:
+    """Write a PNG file per plot into `folder`; return the text and the PNG of each by its path."""
+    from draftlab.report import (  # matplotlib: half a second that the console does not need
+        canvas,
+        plots,
+    )
+
+    description, images = plots.description(report), {}
+    for plot in plots.plots(report):
+        path, data = folder / f"{plot.name}.png", canvas.png(plot.figure, description)
+        images[path] = (plot.text, data)
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(data)
+    return images
+
+
 def write_html(report: Report, folder: Path) -> Path:
     """Write report.html and a PNG file per plot into `folder`, each atomically.
 
@@ -192,24 +208,14 @@ def write_html(report: Report, folder: Path) -> Path:
     Returns:
         The path of report.html.
     """
-    from draftlab.report import (  # matplotlib: half a second that the console does not need
-        canvas,
-        plots,
-    )
+    from draftlab.report.plots import PLOTS
 
-    description, images = plots.description(report), []
-    drawn = plots.plots(report)
-    names = {plot.name for plot in drawn}
+    images = write_plots(report, folder)
     for old in folder.glob("*.png"):  # of an earlier report with other rows
-        if old.stem not in names and old.stem.rstrip("_0123456789") in plots.PLOTS:
+        if old not in images and old.stem.rstrip("_0123456789") in PLOTS:
             old.unlink()
-    for plot in drawn:
-        data = canvas.png(plot.figure, description)
-        images.append((plot.text, data))
-        with atomic_path(folder / f"{plot.name}.png") as temporary:
-            temporary.write_bytes(data)
     if not (folder / "report.json").exists():
         report.write(folder / "report.json")
     page = folder / "report.html"
-    write_text(page, render_html(report, images))
+    write_text(page, render_html(report, list(images.values())))
     return page

@@ -50,6 +50,7 @@ def card(certified: Certificate | None = None, **changes: object) -> str:
         "layout": "speculators layout",
         "launch": LAUNCH,
         "recipe": "name: x\nnote: 'a: b'\n",
+        "removed": [],
         "base_model": "org/base",
         "licence": "apache-2.0",
         "data": [("prompts", "embedded")],

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard, constants
 
 from draftlab.evaluate.results import Report
 from draftlab.heads.folder import CONFIG, WEIGHTS
+from draftlab.hub.privacy import REMOVED, without_private_values
 from tests.helpers.hub_stub import TOKEN, stub_hub
 from tests.helpers.small_run import contents, copy_of_finished, draftlab, finished
 
@@ -67,16 +69,74 @@ def test_a_pushed_head_can_be_imported(workshop: Path) -> None:
 
 
 def test_the_folder_contains_no_path_of_this_machine(workshop: Path) -> None:
-    recipe = workshop / "runs" / "small" / "recipe.yaml"
+    run = workshop / "runs" / "small"
+    recipe, report = run / "recipe.yaml", run / "eval" / "report.json"
     recipe.write_text(recipe.read_text().replace("path: toy", f"path: {workshop / 'toy'}"))
+    fields = json.loads(report.read_text())
+    compared = [str(workshop / name / "head") for name in ("one", "two")]
+    fields["rows"] += [row | {"head": name} for row in fields["rows"][1:] for name in compared]
+    for row in fields["rows"]:
+        row |= {"suite": f"spec-bench:{workshop}/questions.jsonl", "warnings": [f"see {run}/x"]}
+    fields["target"]["name"] = str(workshop / "toy")
+    fields["environment"]["alpha_by_position"] = {name: [] for name in [*compared, str(workshop)]}
+    report.write_text(json.dumps(fields))
+
     result = dry_run(workshop, "--to", "vllm", "--out", "out")
     assert result.exit_code == 0, result.output
     assert "--base-model" in result.output  # a local path is no base model
     for name, data in contents(workshop / "out").items():
+        assert str(workshop).encode() not in data, name
         if not name.endswith((".safetensors", ".png")):
-            assert str(workshop) not in data.decode(), name
             assert not re.search(r"/(tmp|home|root)/", data.decode()), name
     assert ModelCard.load(workshop / "out" / "README.md").data.base_model is None
+    published = Report.read(workshop / "out" / "report.json")
+    assert {row.head for row in published.rows} == {None, "small", "head", "head (2)"}
+    assert {row.suite for row in published.rows} == {"spec-bench:questions.jsonl"}
+    keys = [*published.environment["alpha_by_position"]]
+    assert keys == ["head", "head (2)", workshop.name]
+    assert [*(workshop / "out").glob("acceptance_by_position*.png")]
+
+
+def test_private_settings_are_removed_and_named(workshop: Path) -> None:
+    path = workshop / "runs" / "small" / "recipe.yaml"
+    recipe = yaml.safe_load(path.read_text())
+    secrets = ("https://user:password@server.internal:8000", "internal-name", "secret-project")
+    recipe["regenerate"]["server"] |= {"url": secrets[0], "model": secrets[1]}
+    recipe["train"]["wandb"] = secrets[2]
+    path.write_text(yaml.safe_dump(recipe))
+    head = workshop / "runs" / "small" / "head" / CONFIG
+    config = json.loads(head.read_text())
+    config["provenance"]["source"] = f"answers of {secrets[0]}/v1"
+    head.write_text(json.dumps(config))
+    os.utime(head, (0, 0))
+
+    result = dry_run(workshop, "--out", "out")
+    assert result.exit_code == 0, result.output
+    names = "regenerate.server.url, regenerate.server.model, train.wandb"
+    files = contents(workshop / "out")
+    for name, data in files.items():
+        assert not [secret for secret in (*secrets, "password") if secret.encode() in data], name
+    published = yaml.safe_load(files["recipe.yaml"])
+    assert published["train"]["wandb"] == published["regenerate"]["server"]["url"] == REMOVED
+    assert published["train"]["steps"] == recipe["train"]["steps"]
+    for text in (" ".join(result.output.split()), files["README.md"].decode()):
+        assert names in text
+
+
+@pytest.mark.parametrize(
+    ("value", "published"),
+    [
+        ("/home/me/My Files/x", "x"),
+        ("~/x/y", "y"),
+        ("~nobody-of-this-name/x/y", "y"),
+        ("at (/srv/a/b): 3 tokens/s, 1/2, org/name", "at (b): 3 tokens/s, 1/2, org/name"),
+        ("s3://key:secret@bucket/x", REMOVED),
+        ("</think></s>", "</think></s>"),
+        ({"/a/x": 1, "/b/x": [2.0, None]}, {"x": 1, "x (2)": [2.0, None]}),
+    ],
+)
+def test_paths_and_addresses_are_removed_from_values_and_keys(value: Any, published: Any) -> None:
+    assert without_private_values(value) == published
 
 
 def test_a_push_is_private_and_never_shows_the_token(
