@@ -173,7 +173,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
 
 def _link(source: Path, to: Path) -> None:
     try:
-        os.link(source, to)
+        os.link(source.resolve(), to)  # of a symbolic link, the file that it leads to
     except OSError:  # another disk, or a file system without links
         shutil.copyfile(source, to)
 

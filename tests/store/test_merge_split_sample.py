@@ -46,6 +46,16 @@ def test_merged_records_equal_those_of_the_parts(tmp_path: Path, dtype: str) -> 
     Store.open(tmp_path / "c").verify()
 
 
+def test_a_shard_that_is_a_link_in_its_folder_is_merged_as_a_file(tmp_path: Path) -> None:
+    one = record_table(tmp_path / "a", samples_of_lengths([20, 9], "a"))
+    shard = tmp_path / "a" / one.manifest.shards[0].file
+    shard.rename(shard.with_name("states.safetensors"))
+    shard.symlink_to("states.safetensors")
+    (tmp_path / "link").symlink_to("a")
+    merge([Store.open(tmp_path / "link")], tmp_path / "c", Monitor()).verify()
+    assert not (tmp_path / "c" / "shard-00000.safetensors").is_symlink()
+
+
 def test_stores_that_cannot_be_merged_or_continued_are_refused(tmp_path: Path) -> None:
     one = record_table(tmp_path / "a", samples_of_lengths([20, 9]))
     two = record_table(tmp_path / "b", samples_of_lengths([9]))
