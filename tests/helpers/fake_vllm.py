@@ -89,8 +89,9 @@ class LLM:
             histogram=[steps.count(accepted) for accepted in range(self.k + 1)],
             num_draft_tokens=self.k * len(steps), per_step_accepted=steps)
         output = SimpleNamespace(
-            token_ids=list(range(first, first + n)), finish_reason="length",
-            spec_decode_metrics=metrics if steps and PER_REQUEST else None)
+            token_ids=list(range(first, first + n)), finish_reason="length")
+        if PER_REQUEST:
+            output.spec_decode_metrics = metrics if steps else None
         times = SimpleNamespace(
             first_token_latency=0.5, first_token_ts=10.0, last_token_ts=10.0 + n - 1)
         return SimpleNamespace(outputs=[output], metrics=times)

@@ -22,6 +22,7 @@ from draftlab.target_model.settings import VllmSettings
 from draftlab.vllm.engine import VllmEngine, required_positions, to_generation
 from draftlab.vllm.process import PYTHON_VARIABLE, VllmProcess, find_python, log_tail
 from draftlab.vllm.vllm_client import corrections
+from draftlab.vllm.vllm_client.counters import request_counters
 from draftlab.vllm.vllm_client.request import RequestError
 from tests.helpers.fake_vllm import read_log
 from tests.helpers.monitors import RecordingMonitor
@@ -368,3 +369,11 @@ def test_triton_is_interpreted_and_has_a_backend_for_cpus(
     del triton.backends
     with pytest.raises(RequestError, match="Triton"):
         corrections.interpret_triton()
+
+
+def test_outputs_of_plain_decoding_may_have_no_field_for_drafts() -> None:
+    """Those of vLLM 0.20.2 have none."""
+    counters = request_counters(SimpleNamespace(token_ids=[1, 2], finish_reason="stop"), 0)
+    assert counters == {
+        "drafts": 0, "draft_tokens": 0, "accepted": 0, "accepted_at": [], "steps": []
+    }  # fmt: skip

@@ -33,7 +33,7 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 def request_counters(completion: Any, k: int) -> dict[str, Any]:
     """Return one request's counters and accepted drafts per step (vLLM's per-request metrics)."""
-    metrics = completion.spec_decode_metrics
+    metrics = getattr(completion, "spec_decode_metrics", None)  # vLLM 0.20.2: not without drafts
     if metrics is None:  # no draft, or an answer that ended with the prefill's token
         return {"drafts": 0, "draft_tokens": 0, "accepted": 0, "accepted_at": [0] * k, "steps": []}
     histogram = list(metrics.histogram)
