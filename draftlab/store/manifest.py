@@ -282,8 +282,10 @@ class _Schema1Records(_Strict):
 
 
 def _read_schema_1(fields: dict[str, Any]) -> Manifest:
-    records = []
-    for shard in fields.get("shards", []):
+    records, shards = [], fields.get("shards", [])
+    if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
+        return Manifest.model_validate({"schema_version": 1, **fields})  # which says what is wrong
+    for shard in shards:
         columns = {name: shard.pop(name, None) for name in _Schema1Records.model_fields}
         records.append(_Schema1Records.model_validate(columns))
         shard |= {"records": len(records[-1].ids), "tokens": sum(records[-1].lengths)}

@@ -10,7 +10,6 @@ manifest `<stem>.json` replace it.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ from draftlab.files import (
     read_json,
     same_fingerprint,
     sha256_file,
+    try_lock,
     write_json,
 )
 from draftlab.progress import Monitor
@@ -159,14 +159,12 @@ class AnswerFile:
         """
         self.partial.parent.mkdir(parents=True, exist_ok=True)
         with open(self.partial, "a+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            if not try_lock(file.fileno(), self.partial):
                 raise UserError(
                     "another process is writing these answers",
                     where=self.partial,
                     do="wait until it ends, or stop it",
-                ) from None
+                )
             file.seek(0)
             header = file.readline()
             if header.endswith(b"\n"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
-from draftlab.files import known_sha256, read_json
+from draftlab.files import known_sha256, read_json, try_lock
 from draftlab.progress import Monitor
 from draftlab.store.samples import Sample, SampleTable, read_index, write_index
 from draftlab.text.chat_template import (
@@ -98,11 +97,9 @@ class _Notes(Monitor):
 def _locked(answers: Path, monitor: Monitor) -> Iterator[None]:
     """Hold the lock of the process that indexes a file of answers."""
     with open(answers, "rb+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file.fileno(), answers):
             monitor.say(f"waiting for another process that indexes {answers}")
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try_lock(file.fileno(), answers, wait=True)
         yield
 
 

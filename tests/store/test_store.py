@@ -204,6 +204,7 @@ def test_a_missing_store_is_refused(tmp_path: Path) -> None:
         ({"complete": False}, "interrupted"),
         ({"schema": 99}, "schema 1 or 2, found 99"),
         ({"surprise": 1}, "surprise"),
+        *(({"schema": 1, "shards": shards}, "shards") for shards in (5, {"a": 1}, ["a"], [None])),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, changes: dict, words: str) -> None:
