@@ -171,10 +171,8 @@ def split_records(
     """Return the records to train on, and those of the held-out records that validations read."""
     training, held_out = hold_out(ids, settings.validation_share, seed)
     if settings.validation_share and not held_out:
-        monitor.say(
-            "validation: none, since all records answer one prompt; train.validate_every has no "
-            "effect"
-        )
+        no_effect = "; train.validate_every has no effect" if settings.validate_every else ""
+        monitor.say(f"validation: none, since all records answer one prompt{no_effect}")
     if len(held_out) > (most := settings.validation_records):
         monitor.say(
             f"validation: {most:,} of {len(held_out):,} held-out records "
