@@ -75,6 +75,7 @@ class Evaluator:
             target, tuple(heads), replace(suite, prompts=prompts), stop_ids, settings, monitor
         )
         self.warnings = suite_warnings(len(prompts), settings)
+        self.vllm_failure: UserError | None = None
         self._announce(len(suite.prompts))
 
     def _announce(self, available: int) -> None:
@@ -100,13 +101,19 @@ class Evaluator:
             workload.monitor.say(line)
 
     def run(self) -> Report:
-        """Decode and time every configuration, and return the report with advice on K."""
+        """Decode and time every configuration, and return the report with advice on K.
+
+        If vLLM fails, `vllm_failure` is its error, and the report has draftlab's rows alone.
+        """
         workload = self.workload
         results = [measure_draftlab(workload)]
         if workload.settings.engine == "vllm":
             from draftlab.evaluate.vllm_compare import measure_vllm
 
-            results.append(measure_vllm(workload))
+            try:
+                results.append(measure_vllm(workload))
+            except UserError as error:  # draftlab's rows may have taken hours
+                self.vllm_failure = error
         certificates = self._certify()
         rows = [
             _with_certificate(self._row(one, t, config), certificates)
@@ -116,6 +123,7 @@ class Evaluator:
         ]
         optional = {
             "products": self._products(),
+            "vllm": self.vllm_failure and f"failed, so it has no rows: {self.vllm_failure.what}",
             "certificates": certificates,
             "alpha_by_position": {
                 head.name: head.alpha_by_position

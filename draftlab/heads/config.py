@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from draftlab.formatting import count_text
 from draftlab.heads.family import get_family
@@ -66,6 +66,34 @@ HeadDim = Annotated[int, Field(ge=2, multiple_of=2, le=65_536)]
 """Rotary frequencies [head_dim / 2] are computed to check a config, hence the upper bound."""
 
 
+class _PositionRange(BaseModel):
+    start: int
+    stop: int
+    alpha: list[float | None] = Field(min_length=1)
+    rows: list[int] = Field(min_length=1)
+
+
+class _ValidationMetrics(BaseModel):
+    by_position: list[_PositionRange] = []
+
+
+class _BetterValidation(BaseModel):
+    step: int
+    predicted_al: float
+
+
+class _Import(BaseModel):
+    layout: str
+
+
+class _ReadProvenance(BaseModel):
+    """The parts of a provenance that draftlab reads; a head from elsewhere may have any others."""
+
+    imported: _Import | None = None
+    validation: _ValidationMetrics | None = None
+    better_validation: _BetterValidation | None = None
+
+
 class HeadConfig(BaseModel):
     """Shape, boundaries and conventions of a head of any family (methods §2, §4).
 
@@ -96,6 +124,12 @@ class HeadConfig(BaseModel):
     k_trained: Size
     target: TargetIdentity
     provenance: dict[str, Any] = {}
+
+    @field_validator("provenance")
+    @classmethod
+    def _check_provenance(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        _ReadProvenance.model_validate(fields)
+        return fields
 
     @model_validator(mode="before")
     @classmethod

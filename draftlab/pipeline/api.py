@@ -147,6 +147,9 @@ def evaluate_head(
     """Evaluate a head, and write report.json, report.html and plots into `out`.
 
     `new_evaluator` documents the other arguments.
+
+    Raises:
+        UserError: vLLM failed; the report is written nevertheless.
     """
     check_folder(out)
     evaluator = new_evaluator(
@@ -154,6 +157,12 @@ def evaluate_head(
     )
     report = evaluator.run()
     write_report(report, out)
+    if error := evaluator.vllm_failure:
+        raise UserError(
+            f"vLLM failed, and {out / 'report.json'} has draftlab's own rows: {error.what}",
+            where=error.where,
+            do=error.do,
+        )
     return report
 
 

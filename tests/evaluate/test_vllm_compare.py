@@ -11,10 +11,13 @@ from draftlab.errors import UserError
 from draftlab.evaluate.evaluator import EvalSettings, Evaluator, NamedHead
 from draftlab.evaluate.results import Report
 from draftlab.evaluate.vllm_compare import check_settings
+from draftlab.evaluate.workload import EngineResults, Workload
 from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.pipeline.api import evaluate_head
 from draftlab.progress import Monitor
 from draftlab.report.conditions import row_labels
 from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
 from draftlab.text.suites import Suite
 from tests.helpers import fake_vllm
 
@@ -33,13 +36,16 @@ SETTINGS = {
 
 
 @pytest.fixture
-def report(
-    target: Target, head: Eagle3Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Report:
-    monkeypatch.setenv("PYTHONPATH", str(fake_vllm.write(tmp_path / "site")))
+def evaluator(target: Target, head: Eagle3Head) -> Evaluator:
     named = NamedHead("a head", head, target.folder)
     settings = EvalSettings.model_validate(SETTINGS)
-    return Evaluator(target, [named], SUITE, frozenset(), settings, monitor=Monitor()).run()
+    return Evaluator(target, [named], SUITE, frozenset(), settings, monitor=Monitor())
+
+
+@pytest.fixture
+def report(evaluator: Evaluator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
+    monkeypatch.setenv("PYTHONPATH", str(fake_vllm.write(tmp_path / "site")))
+    return evaluator.run()
 
 
 def test_vllm_has_the_same_rows_with_its_own_counters(report: Report) -> None:
@@ -66,6 +72,24 @@ def test_labels_and_advice_name_the_engine(report: Report) -> None:
     assert "engine vllm (V1, cpu) 9.9" in labels[5]
     advised = {one["engine"] for one in report.adviser["advice"]}
     assert advised == {"draftlab", "vllm (V1, cpu)"}
+
+
+def test_a_failure_of_vllm_leaves_the_rows_of_draftlab(
+    evaluator: Evaluator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Workload) -> EngineResults:
+        raise UserError("vLLM ended with status 1", where="vllm", do="read its log")
+
+    monkeypatch.setattr("draftlab.evaluate.vllm_compare.measure_vllm", fail)
+    monkeypatch.setattr("draftlab.pipeline.api.new_evaluator", lambda *_, **__: evaluator)
+    with pytest.raises(UserError, match=r"report\.json has draftlab's own rows: .* status 1"):
+        evaluate_head(
+            TargetSettings(), None, evaluator.workload.settings, tmp_path, monitor=Monitor()
+        )
+    report = Report.read(tmp_path / "report.json")
+    assert [row.engine for row in report.rows] == ["draftlab"] * 3
+    assert "vLLM ended with status 1" in report.environment["vllm"]
+    assert "vLLM ended with status 1" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("setting", ["draft_temperature", "greedy_below"])

@@ -233,6 +233,10 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
         ({"target": {"name": "toy"}}, "fingerprint"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor"),
         ({"embeddings": "target"}, r"embed_tokens\.weight is shared"),
+        ({"provenance": []}, "provenance"),
+        ({"provenance": {"imported": 5}}, "provenance"),
+        ({"provenance": {"better_validation": "yes"}}, "provenance"),
+        ({"provenance": {"validation": {"by_position": [{"stop": 5}]}}}, "provenance"),
     ],
 )
 def test_a_wrong_draftlab_json_is_named(folder: Path, change: dict, message: str) -> None:
