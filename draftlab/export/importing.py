@@ -30,7 +30,7 @@ from draftlab.export.weight_files import (
 )
 from draftlab.files import sha256_file
 from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
-from draftlab.heads.folder import new_head, save_head
+from draftlab.heads.folder import meta_head, new_head, save_head
 from draftlab.heads.validate import refuse_faults, tensor_faults
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
@@ -106,12 +106,12 @@ def import_head(
     except UserError as error:
         raise UserError(error.what, where=where, do=error.do) from None
     torch_dtype = torch_dtype or common_dtype(tensors, where)
+    refuse_faults(tensor_faults(meta_head(config), tensors), where)
     head, maps = new_head(config), {}
     if config.draft_vocab_size == config.vocab_size:
         head.set_draft_vocabulary(torch.arange(config.vocab_size))
         maps = {"d2t": head.d2t, "t2d": head.t2d}
     shared = {name: parts.shared_tensors[name] for name in head.shared_tensors()}
-    refuse_faults(tensor_faults(head, tensors), where)
     head.load_tensors(tensors | maps | shared)
     expected = {n: t.to(torch_dtype) if t.is_floating_point() else t for n, t in tensors.items()}
     with atomic_folder(destination) as temporary:

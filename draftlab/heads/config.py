@@ -61,7 +61,7 @@ class TargetIdentity(BaseModel):
     template_sha256: str
 
 
-Size = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, le=2**28)]  # tensors then have fewer than 2^63 bytes
 HeadDim = Annotated[int, Field(ge=2, multiple_of=2, le=65_536)]
 """Rotary frequencies [head_dim / 2] are computed to check a config, hence the upper bound."""
 
@@ -119,7 +119,7 @@ class HeadConfig(BaseModel):
     max_position_embeddings: Size
     vocab_size: Size
     draft_vocab_size: Size
-    num_layers: int = Field(default=1, ge=1)
+    num_layers: int = Field(default=1, ge=1, le=1024)
     embeddings: Literal["target", "own"] = "target"
     k_trained: Size
     target: TargetIdentity

@@ -36,6 +36,15 @@ def new_head(config: HeadConfig) -> DraftHead:
     return get_family(config.family).new_head(config)
 
 
+def meta_head(config: HeadConfig) -> DraftHead:
+    """Return a head without memory, on the meta device, to compare shapes with.
+
+    A config from elsewhere may name sizes that no machine can hold.
+    """
+    with torch.device("meta"):
+        return new_head(config)
+
+
 def head_tensors(head: DraftHead, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return every tensor by its name in files, on the CPU; floating ones are cast to `dtype`."""
     return {
@@ -150,13 +159,13 @@ def load_head(
     config = load_config(folder)
     with _reading(folder / WEIGHTS):
         tensors = load_file(folder / WEIGHTS)
-    head = new_head(config)
-    refuse_faults(tensor_faults(head, tensors), folder / WEIGHTS)
+    shapes = meta_head(config)
+    refuse_faults(tensor_faults(shapes, tensors), folder / WEIGHTS)
     available = dict(target_tensors or {})
     if embeddings is not None:
         available[EMBEDDINGS] = embeddings
     shared = {}
-    for name in sorted(head.shared_tensors()):
+    for name in sorted(shapes.shared_tensors()):
         if name not in available:
             raise UserError(
                 f"the head needs its target's {_SHARED[name]}, and none were given",
@@ -164,7 +173,7 @@ def load_head(
                 do="name the target that the head was trained for: --target",
             )
         shared[name] = available[name]
-        expected = head.tensors()[name].shape
+        expected = shapes.tensors()[name].shape
         if shared[name].shape != expected:
             raise UserError(
                 f"expected the target's {_SHARED[name]} in shape {list(expected)}, found "
@@ -173,6 +182,7 @@ def load_head(
                 do="give the target that the head was trained for",
             )
     tensors |= shared
+    head = new_head(config)
     if config.draft_vocab_size == config.vocab_size:
         head.set_draft_vocabulary(torch.arange(config.vocab_size))
         tensors |= {D2T: head.d2t, T2D: head.t2d}

@@ -251,6 +251,16 @@ def test_a_wrong_draftlab_json_is_named(folder: Path, change: dict, message: str
     assert "draftlab.json" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["intermediate_size", "vocab_size"])
+def test_sizes_that_no_machine_holds_are_refused_before_memory_is_taken(
+    folder: Path, name: str
+) -> None:
+    file = folder / "draftlab.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: 2**28, "hidden_size": 2**20}))
+    with pytest.raises(UserError, match="expected shape"):
+        load(folder)  # a petabyte of weights
+
+
 def test_draftlab_json_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash while saving leaves a folder that says it is no head."""
 
