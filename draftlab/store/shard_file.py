@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,8 +14,23 @@ from safetensors.torch import save
 from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.store.fp8 import E4M3
 from draftlab.store.manifest import Shard, StoreIdentity
 
+
+class StateDtypes(NamedTuple):
+    """Dtypes of a store's hidden states; e4m3 features come with float32 scales."""
+
+    features: torch.dtype
+    last: torch.dtype
+
+
+DTYPES = {
+    "bfloat16": StateDtypes(torch.bfloat16, torch.bfloat16),
+    "float32": StateDtypes(torch.float32, torch.float32),
+    "fp8": StateDtypes(E4M3, torch.bfloat16),
+}
+"""By a store's dtype."""
 _BLOCK = 1 << 24
 """Bytes that are hashed and written at a time."""
 
@@ -54,7 +70,10 @@ def _header(tensors: dict[str, Tensor]) -> tuple[bytes, list[str]]:
 
 
 def map_shard(folder: Path, shard: Shard, identity: StoreIdentity, do: str) -> dict[str, Tensor]:
-    """Return the mapped tensors of a shard whose shapes and offsets are the manifest's.
+    """Return the mapped tensors of a shard that holds the manifest's records.
+
+    Shapes, dtypes and offsets are compared, and token ids and answer spans are read: an id outside
+    the vocabulary would read beyond a table's end on a GPU.
 
     Args:
         do: what a user does about a damaged shard.
@@ -85,4 +104,26 @@ def map_shard(folder: Path, shard: Shard, identity: StoreIdentity, do: str) -> d
             where=path,
             do=do,
         )
+    if fault := _fault(tensors, identity):
+        raise UserError(f"the shard is corrupt: {fault}", where=path, do=do)
     return tensors
+
+
+def _fault(tensors: dict[str, Tensor], identity: StoreIdentity) -> str | None:
+    """Return the first dtype or value that a shard of this format cannot have; None without any."""
+    dtypes = DTYPES[identity.dtype]._asdict()
+    dtypes |= dict.fromkeys(("tokens", "spans", "argmax"), torch.int32)
+    dtypes |= dict.fromkeys(("logsumexp", "scales"), torch.float32)
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtypes.get(name, tensor.dtype):
+            return f"{name}: expected {dtypes[name]}, found {tensor.dtype}"
+    last_id = identity.vocab_size - 1
+    # The argmax is -1 where no head learns from the distribution.
+    bounds = {"tokens": (0, last_id), "argmax": (-1, last_id), "spans": (0, len(tensors["spans"]))}
+    for name, (lowest, highest) in bounds.items():
+        if not len(tensors[name]):
+            continue
+        smallest, largest = (int(value) for value in tensors[name].aminmax())
+        if smallest < lowest or largest > highest:
+            return f"{name}: expected {lowest} to {highest}, found {smallest} to {largest}"
+    return None

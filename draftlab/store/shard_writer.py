@@ -23,8 +23,8 @@ from draftlab.store.manifest import Shard, StoreIdentity
 from draftlab.store.receipts import Receipts
 from draftlab.store.samples import Sample
 from draftlab.store.settings import NotFinitePolicy
-from draftlab.store.shard_file import write_shard
-from draftlab.store.store import DTYPES, NO_TEACHER
+from draftlab.store.shard_file import DTYPES, write_shard
+from draftlab.store.store import NO_TEACHER
 
 SHARDS_AT_ONCE = 3  # filled or written at the same time; each is held in memory
 QUEUED_BATCHES = 2  # computed and not yet copied into their shard

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, sha256_file, sha256_text
-from draftlab.store.fp8 import E4M3, dequantise
+from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.record_index import Column
 from draftlab.store.shard_file import map_shard
@@ -28,18 +28,6 @@ from draftlab.store.shard_file import map_shard
 __all__ = ["Record", "Store", "StoreIdentity", "prediction_mask"]
 
 
-class StateDtypes(NamedTuple):
-    """Dtypes of a store's hidden states; e4m3 features come with float32 scales."""
-
-    features: torch.dtype
-    last: torch.dtype
-
-
-DTYPES = {
-    "bfloat16": StateDtypes(torch.bfloat16, torch.bfloat16),
-    "float32": StateDtypes(torch.float32, torch.float32),
-    "fp8": StateDtypes(E4M3, torch.bfloat16),
-}
 NO_TEACHER = (float("nan"), -1)
 """logsumexp and argmax of positions outside `teacher_mask`, where they are not computed."""
 OPEN_SHARDS = 256
@@ -216,7 +204,7 @@ class Store:
         """
         index, tensors, window = self._locate(index)
         names = ("tokens", "spans", "features", "last", "logsumexp", "argmax")
-        scales = tensors["scales"][window] if tensors["features"].dtype is E4M3 else None
+        scales = tensors["scales"][window] if "scales" in tensors else None
         columns = (tensors[name][window] for name in names)
         return Record(self.ids[index], *columns, self.temperatures[index], scales)
 

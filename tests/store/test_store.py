@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import tempfile
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from draftlab.errors import UserError
 from draftlab.files import sha256_file
 from draftlab.store.samples import Sample
+from draftlab.store.shard_file import map_shard
 from draftlab.store.store import Store, StoreIdentity, prediction_mask, teacher_mask
 from draftlab.train.batch.loss_rows import loss_reach
 from tests.helpers.table_target import (
@@ -242,6 +244,30 @@ def test_shards_that_are_missing_truncated_or_corrupt_are_refused(tmp_path: Path
     assert shard.name in caught.value.where
     shard.write_bytes(good)
     Store.open(tmp_path).verify()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("tokens", lambda t: t.index_fill(0, torch.tensor([3]), 50), "tokens: expected 0 to 49"),
+        ("tokens", lambda t: t - 50, "tokens: expected 0 to 49"),
+        ("tokens", lambda t: t.float(), "tokens: expected torch.int32, found torch.float32"),
+        ("argmax", lambda t: t.fill_(50), "argmax: expected -1 to 49"),
+        ("spans", lambda t: t - 1, "spans: expected 0 to"),
+        ("last", lambda t: t.double(), "last: expected torch.float32, found torch.float64"),
+    ],
+)
+def test_a_shard_with_other_dtypes_or_values_is_refused(
+    tmp_path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
+    """They would read beyond the end of a table on a GPU."""
+    store = record_table(tmp_path, samples_of_lengths([8, 12]))
+    path = tmp_path / store.manifest.shards[0].file
+    tensors = load_file(path)
+    save_file(tensors | {name: change(tensors[name])}, path)
+    with pytest.raises(UserError, match=words) as caught:
+        map_shard(tmp_path, store.manifest.shards[0], store.identity, "record again")
+    assert path.name in caught.value.where
 
 
 def test_a_shard_of_another_store_with_the_same_size_is_refused(tmp_path: Path) -> None:
