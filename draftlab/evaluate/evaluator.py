@@ -75,7 +75,6 @@ class Evaluator:
             target, tuple(heads), replace(suite, prompts=prompts), stop_ids, settings, monitor
         )
         self.warnings = suite_warnings(len(prompts), settings)
-        self.vllm_failure: UserError | None = None
         self._announce(len(suite.prompts))
 
     def _announce(self, available: int) -> None:
@@ -103,9 +102,9 @@ class Evaluator:
     def run(self) -> Report:
         """Decode and time every configuration, and return the report with advice on K.
 
-        If vLLM fails, `vllm_failure` is its error, and the report has draftlab's rows alone.
+        If vLLM fails, the report has draftlab's rows alone, and `vllm_failure` in its environment.
         """
-        workload = self.workload
+        workload, failure = self.workload, None
         results = [measure_draftlab(workload)]
         if workload.settings.engine == "vllm":
             from draftlab.evaluate.vllm_compare import measure_vllm
@@ -113,7 +112,7 @@ class Evaluator:
             try:
                 results.append(measure_vllm(workload))
             except UserError as error:  # draftlab's rows may have taken hours
-                self.vllm_failure = error
+                failure = error.what
         certificates = self._certify()
         rows = [
             _with_certificate(self._row(one, t, config), certificates)
@@ -123,7 +122,7 @@ class Evaluator:
         ]
         optional = {
             "products": self._products(),
-            "vllm": self.vllm_failure and f"failed, so it has no rows: {self.vllm_failure.what}",
+            "vllm_failure": failure,
             "certificates": certificates,
             "alpha_by_position": {
                 head.name: head.alpha_by_position

@@ -147,9 +147,6 @@ def evaluate_head(
     """Evaluate a head, and write report.json, report.html and plots into `out`.
 
     `new_evaluator` documents the other arguments.
-
-    Raises:
-        UserError: vLLM failed; the report is written nevertheless.
     """
     check_folder(out)
     evaluator = new_evaluator(
@@ -157,19 +154,23 @@ def evaluate_head(
     )
     report = evaluator.run()
     write_report(report, out)
-    if error := evaluator.vllm_failure:
-        raise UserError(
-            f"vLLM failed, and {out / 'report.json'} has draftlab's own rows: {error.what}",
-            where=error.where,
-            do=error.do,
-        )
     return report
 
 
 def write_report(report: Report, out: Path) -> None:
-    """Write report.json, report.html and plots into `out`."""
+    """Write report.json, report.html and plots into `out`.
+
+    Raises:
+        UserError: vLLM failed, so the report has draftlab's rows alone; it is written.
+    """
     report.write(out / "report.json")
     write_html(report, out)
+    if reason := report.environment.get("vllm_failure"):
+        raise UserError(
+            f"vLLM failed, so the report has draftlab's rows alone: {reason}",
+            where=out / "report.json",
+            do="mend what vLLM says and repeat the command; `draftlab inspect` prints the report",
+        )
 
 
 def export_head(

@@ -13,11 +13,10 @@ from draftlab.evaluate.results import Report
 from draftlab.evaluate.vllm_compare import check_settings
 from draftlab.evaluate.workload import EngineResults, Workload
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.pipeline.api import evaluate_head
+from draftlab.pipeline.api import write_report
 from draftlab.progress import Monitor
 from draftlab.report.conditions import row_labels
 from draftlab.target_model.model import Target
-from draftlab.target_model.settings import TargetSettings
 from draftlab.text.suites import Suite
 from tests.helpers import fake_vllm
 
@@ -81,14 +80,11 @@ def test_a_failure_of_vllm_leaves_the_rows_of_draftlab(
         raise UserError("vLLM ended with status 1", where="vllm", do="read its log")
 
     monkeypatch.setattr("draftlab.evaluate.vllm_compare.measure_vllm", fail)
-    monkeypatch.setattr("draftlab.pipeline.api.new_evaluator", lambda *_, **__: evaluator)
-    with pytest.raises(UserError, match=r"report\.json has draftlab's own rows: .* status 1"):
-        evaluate_head(
-            TargetSettings(), None, evaluator.workload.settings, tmp_path, monitor=Monitor()
-        )
+    with pytest.raises(UserError, match="has draftlab's rows alone: vLLM ended with status 1"):
+        write_report(evaluator.run(), tmp_path)
     report = Report.read(tmp_path / "report.json")
     assert [row.engine for row in report.rows] == ["draftlab"] * 3
-    assert "vLLM ended with status 1" in report.environment["vllm"]
+    assert "vLLM ended with status 1" in report.environment["vllm_failure"]
     assert "vLLM ended with status 1" in (tmp_path / "report.html").read_text()
 
 
