@@ -88,6 +88,7 @@ class BlockDrafter(HeadDrafter):
         shape = self.k, len(outputs)
         tokens, log_sum = keys.seed.new_empty(shape), keys.temperature.new_empty(shape)
         previous = last_rows(verified.tokens, verified.counts)[:, 0]
+        last = self.noise_positions(last)
         for slot in range(self.k):
             if head.markov_head is not None:
                 self.runner.add_markov_bias_(logits[slot], previous)

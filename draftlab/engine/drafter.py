@@ -14,6 +14,7 @@ from draftlab.engine.fused_head import FusedHead
 from draftlab.engine.prepacked_head import PrepackedHead
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.chain_layout import chain_layout
+from draftlab.kernels.noise import BLOCK_STRIDE
 from draftlab.kernels.sampling import argmax_draft, sample_draft
 from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata, draft_index
 
@@ -70,6 +71,8 @@ class HeadDrafter(ABC):
             q = softmax(logits / temperature); otherwise every draft is the argmax.
         draft_temperature: temperature of q; None: that of the row.
         greedy_below: rows with a lower temperature draft greedily (q one-hot).
+        verification: how the drafts will be verified. Block verification looks at drafts behind a
+            rejected one, so each step draws its drafts from noise of its own (`BLOCK_STRIDE`).
 
     Attributes:
         drafting: "chain": one token a pass; "parallel": all tokens in one pass.
@@ -91,10 +94,12 @@ class HeadDrafter(ABC):
         draft_probs: bool = True,
         draft_temperature: float | None = None,
         greedy_below: float = 0.0,
+        verification: Literal["token", "block"] = "token",
     ) -> None:
         head.check_drafts(k)
         self.head, self.k, self.draft_probs = head, k, draft_probs
         self.draft_temperature, self.greedy_below = draft_temperature, greedy_below
+        self.verification = verification
         self.boundaries = head.config.boundaries
         self.draft_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
         self.draft_index = draft_index(self.draft_ids, len(head.t2d))
@@ -163,6 +168,10 @@ class HeadDrafter(ABC):
         if self.draft_temperature is not None:
             temperature = torch.full_like(temperature, self.draft_temperature)
         return temperature, sampled
+
+    def noise_positions(self, last: Tensor) -> Tensor:
+        """Return the positions int64 [B] that key the noise of the drafts after pairs `last`."""
+        return last * BLOCK_STRIDE if self.verification == "block" else last
 
     @torch.inference_mode()
     def extend_cache(self, verified: VerifiedFeatures) -> None:
@@ -247,7 +256,7 @@ class ChainDrafter(HeadDrafter):
         if self.draft_probs:
             logits = output.new_empty(*shape, len(self.draft_ids))
             log_sum = keys.temperature.new_empty(shape)
-        last = layouts[0].output_positions[:, 0]
+        last = self.noise_positions(layouts[0].output_positions[:, 0])
         for step in range(self.k):
             if step:
                 drafted = tokens[step - 1][:, None]

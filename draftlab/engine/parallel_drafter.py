@@ -69,7 +69,7 @@ class ParallelDrafter(HeadDrafter):
         if not self.draft_probs:
             argmax_draft(logits.flatten(0, 1), ids=self.draft_ids, out=tokens.flatten())
             return self._proposal(tokens, None, None, sampling)
-        first = layout.output_positions[:, 0].contiguous()
+        first = self.noise_positions(layout.output_positions[:, 0].contiguous())
         for depth in range(self.k):
             sample_draft(
                 logits[depth],

@@ -123,6 +123,7 @@ class ReferenceEngine:
             _stack([row.distribution for row in rows], width),
             self._vector([start + 1 for start in starts]),
             sampling_metadata([row.request for row in rows], self.target.device),
+            block=self.drafter is not None and self.drafter.verification == "block",
         )
         # Commit the accepted drafts and the token after them.
         results = (x.tolist() for x in (result.accepted, result.emitted, result.probability))

@@ -26,6 +26,10 @@ class Purpose(IntEnum):
     FEATURE = 4  # the feature of a position, in training
 
 
+BLOCK_STRIDE = 256
+"""Block verification keys the noise of draft d of a step from position s by s · BLOCK_STRIDE + d,
+so that no step reads a number that another one has looked at; larger than any number of drafts."""
+
 _CACHED_NUMBERS = 1 << 15
 
 

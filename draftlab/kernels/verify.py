@@ -8,9 +8,11 @@ Let p be the target's distribution at a position and q the one that its draft x 
 
 Every emitted token is then distributed as p, whatever q is: P(x) = min(p(x), q(x)) from acceptance
 plus max(p(x) − q(x), 0) from the residual (Leviathan et al., arXiv:2211.17192, appendix A.1; Chen
-et al., arXiv:2302.01318). This file is the eager reference; `verify_triton.py` emits the same
-tokens from the same noise without a table of probabilities. Tests: tests/kernels/test_lossless.py
-(the joint of the emitted tokens, and broken verifiers), tests/kernels/test_verify_triton.py.
+et al., arXiv:2302.01318). Block verification judges all drafts of a step together, and accepts at
+least as many of them in expectation (Sun et al., arXiv:2403.10444). This file is the eager
+reference; `verify_triton.py` emits the same tokens from the same noise without a table of
+probabilities. Tests: tests/kernels/test_lossless.py (the joint of the emitted tokens, and broken
+verifiers), tests/kernels/test_verify_triton.py.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from draftlab.kernels.dispatch import triton_operator
 from draftlab.kernels.noise import (
+    BLOCK_STRIDE,
     Purpose,
     exponential_race,
     first_argmax,
@@ -40,6 +43,7 @@ def verify(
     *,
     limited: bool | None = None,
     expect: bool = True,
+    block: bool = False,
 ) -> VerifyResult:
     """Accept the longest valid prefix of each row's drafts and emit one more token.
 
@@ -52,7 +56,12 @@ def verify(
         positions: int64 [B], position that draft 0 would take.
         rows: sampling parameters and noise keys. In greedy rows p is one-hot.
         limited: whether any row has top-k or top-p; None looks, which waits for a device.
-        expect: False saves Σ min(p, q) and leaves `probability` 0 where it would stand.
+        expect: False saves Σ min(p, q) and leaves `probability` 0 where it would stand,
+            except with block verification, which needs such sums itself.
+        block: judge the drafts of rows that sample them by block verification. Their drafts must
+            have been drawn with noise of their own for every step (`HeadDrafter.noise_positions`).
+            Rows of argmax drafts are the same in both: with a one-hot q the accepted length has
+            one distribution, and the residual is p without the draft.
     """
     if not bool((rows.temperature > 0).any()):
         return _verify_greedy(logits, drafts, num_drafts)
@@ -77,6 +86,14 @@ def verify(
     )
     is_accepted = (u * q_draft < p_draft) & is_draft
     accepted = is_accepted.long().cumprod(-1).sum(-1)
+    scale = torch.ones_like(p[:, 0, :1])
+    if block and q is not None:
+        in_block, probability_in_block, reach = _accept_block(
+            p, q, p_draft, q_draft, is_draft, positions, rows
+        )
+        accepted = in_block.where(sampled[:, 0], accepted)
+        probability = probability_in_block.where(sampled, probability)
+        scale = reach.gather(1, accepted[:, None])
 
     # After K acceptances sample the bonus token from p; on rejection, from the residual.
     p_next = p.gather(1, accepted[:, None, None].expand(-1, 1, vocab))[:, 0]
@@ -87,12 +104,46 @@ def verify(
         residual = p_next.scatter(-1, drafts.gather(1, rejected[:, None]), 0.0)
         if q is not None:
             q_next = q.gather(1, rejected[:, None, None].expand(-1, 1, vocab))[:, 0]
-            residual = (p_next - q_next).clamp(min=0).where(sampled, residual)
+            residual = (scale * p_next - q_next).clamp(min=0).where(sampled, residual)
         # Where p = q up to rounding the residual is empty; p itself is then exact.
         use_residual = (accepted < num_drafts) & (residual.sum(-1) > 0)
         weights = residual.where(use_residual[:, None], p_next)
     noise = emission_noise(rows, positions + accepted, vocab)
     return VerifyResult(accepted, exponential_race(weights, noise), probability * is_draft)
+
+
+def _accept_block(
+    p: Tensor,
+    q: Tensor,
+    p_draft: Tensor,
+    q_draft: Tensor,
+    is_draft: Tensor,
+    positions: Tensor,
+    rows: SamplingMetadata,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Accept a prefix of each row's drafts by block verification.
+
+    With r_0 = 1 and r_i = min(r_{i−1} · p(x_i) / q(x_i), 1), a prefix of i drafts is accepted with
+    probability r_i. With O_i = Σ min(r_i · p, q) at the position after it, and 0 after the last
+    draft, the longest i with u_i · (1 − O_i) < r_i − O_i is taken, or 0.
+
+    Returns:
+        The number accepted [B]; the probability O_i / r_i that a draft is accepted where it is
+        reached [B, K]; r_0 … r_K [B, K + 1].
+    """
+    reach = [torch.ones_like(p_draft[:, 0])]
+    for depth in range(p_draft.shape[1]):
+        reach.append((reach[-1] * p_draft[:, depth] / q_draft[:, depth]).clamp(max=1))
+    reach = torch.stack(reach, 1)
+    overlap = torch.minimum(reach[:, :-1, None] * p[:, :-1], q).sum(-1).where(is_draft, 0.0)
+    depth = torch.arange(p_draft.shape[1], device=p.device)
+    starts = positions[:, None] * BLOCK_STRIDE
+    u = keyed_uniform(rows.seed[:, None], rows.prompt[:, None], starts + depth, Purpose.ACCEPT)
+    after = torch.cat([overlap[:, 1:], torch.zeros_like(overlap[:, :1])], 1).double()
+    # Where r_i is 1 a longer prefix or this one is certain, also if O_i is 1 up to rounding.
+    passes = (u * (1 - after) < reach[:, 1:] - after) | (reach[:, 1:] >= 1)
+    accepted = ((passes & is_draft) * (depth + 1)).amax(-1)
+    return accepted, overlap / reach[:, :-1].clamp(min=torch.finfo(p.dtype).tiny), reach
 
 
 def _verify_greedy(logits: Tensor, drafts: Tensor, num_drafts: Tensor) -> VerifyResult:

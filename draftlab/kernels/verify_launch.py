@@ -9,14 +9,30 @@ from torch import Tensor
 from draftlab.kernels.dependent_launch import launch_options
 from draftlab.kernels.sampling_types import VerifyResult, draft_index
 from draftlab.kernels.top_k_top_p import apply_top_k_top_p, uses_top_k_top_p
-from draftlab.kernels.verify_triton import finalize, reduce_logits, reject_and_resample
+from draftlab.kernels.verify_triton import (
+    BLOCK,
+    OVERLAPS,
+    TOKEN,
+    finalize,
+    reduce_logits,
+    reject_and_resample,
+)
 
 REDUCE_BLOCK = 4096  # tokens of one program of `reduce_logits`
 RACE_BLOCK = 1024  # tokens of one program of `reject_and_resample`
 
 
 def verify(
-    logits, drafts, num_drafts, distribution, positions, rows, *, limited=None, expect=True
+    logits,
+    drafts,
+    num_drafts,
+    distribution,
+    positions,
+    rows,
+    *,
+    limited=None,
+    expect=True,
+    block=False,
 ) -> VerifyResult:
     """Launch `verify.verify`.
 
@@ -38,7 +54,8 @@ def verify(
         of_logits = q.rows, q_logits, *q_logits.stride()[:2]
         of_rows = q.log_sum.contiguous(), q.temperature.contiguous()
         sampled, of_ids = q.sampled.contiguous(), (q.ids, index, len(q.ids))
-        num_overlaps = triton.cdiv(len(q.ids), RACE_BLOCK) if expect else 0
+        num_overlaps = triton.cdiv(len(q.ids), RACE_BLOCK) if expect or block else 0
+    block = block and q is not None
 
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
@@ -58,7 +75,11 @@ def verify(
     reduce_logits[(num_rows * width, num_blocks)](
         *target, temperatures, *blocks, WIDTH=width, SIZE=REDUCE_BLOCK, num_warps=8, **options
     )
-    reject_and_resample[(num_rows, num_races + (width - 1) * num_overlaps)](
+    num_sums, sums = (width - 1) * num_overlaps, triton.next_power_of_2(max(num_overlaps, 1))
+    launches = [(TOKEN, num_races + num_sums)]
+    if block:
+        launches = [(OVERLAPS, num_sums), (BLOCK, num_races)]
+    arguments = (
         *target,
         drafts,
         drafts.stride(0),
@@ -74,13 +95,19 @@ def verify(
         emitted,
         probability,
         *races,
-        WIDTH=width,
-        DEPTHS=depths,
-        BLOCKS=triton.next_power_of_2(num_blocks),
-        SIZE=RACE_BLOCK,
-        HAS_Q=q is not None,
-        **options,
     )
+    for mode, programs in launches:
+        reject_and_resample[(num_rows, programs)](
+            *arguments,
+            WIDTH=width,
+            DEPTHS=depths,
+            BLOCKS=triton.next_power_of_2(num_blocks),
+            SIZE=RACE_BLOCK,
+            SUMS=sums,
+            HAS_Q=q is not None,
+            MODE=mode.value,
+            **options,
+        )
     finalize[(num_rows,)](
         num_drafts,
         temperatures,
@@ -91,7 +118,7 @@ def verify(
         WIDTH=width,
         DEPTHS=depths,
         RACES=triton.next_power_of_2(num_races),
-        OVERLAPS=triton.next_power_of_2(num_overlaps) if num_overlaps else 0,
+        OVERLAPS=sums if num_overlaps and not block else 0,  # a block's are written already
         **options,
     )
     return VerifyResult(accepted, emitted, probability)

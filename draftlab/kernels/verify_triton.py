@@ -12,10 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from draftlab.kernels.noise import BLOCK_STRIDE
 from draftlab.kernels.noise_triton import ACCEPT, EMIT, exponential, keyed_bits, keyed_uniform
 from draftlab.kernels.sampling_triton import element, exp_scaled, load_logits, max_index
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
+_STRIDE = tl.constexpr(BLOCK_STRIDE)
+TOKEN, OVERLAPS, BLOCK = (tl.constexpr(i) for i in range(3))  # what `reject_and_resample` does
 
 
 @triton.jit
@@ -54,19 +57,33 @@ def _draft_prob(pointers, mask, temperature, log_sum):
 
 
 @triton.jit
+def _reach(p, q, DEPTHS: tl.constexpr):
+    """Return r_d = min(r_{d−1} · p_{d−1} / q_{d−1}, 1), r_0 = 1, of p and q [DEPTHS] of drafts."""
+    depth = tl.arange(0, DEPTHS)
+    reach = tl.zeros_like(p) + 1.0
+    last = tl.sum(tl.where(depth == 0, reach, 0.0), 0)
+    for i in range(DEPTHS - 1):
+        last = tl.minimum(tl.div_rn(last * element(p, i), element(q, i)), 1.0)
+        reach = tl.where(depth == i + 1, last, reach)
+    return reach
+
+
+@triton.jit
 def _accept(
     row, logits, row_stride, depth_stride, vocab, drafts, num_drafts, position, seed, prompt,
     temperature, q_logits, q_depth_stride, q_log_sum, q_temperature, q_sampled, index, block_max,
-    block_sum, block_argmax, num_blocks,
+    block_sum, block_argmax, num_blocks, overlaps, num_overlaps,
     WIDTH: tl.constexpr, DEPTHS: tl.constexpr, BLOCKS: tl.constexpr, HAS_Q: tl.constexpr,
+    SUMS: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Accept the longest prefix of a row's drafts with u · q(x) < p(x).
+    """Accept the longest prefix of a row's drafts with u · q(x) < p(x), or by blocks.
 
     drafts, q_logits and q_log_sum point to this row.
 
     Returns:
-        The number accepted; maximum, Σ exp, argmax and draft of the row of logits after these; p of
-        each draft [DEPTHS], 0 where there is none.
+        The number accepted; maximum, Σ exp, argmax and draft of the row of logits after these; the
+        probability to accept each draft [DEPTHS], 0 where there is none; r of each depth [DEPTHS],
+        1 in token verification.
     """
     depth = tl.arange(0, DEPTHS)
     block = tl.arange(0, BLOCKS)
@@ -95,17 +112,34 @@ def _accept(
     u = keyed_uniform(seed, prompt, position + depth, ACCEPT)
     is_accepted = is_draft & (u * q.to(tl.float64) < p.to(tl.float64))
     accepted = tl.min(tl.where(is_accepted, DEPTHS, depth), 0)
+    reach = tl.zeros_like(p) + 1.0
+    if MODE != TOKEN:
+        reach = tl.where(q_sampled, _reach(p, q, DEPTHS), reach)
+    if MODE == BLOCK:
+        part = tl.arange(0, SUMS)
+        at = depth[:, None] * num_overlaps + part[None, :]
+        mask = (depth < tl.where(q_sampled, num_drafts, 0))[:, None] & (part < num_overlaps)[
+            None, :
+        ]
+        overlap = tl.sum(tl.load(overlaps + at, mask=mask, other=0.0), 1)
+        # The draft before depth d is number d − 1; its prefix has d drafts.
+        u = keyed_uniform(seed, prompt, position * _STRIDE + (depth - 1), ACCEPT)
+        after, r = overlap.to(tl.float64), reach.to(tl.float64)
+        passes = (u * (1.0 - after) < r - after) | (reach >= 1)
+        longest = tl.max(tl.where(passes & (depth <= num_drafts), depth, 0), 0)
+        accepted = tl.where(q_sampled, longest, accepted)
+        p = tl.where(q_sampled, tl.div_rn(overlap, tl.maximum(reach, 1.1754943508222875e-38)), p)
     top = tl.max(tl.where(depth == accepted, top, float("-inf")), 0)
     total, best = element(total, accepted), element(best, accepted)
-    return accepted, top, total, best, element(draft, accepted), p
+    return accepted, top, total, best, element(draft, accepted), p, reach
 
 
 @triton.jit
 def _overlap(
-    block, logits, ids, num_ids, temperature, q_logits, q_log_sum, q_temperature, block_max,
+    block, scale, logits, ids, num_ids, temperature, q_logits, q_log_sum, q_temperature, block_max,
     block_sum, num_blocks, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return Σ min(p, q) over a block of the draft vocabulary; pointers are those of one draft."""
+    """Return Σ min(scale · p, q) over a block of the draft vocabulary, of one draft's pointers."""
     part = tl.arange(0, BLOCKS)
     maxima = tl.load(block_max + part, mask=part < num_blocks, other=float("-inf"))
     top = tl.max(maxima, 0)
@@ -116,7 +150,7 @@ def _overlap(
     x = load_logits(logits + tl.load(ids + q_index, mask=inside, other=0), inside)
     p = _normalize(exp_scaled(x, top, temperature), total)
     q = _draft_prob(q_logits + q_index, inside, q_temperature, tl.load(q_log_sum))
-    return tl.sum(tl.minimum(p, q), 0)
+    return tl.sum(tl.minimum(scale * p, q), 0)
 
 
 @triton.jit
@@ -127,11 +161,14 @@ def reject_and_resample(
     accepted_out, emitted_out, probability_out, race_values, race_tokens, num_races, overlaps,
     num_overlaps,
     WIDTH: tl.constexpr, DEPTHS: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
-    HAS_Q: tl.constexpr, GDC: tl.constexpr,
+    SUMS: tl.constexpr, HAS_Q: tl.constexpr, MODE: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Verify a row and resample one block of it, or sum one block of min(p, q).
 
-    Grid (B, num_races + K · num_overlaps). Only the first program of a greedy row has work.
+    Token verification does both at once, with a grid (B, num_races + K · num_overlaps). Block
+    verification needs the sums of min(r · p, q) before: a launch with the mode OVERLAPS and a grid
+    (B, K · num_overlaps), then one with BLOCK and (B, num_races). Only the first program of a
+    greedy row has work.
     """
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
@@ -150,21 +187,25 @@ def reject_and_resample(
         q_logits += q_row * q_row_stride
         q_log_sum += q_row * (WIDTH - 1)
     count = tl.minimum(tl.load(num_drafts + row), WIDTH - 1)
-    if program < num_races:
+    first_sum = 0 if MODE == OVERLAPS else num_races
+    if program < first_sum:
         if (program == 0) | (temperature > 0):
             seed, prompt = tl.load(seeds + row), tl.load(prompts + row)
             position = tl.load(positions + row)
-            accepted, top, total, best, draft, p_drafts = _accept(
+            accepted, top, total, best, draft, p_drafts, reach = _accept(
                 row, logits, row_stride, depth_stride, vocab, drafts, count, position, seed,
                 prompt, temperature, q_logits, q_depth_stride, q_log_sum, q_temperature, q_sampled,
                 index, block_max, block_sum, block_argmax, num_blocks,
-                WIDTH, DEPTHS, BLOCKS, HAS_Q,
+                overlaps + row * (WIDTH - 1) * num_overlaps, num_overlaps,
+                WIDTH, DEPTHS, BLOCKS, HAS_Q, SUMS, MODE,
             )  # fmt: skip
             if program == 0:
                 tl.store(accepted_out + row, accepted)
                 tl.store(emitted_out + row, best)
                 depth = tl.arange(0, DEPTHS)
-                probability = tl.where(q_sampled, 0.0, p_drafts)
+                probability = p_drafts
+                if MODE == TOKEN:  # sums of min(p, q) follow in `finalize`
+                    probability = tl.where(q_sampled, 0.0, p_drafts)
                 out = row * (WIDTH - 1) + depth
                 tl.store(probability_out + out, probability, depth < WIDTH - 1)
             if temperature > 0:
@@ -181,7 +222,9 @@ def reject_and_resample(
                     log_sum = tl.load(q_log_sum + accepted, uses_q, other=0.0)
                     pointers = q_logits + accepted * q_depth_stride + q_index
                     q = _draft_prob(pointers, q_index >= 0, q_temperature, log_sum)
-                    residual = tl.where(uses_q, tl.maximum(p - q, 0.0), residual)
+                    residual = tl.where(
+                        uses_q, tl.maximum(element(reach, accepted) * p - q, 0.0), residual
+                    )
                 key = keyed_bits(seed, prompt, position + accepted, EMIT)
                 noise = exponential(key, at.to(tl.int64))
                 out = row * 2 * num_races + program
@@ -192,11 +235,22 @@ def reject_and_resample(
                 tl.store(race_values + out + num_races, value)
                 tl.store(race_tokens + out + num_races, program * SIZE + token)
     elif HAS_Q:
-        depth = (program - num_races) // num_overlaps
-        block = program - num_races - depth * num_overlaps
+        depth = (program - first_sum) // num_overlaps
+        block = program - first_sum - depth * num_overlaps
         if q_sampled & (depth < count):
+            scale = 1.0
+            if MODE == OVERLAPS:
+                _, _, _, _, _, _, reach = _accept(
+                    row, logits, row_stride, depth_stride, vocab, drafts, count,
+                    tl.load(positions + row), tl.load(seeds + row), tl.load(prompts + row),
+                    temperature, q_logits, q_depth_stride, q_log_sum, q_temperature, q_sampled,
+                    index, block_max, block_sum, block_argmax, num_blocks, overlaps, num_overlaps,
+                    WIDTH, DEPTHS, BLOCKS, HAS_Q, SUMS, MODE,
+                )  # fmt: skip
+                scale = element(reach, depth)
             total = _overlap(
-                block, logits + row * row_stride + depth * depth_stride, ids, num_ids, temperature,
+                block, scale, logits + row * row_stride + depth * depth_stride, ids, num_ids,
+                temperature,
                 q_logits + depth * q_depth_stride, q_log_sum + depth, q_temperature,
                 block_max + (row * WIDTH + depth) * num_blocks,
                 block_sum + (row * WIDTH + depth) * num_blocks, num_blocks, BLOCKS, SIZE,

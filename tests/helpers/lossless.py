@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ class Case:
     top_p: float = 1.0
     draft_probs: bool = True
     draft_temperature: float | None = None
+    verification: Literal["token", "block"] = "token"
 
 
 CASES = {
@@ -45,6 +46,11 @@ CASES = {
     "another draft temperature": Case(draft_temperature=0.6),
     "top-k": Case(top_k=3),
     "top-p": Case(temperature=1.3, top_p=0.8),
+    "block": Case(temperature=0.8, verification="block"),
+    "block, hotter": Case(temperature=1.5, verification="block"),
+    "block, cooler drafts and limits": Case(
+        temperature=1.2, top_k=4, top_p=0.9, draft_temperature=0.6, verification="block"
+    ),
     "argmax drafts": Case(draft_probs=False),
     "argmax drafts, limits": Case(temperature=1.2, top_k=4, top_p=0.9, draft_probs=False),
 }
@@ -106,7 +112,11 @@ def make_drafter(case: Case, device: str = "cpu") -> ChainDrafter:
         check_drafts=lambda k: None,
     )
     drafter: Any = ChainDrafter(
-        head, K, draft_probs=case.draft_probs, draft_temperature=case.draft_temperature
+        head,
+        K,
+        draft_probs=case.draft_probs,
+        draft_temperature=case.draft_temperature,
+        verification=case.verification,
     )
     table = HEAD.to(device)
     # A pass's output is its token, and the logits are the token's entry in a table.
@@ -136,6 +146,7 @@ def decode(
     """
     device = keys.seed.device
     drafter, target = make_drafter(case, str(device)), TARGET.to(device)
+    options = {"block": True} if case.verification == "block" else {}
     count = len(keys.seed)
     tokens = torch.full((count, 3 + K + 1), START, device=device)
     length = torch.zeros(count, dtype=torch.int64, device=device)
@@ -148,7 +159,7 @@ def decode(
         chain = torch.cat([last[:, None], proposal.tokens], 1)
         num_drafts = torch.full((len(rows),), K, device=device)
         verdict = verify(
-            target[chain], chain[:, 1:], num_drafts, proposal.distribution, at, row_keys
+            target[chain], chain[:, 1:], num_drafts, proposal.distribution, at, row_keys, **options
         )
         steps.append((rows, verdict))
         for depth in range(K + 1):
@@ -202,9 +213,9 @@ def broken(old: str, new: str) -> ModuleType:
 
 FAULTS = {
     "accepts 5 % too often": ("u * q_draft < p_draft", "u * q_draft < 1.05 * p_draft"),
-    "residual is p": ("(p_next - q_next).clamp(min=0)", "p_next"),
-    "residual not clamped": ("(p_next - q_next).clamp(min=0)", "(p_next - q_next)"),
-    "residual is |p − q|": ("(p_next - q_next).clamp(min=0)", "(p_next - q_next).abs()"),
+    "residual is p": ("(scale * p_next - q_next).clamp(min=0)", "p_next"),
+    "residual not clamped": ("(scale * p_next - q_next).clamp(min=0)", "(p_next - q_next)"),
+    "residual is |p − q|": ("(scale * p_next - q_next).clamp(min=0)", "(p_next - q_next).abs()"),
     "one u a step": (
         "positions[:, None] + depth, Purpose",
         "positions[:, None] + 0 * depth, Purpose",
@@ -217,6 +228,18 @@ FAULTS = {
         "    p_next = p.gather(1, accepted[",
         "    p_next = p.gather(1, accepted.clamp(max=k - 1)[",
     ),
+}
+
+
+BLOCK_FAULTS = {
+    "the residual of token verification": ("(scale * p_next - q_next)", "(p_next - q_next)"),
+    "r is not clamped": ("q_draft[:, depth]).clamp(max=1))", "q_draft[:, depth]))"),
+    "O after the last draft": (
+        "torch.cat([overlap[:, 1:], torch.zeros_like(overlap[:, :1])], 1)",
+        "torch.cat([overlap[:, 1:], overlap[:, -1:]], 1)",
+    ),
+    "one u a step": ("starts + depth, Purpose", "starts + 0 * depth, Purpose"),
+    "u of a position, as another step reads": ("* BLOCK_STRIDE\n", "\n"),
 }
 
 

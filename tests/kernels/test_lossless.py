@@ -18,12 +18,14 @@ from scipy import stats
 from torch import Tensor
 
 from draftlab.engine import drafter as drafter_module
+from draftlab.engine.drafter import ChainDrafter
 from draftlab.kernels import verify as verify_module
 from draftlab.kernels.sampling import sample_token
 from draftlab.kernels.sampling_types import DraftDistribution
 from tests.helpers.gpu import on_devices
 from tests.helpers.lossless import (
     ARGMAX_DRAFT_FAULTS,
+    BLOCK_FAULTS,
     CASES,
     DRAFT_IDS,
     FAULTS,
@@ -125,6 +127,34 @@ def test_broken_verifiers_are_rejected(fault: tuple[str, str]) -> None:
     case = CASES["draft probabilities"]
     tokens, _ = decode(case, broken(*fault).verify, sampling_metadata(case))
     assert_rejected(tokens, exact_joint(case))
+
+
+@pytest.mark.parametrize("fault", BLOCK_FAULTS.values(), ids=BLOCK_FAULTS.keys())
+def test_broken_block_verifiers_are_rejected(fault: tuple[str, str]) -> None:
+    case = replace(CASES["block"], temperature=1.0)
+    tokens, _ = decode(case, broken(*fault).verify, sampling_metadata(case))
+    assert_rejected(tokens, exact_joint(case))
+
+
+def test_drafts_of_positions_noise_are_rejected_with_block_verification(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block verifier has looked at drafts behind the rejected one; a step needs new noise."""
+    monkeypatch.setattr(ChainDrafter, "noise_positions", lambda _, last: last)
+    case = replace(CASES["block"], temperature=1.0)
+    tokens, _ = decode(case, verify_module.verify, sampling_metadata(case))
+    assert_rejected(tokens, exact_joint(case))
+
+
+@pytest.mark.parametrize("temperature", [0.8, 1.5])
+def test_block_verification_accepts_more(temperature: float) -> None:
+    accepted = {}
+    for name in ("token", "block"):
+        case = Case(temperature=temperature, verification=name)
+        _, steps = decode(case, verify_module.verify, sampling_metadata(case))
+        accepted[name] = steps[0][1].accepted.double()
+    gain = float(accepted["block"].mean() - accepted["token"].mean())
+    assert gain > 4 * (2 * float(accepted["token"].var()) / len(accepted["token"])) ** 0.5
 
 
 @pytest.mark.parametrize("fault", ARGMAX_DRAFT_FAULTS.values(), ids=ARGMAX_DRAFT_FAULTS.keys())

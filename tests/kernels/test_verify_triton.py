@@ -168,6 +168,43 @@ def test_argmax_drafts_and_options() -> None:
         verify.triton(*start, replace(q, index=torch.zeros(9, dtype=torch.int32)), positions, keys)
 
 
+@kernel_cases(
+    "rows, k, vocab, draft_vocab, dtype, limited",
+    [
+        (18, 4, 1003, 757, torch.float32, False),
+        (18, 3, 1003, 757, torch.bfloat16, True),
+        (12, 1, 50, 20, torch.float32, False),
+    ],
+    [
+        (600, 4, 1003, 257, torch.float32, False),
+        (600, 16, 1003, 1003, torch.bfloat16, True),
+        (64, 0, 5003, 7, torch.float32, False),
+        (24, 8, 128_256, 32_000, torch.bfloat16, False),
+    ],
+)
+def test_block_verification_equals_the_references(
+    rows: int,
+    k: int,
+    vocab: int,
+    draft_vocab: int,
+    dtype: torch.dtype,
+    limited: bool,
+    device: str,
+) -> None:
+    batch = make_batch(rows, k, vocab, draft_vocab, dtype, limited=limited, noise=1.0)
+    expected = check(*batch, device=device, block=True)
+    without_expectation = check(*batch, device=device, block=True, expect=False)
+    assert torch.equal(without_expectation.emitted, expected.emitted)
+    by_token = verify.reference(*batch)
+    if batch[3] is None:
+        assert_same(expected, by_token)
+        return
+    argmax = ~batch[3].sampled  # greedy rows among them
+    assert torch.equal(expected.emitted[argmax], by_token.emitted[argmax])
+    assert torch.equal(expected.accepted[argmax], by_token.accepted[argmax])
+    assert k == 1 or not torch.equal(expected.accepted, by_token.accepted)
+
+
 @inside
 def test_views_of_larger_tensors() -> None:
     """Logits and drafts with strides; distributions in the rows of something larger."""
