@@ -17,7 +17,7 @@ VOCABULARY, NEW_TOKENS = int(str(SHAPE["vocab_size"])), 36
 class BigramDrafter:
     """Proposes the successor of a token in some texts, and a wrong token every fifth position."""
 
-    kind = "chain"
+    kind, verification = "chain", "token"
     boundaries = ()
     draft_vocab = None
     pools = ()
