@@ -15,7 +15,7 @@ from draftlab.doctor.weight_hypotheses import can_unproject_mask, unproject_mask
 from draftlab.export.weight_files import read_weights
 from draftlab.files import read_json
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.folder import NATIVE, load_config, new_head
+from draftlab.heads.folder import NATIVE, load_config, meta_head
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD, TARGET_NORM
 from draftlab.heads.validate import draft_vocabulary_fault, tensor_faults
 from draftlab.heads.vllm_config import native_config
@@ -104,7 +104,7 @@ def complete_tensors(
     Args:
         target_tensors: the target's embeddings, lm_head and final norm, by their names in heads.
     """
-    config, head = files.config, new_head(files.config)
+    config, head = files.config, meta_head(files.config)
     # torch cannot compute with floats of 8 bits.
     stored = {
         name: tensor.float()

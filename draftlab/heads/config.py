@@ -82,14 +82,14 @@ class _BetterValidation(BaseModel):
     predicted_al: float
 
 
-class _Import(BaseModel):
+class _ImportSource(BaseModel):
     layout: str
 
 
-class _ReadProvenance(BaseModel):
+class _ProvenanceFields(BaseModel):
     """The parts of a provenance that draftlab reads; a head from elsewhere may have any others."""
 
-    imported: _Import | None = None
+    imported: _ImportSource | None = None
     validation: _ValidationMetrics | None = None
     better_validation: _BetterValidation | None = None
 
@@ -128,7 +128,7 @@ class HeadConfig(BaseModel):
     @field_validator("provenance")
     @classmethod
     def _check_provenance(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        _ReadProvenance.model_validate(fields)
+        _ProvenanceFields.model_validate(fields)
         return fields
 
     @model_validator(mode="before")
@@ -198,8 +198,7 @@ class HeadConfig(BaseModel):
     def default_k(self) -> int:
         """Return the drafts a step to evaluate at: those that an imported head's files name, else
         what the head was trained for, at most `USUAL_K`."""
-        imported = self.provenance.get("imported")
-        stated = imported.get("k") if isinstance(imported, dict) else None
+        stated = (self.provenance.get("imported") or {}).get("k")
         return stated if isinstance(stated, int) and stated > 0 else min(self.k_trained, USUAL_K)
 
     def options(self) -> dict[str, Any]:

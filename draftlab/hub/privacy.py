@@ -1,4 +1,4 @@
-"""What an upload must not tell: paths of the machine, addresses, and accounts of other services."""
+"""Removal of private values from an upload: local paths, addresses, accounts of other services."""
 
 from __future__ import annotations
 

@@ -31,6 +31,17 @@ DTYPES = {
     "fp8": StateDtypes(E4M3, torch.bfloat16),
 }
 """By a store's dtype."""
+
+
+def tensor_dtypes(identity: StoreIdentity) -> dict[str, torch.dtype]:
+    """Return the dtypes of a shard's tensors, by the names of `StoreIdentity.tensor_shapes`."""
+    names = identity.tensor_shapes(0, 0)
+    dtypes = DTYPES[identity.dtype]._asdict() | {"offsets": torch.int64}
+    dtypes |= dict.fromkeys(("tokens", "spans", "argmax"), torch.int32)
+    dtypes |= dict.fromkeys(("logsumexp", "scales"), torch.float32)
+    return {name: dtypes[name] for name in names}
+
+
 _BLOCK = 1 << 24
 """Bytes that are hashed and written at a time."""
 
@@ -111,12 +122,9 @@ def map_shard(folder: Path, shard: Shard, identity: StoreIdentity, do: str) -> d
 
 def _fault(tensors: dict[str, Tensor], identity: StoreIdentity) -> str | None:
     """Return the first dtype or value that a shard of this format cannot have; None without any."""
-    dtypes = DTYPES[identity.dtype]._asdict()
-    dtypes |= dict.fromkeys(("tokens", "spans", "argmax"), torch.int32)
-    dtypes |= dict.fromkeys(("logsumexp", "scales"), torch.float32)
-    for name, tensor in tensors.items():
-        if tensor.dtype != dtypes.get(name, tensor.dtype):
-            return f"{name}: expected {dtypes[name]}, found {tensor.dtype}"
+    for name, dtype in tensor_dtypes(identity).items():
+        if tensors[name].dtype != dtype:
+            return f"{name}: expected {dtype}, found {tensors[name].dtype}"
     last_id = identity.vocab_size - 1
     # The argmax is -1 where no head learns from the distribution.
     bounds = {"tokens": (0, last_id), "argmax": (-1, last_id), "spans": (0, len(tensors["spans"]))}

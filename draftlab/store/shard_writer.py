@@ -18,12 +18,12 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.files import atomic_path
 from draftlab.store.extraction import StatesFuture, find_not_finite
-from draftlab.store.fp8 import E4M3, relative_errors
+from draftlab.store.fp8 import relative_errors
 from draftlab.store.manifest import Shard, StoreIdentity
 from draftlab.store.receipts import Receipts
 from draftlab.store.samples import Sample
 from draftlab.store.settings import NotFinitePolicy
-from draftlab.store.shard_file import DTYPES, write_shard
+from draftlab.store.shard_file import tensor_dtypes, write_shard
 from draftlab.store.store import NO_TEACHER
 
 SHARDS_AT_ONCE = 3  # filled or written at the same time; each is held in memory
@@ -158,15 +158,12 @@ class ShardBuffer:
     ) -> None:
         self.shard, self.samples, self.identity, self.policy = shard, samples, identity, policy
         self.offsets = torch.tensor([0, *shard.lengths]).cumsum(0)
-        shapes, dtypes = identity.tensor_shapes(shard.records, shard.tokens), DTYPES[identity.dtype]
-        states = {
-            "features": dtypes.features,
-            "last": dtypes.last,
-            "logsumexp": torch.float32,
-            "argmax": torch.int32,
-            **({"scales": torch.float32} if dtypes.features is E4M3 else {}),
+        shapes = identity.tensor_shapes(shard.records, shard.tokens)
+        self.states = {
+            name: torch.empty(shapes[name], dtype=dtype)
+            for name, dtype in tensor_dtypes(identity).items()
+            if name not in ("offsets", "tokens", "spans")  # known from the samples
         }
-        self.states = {name: torch.empty(shapes[name], dtype=dt) for name, dt in states.items()}
         spans = np.concatenate([sample.spans for sample in samples])
         self.spans = torch.from_numpy(spans.astype(np.int32))
         self.error = self.square = torch.zeros(shapes["features"][1], dtype=torch.float64)
