@@ -49,8 +49,7 @@ class Step:
         prepacked = prepacked_decoder(target) if cpu_prepacked else None
         self.decoder: DecodePath = fused_decoder(target) or prepacked or target
         self.max_length, self.verifier, self.expect = max_length, verifier, expect
-        # Verifiers of other signatures (tests) decide by themselves.
-        self.options = {"block": True} if drafter and drafter.verification == "block" else {}
+        self.block = drafter is not None and drafter.verification == "block"
         self.k = drafter.k if drafter else 0
         self.boundaries = drafter.boundaries if drafter else ()
 
@@ -86,7 +85,7 @@ class Step:
             layout.keys,
             limited=limited,
             expect=self.expect,
-            **self.options,
+            block=self.block,
         )
         # Commit the accepted drafts and the token after them.
         output = commit(self.input_batch, layout, verified)

@@ -148,6 +148,24 @@ def test_tokens_and_steps_equal_the_reference_engine(
             assert [g.token_ids for g in reference] == [g.token_ids for g in plain]
 
 
+def test_block_verification_equals_the_reference_engines(
+    kind: str, pair: tuple[Target, Any], preemptions: list[int]
+) -> None:
+    """Some of the requests are preempted."""
+    target, head = pair
+    if kind not in ("chain", "parallel", "dspark"):
+        pytest.skip("one head of each drafter is enough")
+    prompts = requests(8, sampling=Sampling(0.8, seed=3), **TRAINED_ON)
+    drafter = new_drafter(head, 3, verification="block")
+    expected = outcomes(run(ReferenceEngine(target, drafter, batch=4, max_length=128), prompts))
+    by_token = run(ReferenceEngine(target, new_drafter(head, 3), batch=4, max_length=128), prompts)
+    assert outcomes(by_token) != expected
+    for options in ({"batch": 1}, {"batch": 7}, {"batch": 5, "block_size": 8, "num_blocks": 17}):
+        generations = run(Engine(target, drafter, max_length=128, **options), prompts)
+        assert outcomes(generations) == expected
+    assert preemptions
+
+
 def test_the_walk_counts_what_the_engine_counts(kind: str, pair: tuple[Target, Any]) -> None:
     """tests/evaluate/test_walk.py has more of the first kind of chain."""
     if kind not in ("none", "parallel"):

@@ -13,9 +13,11 @@ from torch import Tensor
 from draftlab.engine.drafter import HeadDrafter, VerifiedFeatures
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling, sampling_metadata
+from draftlab.engine.step import Verifier
 from draftlab.evaluate.certificate.gtest import g_test
 from draftlab.kernels.sampling import target_probabilities
 from draftlab.kernels.sampling_types import SamplingMetadata
+from draftlab.kernels.verify import verify
 from draftlab.target_model.model import Target
 
 CPU = torch.device("cpu")
@@ -42,7 +44,9 @@ JOINT_PROMPT, JOINT_TOKENS, JOINT_ROWS, JOINT_VOCAB = (3, 1), 4, 6000, 5
 JOINT_SAMPLING = Sampling(temperature=1.3, top_k=3, seed=1)
 
 
-def joint_p_value(target: Target, drafter: HeadDrafter | None) -> float:
+def joint_p_value(
+    target: Target, drafter: HeadDrafter | None, verifier: Verifier = verify
+) -> float:
     """Return the G-test's p value of the engine's answers against the exact distribution.
 
     Args:
@@ -52,7 +56,7 @@ def joint_p_value(target: Target, drafter: HeadDrafter | None) -> float:
     def request(name: str) -> Request:
         return Request(name, JOINT_PROMPT, JOINT_TOKENS, JOINT_SAMPLING)
 
-    engine = Engine(target, drafter, batch=1500, max_length=16)
+    engine = Engine(target, drafter, batch=1500, max_length=16, verifier=verifier)
     counts = Counter(
         generation.token_ids
         for generation in engine.generate([request(str(i)) for i in range(JOINT_ROWS)])

@@ -146,7 +146,6 @@ def decode(
     """
     device = keys.seed.device
     drafter, target = make_drafter(case, str(device)), TARGET.to(device)
-    options = {"block": True} if case.verification == "block" else {}
     count = len(keys.seed)
     tokens = torch.full((count, 3 + K + 1), START, device=device)
     length = torch.zeros(count, dtype=torch.int64, device=device)
@@ -159,7 +158,13 @@ def decode(
         chain = torch.cat([last[:, None], proposal.tokens], 1)
         num_drafts = torch.full((len(rows),), K, device=device)
         verdict = verify(
-            target[chain], chain[:, 1:], num_drafts, proposal.distribution, at, row_keys, **options
+            target[chain],
+            chain[:, 1:],
+            num_drafts,
+            proposal.distribution,
+            at,
+            row_keys,
+            block=case.verification == "block",
         )
         steps.append((rows, verdict))
         for depth in range(K + 1):

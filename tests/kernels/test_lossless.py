@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from torch import Tensor
 
 from draftlab.engine import drafter as drafter_module
 from draftlab.engine.drafter import ChainDrafter
 from draftlab.kernels import verify as verify_module
 from draftlab.kernels.sampling import sample_token
-from draftlab.kernels.sampling_types import DraftDistribution
+from draftlab.kernels.sampling_types import VerifyResult
 from tests.helpers.gpu import on_devices
 from tests.helpers.lossless import (
     ARGMAX_DRAFT_FAULTS,
@@ -179,9 +178,10 @@ def test_draft_probabilities_5_percent_too_small_are_rejected(device: str) -> No
     """This fault needs no change of source, so it shows the G-test's power on the kernels too."""
     case = CASES["draft probabilities"]
 
-    def verify(logits: Tensor, drafts: Tensor, num: Tensor, q: DraftDistribution, *rest: Any):
+    def verify(*batch: Any, **options: Any) -> VerifyResult:
+        *start, q, positions, keys = batch
         q = replace(q, log_sum=q.log_sum + math.log(1.05))
-        return verify_module.verify(logits, drafts, num, q, *rest)
+        return verify_module.verify(*start, q, positions, keys, **options)
 
     tokens, _ = decode(case, verify, sampling_metadata(case, 200_000, device=device))
     assert p_value(tokens, exact_joint(case)) < 1e-6
