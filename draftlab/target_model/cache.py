@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,6 +12,16 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftlab.target_model.attention import attention_inputs
+
+# The argument that is a layer's cache: from transformers 5.24 on, before it, and of some recurrent
+# layers before it.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+def cache_name(forward: Callable[..., Any]) -> str:
+    """Return the name of the cache among a forward pass's parameters."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), "past_key_values")
 
 
 class _RowLayer(CacheLayerMixin):

@@ -137,11 +137,11 @@ def _replacements(
         elif isinstance(gate, FunctionType):
             # its rows are token-expert pairs [S, 2 · I]
             yield module, "_apply_gate", compiled(gate, module)
-        elif _ROTATE in forward.__code__.co_names:
-            rotate = forward.__globals__[_ROTATE]
+        elif _ROTATE in (own := inspect.unwrap(forward)).__code__.co_names:
+            rotate = own.__globals__[_ROTATE]
             if isinstance(rotate, FunctionType):
                 rotation = _apply_rotary(compiled(rotate, module))
-                copied = copy_function(forward, forward.__globals__ | {_ROTATE: rotation})
+                copied = copy_function(own, own.__globals__ | {_ROTATE: rotation})
                 yield module, "forward", copied
 
 

@@ -18,6 +18,8 @@ from transformers.models.llama4.modeling_llama4 import (
     eager_attention_forward,
 )
 
+from draftlab.target_model.cache import CACHE_NAMES
+
 
 class PositionedAttention(Llama4TextAttention):
     """Attention without RoPE; it takes positions in place of rotary embeddings."""
@@ -27,7 +29,6 @@ class PositionedAttention(Llama4TextAttention):
         hidden_states: Tensor,
         position_embeddings: Tensor,
         attention_mask: Any,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute attention as transformers does, except for the scale.
@@ -37,8 +38,7 @@ class PositionedAttention(Llama4TextAttention):
             position_embeddings: int64 [B, M] or [1, M], the tokens' positions; −1 (padding) scales
                 by 1.
             attention_mask: the attention function's mask.
-            past_key_values: KV cache.
-            kwargs: passed on to the attention function.
+            kwargs: the KV cache, and what is passed on to the attention function.
         """
         shape = hidden_states.shape[:-1]
         query, key, value = (
@@ -49,8 +49,10 @@ class PositionedAttention(Llama4TextAttention):
         scale = torch.log1p(steps) * self.attn_scale + 1.0
         query = (query * scale[..., None, None]).to(query.dtype).transpose(1, 2)
         key, value = key.transpose(1, 2), value.transpose(1, 2)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        caches = [kwargs.pop(name) for name in CACHE_NAMES if name in kwargs]
+        cache = next((cache for cache in caches if cache is not None), None)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.target_model.attention import attention_inputs
-from draftlab.target_model.cache import RowCache
+from draftlab.target_model.cache import RowCache, cache_name
 from draftlab.target_model.check_capabilities import check_pages, check_rows, padding_reason
 from draftlab.target_model.check_states import check_states
 from draftlab.target_model.config_fields import max_positions
@@ -233,7 +233,10 @@ class Target:
                 valid = positions.clamp(min=0)
                 stack.enter_context(cache.attention_context(valid))
                 self.decoder(
-                    input_ids=token_ids, position_ids=valid, past_key_values=cache, use_cache=True
+                    input_ids=token_ids,
+                    position_ids=valid,
+                    use_cache=True,
+                    **{cache_name(self.decoder.forward): cache},
                 )
         last = recorded[self.num_layers]
         # Pipeline-parallel layers leave their states on their own devices.

@@ -31,11 +31,11 @@ from draftlab.kernels.recurrent_step import (
     selective_scan_step,
 )
 from draftlab.target_model.attention import current_inputs
+from draftlab.target_model.cache import CACHE_NAMES
 from draftlab.target_model.function_copy import copy_function
 from draftlab.target_model.packed_rows import PackedRow
 from draftlab.target_model.recurrent_states import RecurrentStates
 
-_CACHE_NAMES = ("cache_params", "past_key_values")
 _NO_TIME = -1e4  # softplus of it is 0: such a token changes no state
 
 
@@ -93,7 +93,7 @@ class RecurrentLayer:
             arguments: of the layer's forward pass; it gets no cache and no mask.
         """
         self._states, self._packed_row, self._calls = states, packed_row, 0
-        names = {*_CACHE_NAMES, "attention_mask"} & arguments.keys()
+        names = {*CACHE_NAMES, "attention_mask"} & arguments.keys()
         return self._forward(self._module, **arguments | dict.fromkeys(names))
 
     def _next_state(self) -> tuple[str, int]:

@@ -30,6 +30,7 @@ from draftlab.engine.sampling import Request
 from draftlab.evaluate.statistics import bootstrap_interval
 from draftlab.heads.folder import load_head
 from draftlab.progress import Monitor
+from draftlab.target_model.cache import cache_name
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.model import Target
 from draftlab.target_model.prepacked_decoder import describe_products
@@ -48,7 +49,9 @@ def hf_loop(model: AutoModelForCausalLM, request: Request) -> Timed:
     fed, tokens = torch.tensor([request.prompt_ids]), []
     started = 0.0
     while len(tokens) < request.max_new_tokens:
-        output = model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(
+            input_ids=fed, use_cache=True, logits_to_keep=1, **{cache_name(model.forward): cache}
+        )
         tokens.append(int(output.logits[0, -1].argmax()))
         fed = torch.tensor([tokens[-1:]])
         started = started or time.perf_counter()
