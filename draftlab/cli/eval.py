@@ -30,6 +30,7 @@ OPTIONS = SettingsOptions(
             "temperatures",
             "k",
             "draft_probs",
+            "verification",
             "compare",
             "draft_temperature",
             "greedy_below",

@@ -18,6 +18,9 @@ from draftlab.kernels.noise import BLOCK_STRIDE
 from draftlab.kernels.sampling import argmax_draft, sample_draft
 from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata, draft_index
 
+Verification = Literal["token", "block"]
+"""How sampled drafts are judged: each by itself, or all drafts of a step together."""
+
 
 @dataclass(frozen=True)
 class VerifiedFeatures:
@@ -94,7 +97,7 @@ class HeadDrafter(ABC):
         draft_probs: bool = True,
         draft_temperature: float | None = None,
         greedy_below: float = 0.0,
-        verification: Literal["token", "block"] = "token",
+        verification: Verification = "token",
     ) -> None:
         head.check_drafts(k)
         self.head, self.k, self.draft_probs = head, k, draft_probs

@@ -187,6 +187,7 @@ class Evaluator:
             settings.draft_temperature if config.draft_probs else None,
             settings.top_k,
             settings.top_p,
+            settings.verification if config.draft_probs else "token",
         )
 
     def _target(self) -> dict[str, Any]:
@@ -236,6 +237,7 @@ class Evaluator:
             temperature=temperature,
             draft_temperature=settings.draft_temperature if head else None,
             draft_probs=config.draft_probs,
+            verification=settings.verification if config.draft_probs else "token",
             **acceptance_fields(generations, greedy=greedy, rows=len(workload.sampled_configs)),
             **timing_fields(results.timings.get((temperature, config), [])),
             **(equality_fields(generations, plain, dtype) if head and greedy else {}),

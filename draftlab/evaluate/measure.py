@@ -37,6 +37,7 @@ def new_engine(
             draft_probs=config.draft_probs,
             draft_temperature=settings.draft_temperature,
             greedy_below=settings.greedy_below,
+            verification=settings.verification,
         )
     size = {"batch": batch, "max_length": workload.max_length}
     if settings.engine == "reference":

@@ -105,6 +105,7 @@ class Row(BaseModel):
     top_p: float | None
     draft_temperature: float | None
     draft_probs: bool
+    verification: Literal["token", "block"] = "token"
     prompts: int
     output_tokens: int
     undrafted_steps: int

@@ -51,6 +51,10 @@ class EvalSettings(Settings):
     """on: sample drafts from the head and verify them with its probabilities. off (vLLM's default):
     draft the head's argmax and verify without its probabilities. At temperature 0 both are the
     same and are decoded once."""
+    verification: Literal["token", "block"] = "token"
+    """token: accept or reject each sampled draft by itself. block: judge the drafts of a step
+    together, which accepts at least as many on average; the output's distribution stays the
+    target's. Both are the same at temperature 0 and with draft_probs off."""
     draft_temperature: float | None = Field(default=None, gt=0)
     """Temperature of sampled drafts; None: the temperature of the row."""
     greedy_below: float = Field(default=0.0, ge=0)

@@ -27,11 +27,14 @@ def check_settings(settings: EvalSettings) -> None:
         "greedy_below": settings.greedy_below,
     }
     unsupported = [f"{name} = {value:g}" for name, value in values.items() if value]
+    if settings.verification == "block":
+        unsupported.append("verification = block")
     if unsupported:
         raise UserError(
             f"expected settings that vLLM has too, found {' and '.join(unsupported)}",
             where="engine = vllm",
-            do="leave them out (vLLM drafts at the request's temperature), or measure without vLLM",
+            do="leave them out (vLLM drafts at the request's temperature and verifies token by "
+            "token), or measure without vLLM",
         )
     find_python(settings.vllm)
 

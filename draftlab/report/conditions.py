@@ -29,6 +29,7 @@ _CONDITIONS: dict[str, Callable[[Row], str | None]] = {
             "as the target's" if row.draft_temperature is None else f"{row.draft_temperature:g}"
         )
     ),
+    "verification": _with_drafter(lambda row: row.verification),
     "engine": lambda row: f"{row.engine} {row.engine_version}".strip(),
     "device": lambda row: row.device,
     "dtype": lambda row: row.dtype,

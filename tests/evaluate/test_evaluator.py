@@ -87,6 +87,20 @@ def test_counters_do_not_depend_on_the_batch(target: Target, head: Eagle3Head) -
     assert one.environment["timing"] is None
 
 
+def test_block_verification_judges_sampled_drafts_alone(target: Target, head: Eagle3Head) -> None:
+    token, block = (
+        evaluate(target, head, timing_prompts=0, temperatures=(0.8,), verification=verification)
+        for verification in ("token", "block")
+    )
+    assert [r.verification for r in token.rows] == ["token"] * 3
+    assert [(r.draft_probs, r.verification) for r in block.rows] == [
+        (False, "token"), (False, "token"), (True, "block"),
+    ]  # fmt: skip
+    for one, other in zip(token.rows[:2], block.rows[:2], strict=True):
+        assert one.counters == other.counters
+    assert token.rows[2].counters != block.rows[2].counters  # other noise, and another rule
+
+
 def test_without_a_head_there_are_only_plain_rows(target: Target) -> None:
     report = evaluate(target, timing_prompts=0, max_prompts=2)
     assert [(r.drafter, r.prompts) for r in report.rows] == [("none", 2), ("none", 2)]

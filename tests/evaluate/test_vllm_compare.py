@@ -88,11 +88,14 @@ def test_a_failure_of_vllm_leaves_the_rows_of_draftlab(
     assert "vLLM ended with status 1" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("setting", ["draft_temperature", "greedy_below"])
-def test_settings_that_vllm_lacks_are_refused(setting: str) -> None:
-    settings = EvalSettings.model_validate(SETTINGS | {setting: 0.5})
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("draft_temperature", 0.5), ("greedy_below", 0.5), ("verification", "block")],
+)
+def test_settings_that_vllm_lacks_are_refused(setting: str, value: float | str) -> None:
+    settings = EvalSettings.model_validate(SETTINGS | {setting: value})
     with pytest.raises(
-        UserError, match=f"settings that vLLM has too, found {setting} = 0.5"
+        UserError, match=f"settings that vLLM has too, found {setting} = {value}"
     ) as error:
         check_settings(settings)
     assert "leave them out" in error.value.do

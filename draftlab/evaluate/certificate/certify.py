@@ -258,7 +258,11 @@ class _Certification:
 
     def _engine_answers(self, requests: Sequence[Request], row: Sampled) -> list[Generation]:
         drafter = new_drafter(
-            self.head, row.k, draft_probs=row.draft_probs, draft_temperature=row.draft_temperature
+            self.head,
+            row.k,
+            draft_probs=row.draft_probs,
+            draft_temperature=row.draft_temperature,
+            verification=row.verification,
         )
         # Long enough for the length limit not to cut drafts off.
         longest = len(requests[0].prompt_ids) + requests[0].max_new_tokens + 2 * row.k + 1

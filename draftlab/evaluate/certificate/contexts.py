@@ -11,7 +11,7 @@ import numpy as np
 from draftlab.errors import UserError
 from draftlab.evaluate.certificate.exact_tree import AnswerTree, TreeSettings, build_trees
 from draftlab.evaluate.certificate.gtest import MIN_EXPECTED, samples_for
-from draftlab.evaluate.certificate.known_faults import Fault, emitted_distribution
+from draftlab.evaluate.certificate.known_faults import Fault, emitted_distribution, known_faults
 from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
@@ -126,8 +126,7 @@ def _best(
     candidates: Iterator[AnswerTree], settings: TreeSettings, enough: int, level: float
 ) -> ContextChoice | None:
     """Return the tree whose hardest fault needs the fewest samples, or the first with `enough`."""
-    # Argmax drafts use no noise that they could share.
-    faults = [f for f in Fault if settings.draft_temperature > 0 or f is not Fault.SHARED]
+    faults = known_faults(settings)
     best: ContextChoice | None = None
     for tree in candidates:
         limit = (best and best.max_needed) or MAX_SAMPLES

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftlab.engine.drafter import Verification
 from draftlab.heads.head import DraftHead
 from draftlab.target_model.model import Target
 
@@ -34,6 +35,7 @@ class TreeSettings:
         k: drafts a step.
         draft_temperature: drafts are sampled from softmax(logits / draft_temperature); 0 means
             argmax drafts.
+        verification: of sampled drafts.
     """
 
     levels: int
@@ -43,6 +45,7 @@ class TreeSettings:
     top_p: float | None
     k: int
     draft_temperature: float
+    verification: Verification = "token"
 
     def probabilities(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the target's distribution, float64 [B, V], and its margin [B], from logits.

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from draftlab.engine.drafter import Verification
 from draftlab.evaluate.certificate.exact_tree import TreeSettings
 from draftlab.settings import Settings
 
@@ -31,6 +32,7 @@ class Sampled:
     draft_temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    verification: Verification = "token"
 
     @property
     def tree(self) -> TreeSettings:
@@ -45,6 +47,7 @@ class Sampled:
             top_p=self.top_p,
             k=self.k,
             draft_temperature=drafts,
+            verification=self.verification,
         )
 
     @property
@@ -55,7 +58,8 @@ class Sampled:
         probs = f"draft probabilities {'on' if self.draft_probs else 'off'}"
         if self.draft_temperature:
             probs += f" (drafts at T = {self.draft_temperature:g})"
-        return ", ".join([f"T = {self.temperature:g}", *limits, f"K = {self.k}", probs])
+        block = ["block verification"] if self.verification == "block" else []
+        return ", ".join([f"T = {self.temperature:g}", *limits, f"K = {self.k}", probs, *block])
 
 
 class CertifySettings(Settings):
@@ -104,6 +108,7 @@ class SamplingTest(BaseModel):
     draft_temperature: float | None
     top_k: int | None
     top_p: float | None
+    verification: Verification = "token"
     level: Level
     test: str
     """What was tested."""

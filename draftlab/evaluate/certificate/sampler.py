@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftlab.engine.sampling import Request, sampling_metadata
 from draftlab.evaluate.certificate.exact_tree import AnswerTree
+from draftlab.kernels.noise import BLOCK_STRIDE
 from draftlab.kernels.sampling import argmax_draft, sample_draft, sample_token
 from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata
 from draftlab.kernels.verify import verify
@@ -98,12 +99,14 @@ class TableSampler:
         """
         temperature = torch.full_like(rows.temperature, self.settings.draft_temperature)
         sampled, ids = temperature > 0, self.tree.draft_ids
+        block = self.settings.verification == "block"
+        last = (lengths - 2) * (BLOCK_STRIDE if block else 1)  # as `HeadDrafter.noise_positions`
         path, drafts, logits, log_sums = [nodes], [], [], []
         for depth in range(self.settings.k):
             logits.append(self.draft_logits[depth][path[-1]])
             if self.settings.draft_temperature > 0:
                 draft, log_sum = sample_draft(
-                    logits[-1], lengths - 2, rows, temperature, sampled, ids=ids, offset=2 + depth
+                    logits[-1], last, rows, temperature, sampled, ids=ids, offset=2 + depth
                 )
                 log_sums.append(log_sum)
             else:
@@ -117,7 +120,9 @@ class TableSampler:
                 torch.stack(logits, 1), torch.stack(log_sums, 1), temperature, sampled, ids
             )
         count = torch.full_like(lengths, self.settings.k)
-        result = verify(self.logits[nodes], tokens, count, q, lengths, rows, expect=False)
+        result = verify(
+            self.logits[nodes], tokens, count, q, lengths, rows, expect=False, block=block
+        )
         tokens = torch.cat([tokens, tokens[:, :1]], 1)
         tokens = tokens.scatter(1, result.accepted[:, None], result.emitted[:, None])
         return nodes, tokens, result.accepted

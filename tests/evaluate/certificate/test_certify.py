@@ -27,7 +27,7 @@ from draftlab.evaluate.certificate import sampler as sampler_module
 from draftlab.evaluate.certificate.certify import Certificate, CertifySettings, Sampled, certify
 from draftlab.evaluate.certificate.contexts import trees
 from draftlab.evaluate.certificate.gtest import g_test
-from draftlab.evaluate.certificate.known_faults import Fault, emitted_distribution
+from draftlab.evaluate.certificate.known_faults import Fault, emitted_distribution, known_faults
 from draftlab.evaluate.certificate.sampler import TableSampler
 from draftlab.heads.block import BlockHead
 from draftlab.heads.eagle3 import Eagle3Head
@@ -50,6 +50,7 @@ SETTINGS = CertifySettings(
 # Every cell occurs at this temperature; drafts are cooler.
 ON = Sampled(1.0, 2, True, draft_temperature=0.7, top_k=4)
 OFF = Sampled(1.0, 2, False, top_k=4)
+BLOCK = replace(ON, verification="block")
 PROMPTS = [
     (f"p{i}", tuple(torch.randint(0, VOCAB, (5,), generator=torch.Generator().manual_seed(i))
                     .tolist()))
@@ -64,6 +65,7 @@ SAMPLES = {
     Fault.ONE_U: 2500,
     Fault.BONUS: 1000,
 }
+BLOCK_SAMPLES = SAMPLES | {Fault.OFTEN: 18_000, Fault.SHARED: 21_000, Fault.PREFIX: 18_000}
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +128,9 @@ def test_the_correct_engine_is_certified(run_certify: RunCertify) -> None:
         assert test.n >= max(test.n_for_99_power, 2000)
         assert test.freedom >= 16  # the context has many common answers
         assert test.acceptance_p_value is not None
-    assert set(sampled.needed) == {str(fault) for fault in Fault}
-    assert set(argmax.needed) == {str(fault) for fault in Fault if fault is not Fault.SHARED}
+    token_faults = set(map(str, Fault)) - {str(Fault.PREFIX)}
+    assert set(sampled.needed) == token_faults
+    assert set(argmax.needed) == token_faults - {str(Fault.SHARED)}
     text = "\n".join(certificate.lines)
     for words in ("equal plain decoding's", "(drafts at T = 0.7)", "samples for 99 % power",
                   "level L1", "fails with probability 0.001"):  # fmt: skip
@@ -171,18 +174,33 @@ def test_the_reference_engine_is_certified(small: Target, poor_head: Eagle3Head)
 NOT_THE_TARGETS = "{}: the joint distribution of 3 tokens is not the target's"
 
 
-@pytest.mark.parametrize("fault", list(Fault))
+@pytest.mark.parametrize(
+    ("row", "fault"), [(row, fault) for row in (ON, BLOCK) for fault in known_faults(row.tree)]
+)
 def test_a_broken_sampler_fails(
-    run_certify: RunCertify, monkeypatch: pytest.MonkeyPatch, fault: Fault
+    run_certify: RunCertify, monkeypatch: pytest.MonkeyPatch, row: Sampled, fault: Fault
 ) -> None:
     """The certificate itself asks for at most this many samples against the fault."""
-    verifier = faulty_verifier(fault, VOCAB, range(1, VOCAB), monkeypatch)
-    certificate = run_certify(verifier, [ON], samples=SAMPLES[fault])
-    assert certificate.arms[0].needed[str(fault)] <= SAMPLES[fault]
+    block = row.verification == "block"
+    verifier = faulty_verifier(fault, VOCAB, range(1, VOCAB), monkeypatch, block=block)
+    samples = (BLOCK_SAMPLES if block else SAMPLES)[fault]
+    certificate = run_certify(verifier, [row], samples=samples)
+    assert certificate.arms[0].needed[str(fault)] <= samples
     assert not certificate.passed
     assert certificate.level == "L3"
-    assert NOT_THE_TARGETS.format(ON.name) in certificate.faults
+    assert NOT_THE_TARGETS.format(row.name) in certificate.faults
     assert certificate.lines[-1].startswith("FAILED")
+
+
+def test_block_verification_is_certified(run_certify: RunCertify) -> None:
+    certificate = run_certify(rows=[BLOCK])
+    assert (certificate.passed, certificate.level, certificate.faults) == (True, "L1", [])
+    (block,) = certificate.arms
+    assert block.row == BLOCK
+    assert "block verification" in block.test
+    assert set(block.needed) == set(map(str, Fault)) - {str(Fault.ONE_U)}
+    one_draft = known_faults(replace(BLOCK, k=1).tree)
+    assert set(map(str, one_draft)) == set(block.needed) - {str(Fault.PREFIX)}
 
 
 @pytest.mark.parametrize("fault", ARGMAX_DRAFT_FAULTS.values(), ids=ARGMAX_DRAFT_FAULTS.keys())
@@ -357,18 +375,19 @@ def test_a_16_bit_target_has_sampler_and_verifier_tested(
         assert (arm.passed, arm.level) == (False, "L3")
 
 
+@pytest.mark.parametrize("row", [ON, BLOCK], ids=["token", "block"])
 @on_devices
-def test_the_false_alarm_rate_in_16_bits(small: Target, device: str) -> None:
+def test_the_false_alarm_rate_in_16_bits(small: Target, device: str, row: Sampled) -> None:
     """At a level of 5 % about 5 % of right samplers fail; ten times as many would be an error."""
     settings = TargetSettings(path=str(small.folder), device=device, dtype="bfloat16")
     target = load_target(settings)
     head = untrained_head(target, 2, VOCAB - 1).to(device).eval().requires_grad_(False)
-    (tree,) = trees(target, head, [(3, 1, 2)], ON.tree)
+    (tree,) = trees(target, head, [(3, 1, 2)], row.tree)
     assert {logits.dtype for logits in (tree.first_logits, *tree.logits)} == {torch.bfloat16}
     sampler, joint = TableSampler(tree), tree.joint()
     failed = 0
     for seed in range(60):
-        sampling = Sampling(ON.temperature, ON.top_k, None, seed)
+        sampling = Sampling(row.temperature, row.top_k, None, seed)
         answers = sampler.answers([Request(str(i), (3, 1, 2), 4, sampling) for i in range(1000)])
         counts = np.bincount([tree.cell(answer) for answer in answers], minlength=len(joint))
         failed += g_test(counts, joint).p_value < 0.05

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftlab.evaluate.certificate.exact_tree import AnswerTree, TreeSettings
 from draftlab.evaluate.certificate.gtest import g_test, samples_for
-from draftlab.evaluate.certificate.known_faults import Fault, emitted_distribution
+from draftlab.evaluate.certificate.known_faults import Fault, emitted_distribution, known_faults
 from tests.helpers.broken_verifiers import faulty_verifier
 from tests.helpers.lossless import (
     DRAFT_IDS,
@@ -34,6 +34,8 @@ CASES = {
     "argmax": Case(temperature=1.2, top_k=TOP_K, draft_probs=False),
     "whole vocabulary": Case(temperature=0.9),  # with a cell for the tokens that are not followed
     "top-p": Case(temperature=1.2, top_p=0.8),
+    "block": Case(temperature=1.2, top_k=TOP_K, draft_temperature=0.6, verification="block"),
+    "block, whole vocabulary": Case(temperature=0.9, verification="block"),
 }
 
 
@@ -42,7 +44,14 @@ def table_tree(case: Case) -> AnswerTree:
     width = case.top_k or 2
     draft_temperature = (case.draft_temperature or case.temperature) if case.draft_probs else 0.0
     settings = TreeSettings(
-        LEVELS, width, case.temperature, case.top_k, case.top_p, K, draft_temperature
+        LEVELS,
+        width,
+        case.temperature,
+        case.top_k,
+        case.top_p,
+        K,
+        draft_temperature,
+        case.verification,
     )
     p, _ = settings.probabilities(TARGET)
     ids = p.topk(width).indices
@@ -78,8 +87,10 @@ def test_a_faulty_verifier_emits_the_computed_distribution(
 ) -> None:
     if not case.draft_probs and fault not in (Fault.OFTEN, Fault.ONE_U):
         pytest.skip("the source that this fault replaces is only used for sampled drafts")
-    verifier = faulty_verifier(fault, VOCAB, DRAFT_IDS.tolist(), monkeypatch)
-    tree = table_tree(case)
+    tree, block = table_tree(case), case.verification == "block"
+    if fault not in known_faults(tree.settings):
+        pytest.skip("drafts that are verified in this way cannot have the fault")
+    verifier = faulty_verifier(fault, VOCAB, DRAFT_IDS.tolist(), monkeypatch, block=block)
     tokens, _ = decode(case, verifier, sampling_metadata(case, ROWS, seed=3))
     observed, faulty = counts(tree, tokens), emitted_distribution(tree, fault)
     assert faulty.sum() == pytest.approx(1)
