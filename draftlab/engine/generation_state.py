@@ -82,6 +82,7 @@ class GenerationState:
             tuple(self.steps),
             self.first_token_s,
             self.elapsed,
+            self.started or 0.0,
         )
 
 

@@ -137,6 +137,7 @@ class Evaluator:
             | {name: value for name, value in optional.items() if value},
             adviser=advise(rows, [probe for one in results for probe in one.probes]),
             rows=rows,
+            load=[point for one in results for point in one.load],
         )
 
     def _products(self) -> str | None:

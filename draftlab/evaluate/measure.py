@@ -1,4 +1,5 @@
-"""Measurement with draftlab's own engines: decode the suite, then time every configuration."""
+"""Measurement with draftlab's own engines: decode the suite, time every configuration, and measure
+it under load."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def _shared_pool(workload: Workload) -> PagedCache | None:
     alive = workload.configs + _extra_configs(workload, settings.temperatures[0])
     return new_kv_pool(
         workload.target,
-        batch=max((workload.batch, *timed)),
+        batch=max((workload.batch, *timed, *settings.concurrency)),
         max_length=workload.max_length,
         draft_bytes=sum(draft_kv_bytes(config.head.head) for config in alive if config.head),
         monitor=workload.monitor,
@@ -75,7 +76,23 @@ def measure_draftlab(workload: Workload) -> EngineResults:
         workload.decode(results, engine, config)
     for batch in settings.timing_batches if settings.timing_prompts else ():
         _time_batch(workload, results, batch, pool)
+    for concurrency in settings.concurrency:
+        _measure_load(workload, results, concurrency, pool)
     return results
+
+
+def _measure_load(
+    workload: Workload, results: EngineResults, concurrency: int, pool: PagedCache | None
+) -> None:
+    """Measure every configuration while `concurrency` requests always run."""
+    ts = workload.settings.temperatures
+    configs = dict.fromkeys(config for t in ts for config in workload.load_configs_at(t))
+    engines = {
+        config: new_engine(workload, config, concurrency, pool, expect=False) for config in configs
+    }
+    for t in ts:
+        here = {config: engines[config] for config in workload.load_configs_at(t)}
+        results.load += workload.load(here, t, concurrency, results.engine)
 
 
 def _time_batch(

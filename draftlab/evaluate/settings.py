@@ -18,6 +18,9 @@ _Distinct = AfterValidator(_without_repetitions)
 _Count = Annotated[int, Field(ge=1)]
 MAX_K = 64
 """Most drafts a step: several times what any head is trained for; each one costs a pass."""
+MAX_CONCURRENCY = 1024
+"""Most requests at once under load: a sixth of the requests of a measurement."""
+_Concurrency = Annotated[int, Field(ge=1, le=MAX_CONCURRENCY)]
 _Drafts = Annotated[int, Field(ge=1, le=MAX_K)]
 _Temperature = Annotated[float, Field(ge=0)]
 
@@ -75,6 +78,10 @@ class EvalSettings(Settings):
         default=(1,), min_length=1
     )
     """Prompts decoded at once when timed, one or several values; rows show the first."""
+    concurrency: Annotated[tuple[_Concurrency, ...], SingleOrList, _Distinct] = ()
+    """Numbers of requests that are kept running, one or several values: a request that finishes is
+    replaced by the next. Each gives goodput, TPOT and TTFT of answers of at most timing_tokens
+    tokens. Empty: nothing is measured under load."""
     certify: bool = False
     """Also test that drafting changes no output: equal tokens at temperature 0, an equal
     distribution above."""
