@@ -120,6 +120,7 @@ class Evaluator:
             for t in workload.settings.temperatures
             for config in workload.configs_at(t)
         ]
+        load = [point for one in results for point in one.load]
         optional = {
             "products": self._products(),
             "vllm_failure": failure,
@@ -135,9 +136,9 @@ class Evaluator:
             environment=environment(workload.target.device)
             | {"timing": self._timing_conditions()}
             | {name: value for name, value in optional.items() if value},
-            adviser=advise(rows, [probe for one in results for probe in one.probes]),
+            adviser=advise(rows, [probe for one in results for probe in one.probes], load),
             rows=rows,
-            load=[point for one in results for point in one.load],
+            load=load,
         )
 
     def _products(self) -> str | None:

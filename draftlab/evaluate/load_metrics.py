@@ -18,6 +18,7 @@ import numpy as np
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
+from draftlab.evaluate.decoding_config import DecodingConfig
 from draftlab.evaluate.load import LoadRun
 from draftlab.evaluate.results import LoadPoint, Percentiles
 from draftlab.evaluate.statistics import (
@@ -35,12 +36,9 @@ FEW_RUNNING = 0.97
 def load_point(
     run: LoadRun,
     plain: LoadRun | None,
+    config: DecodingConfig,
     *,
     engine: str,
-    configuration: str,
-    head: str | None,
-    k: int,
-    draft_probs: bool,
     temperature: float,
     concurrency: int,
     distinct: int | None = None,
@@ -50,6 +48,7 @@ def load_point(
     Args:
         run: what it decoded.
         plain: plain decoding of the same streams, for the ratio of goodputs.
+        engine: its name.
         distinct: prompts after which the measured requests begin again with the first one; None:
             all differ. Intervals are over different prompts.
     """
@@ -65,10 +64,11 @@ def load_point(
     decodes = bool(later_tokens.sum() and later_s.sum())
     point = LoadPoint(
         engine=engine,
-        configuration=configuration,
-        head=head,
-        k=k,
-        draft_probs=draft_probs,
+        configuration=config.name,
+        head=config.head.name if config.head else None,
+        k=config.k,
+        fixed_k=config.fixed_k,
+        draft_probs=config.draft_probs,
         temperature=temperature,
         concurrency=concurrency,
         requests=len(measured),
@@ -122,7 +122,8 @@ def _percentiles(values: Sequence[float], prompts: np.ndarray) -> Percentiles | 
     intervals = quantile_intervals(np.array(values), prompts, QUANTILES)
     names = [f"p{round(100 * q)}" for q in QUANTILES]
     return Percentiles.model_validate(
-        dict(zip(names, map(float, points), strict=True))
+        {"mean": float(np.mean(values))}
+        | dict(zip(names, map(float, points), strict=True))
         | {f"{name}_ci": ci for name, ci in zip(names, intervals, strict=True)}
     )
 

@@ -185,11 +185,8 @@ class Workload:
             load_point(
                 run,
                 runs[PLAIN_DECODING] if config != PLAIN_DECODING else None,
+                config,
                 engine=name,
-                configuration=config.name,
-                head=config.head.name if config.head else None,
-                k=config.k,
-                draft_probs=config.draft_probs,
                 temperature=temperature,
                 concurrency=concurrency,
                 distinct=len(self.suite.prompts),

@@ -38,6 +38,7 @@ def goodput_by_speed(report: Report) -> Iterator[Figure]:
                     color=style["color"],
                 )
         axes.set(xlabel="tokens/s of one request, after its first token", ylabel="tokens/s in all")
+        axes.margins(0.09)  # room for the numbers
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
         legend(figure)

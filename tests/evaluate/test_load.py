@@ -34,14 +34,7 @@ from tests.helpers.evaluation import evaluate
 from tests.helpers.greedy_answers import requests
 
 STEP_S, PREFILL_S = 0.01, 0.003
-CONDITIONS = {
-    "engine": "a simulation",
-    "configuration": "no drafting",
-    "head": None,
-    "k": 0,
-    "draft_probs": False,
-    "temperature": 0.0,
-}
+CONDITIONS = {"config": PLAIN_DECODING, "engine": "a simulation", "temperature": 0.0}
 
 
 class Simulation:
