@@ -6,9 +6,9 @@ less:
 
     ms = bias + row · rows + Σ_j knee_j · max(0, rows − r_j) + draft · K + pair · K·B
 
-Plain decoding has a bias of its own. `knee_j` lets a row cost more once products are bound by arithmetic. With `tiles`, a constant is
-added behind each of `TILES` rows, where kernels need another tile or another kernel runs. The fit
-minimises relative errors (non-negative least squares).
+Plain decoding has a bias of its own. `knee_j` lets a row cost more once products are bound by
+arithmetic. With `tiles`, a constant is added behind each of `TILES` rows, where kernels need
+another tile or another kernel runs. The fit minimises relative errors (non-negative least squares).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLIFF = 1.25
 """A step that takes this multiple of the cost model's time is a cliff."""
 CLIFF_BEYOND = 1.6
 """The same for the step with the most rows or drafts, which the model must extrapolate to."""
-UNDERCUT = 0.85
+UNDERCUT = 0.8
 """A step of a larger batch that takes less than this share of a smaller one's shows a cliff."""
 MIN_SHAPES = 6
 """Fewer measured shapes do not show what a step should cost."""
