@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftlab.evaluate.results import LoadPoint, Percentiles, Report
+from draftlab.evaluate.results import LoadPoint, Percentiles
 from draftlab.report import formatting as fmt
 from draftlab.report.formatting import NONE
 
@@ -34,11 +34,11 @@ class LoadTable:
     rows: list[tuple[str, list[LoadCell | None]]]
 
 
-def load_groups(report: Report) -> dict[str, list[LoadPoint]]:
+def load_groups(load: Sequence[LoadPoint]) -> dict[str, list[LoadPoint]]:
     """Return the points of each engine and temperature, by a title."""
-    engines = {point.engine for point in report.load}
+    engines = {point.engine for point in load}
     groups: dict[str, list[LoadPoint]] = {}
-    for point in report.load:
+    for point in load:
         title = f"T = {fmt.temperature(point.temperature)}"
         title += f", {point.engine}" * (len(engines) > 1)
         groups.setdefault(title, []).append(point)
@@ -54,9 +54,9 @@ def by_configuration(points: Sequence[LoadPoint]) -> dict[str, list[LoadPoint]]:
     return {name: groups[name] for name in order}
 
 
-def load_tables(report: Report) -> list[LoadTable]:
+def load_tables(load: Sequence[LoadPoint]) -> list[LoadTable]:
     """Return a table for each engine and temperature."""
-    return [_table(title, points) for title, points in load_groups(report).items()]
+    return [_table(title, points) for title, points in load_groups(load).items()]
 
 
 def _table(title: str, points: Sequence[LoadPoint]) -> LoadTable:
@@ -98,11 +98,11 @@ def percentiles(values: Percentiles | None) -> list[str]:
     return [fmt.milliseconds(getattr(values, n), getattr(values, f"{n}_ci")) for n in names]
 
 
-def load_details(report: Report) -> list[dict[str, Any]]:
+def load_details(load: Sequence[LoadPoint]) -> list[dict[str, Any]]:
     """Return the texts of every point for the page's folded table, by engine and temperature."""
     return [
         {"title": title, "points": [_details(point) for point in points]}
-        for title, points in load_groups(report).items()
+        for title, points in load_groups(load).items()
     ]
 
 

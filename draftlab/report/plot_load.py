@@ -16,7 +16,7 @@ def goodput_by_speed(report: Report) -> Iterator[Figure]:
 
     A curve's points are concurrencies, and their numbers stand beside them. Up and right is better.
     """
-    for title, points in load_groups(report).items():
+    for title, points in load_groups(report.load).items():
         figure = new_figure(f"Goodput and speed of a request, {title}", height=HEIGHT + 0.6)
         axes, number = figure.axes[0], 0
         for name, members in by_configuration(points).items():

@@ -154,7 +154,7 @@ def print_report(report: Report, console: Console, printed: Sequence[str] = ()) 
     for verdict in verdicts(report):
         console.print(Text(verdict))
     console.print(_table(report))
-    for table in load_tables(report):
+    for table in load_tables(report.load):
         console.print(_goodput(table))
     shared = {"target": fmt.target_name(report)} | report_conditions(report).shared
     lines = "\n".join(condition_lines(shared, console.width - 12))
