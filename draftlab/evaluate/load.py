@@ -19,12 +19,9 @@ from dataclasses import dataclass, field, replace
 
 from draftlab.engine.sampling import Generation, Request
 from draftlab.evaluate.decoding_config import DecodingConfig
+from draftlab.evaluate.settings import LOAD_ROUNDS
 from draftlab.evaluate.timing import WARM_UP_TOKENS, Decoder, repeated_request
 
-ROUNDS = 2
-"""Rounds of every configuration: there and back."""
-MEASURED_PER_SLOT = 4
-"""Measured requests, for each request that runs at once, of all rounds together."""
 FOLLOWING_PER_SLOT = 4
 """Following requests for each that runs at once; more are needed only if answers are much shorter
 than the last measured one."""
@@ -65,19 +62,20 @@ class LoadRun:
         return self.busy_s / self.window_s
 
 
-def load_streams(requests: Sequence[Request], prompts: int, concurrency: int) -> list[Stream]:
-    """Return a stream for each round, with at least `prompts` measured requests in all.
+def load_streams(
+    requests: Sequence[Request], size: int, concurrency: int, rounds: int = LOAD_ROUNDS
+) -> list[Stream]:
+    """Return a stream of `size` measured requests for each round.
 
     A short suite is repeated. A copy of a prompt has its own id, and so its own sampling noise.
     """
-    size = -(-max(prompts, MEASURED_PER_SLOT * concurrency) // ROUNDS)
-    others = iter(range(ROUNDS * size, 10**9))
+    others = iter(range(rounds * size, 10**9))
 
     def take(indices: Sequence[int]) -> list[Request]:
         return [repeated_request(requests, i) for i in indices]
 
     streams = []
-    for start in range(0, ROUNDS * size, size):
+    for start in range(0, rounds * size, size):
         starting = [
             replace(request, max_new_tokens=-(-request.max_new_tokens * (i + 1) // concurrency))
             for i, request in enumerate(take([next(others) for _ in range(concurrency)]))

@@ -24,6 +24,11 @@ _Concurrency = Annotated[int, Field(ge=1, le=MAX_CONCURRENCY)]
 _Drafts = Annotated[int, Field(ge=1, le=MAX_K)]
 _Temperature = Annotated[float, Field(ge=0)]
 
+LOAD_ROUNDS = 2
+"""Rounds of every configuration under load: there and back."""
+MEASURED_PER_SLOT = 4
+"""Measured requests under load for each that runs at once, of all rounds together."""
+
 
 class EvalSettings(Settings):
     """Settings of `draftlab eval` and of the recipe's section `eval`."""
@@ -93,3 +98,14 @@ class EvalSettings(Settings):
     parity runs. It has no effect on a GPU or for layers without packed products."""
     vllm: VllmSettings = VllmSettings()
     """Settings of the engine vllm."""
+
+    def requests_under_load(self, concurrency: int) -> int:
+        """Return how many requests are measured in a round under load."""
+        return -(-max(self.timing_prompts, MEASURED_PER_SLOT * concurrency) // LOAD_ROUNDS)
+
+    def answers_under_load(self, concurrency: int) -> float:
+        """Return about how many whole answers each of the requests at once decodes under load.
+
+        In each round the start takes half an answer's time, and the end a whole one.
+        """
+        return LOAD_ROUNDS * (self.requests_under_load(concurrency) / concurrency + 1.5)

@@ -174,7 +174,8 @@ class Workload:
         settings = self.settings
         stage = f"{name} load T={temperature:g}, {concurrency} at once"
         requests = self.requests(temperature, timed=True)
-        streams = load_streams(requests, settings.timing_prompts, concurrency)
+        size = settings.requests_under_load(concurrency)
+        streams = load_streams(requests, size, concurrency)
 
         def progress(done: int, total: int) -> None:
             self.monitor.progress(stage, done, total)

@@ -171,6 +171,7 @@ def render_html(report: Report, images: Sequence[tuple[str, bytes]]) -> str:
         varying=conditions.varying,
         legend=fmt.LEGEND,
         advice=(report.adviser or {}).get("advice", []),
+        load_advice=(report.adviser or {}).get("load", []),
         conditions_text=fmt.conditions_text,
         dash=NONE,
         advice_check=fmt.advice_check(report),

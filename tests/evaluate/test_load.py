@@ -80,10 +80,15 @@ def varied_requests(count: int, longest: int = 60) -> list[Request]:
     return [Request(str(i), (1, 2), int(n)) for i, n in enumerate(lengths)]
 
 
+def streams_of(suite: Sequence[Request], prompts: int, concurrency: int) -> list[Stream]:
+    size = EvalSettings(timing_prompts=prompts).requests_under_load(concurrency)
+    return load_streams(suite, size, concurrency)
+
+
 def simulate(concurrency: int, prompts: int = 400, **options: float) -> tuple[LoadRun, Simulation]:
     engine = Simulation(concurrency, **options)
     run = LoadRun()
-    for stream in load_streams(varied_requests(prompts), prompts, concurrency):
+    for stream in streams_of(varied_requests(prompts), prompts, concurrency):
         decode_stream(engine, stream, run)
     return run, engine
 
@@ -94,7 +99,7 @@ def simulate(concurrency: int, prompts: int = 400, **options: float) -> tuple[Lo
 @pytest.mark.parametrize(("prompts", "concurrency"), [(10, 1), (3, 4), (64, 8), (0, 2)])
 def test_streams_measure_enough_requests_once_each(prompts: int, concurrency: int) -> None:
     suite = varied_requests(7)
-    streams = load_streams(suite, prompts, concurrency)
+    streams = streams_of(suite, prompts, concurrency)
     measured = [request for stream in streams for request in stream.measured]
     every = [request for stream in streams for request in stream.requests]
     assert len(measured) >= max(prompts, 4 * concurrency)
@@ -109,15 +114,15 @@ def test_streams_measure_enough_requests_once_each(prompts: int, concurrency: in
 
 
 def test_starting_requests_end_one_after_the_other() -> None:
-    (stream, _) = load_streams([Request("a", (1,), 64)], 1, 4)
+    (stream, _) = streams_of([Request("a", (1,), 64)], 1, 4)
     assert [request.max_new_tokens for request in stream.starting] == [16, 32, 48, 64]
-    (stream, _) = load_streams([Request("a", (1,), 2)], 1, 4)
+    (stream, _) = streams_of([Request("a", (1,), 2)], 1, 4)
     assert [request.max_new_tokens for request in stream.starting] == [1, 1, 2, 2]
 
 
 def test_a_round_ends_with_its_measured_requests() -> None:
     """The requests that follow keep the load up, and the drain is not decoded."""
-    (stream, _) = load_streams(varied_requests(40), 40, 4)
+    (stream, _) = streams_of(varied_requests(40), 40, 4)
     engine = Simulation(4)
     run = LoadRun()
     decode_stream(engine, stream, run)
@@ -137,7 +142,7 @@ def test_configurations_take_turns_there_and_back() -> None:
 
     configs = [PLAIN_DECODING, DecodingConfig(k=1), DecodingConfig(k=2)]
     engines = {c: Logged(2, tokens_a_step=c.k + 1) for c in configs}
-    streams = load_streams(varied_requests(20), 20, 2)
+    streams = streams_of(varied_requests(20), 20, 2)
     calls: list[tuple[int, int]] = []
     runs = decode_under_load(engines, streams, lambda *call: calls.append(call))
     assert order == [1, 2, 3, *(1, 2, 3), *(3, 2, 1)]  # the first three warm up
@@ -170,7 +175,7 @@ def test_idle_slots_lower_the_goodput() -> None:
             super().__init__(concurrency // 2)
 
     run = LoadRun()
-    for stream in load_streams(varied_requests(200), 200, 8):
+    for stream in streams_of(varied_requests(200), 200, 8):
         decode_stream(Half(8), stream, run)
     point = load_point(run, None, concurrency=8, **CONDITIONS)
     assert point.mean_running == pytest.approx(4, rel=0.01)
@@ -269,7 +274,7 @@ def test_tokens_do_not_depend_on_the_load(target: Target) -> None:
     alone = {g.id: g for g in Engine(target, batch=2, max_length=target.max_length).generate(suite)}
     for concurrency in (1, 3):
         run, engine = LoadRun(), Engine(target, batch=concurrency, max_length=target.max_length)
-        for stream in load_streams(suite, 6, concurrency):
+        for stream in streams_of(suite, 6, concurrency):
             decode_stream(engine, stream, run)
         for generation in run.measured:
             assert generation.token_ids == alone[generation.id.partition(" ")[0]].token_ids
