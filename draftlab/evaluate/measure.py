@@ -94,14 +94,31 @@ def measure_load(
     Args:
         make: makes the engines, with the arguments of `new_engine`.
     """
-    ts = workload.settings.temperatures
+    ts, warnings = workload.settings.temperatures, pool_warnings(workload, pool, concurrency)
     configs = dict.fromkeys(config for t in ts for config in workload.load_configs_at(t))
     engines = {
         config: make(workload, config, concurrency, pool, expect=False) for config in configs
     }
     for t in ts:
         here = {config: engines[config] for config in workload.load_configs_at(t)}
-        results.load += workload.load(here, t, concurrency, results.engine)
+        points = workload.load(here, t, concurrency, results.engine)
+        results.load += [
+            point.model_copy(update={"warnings": point.warnings + warnings}) for point in points
+        ]
+
+
+def pool_warnings(workload: Workload, pool: PagedCache | None, concurrency: int) -> list[str]:
+    """Return a warning if the KV cache may not hold so many requests at once."""
+    if pool is None:
+        return []
+    width = -(-workload.max_length // pool.block_size)
+    if pool.num_blocks - 1 >= concurrency * width:  # block 0 belongs to no request
+        return []
+    return [
+        f"at concurrency {concurrency} free memory holds the keys and values of "
+        f"{(pool.num_blocks - 1) // width} requests of {workload.max_length:,} tokens: some may "
+        "have waited or been computed again"
+    ]
 
 
 def _time_batch(
