@@ -57,7 +57,9 @@ def shared_pool(workload: Workload) -> PagedCache | None:
     if settings.engine == "reference":
         return None
     timed = settings.timing_batches if settings.timing_prompts else ()
-    alive = workload.configs + _extra_configs(workload, settings.temperatures[0])
+    loaded = [c for t in settings.temperatures for c in workload.load_configs_at(t)]
+    extra = _extra_configs(workload, settings.temperatures[0])
+    alive = dict.fromkeys(workload.configs + extra + loaded)
     return new_kv_pool(
         workload.target,
         batch=max((workload.batch, *timed, *settings.concurrency)),

@@ -29,6 +29,7 @@ from draftlab.evaluate.load import (
 from draftlab.evaluate.load_metrics import load_point
 from draftlab.evaluate.results import LoadPoint, Report
 from draftlab.evaluate.settings import EvalSettings
+from draftlab.evaluate.speedup_model import Measured
 from draftlab.evaluate.statistics import quantile_intervals
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.target_model.model import Target
@@ -220,6 +221,14 @@ def test_prefills_of_others_are_part_of_a_step_and_of_the_percentiles() -> None:
     for name in ("p50", "p90", "p99"):
         low, high = getattr(point.tpot_ms, f"{name}_ci")
         assert low <= getattr(point.tpot_ms, name) <= high
+
+
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_the_adviser_takes_the_prefills_out_of_a_step(concurrency: int) -> None:
+    run, _ = simulate(concurrency, tokens_a_step=2)
+    measured = Measured.from_load(load_point(run, None, concurrency=concurrency, **CONDITIONS))
+    assert measured.step_ms == pytest.approx(1e3 * STEP_S, rel=0.04)
+    assert measured.fixed_ms == pytest.approx(1e3 * concurrency * PREFILL_S, rel=0.01)
 
 
 def test_the_ratio_to_plain_decoding_is_paired() -> None:
