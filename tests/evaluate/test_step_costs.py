@@ -113,3 +113,25 @@ def test_rows_are_warned_of_their_own_cliffs() -> None:
     assert [len(texts) for texts in warned] == [0, 0, 1, 0]
     assert warned[2][0].startswith("a step with K = 3 at batch 8 (32 rows) takes")
     assert with_load_cliff_warnings([]) == []
+
+
+def warned(slow: dict[tuple[int, int], float]) -> list[list[str]]:
+    """Return the warnings of plain decoding and of two heads with K = 1, 3, 5 at five batches."""
+    heads = [sample.row(k=k, keep=0.6, head=name) for name in ("a", "b") for k in (1, 3, 5)]
+    rows = [sample.baseline(), *heads]
+    for batch in (1, 2, 4, 8, 16):
+        rows = [
+            with_timing(r, additive(batch, r.k) * slow.get((batch, r.k), 1), batch) for r in rows
+        ]
+    return [row.warnings for row in with_cliff_warnings(rows)]
+
+
+def test_plain_decoding_is_warned_of_once_beside_several_heads() -> None:
+    assert [len(texts) for texts in warned({(8, 0): 1.6})] == [1] + [0] * 6
+
+
+def test_at_most_three_cliffs_are_named_and_the_rest_are_counted() -> None:
+    plain, *drafted = warned({(8, 0): 1.6, (1, 1): 2.0, (8, 3): 2.0, (1, 5): 3.0})
+    assert plain == []
+    assert [len(texts) for texts in drafted] == [1] * 6
+    assert sum("; 1 more such steps" in texts[0] for texts in drafted) == 2
