@@ -123,6 +123,7 @@ class Engine:
             target.device,
             draft_vocab=drafter.draft_vocab if drafter else None,
             sampling=drafter.sampling if drafter else None,
+            confidence=bool(drafter and drafter.settings.confidence),
         )
         self.step = Step(
             target,
@@ -224,13 +225,20 @@ class Engine:
             launch = in_flight.popleft()
             if launch.ready is not None:
                 launch.ready.synchronize()
-            results = (values.tolist() for values in unpack_results(launch.result))
+            stated = self.input_batch.confidence is not None
+            results = [x.tolist() for x in unpack_results(launch.result, confidence=stated)]
             rows = zip(launch.sequences, *results, strict=False)  # a graph's batch may be padded
-            for (sequence, epoch), tokens, accepted, num_drafts, probability in rows:
+            for (sequence, epoch), tokens, accepted, num_drafts, probability, confidence in rows:
                 if sequence.epoch != epoch:
                     continue  # it has left the batch since
-                emitted = tokens[: accepted + 1]
-                sequence.add_result(emitted, accepted, num_drafts, probability, self.max_length)
+                sequence.add_result(
+                    tokens[: accepted + 1],
+                    accepted,
+                    num_drafts,
+                    probability,
+                    self.max_length,
+                    confidence,
+                )
                 if sequence.finish:
                     scheduler.remove(sequence)
                     yield sequence.result()

@@ -49,6 +49,8 @@ class Generation:
         expected: per draft position, the summed probability of acceptance where it was reached.
         steps: (drafted, accepted) of each verify step, in order.
         first_token_s, total_s: seconds from the start of its prefill.
+        confidence: the logits of the verified drafts' confidence, for each step; empty unless the
+            drafter states them (`HeadDrafter`).
     """
 
     id: str
@@ -59,6 +61,7 @@ class Generation:
     steps: tuple[tuple[int, int], ...] = field(repr=False)
     first_token_s: float
     total_s: float
+    confidence: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
 
     @property
     def tpot_s(self) -> float | None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafter import HeadDrafter, Proposal, VerifiedFeatures
+from draftlab.engine.draft_sampler import Proposal
+from draftlab.engine.drafter import HeadDrafter, VerifiedFeatures
 from draftlab.engine.input_batch import InputBatch
 from draftlab.kernels.sampling_types import DraftDistribution, VerifyResult
 from draftlab.kernels.step_layout import commit, gather_batch, store_drafts
@@ -108,8 +109,8 @@ class Step:
     def store_drafts(self, index: Tensor, proposal: Proposal) -> None:
         """Store the drafts of the slots `index` for their next step."""
         q = proposal.distribution
-        distribution = () if q is None else (q.logits, q.log_sum)
-        store_drafts(self.input_batch, index, proposal.tokens, *distribution)
+        distribution = (None, None) if q is None else (q.logits, q.log_sum)
+        store_drafts(self.input_batch, index, proposal.tokens, *distribution, proposal.confidence)
 
     def _draft_distribution(self, layout: StepLayout) -> DraftDistribution | None:
         """Return what the drafts were drawn from; None: all are argmaxes."""

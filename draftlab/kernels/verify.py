@@ -59,7 +59,7 @@ def verify(
         expect: False saves Σ min(p, q) and leaves `probability` 0 where it would stand,
             except with block verification, which needs such sums itself.
         block: judge the drafts of rows that sample them by block verification. Their drafts must
-            have been drawn with noise of their own for every step (`HeadDrafter.noise_positions`).
+            have been drawn with noise of their own for every step (`engine/draft_sampler.py`).
             Rows of argmax drafts are the same in both: with a one-hot q the accepted length has
             one distribution, and the residual is p without the draft.
     """

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafter import Proposal, VerifiedFeatures
+from draftlab.engine.draft_sampler import Proposal
+from draftlab.engine.drafter import VerifiedFeatures
 from draftlab.kernels.sampling_types import SamplingMetadata, draft_index
 from tests.helpers.zoo import SHAPE, eager_model
 
