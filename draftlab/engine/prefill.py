@@ -65,6 +65,8 @@ def prefill(
     keys, limited = batch.keys[index], any(s.limited for s in sequences)
     logits = step.target.logits(states.last[gather])
     newest = known.where(resumed, sample_token(logits, lengths, keys, limited=limited))
+    if step.backlog is not None:
+        step.backlog.clear(index)
     batch.length[index], batch.newest[index], batch.stored[index] = lengths + 1, newest, 0
     zeros = torch.zeros_like(lengths)
     no_probability = newest.new_empty(len(sequences), 0)

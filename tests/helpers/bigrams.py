@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class BigramDrafter:
     boundaries = ()
     draft_vocab = None
     pools = ()
+    settings = SimpleNamespace(confidence=False)
 
     def __init__(self, texts: list[list[int]], k: int, device: str = "cpu") -> None:
         self.k = k
@@ -37,13 +39,13 @@ class BigramDrafter:
     def extend_cache(self, verified: VerifiedFeatures) -> None:
         pass
 
-    def propose(self, verified: VerifiedFeatures) -> Proposal:
+    def propose(self, verified: VerifiedFeatures, k: int | None = None) -> Proposal:
         tokens, last = (
             t.gather(1, verified.counts[:, None] - 1)[:, 0]
             for t in (verified.tokens, verified.positions)
         )
         drafts = []
-        for step in range(self.k):
+        for step in range(k or self.k):
             tokens = self.follower[tokens]
             wrong = (last + 2 + step) % 5 == 0
             drafts.append((tokens + wrong) % VOCABULARY)
