@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from draftlab.engine.adaptive import AdaptivePolicy, AdaptiveVerification, shape_families
