@@ -1,4 +1,4 @@
-"""The K adviser: predict the speed-up over the whole suite for every K.
+"""The K adviser: predict the speed-up for every K and batch.
 
 With K drafts a step emits n(K) tokens in s(K) milliseconds; plain decoding emits one in s(0). So
 
@@ -8,14 +8,13 @@ n(K) belongs to the whole suite. Where the suite was decoded with K drafts, it i
 count. Between two counted values of K the unconditional acceptance a_i of each position and the
 share of the tokens that were emitted (stop tokens and limits truncate some) are interpolated;
 positions that only the larger K has are the larger one's. K = 0 counts as decoded, with n(0) = 1.
-Beyond the largest counted K there is no prediction. s(K) belongs to the timed prompts and is
-interpolated between timed values of K; outside of them the slope is kept (0 for a parallel head
-that was timed at a single K).
+Beyond the largest counted K there is no prediction. s(K) belongs to the timed prompts. Where K was
+not timed it follows a cost model of all timed steps of the head, at all batches, and the model's
+differences to the steps of this batch (`speedup_model.py`, `step_costs.py`; for a parallel head
+that was timed at a single K, s is constant).
 
-The check leaves out one timed K at a time, and predicts the speed-up that was measured there from
-the step times and the acceptance of the timed prompts at the other values of K alone. It leaves out
-values between two others: without the smallest or largest K the prediction would go beyond the
-measurements, where the cost of a step may bend, as it does where a kernel needs a second tile.
+Under load the same model predicts the goodput (`load_adviser.py`). `advice_check.py` has the check:
+each timed K is predicted from the others.
 """
 
 from __future__ import annotations
@@ -25,11 +24,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
+from draftlab.evaluate.advice_check import Check, check_left_out, check_summary
 from draftlab.evaluate.break_even import break_even
-from draftlab.evaluate.results import Row
-from draftlab.evaluate.speedup_model import Probe, SpeedupModel, Steps, conditions, speedup_models
+from draftlab.evaluate.load_adviser import load_advice
+from draftlab.evaluate.results import LoadPoint, Row
+from draftlab.evaluate.speedup_model import (
+    Acceptance,
+    Probe,
+    SpeedupTable,
+    conditions,
+    timing_tables,
+)
 
 PREDICTS = (
     "a prediction is of the speed-up over all prompts of the suite: its own tokens a step, with "
@@ -41,15 +46,12 @@ PREDICTS = (
 class Prediction:
     """The predicted effect of K drafts a step on the whole suite.
 
-    The last four fields belong to the timed prompts. They are None if K was not timed, the last
-    three also if it was not timed between two other values of K.
+    The last five fields belong to the timed prompts. They are None if K was not timed, the last
+    four also if it was not timed between two other values of K (see `Check`).
 
     Attributes:
         speedup_ci: 95 % interval over the prompts of the suite and of the timing pass.
         measured_speedup: measured on the timed prompts.
-        left_out_speedup: predicted for the timed prompts without the measurement at this K.
-        error: left_out_speedup / measured_speedup − 1.
-        met: whether `left_out_speedup` lies in the interval of the measured speed-up.
     """
 
     k: int
@@ -63,6 +65,7 @@ class Prediction:
     left_out_speedup: float | None = None
     error: float | None = None
     met: bool | None = None
+    close: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -88,60 +91,82 @@ class Advice:
     predictions: tuple[Prediction, ...]
 
 
-def advise(rows: Sequence[Row], probes: Iterable[Probe] = ()) -> dict[str, Any] | None:
-    """Return `report.adviser`: {"predicts": …, "advice": [Advice, …], "check": …, "break_even": …}.
+def advise(
+    rows: Sequence[Row], probes: Iterable[Probe] = (), load: Sequence[LoadPoint] = ()
+) -> dict[str, Any] | None:
+    """Return `report.adviser`: {"predicts", "advice", "load", "check", "break_even"}.
 
-    "predicts" says what a prediction is of. "check" is about the predictions of left-out values of
-    K: how many were `timed`, how many of them `met` the measurement, `mean_error` and `worst_error`
-    in size (None if there are none), and all of it as `text`. The result is None if nothing was
-    timed.
+    "predicts" says what a prediction is of; "advice" and "load" hold an `Advice` and a `LoadAdvice`
+    each. "check" is about the predictions of left-out values of K in both: how many were `timed`,
+    how many of them `met` the measurement, how many are `close`, `mean_error` and `worst_error` in
+    size (None if there are none), and all of it as `text`. The result is None if nothing was timed.
     """
-    models = speedup_models(rows, list(probes))
-    advice = [one for model in models if (one := _advice(model, models)) is not None]
-    if not advice:
+    tables = timing_tables(rows, list(probes))
+    by_key: dict[Any, list[Row]] = {}
+    for row in sorted((row for row in rows if row.drafts), key=lambda row: row.k):
+        by_key.setdefault(conditions(row), []).append(row)
+    advice = [
+        one
+        for key, members in by_key.items()
+        if (table := tables.get(key)) is not None
+        for batch in (timing.batch for timing in members[-1].timings)
+        if batch in table.batches and (one := _advice(table, members, batch)) is not None
+    ]
+    under_load = load_advice(load, rows)
+    if not advice and not under_load:
         return None
+    predictions = [p for one in (*advice, *under_load) for p in one.predictions]
     return {
         "predicts": PREDICTS,
         "advice": [asdict(one) for one in advice],
-        "check": _check([p for one in advice for p in one.predictions]),
+        "load": [asdict(one) for one in under_load],
+        "check": check_summary(
+            [
+                Check(p.left_out_speedup, p.error, p.met, p.close)
+                for p in predictions
+                if p.error is not None
+            ]
+        ),
         "break_even": [asdict(one) for one in break_even(advice)],
     }
 
 
-def _check(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    checked = [p for p in predictions if p.error is not None]
-    errors = [abs(p.error or 0.0) for p in checked]
-    met, text = sum(bool(p.met) for p in checked), "no prediction was checked: too few timed K's"
-    mean, worst = (float(np.mean(errors)), max(errors)) if errors else (None, None)
-    if mean is not None and worst is not None:
-        text = (
-            f"{met} of {len(checked)} speed-ups at a timed K, predicted from the other timed K's, "
-            f"lie in the measured interval; the error is {100 * mean:.0f} % on average and "
-            f"{100 * worst:.0f} % at most"
+def _advice(table: SpeedupTable, rows: Sequence[Row], batch: int) -> Advice | None:
+    """Return the advice at a batch; None if the step times do not give a slope.
+
+    Args:
+        rows: the decoded suite, by K.
+    """
+    largest = rows[-1]
+    counted = {
+        row.k: Acceptance(
+            row.counters.acceptance_at or (), row.tokens_per_step / (row.acceptance_length or 1.0)
         )
-    return {
-        "timed": len(checked),
-        "met": met,
-        "mean_error": mean,
-        "worst_error": worst,
-        "text": text,
+        for row in rows
     }
-
-
-def _advice(model: SpeedupModel, models: Sequence[SpeedupModel]) -> Advice | None:
-    """Return the advice of a model; None if its step times do not give a slope."""
-    largest = model.largest
-    key = conditions(largest)[:2], model.batch  # engine, head and batch
-    same_head = [m.steps for m in models if (conditions(m.largest)[:2], m.batch) == key]
-    others = max(same_head, key=len)  # where this model has one K, they give the slope
-    plain = next((t.baseline_tpot_ms for t in model.timings.values() if t.baseline_tpot_ms), None)
-    if plain is None:
-        return None
-    predictions = tuple(
-        one for k in range(1, largest.k + 1) if (one := _predict(model, k, plain, others))
-    )
-    if len(predictions) < largest.k:
-        return None
+    lengths = {row.k: row.acceptance_length_ci for row in rows}
+    ratios = {k: one.step_ratio_ci for k, one in table.at_batch(batch).items()}
+    predictions = []
+    for k in range(1, largest.k + 1):
+        predicted = table.predict(batch, k, counted)
+        if predicted is None:
+            return None
+        acceptance, step, speedup = predicted
+        width = math.hypot(*(_half_width(intervals, k) for intervals in (lengths, ratios)))
+        interval = speedup * math.exp(-width), speedup * math.exp(width)
+        measured = table.measured.get((batch, k))
+        prediction = Prediction(
+            k,
+            acceptance.length,
+            acceptance.tokens,
+            step,
+            step / acceptance.tokens,
+            speedup,
+            interval,
+            measured and measured.speedup,
+        )
+        check = check_left_out(table, batch, k)
+        predictions.append(replace(prediction, **asdict(check)) if check else prediction)
     best = max(predictions, key=lambda p: p.speedup)
     return Advice(
         engine=largest.engine,
@@ -149,61 +174,20 @@ def _advice(model: SpeedupModel, models: Sequence[SpeedupModel]) -> Advice | Non
         drafter=largest.drafter,
         temperature=largest.temperature,
         draft_probs=largest.draft_probs,
-        batch=model.batch,
-        plain_ms=plain,
+        batch=batch,
+        plain_ms=table.measured[batch, 0].step_ms,
         best_k=best.k,
-        text=_text(best, predictions, model.batch),
-        predictions=predictions,
+        text=_text(best, predictions, batch),
+        predictions=tuple(predictions),
     )
-
-
-def _predict(model: SpeedupModel, k: int, plain: float, others: Steps) -> Prediction | None:
-    at_k = model.at(k, plain, model.counted, model.steps, others)
-    if at_k is None:
-        return None
-    acceptance, step, speedup = at_k
-    timing = model.timings.get(k)
-    prediction = Prediction(
-        k,
-        acceptance.length,
-        acceptance.tokens,
-        step,
-        step / acceptance.tokens,
-        speedup,
-        _interval(model, k, speedup),
-        timing and timing.speedup,
-    )
-    rest = (
-        {i: value for i, value in values.items() if i != k}
-        for values in (model.timed, model.steps, others)
-    )
-    left_out = model.at(k, plain, *rest) if min(model.steps) < k < max(model.steps) else None
-    if timing is None or timing.speedup is None or left_out is None:
-        return prediction
-    low, high = timing.speedup_ci or (timing.speedup,) * 2
-    *_, speedup = left_out
-    return replace(
-        prediction,
-        left_out_speedup=speedup,
-        error=speedup / timing.speedup - 1,
-        met=low <= speedup <= high,
-    )
-
-
-def _interval(model: SpeedupModel, k: int, speedup: float) -> tuple[float, float]:
-    """Return the 95 % interval of a predicted speed-up.
-
-    Tokens a step vary between the prompts of the suite as AL does, and step times between timed
-    prompts. Both are independent, so the squares of their relative widths add up. At a K that was
-    not counted or not timed the widest interval of the others is used.
-    """
-    ratios = {i: timing.step_ratio_ci for i, timing in model.timings.items()}
-    width = math.hypot(*(_half_width(intervals, k) for intervals in (model.lengths, ratios)))
-    return speedup * math.exp(-width), speedup * math.exp(width)
 
 
 def _half_width(intervals: Mapping[int, tuple[float, float] | None], k: int) -> float:
-    """Return half the width of the interval at K, or else of the widest, as a logarithm."""
+    """Return half the width of the interval at K, or else of the widest, as a logarithm.
+
+    Tokens a step vary between the prompts of the suite as AL does, and step times between timed
+    prompts. Both are independent, so the squares of their relative widths add up.
+    """
     widths = {i: math.log(ci[1] / ci[0]) / 2 for i, ci in intervals.items() if ci and ci[0] > 0}
     return widths.get(k, max(widths.values(), default=0.0))
 

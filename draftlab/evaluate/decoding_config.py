@@ -63,6 +63,11 @@ class DecodingConfig:
             return "no drafting"
         return f"{self.head.name}, K={self.k}, {'sampled' if self.draft_probs else 'argmax'} drafts"
 
+    @property
+    def fixed_k(self) -> bool:
+        """Whether every step has K drafts, but for those at a length limit."""
+        return True
+
 
 PLAIN_DECODING = DecodingConfig()
 

@@ -29,7 +29,13 @@ from draftlab.evaluate.metrics import (
 )
 from draftlab.evaluate.results import Lossless, Report, Row
 from draftlab.evaluate.settings import EvalSettings
-from draftlab.evaluate.warnings import k_warnings, row_warnings, suite_warnings
+from draftlab.evaluate.warnings import (
+    k_warnings,
+    row_warnings,
+    suite_warnings,
+    with_cliff_warnings,
+    with_load_cliff_warnings,
+)
 from draftlab.evaluate.workload import EngineResults, Workload
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
@@ -120,6 +126,8 @@ class Evaluator:
             for t in workload.settings.temperatures
             for config in workload.configs_at(t)
         ]
+        rows = with_cliff_warnings(rows)
+        load = with_load_cliff_warnings([point for one in results for point in one.load])
         optional = {
             "products": self._products(),
             "vllm_failure": failure,
@@ -135,8 +143,9 @@ class Evaluator:
             environment=environment(workload.target.device)
             | {"timing": self._timing_conditions()}
             | {name: value for name, value in optional.items() if value},
-            adviser=advise(rows, [probe for one in results for probe in one.probes]),
+            adviser=advise(rows, [probe for one in results for probe in one.probes], load),
             rows=rows,
+            load=load,
         )
 
     def _products(self) -> str | None:

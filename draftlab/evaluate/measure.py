@@ -1,7 +1,9 @@
-"""Measurement with draftlab's own engines: decode the suite, then time every configuration."""
+"""Measurement with draftlab's own engines: decode the suite, time every configuration, and measure
+it under load."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from draftlab.engine.drafter import new_drafter
@@ -45,7 +47,7 @@ def new_engine(
     return Engine(target, drafter, **size, cache=pool, expect=expect, cpu_prepacked=settings.packed)
 
 
-def _shared_pool(workload: Workload) -> PagedCache | None:
+def shared_pool(workload: Workload) -> PagedCache | None:
     """Return a KV cache for all engines, which take turns; None for the reference engine.
 
     CUDA graphs hold its addresses, so it stays while any engine lives. The draft KV caches, of a
@@ -58,7 +60,7 @@ def _shared_pool(workload: Workload) -> PagedCache | None:
     alive = workload.configs + _extra_configs(workload, settings.temperatures[0])
     return new_kv_pool(
         workload.target,
-        batch=max((workload.batch, *timed)),
+        batch=max((workload.batch, *timed, *settings.concurrency)),
         max_length=workload.max_length,
         draft_bytes=sum(draft_kv_bytes(config.head.head) for config in alive if config.head),
         monitor=workload.monitor,
@@ -69,13 +71,37 @@ def measure_draftlab(workload: Workload) -> EngineResults:
     """Decode and time every configuration with draftlab's engine."""
     settings = workload.settings
     results = EngineResults(ENGINE_NAMES[settings.engine], package_version())
-    pool = _shared_pool(workload)
+    pool = shared_pool(workload)
     for config in workload.configs:
         engine = new_engine(workload, config, workload.batch, pool, expect=True)
         workload.decode(results, engine, config)
     for batch in settings.timing_batches if settings.timing_prompts else ():
         _time_batch(workload, results, batch, pool)
+    for concurrency in settings.concurrency:
+        measure_load(workload, results, concurrency, pool)
     return results
+
+
+def measure_load(
+    workload: Workload,
+    results: EngineResults,
+    concurrency: int,
+    pool: PagedCache | None,
+    make: Callable[..., Decoder] = new_engine,
+) -> None:
+    """Measure every configuration while `concurrency` requests always run.
+
+    Args:
+        make: makes the engines, with the arguments of `new_engine`.
+    """
+    ts = workload.settings.temperatures
+    configs = dict.fromkeys(config for t in ts for config in workload.load_configs_at(t))
+    engines = {
+        config: make(workload, config, concurrency, pool, expect=False) for config in configs
+    }
+    for t in ts:
+        here = {config: engines[config] for config in workload.load_configs_at(t)}
+        results.load += workload.load(here, t, concurrency, results.engine)
 
 
 def _time_batch(

@@ -12,11 +12,12 @@ from draftlab.errors import UserError
 from draftlab.files import read_json, write_json
 from draftlab.settings import describe_errors
 
-SCHEMA_VERSION = 3
-READABLE_VERSIONS = (1, 2, 3)
+SCHEMA_VERSION = 4
+READABLE_VERSIONS = (1, 2, 3, 4)
 """Later versions only add fields: version 2 timings, self_check and speedup_ci; version 3 the
-acceptance of the timed prompts, what a certificate tested, and the level of a self-check. Up to
-version 2 timed answers ignored stop tokens, and TPOT was the mean over prompts."""
+acceptance of the timed prompts, what a certificate tested, and the level of a self-check; version
+4 the measurements under load. Up to version 2 timed answers ignored stop tokens, and TPOT was the
+mean over prompts."""
 
 
 class Lossless(BaseModel):
@@ -74,6 +75,60 @@ class Timing(BaseModel):
     speedup: float | None = None
     speedup_ci: tuple[float, float] | None = None
     step_ratio_ci: tuple[float, float] | None = None
+
+
+class Percentiles(BaseModel):
+    """Percentiles of a time over requests, in milliseconds, with 95 % intervals over prompts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    p50_ci: tuple[float, float]
+    p90_ci: tuple[float, float]
+    p99_ci: tuple[float, float]
+
+
+class LoadPoint(BaseModel):
+    """One configuration under load: `concurrency` requests in a closed loop (methods §6.2).
+
+    `configuration` names it; `k` is its largest number of drafts, and with `fixed_k` that of every
+    step, but for those at a length limit. `mean_running` requests ran at
+    once while measured ones were admitted. `goodput_tok_s` is output tokens per second of all
+    requests, `user_tok_s` those of one request after its first token. TTFT counts from a request's
+    admission. `step_ms` is the time between two steps of a request, prefills of others included.
+    `speedup` is the goodput over that of plain decoding of the same streams. A field that was not
+    measured is None.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    engine: str
+    configuration: str
+    head: str | None
+    k: int
+    fixed_k: bool = True
+    draft_probs: bool
+    temperature: float
+    concurrency: int
+    requests: int
+    output_tokens: int
+    mean_running: float
+    goodput_tok_s: float
+    goodput_tok_s_ci: tuple[float, float]
+    speedup: float | None = None
+    speedup_ci: tuple[float, float] | None = None
+    user_tok_s: float | None
+    user_tok_s_ci: tuple[float, float] | None
+    tpot_ms: Percentiles | None
+    ttft_ms: Percentiles
+    step_ms: float | None
+    tokens_per_step: float | None
+    acceptance_length: float | None
+    acceptance_at: list[float] | None
+    warnings: list[str] = []
 
 
 class Row(BaseModel):
@@ -170,6 +225,7 @@ class Report(BaseModel):
     environment: dict[str, Any]
     adviser: dict[str, Any] | None = None
     rows: list[Row]
+    load: list[LoadPoint] = []
 
     def write(self, path: Path) -> None:
         """Write the report atomically, with the key `schema` first."""

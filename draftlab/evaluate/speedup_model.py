@@ -1,17 +1,22 @@
-"""The speed-up as a function of K, from what was counted over the suite and timed."""
+"""The speed-up as a function of K and batch, from tables of measured steps and acceptance.
+
+An answer of n tokens after the first takes
+
+    answer(K) = fixed(K) + n / tokens_per_step(K) · step(K);   speed-up(K) = answer(0) / answer(K)
+
+with the milliseconds of a step and the tokens that it emits; `fixed` is the time of prefills, which
+TPOT leaves out (0) and load does not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from draftlab.evaluate.results import Row, Timing
-
-Steps = Mapping[int, float]
-"""Milliseconds of a step, by K."""
+from draftlab.evaluate.results import LoadPoint, Row, Timing
+from draftlab.evaluate.step_costs import Shape, Steps, fit_costs
 
 
 @dataclass(frozen=True)
@@ -50,86 +55,141 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
-class SpeedupModel:
-    """The speed-up by K, from the measurements at one batch that differ in K alone.
+class Measured:
+    """What was measured of steps of one shape.
 
     Attributes:
-        largest: the row with the largest K.
-        lengths: intervals of AL over the suite, by K.
-        counted: acceptance of the suite, by K.
-        timings: timings with a step time, by K.
+        step_ms: milliseconds of a step, without prefills.
+        acceptance: of the same prompts; None if it is unknown.
+        speedup, speedup_ci: over plain decoding of the same prompts; None for plain decoding.
+        step_ratio_ci: interval of `step_ms` over a step of plain decoding.
+        fixed_ms: milliseconds of an answer that no step of its own accounts for.
+        answer_tokens: tokens of an answer after its first; they matter with `fixed_ms` alone.
     """
 
-    largest: Row
-    batch: int
-    lengths: Mapping[int, tuple[float, float] | None]
-    counted: Mapping[int, Acceptance]
-    timings: Mapping[int, Timing]
+    step_ms: float
+    acceptance: Acceptance | None = None
+    speedup: float | None = None
+    speedup_ci: tuple[float, float] | None = None
+    step_ratio_ci: tuple[float, float] | None = None
+    fixed_ms: float = 0.0
+    answer_tokens: float = 1.0
+
+    @classmethod
+    def from_timing(cls, timing: Timing) -> Measured | None:
+        """Return a timing's measurement; None without steps."""
+        if not timing.step_ms:
+            return None
+        acceptance = _acceptance(timing.acceptance_at, timing.tokens_per_step)
+        intervals = timing.speedup_ci, timing.step_ratio_ci
+        return cls(timing.step_ms, acceptance, timing.speedup, *intervals)
+
+    @classmethod
+    def from_load(cls, point: LoadPoint) -> Measured | None:
+        """Return the measurement of a point under load; None without steps.
+
+        While a request runs, so do the prefills of all that run beside it, its own included.
+        """
+        tokens = point.output_tokens / point.requests
+        answer_ms = 1e3 * point.mean_running * tokens / point.goodput_tok_s
+        fixed_ms = point.mean_running * point.ttft_ms.mean
+        if not point.tokens_per_step or answer_ms <= fixed_ms:
+            return None
+        steps = (tokens - 1) / point.tokens_per_step
+        return cls(
+            (answer_ms - fixed_ms) / steps,
+            _acceptance(point.acceptance_at, point.tokens_per_step),
+            point.speedup,
+            point.speedup_ci,
+            fixed_ms=fixed_ms,
+            answer_tokens=tokens - 1,
+        )
+
+
+def _acceptance(at: Sequence[float] | None, tokens_per_step: float | None) -> Acceptance | None:
+    return Acceptance(at, tokens_per_step / (1 + sum(at))) if at and tokens_per_step else None
+
+
+@dataclass(frozen=True)
+class SpeedupTable:
+    """Measurements by (batch, K) that differ in nothing else; K = 0 is plain decoding.
+
+    Attributes:
+        flat: whether a single timed K serves all others, as for a parallel head.
+        measured: by shape.
+        head_steps: step times of the same head under the conditions where most were measured, which
+            tell how a step's time depends on its shape.
+    """
+
+    flat: bool
+    measured: Mapping[Shape, Measured]
+    head_steps: Steps
 
     @property
-    def steps(self) -> dict[int, float]:
-        """Milliseconds of a step, by K."""
-        return {k: timing.step_ms or 0.0 for k, timing in self.timings.items()}
+    def batches(self) -> list[int]:
+        """Batches at which plain decoding and drafts were measured."""
+        drafted = {batch for batch, k in self.measured if k}
+        return sorted(batch for batch, k in self.measured if not k and batch in drafted)
 
-    @property
-    def timed(self) -> dict[int, Acceptance]:
-        """Acceptance of the timed prompts, by K."""
-        return {
-            k: Acceptance(t.acceptance_at, t.tokens_per_step / (1 + sum(t.acceptance_at)))
-            for k, t in self.timings.items()
-            if t.acceptance_at and t.tokens_per_step
-        }
+    def at_batch(self, batch: int) -> dict[int, Measured]:
+        """Return the measurements with drafts at a batch, by K."""
+        found = {k: one for (b, k), one in self.measured.items() if b == batch and k}
+        return dict(sorted(found.items()))
 
-    def at(
+    def step_ms(self, batch: int, k: int, without: int | None = None) -> float | None:
+        """Return the milliseconds of a step; None if they do not follow.
+
+        A measured step is its own prediction. Others follow the shape of the cost model; its
+        difference to the measured steps of the batch is interpolated over K.
+
+        Args:
+            without: a K whose measurements are left out, at all batches.
+        """
+        own = {i: m.step_ms for i, m in self.at_batch(batch).items() if i != without}
+        if k in own:
+            return own[k]
+        steps = {shape: ms for shape, ms in self.head_steps.items() if shape[1] != without}
+        several = len({i for _, i in steps if i}) > 1
+        if not own or not (several or self.flat):
+            return None
+        if not several:
+            return next(iter(own.values()))
+        costs = fit_costs(steps, tiles=len({b for b, _ in steps}) > 1)
+        differences = [ms - costs.ms(batch, i) for i, ms in own.items()]
+        return costs.ms(batch, k) + float(np.interp(k, [*own], differences))
+
+    def predict(
         self,
+        batch: int,
         k: int,
-        plain: float,
         acceptance: Mapping[int, Acceptance],
-        steps: Steps,
-        others: Steps,
+        without: int | None = None,
     ) -> tuple[Acceptance, float, float] | None:
-        """Return acceptance, milliseconds of a step and speed-up at K; None if they are unknown."""
+        """Return acceptance, milliseconds of a step and speed-up; None if they are unknown."""
         at_k = interpolate_acceptance(k, acceptance)
-        step = step_ms(k, steps, others, flat=self.largest.drafter == "parallel")
+        step = self.step_ms(batch, k, without)
         if at_k is None or step is None:
             return None
-        step = max(step, plain)  # a step that verifies drafts is no faster than one without drafts
-        return at_k, step, plain * at_k.tokens / step
+        plain = self.measured[batch, 0]
+        step = max(step, plain.step_ms)  # verifying drafts is no faster than decoding without any
+        own = {i: m.fixed_ms for i, m in self.at_batch(batch).items() if i != without}
+        fixed = float(np.interp(k, [*own], [*own.values()]))
+        tokens = plain.answer_tokens
+        answer = fixed + tokens / at_k.tokens * step
+        return at_k, step, (plain.fixed_ms + tokens * plain.step_ms) / answer
 
+    def left_out(self, batch: int, k: int) -> float | None:
+        """Return the speed-up of a measured K, predicted without any measurement with that K.
 
-def speedup_models(rows: Sequence[Row], probes: Sequence[Probe]) -> list[SpeedupModel]:
-    """Return a model for each engine, head, temperature, drafter setting and timed batch."""
-    by_key: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        if row.drafts:
-            by_key.setdefault(conditions(row), []).append(row)
-    models = []
-    for key, members in by_key.items():
-        members.sort(key=lambda row: row.k)
-        timings = [(p.k, p.timing) for p in probes if conditions(p) == key]
-        timings += [(row.k, timing) for row in members for timing in row.timings]
-        for batch in (timing.batch for timing in members[-1].timings):
-            models.append(
-                SpeedupModel(
-                    members[-1],
-                    batch,
-                    {row.k: row.acceptance_length_ci for row in members},
-                    {
-                        row.k: Acceptance(
-                            row.counters.acceptance_at or (),
-                            row.tokens_per_step / (row.acceptance_length or 1.0),
-                        )
-                        for row in members
-                    },
-                    {k: t for k, t in timings if t.batch == batch and t.step_ms},
-                )
-            )
-    return models
-
-
-def conditions(one: Row | Probe) -> tuple[Any, ...]:
-    """Return what the measurements of a model share, except the batch."""
-    return one.engine, one.head, one.temperature, one.draft_probs
+        The K must lie between two others: without the smallest or largest one the prediction would
+        go beyond the measurements. None if there is no prediction.
+        """
+        own = self.at_batch(batch)
+        if not min(own) < k < max(own):
+            return None
+        known = {i: m.acceptance for i, m in own.items() if i != k and m.acceptance}
+        predicted = self.predict(batch, k, known, without=k)
+        return predicted and predicted[2]
 
 
 def interpolate_acceptance(k: int, known: Mapping[int, Acceptance]) -> Acceptance | None:
@@ -146,25 +206,62 @@ def interpolate_acceptance(k: int, known: Mapping[int, Acceptance]) -> Acceptanc
     return Acceptance((*at, *high.at[below:k]), emitted)
 
 
-def step_ms(k: int, steps: Steps, others: Steps, *, flat: bool = False) -> float | None:
-    """Return the milliseconds of a step with `k` drafts; None if they do not follow.
+Conditions = tuple[str, str | None, float, bool]
+"""Engine, head, temperature and drafter setting."""
 
-    Args:
-        steps: measured step times, by K.
-        others: step times of the same head and batch under other conditions, which give the slope
-            if there is one step time only.
-        flat: whether the slope is 0 without any.
+
+def conditions(one: Row | Probe | LoadPoint) -> Conditions:
+    """Return what the measurements of a table share."""
+    return one.engine, one.head, one.temperature, one.draft_probs
+
+
+def timing_tables(rows: Sequence[Row], probes: Sequence[Probe]) -> dict[Conditions, SpeedupTable]:
+    """Return a table of the timed steps for each drafted row's conditions."""
+    parallel = {row.head: row.drafter == "parallel" for row in rows}
+    measured: dict[Conditions, dict[Shape, Measured]] = {}
+    drafted = [row for row in rows if row.drafts]
+    timings = [(conditions(p), p.k, p.timing) for p in probes]
+    timings += [(conditions(row), row.k, timing) for row in drafted for timing in row.timings]
+    for key, k, timing in timings:
+        if (one := Measured.from_timing(timing)) is not None and timing.baseline_tpot_ms:
+            table = measured.setdefault(key, {})
+            table[timing.batch, k] = one
+            table.setdefault((timing.batch, 0), Measured(timing.baseline_tpot_ms))
+    wanted = {conditions(row) for row in drafted}
+    tables = _tables(measured, parallel)
+    return {key: table for key, table in tables.items() if key in wanted}
+
+
+def goodput_tables(
+    points: Sequence[LoadPoint], rows: Sequence[Row]
+) -> dict[Conditions, SpeedupTable]:
+    """Return a table of the measurements under load for each drafted configuration's conditions.
+
+    A configuration that does not always verify K drafts has no place in a table by K.
     """
-    ks = sorted(steps)
-    if not ks:
-        return None
-    if ks[0] <= k <= ks[-1]:
-        return float(np.interp(k, ks, [steps[i] for i in ks]))
-    end = ks[0] if k < ks[0] else ks[-1]
-    nearest = ks[:2] if k < ks[0] else ks[-2:]
-    points = {i: steps[i] for i in nearest} if len(ks) > 1 else others
-    if len(points) > 1:
-        # Least squares; the rest of polyfit's result is the intercept.
-        slope = float(np.polyfit(list(points), list(points.values()), 1)[0])
-        return steps[end] + slope * (k - end)
-    return steps[end] if flat else None
+    parallel = {row.head: row.drafter == "parallel" for row in rows}
+    plain = {
+        (p.engine, p.temperature, p.concurrency): Measured.from_load(p) for p in points if not p.k
+    }
+    measured: dict[Conditions, dict[Shape, Measured]] = {}
+    for point in points:
+        base = plain.get((point.engine, point.temperature, point.concurrency))
+        one = Measured.from_load(point)
+        if point.k and point.fixed_k and one and base:
+            table = measured.setdefault(conditions(point), {})
+            table[point.concurrency, point.k] = one
+            table[point.concurrency, 0] = base
+    return _tables(measured, parallel)
+
+
+def _tables(
+    measured: Mapping[Conditions, Mapping[Shape, Measured]], parallel: Mapping[str | None, bool]
+) -> dict[Conditions, SpeedupTable]:
+    tables = {}
+    for key, own in measured.items():
+        same_head = [table for other, table in measured.items() if other[:2] == key[:2]]
+        largest = max(same_head, key=len)
+        largest = own if len(own) == len(largest) else largest
+        steps = {shape: one.step_ms for shape, one in largest.items()}
+        tables[key] = SpeedupTable(parallel.get(key[1], False), own, steps)
+    return tables

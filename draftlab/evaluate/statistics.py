@@ -60,6 +60,32 @@ def percentile_interval(values: np.ndarray, level: float) -> tuple[float, float]
     return float(low), float(high)
 
 
+def quantile_intervals(
+    values: np.ndarray,
+    prompts: np.ndarray,
+    quantiles: Sequence[float],
+    *,
+    samples: int = 1000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> list[tuple[float, float]]:
+    """Return the bootstrap interval over prompts of each quantile of values [N].
+
+    Args:
+        prompts: the prompt of each value, int [N]; values of one prompt are resampled together.
+    """
+    names, place = np.unique(prompts, return_inverse=True)
+    order = np.argsort(place, kind="stable")
+    counts = np.bincount(place)
+    column = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
+    table = np.full((len(names), counts.max()), np.nan)  # a row for each prompt
+    table[place[order], column] = values[order]
+    index = np.random.default_rng(seed).integers(0, len(names), (samples, len(names)))
+    resampled = table[index].reshape(samples, -1)
+    quantile = np.quantile if len(values) == table.size else np.nanquantile
+    return [percentile_interval(one, level) for one in quantile(resampled, quantiles, axis=1)]
+
+
 def ratio_interval(
     numerators: Sequence[float], denominators: Sequence[float], *, level: float = 0.95
 ) -> tuple[float, float]:

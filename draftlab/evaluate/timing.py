@@ -45,7 +45,7 @@ def timing_batches(
     The second copy of a prompt has its own id, and so its own sampling noise.
     """
     count = -(-max(prompts, batch) // batch) * batch
-    repeated = [_copy(requests[i % len(requests)], i // len(requests)) for i in range(count)]
+    repeated = [repeated_request(requests, i) for i in range(count)]
     for start in range(0, count, batch):
         yield repeated[start : start + batch]
 
@@ -60,8 +60,11 @@ def warm_up_batches(batch: Sequence[Request]) -> list[list[Request]]:
     return [short[:size] for size in sorted(sizes, reverse=True)]
 
 
-def _copy(request: Request, number: int) -> Request:
-    return replace(request, id=f"{request.id} (copy {number})") if number else request
+def repeated_request(requests: Sequence[Request], i: int) -> Request:
+    """Return request i of a suite that is repeated; each copy of a prompt has its own id."""
+    copy, place = divmod(i, len(requests))
+    request = requests[place]
+    return replace(request, id=f"{request.id} (copy {copy})") if copy else request
 
 
 def time_in_turn(

@@ -5,10 +5,14 @@ Equal texts of several rows are printed once, so that figures of a row are left 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from draftlab.evaluate.decoding_config import NamedHead
-from draftlab.evaluate.results import Row, Timing
+from draftlab.evaluate.results import LoadPoint, Row, Timing
 from draftlab.evaluate.self_check import failure_message
 from draftlab.evaluate.settings import EvalSettings
+from draftlab.evaluate.speedup_model import Measured, conditions
+from draftlab.evaluate.step_costs import Shape, find_cliffs
 
 MIN_PROMPTS = 30
 MIN_TIMED_PROMPTS = 10
@@ -63,3 +67,62 @@ def _interval(timing: Timing) -> tuple[float, float]:
     """Return the interval of the speed-up; without one, the speed-up itself or else 1."""
     point = 1.0 if timing.speedup is None else timing.speedup
     return timing.speedup_ci or (point, point)
+
+
+def with_cliff_warnings(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with warnings about timed steps that take far longer than others suggest."""
+    steps = [
+        (row, (timing.batch, row.k), timing.step_ms)
+        for row in rows
+        for timing in row.timings
+        if timing.step_ms
+    ]
+    texts = _cliff_texts(steps)
+    return [
+        row.model_copy(update={"warnings": row.warnings + texts.get(id(row), [])}) for row in rows
+    ]
+
+
+def with_load_cliff_warnings(points: Sequence[LoadPoint]) -> list[LoadPoint]:
+    """Return the points with warnings about steps that take far longer than others suggest.
+
+    The steps are those without prefills.
+    """
+    steps = [
+        (point, (point.concurrency, point.k), measured.step_ms)
+        for point in points
+        if point.fixed_k and (measured := Measured.from_load(point)) is not None
+    ]
+    texts = _cliff_texts(steps)
+    return [
+        point.model_copy(update={"warnings": point.warnings + texts.get(id(point), [])})
+        for point in points
+    ]
+
+
+def _cliff_texts(
+    steps: Iterable[tuple[Row | LoadPoint, Shape, float]],
+) -> dict[int, list[str]]:
+    """Return the texts of the cliffs among measured steps, by the id of the row or point.
+
+    Steps are compared with those of the same head under the same conditions, and of plain decoding.
+    """
+    plain: dict[tuple[object, ...], list[tuple[Row | LoadPoint, Shape, float]]] = {}
+    drafted: dict[tuple[object, ...], list[tuple[Row | LoadPoint, Shape, float]]] = {}
+    for step in steps:
+        engine, head, temperature, draft_probs = conditions(step[0])
+        if head is None:
+            plain.setdefault((engine, temperature), []).append(step)
+        else:
+            drafted.setdefault((engine, temperature, head, draft_probs), []).append(step)
+    texts: dict[int, list[str]] = {}
+    for key, members in (drafted or plain).items():
+        group = plain.get(key[:2], []) + members if drafted else members
+        owner = {shape: id(one) for one, shape, _ in group}
+        for cliff in find_cliffs({shape: ms for _, shape, ms in group}):
+            own = texts.setdefault(owner[cliff.batch, cliff.k], [])
+            if not any(
+                text.partition(" takes ")[0] == cliff.text.partition(" takes ")[0] for text in own
+            ):
+                own.append(cliff.text)
+    return texts

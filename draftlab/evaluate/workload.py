@@ -10,8 +10,10 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.evaluate.bandwidth import floor_ms
 from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig, NamedHead, configs_at
+from draftlab.evaluate.load import decode_under_load, load_streams
+from draftlab.evaluate.load_metrics import load_point
 from draftlab.evaluate.metrics import timing
-from draftlab.evaluate.results import Timing
+from draftlab.evaluate.results import LoadPoint, Timing
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.speedup_model import Probe
 from draftlab.evaluate.timing import (
@@ -35,6 +37,7 @@ class EngineResults:
         generations: answers to the whole suite, in its order.
         timings: one entry per timed batch size; no entry if nothing was timed.
         probes: timings of K's without rows, for the adviser.
+        load: measurements under load.
         warnings: warnings for every row of this engine.
     """
 
@@ -43,6 +46,7 @@ class EngineResults:
     generations: dict[tuple[float, DecodingConfig], list[Generation]] = field(default_factory=dict)
     timings: dict[tuple[float, DecodingConfig], list[Timing]] = field(default_factory=dict)
     probes: list[Probe] = field(default_factory=list)
+    load: list[LoadPoint] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -71,6 +75,10 @@ class Workload:
     def configs_at(self, temperature: float) -> list[DecodingConfig]:
         """Return the configurations of a temperature, plain decoding first."""
         return configs_at(self.heads, self.settings, temperature)
+
+    def load_configs_at(self, temperature: float) -> list[DecodingConfig]:
+        """Return the configurations that are measured under load, plain decoding first."""
+        return self.configs_at(temperature)
 
     @property
     def sampled_configs(self) -> list[tuple[float, DecodingConfig]]:
@@ -149,3 +157,40 @@ class Workload:
             distinct=len(self.suite.prompts),
             floor_ms=floor_ms(self.target, head, config.k, batch),
         )
+
+    def load(
+        self,
+        engines: Mapping[DecodingConfig, Decoder],
+        temperature: float,
+        concurrency: int,
+        name: str,
+    ) -> list[LoadPoint]:
+        """Return what every engine shows while `concurrency` requests always run.
+
+        Args:
+            engines: plain decoding among them; each decodes `concurrency` requests at once.
+            name: engine name for progress and for the report.
+        """
+        settings = self.settings
+        stage = f"{name} load T={temperature:g}, {concurrency} at once"
+        requests = self.requests(temperature, timed=True)
+        size = settings.requests_under_load(concurrency)
+        streams = load_streams(requests, size, concurrency)
+
+        def progress(done: int, total: int) -> None:
+            self.monitor.progress(stage, done, total)
+
+        with one_thread(self.target.device):
+            runs = decode_under_load(engines, streams, progress)
+        return [
+            load_point(
+                run,
+                runs[PLAIN_DECODING] if config != PLAIN_DECODING else None,
+                config,
+                engine=name,
+                temperature=temperature,
+                concurrency=concurrency,
+                distinct=len(self.suite.prompts),
+            )
+            for config, run in runs.items()
+        ]

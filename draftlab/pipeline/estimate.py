@@ -260,10 +260,10 @@ def _evaluation(recipe: Recipe, target: TargetSize, gpu: Gpu | None) -> Estimate
     if gpu and prompts is not None:
         steps = math.ceil(prompts / settings.batch) * settings.max_new_tokens
         seconds = rows * steps * target.step_seconds(gpu, settings.batch, PROMPT_TOKENS)
-        timed_steps = (
-            settings.timing_prompts * settings.timing_tokens * len(settings.timing_batches)
-        )
-        seconds += rows * timed_steps * target.step_seconds(gpu, 1, PROMPT_TOKENS)
+        timed = [(1, float(settings.timing_prompts))] * len(settings.timing_batches)
+        timed += [(c, settings.answers_under_load(c)) for c in settings.concurrency]
+        answers = sum(n * target.step_seconds(gpu, c, PROMPT_TOKENS) for c, n in timed)
+        seconds += rows * settings.timing_tokens * answers
     number = f"{prompts:,}" if prompts is not None else "all"
     return Estimate("eval", f"{rows} rows of {number} prompts", seconds=seconds)
 

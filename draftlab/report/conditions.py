@@ -135,14 +135,24 @@ def row_labels(rows: Sequence[Row], without: Sequence[str] = ()) -> list[str]:
     ]
 
 
-def warnings(rows: Sequence[Row]) -> dict[str, str]:
-    """Return each distinct warning, with the labels of its rows unless all drafted rows have it."""
+def warnings(report: Report) -> dict[str, str]:
+    """Return each distinct warning, with the labels of its rows unless all drafted rows have it.
+
+    Those of measurements under load have the configuration and the temperature.
+    """
+    rows = report.rows
     labels_of: dict[str, list[str]] = {}
     for row, label in zip(rows, row_labels(rows), strict=True):
         for text in dict.fromkeys(row.warnings):
             labels_of.setdefault(text, []).append(label)
     drafted = sum(map(fmt.has_drafter, rows))
-    return {
+    texts = {
         text: text if len(labels) >= drafted else f"{text} ({'; '.join(labels)})"
         for text, labels in labels_of.items()
     }
+    under_load: dict[str, list[str]] = {}
+    for point in report.load:
+        label = f"T = {fmt.temperature(point.temperature)}, {point.configuration}"
+        for text in point.warnings:
+            under_load.setdefault(text, []).append(label)
+    return texts | {text: f"{text} ({'; '.join(labels)})" for text, labels in under_load.items()}

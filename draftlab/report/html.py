@@ -15,6 +15,7 @@ from draftlab.report import break_even, verdict
 from draftlab.report import formatting as fmt
 from draftlab.report.conditions import report_conditions, row_labels, warnings
 from draftlab.report.formatting import NONE
+from draftlab.report.load import load_details, load_tables
 
 MAX_CARDS = 8  # more would push the table, which has the same figures, off the first screen
 
@@ -170,13 +171,16 @@ def render_html(report: Report, images: Sequence[tuple[str, bytes]]) -> str:
         varying=conditions.varying,
         legend=fmt.LEGEND,
         advice=(report.adviser or {}).get("advice", []),
+        load_advice=(report.adviser or {}).get("load", []),
         conditions_text=fmt.conditions_text,
         dash=NONE,
         advice_check=fmt.advice_check(report),
         break_even=break_even.tables(report),
         alpha_by_position=report.environment.get("alpha_by_position", {}),
         certificates=fmt.certificates(report),
-        warnings=warnings(rows).values(),
+        load_tables=load_tables(report.load),
+        load_details=load_details(report.load),
+        warnings=warnings(report).values(),
         plots=[(text, base64.b64encode(data).decode("ascii")) for text, data in images],
         facts=[(title, flatten(value)) for title, value in facts.items() if value],
         schema=report.schema_version,

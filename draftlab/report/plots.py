@@ -11,6 +11,7 @@ from draftlab.evaluate.results import Report, Row
 from draftlab.report import formatting as fmt
 from draftlab.report.canvas import error_bars, legend, line_style, new_figure, plain
 from draftlab.report.conditions import report_conditions, row_labels, row_traits
+from draftlab.report.plot_load import goodput_by_speed
 from draftlab.report.plot_times import series, speedup_by_batch, tpot, tpot_by_k
 
 
@@ -122,6 +123,11 @@ PLOTS = {
         lambda report: speedup_by_batch(report.rows),
         "Against decoding without drafts, by the number of prompts decoded at once, with 95 % "
         "intervals over prompts. Below 1 drafting costs time.",
+    ),
+    "goodput": (
+        goodput_by_speed,
+        "Under load: output tokens per second of all requests against those of one, by the number "
+        "of requests that always run (beside the points). Up and to the right is better.",
     ),
     "tpot": (
         # the lines by K have the same times

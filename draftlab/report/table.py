@@ -15,6 +15,7 @@ from draftlab.report import break_even
 from draftlab.report import formatting as fmt
 from draftlab.report.conditions import condition_lines, report_conditions, warnings
 from draftlab.report.formatting import NONE
+from draftlab.report.load import LoadTable, load_tables
 from draftlab.report.verdict import title, verdicts
 
 _ACCEPTANCE = "acceptance\nat 1…K"
@@ -103,6 +104,18 @@ def _table(report: Report) -> Table:
     return table
 
 
+def _goodput(table: LoadTable) -> Table:
+    """Return the goodput by concurrency as a table; the best of a column is marked."""
+    shown = new_table()
+    shown.add_column(table.title, overflow="fold")
+    for concurrency in table.concurrencies:
+        shown.add_column(f"{concurrency}\nat once", justify="right", no_wrap=True)
+    for name, cells in table.rows:
+        texts = [Text("") if c is None else Text(f"{c.text}{' *' * c.best}") for c in cells]
+        shown.add_row(Text(name), *texts)
+    return shown
+
+
 def new_table() -> Table:
     """Return a table without columns."""
     return Table(
@@ -141,6 +154,8 @@ def print_report(report: Report, console: Console, printed: Sequence[str] = ()) 
     for verdict in verdicts(report):
         console.print(Text(verdict))
     console.print(_table(report))
+    for table in load_tables(report.load):
+        console.print(_goodput(table))
     shared = {"target": fmt.target_name(report)} | report_conditions(report).shared
     lines = "\n".join(condition_lines(shared, console.width - 12))
     console.print(key_value_grid([("conditions", lines)]))
@@ -155,9 +170,10 @@ def print_report(report: Report, console: Console, printed: Sequence[str] = ()) 
     names = ["AL"]
     names += ["speed-up"] if any(row.speedup is not None for row in rows) else []
     names += ["drafting"] if any(map(fmt.has_drafter, rows)) else []
+    names += ["goodput"] if report.load else []
     legend = {name: fmt.LEGEND[name][0] for name in names} | fmt.head_notes(rows)
     console.print(key_value_grid(legend.items(), style="dim"))
-    texts = warnings(report.rows)
+    texts = warnings(report)
     if new := {text: w for text, w in texts.items() if not any(p.endswith(text) for p in printed)}:
         console.print()
         console.print(key_value_grid([("warning:", text) for text in new.values()], "yellow"))

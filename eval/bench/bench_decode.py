@@ -68,7 +68,7 @@ HEADS: dict[str, dict[str, Any]] = {
         "confidence": True,
     },
 }
-MODEL_TYPES = {"llama": "llama", "hybrid": "qwen3_5_text"}
+MODEL_TYPES = {"llama": "llama", "hybrid": "qwen3_5_text", "small": "qwen3"}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {  # Llama-3.1-8B
         "intermediate_size": 14336,
@@ -79,9 +79,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
     "hybrid": {},
+    "small": {  # 22 M parameters
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+}
+SMALL_HEAD: dict[str, Any] = {
+    "boundaries": (1, 3, 5),
+    "hidden_size": 512,
+    "target_hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 8192,
+    "draft_vocab_size": 4096,
 }
 PROBS = {"off": (False,), "on": (True,), "both": (False, True)}
 SYNTHETIC = 0.6
+COINS = 1024  # different sequences of coins; a request's id picks one
 # vLLM 0.20.2 on an H200 that copies 4.30 TB/s, batch 1: (layers of a parallel head or 0, K)
 VLLM_STEP_MS = {(0, 0): 4.99, (0, 3): 6.51, (0, 5): 7.30, (0, 8): 8.41, (1, 8): 5.4}
 VLLM_COPY, STREAM = 4.30e12, 4.15e12
@@ -121,8 +143,8 @@ class Measured:
 
 @cache
 def coins(device: torch.device) -> Tensor:
-    """Return whether drafts pass, bool [rows, positions], so that a step only looks it up."""
-    numbers = torch.rand(64, 8192, generator=torch.Generator().manual_seed(0))
+    """Return whether drafts pass, bool [sequences, positions], so that a step only looks it up."""
+    numbers = torch.rand(COINS, 8192, generator=torch.Generator().manual_seed(0))
     return (numbers < SYNTHETIC).to(device)
 
 
@@ -132,27 +154,33 @@ def synthetic_verify(
     """Run the real verifier, then accept each draft with probability `SYNTHETIC`."""
     result = verify(logits, drafts, num_drafts, *rest, **options)
     depth = torch.arange(drafts.shape[1], device=drafts.device)
-    row = torch.arange(len(drafts), device=drafts.device)[:, None]
-    coin = coins(drafts.device)[row, rest[1][:, None] + depth]
+    _, positions, metadata = rest
+    sequence = metadata.prompt.remainder(COINS)
+    coin = coins(drafts.device)[sequence[:, None], positions[:, None] + depth]
     passed = coin & (depth < num_drafts[:, None])
     accepted = passed.long().cumprod(-1).sum(-1)
     # + 0 · …: the real result stays part of the captured graph
     return VerifyResult(accepted + 0 * result.accepted, result.emitted, result.probability)
 
 
-def random_target(device: torch.device, kind: str = "llama", layers: int = 32) -> Target:
-    """Return a target of one of `SHAPES` with random bfloat16 weights."""
-    config = CONFIG_MAPPING[MODEL_TYPES[kind]](
-        **SHAPES[kind],
-        vocab_size=128256,
-        hidden_size=4096,
-        num_hidden_layers=layers,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        attn_implementation=ATTENTION,
-        dtype=torch.bfloat16,
-    )
-    torch.set_default_dtype(torch.bfloat16)
+def random_target(
+    device: torch.device,
+    kind: str = "llama",
+    layers: int = 32,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Target:
+    """Return a target of one of `SHAPES` with random weights."""
+    shape = {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "attn_implementation": ATTENTION,
+        "dtype": dtype,
+    }
+    config = CONFIG_MAPPING[MODEL_TYPES[kind]](**shape | SHAPES[kind])
+    torch.set_default_dtype(dtype)
     with device:
         model = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
@@ -184,13 +212,13 @@ def random_head(target: Target, device: torch.device, **changed: Any) -> DraftHe
     }
     config = make_head_config(**(fields | changed))
     with device:
-        head = new_head(config).to(torch.bfloat16)
+        head = new_head(config).to(target.dtype)
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim == 2:
                 parameter.normal_(std=0.02)
     size = config.draft_vocab_size
-    head.set_draft_vocabulary(torch.arange(size, device=device) * (128256 // size))
+    head.set_draft_vocabulary(torch.arange(size, device=device) * (config.vocab_size // size))
     return head.eval().requires_grad_(False)
 
 
@@ -270,7 +298,7 @@ def main() -> None:
     parser.add_argument("--k", default="3,5,8")
     parser.add_argument("--probs", choices=PROBS, default="both", help="draft probabilities")
     parser.add_argument("--layers", type=int, default=32, help="of the target")
-    parser.add_argument("--target", choices=SHAPES, default="llama")
+    parser.add_argument("--target", choices=("llama", "hybrid"), default="llama")
     parser.add_argument("--graphs", choices=("on", "off"), default="on", help="CUDA graphs")
     arguments = parser.parse_args()
     device = torch.device("cuda")

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from draftlab.evaluate.advice_check import check_left_out
 from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.results import Row, Timing
-from draftlab.evaluate.speedup_model import Acceptance, Probe, interpolate_acceptance, step_ms
+from draftlab.evaluate.speedup_model import (
+    Acceptance,
+    Measured,
+    Probe,
+    SpeedupTable,
+    interpolate_acceptance,
+)
+from draftlab.evaluate.step_costs import Steps
 from draftlab.report import formatting as fmt
 from tests.helpers import sample_report as sample
 from tests.helpers.sample_report import PLAIN_MS, with_timing
@@ -83,12 +93,50 @@ def test_a_step_is_never_cheaper_than_plain_decoding() -> None:
     assert min(p["step_ms"] for p in advice["predictions"]) == PLAIN_MS
 
 
-def test_the_slope_is_kept_beyond_the_measured_ks() -> None:
-    steps = {2: 10.0, 4: 14.0, 6: 15.0}
-    assert [step_ms(k, steps, {}) for k in (1, 3, 5, 8)] == pytest.approx([8.0, 12.0, 14.5, 16.0])
-    assert step_ms(3, {2: 10.0}, {}) is None
-    assert step_ms(3, {2: 10.0}, {}, flat=True) == 10.0
-    assert step_ms(3, {}, steps) is None
+def table(steps: Steps, *, flat: bool = False, plain_ms: float = 5.0) -> SpeedupTable:
+    """Return a table of measured steps, by (batch, K), with plain decoding of each batch."""
+    plain = {(batch, 0): Measured(plain_ms) for batch, _ in steps}
+    return table_of({shape: one.step_ms for shape, one in plain.items()} | dict(steps), flat=flat)
+
+
+def table_of(steps: Steps, *, flat: bool = False) -> SpeedupTable:
+    return SpeedupTable(flat, {shape: Measured(ms) for shape, ms in steps.items()}, steps)
+
+
+def test_a_step_follows_the_cost_model_and_the_measured_steps() -> None:
+    bent = table({(1, 2): 10.0, (1, 4): 14.0, (1, 6): 15.0})
+    assert [bent.step_ms(1, k) for k in (2, 4, 6)] == [10.0, 14.0, 15.0]
+    assert 10.0 < bent.step_ms(1, 3) < 14.0 < bent.step_ms(1, 5) < 15.0 < bent.step_ms(1, 8)
+    linear_steps = table({(1, k): linear(k) for k in (2, 4)})
+    assert [linear_steps.step_ms(1, k) for k in (1, 3, 7)] == pytest.approx(
+        [linear(k) for k in (1, 3, 7)]
+    )
+    assert table({(1, 2): 10.0}).step_ms(1, 3) is None
+    assert table({(1, 2): 10.0}, flat=True).step_ms(1, 3) == 10.0
+    assert bent.step_ms(2, 3) is None
+
+
+def test_a_tile_is_known_from_other_batches() -> None:
+    """The step of a K between two others jumps where the same number of rows jumps elsewhere."""
+
+    def tiles(batch: int, k: int) -> float:
+        return 10.0 * math.ceil(batch * (k + 1) / 64) + 0.3 * k
+
+    steps = {(b, k): tiles(b, k) for b in (8, 16, 32) for k in range(1, 9)}
+    steps |= {(b, 0): tiles(b, 0) for b in (8, 16, 32)}
+    left_out = table_of(steps).step_ms(32, 2, without=2)
+    assert left_out == pytest.approx(tiles(32, 2), rel=0.05)
+    neighbours = (steps[32, 1] + steps[32, 3]) / 2
+    assert neighbours < 0.8 * tiles(32, 2)
+
+
+def test_a_left_out_k_plays_no_part_at_any_batch() -> None:
+    steps = {(b, k): 5.0 + 0.1 * b + k for b in (1, 2, 4) for k in (1, 2, 3)}
+    planted = {shape: ms * (100 if shape[1] == 2 else 1) for shape, ms in steps.items()}
+    for batch in (1, 2, 4):
+        expected = table(steps).step_ms(batch, 2, without=2)
+        assert table(planted).step_ms(batch, 2, without=2) == expected
+        assert expected == pytest.approx(steps[batch, 2], rel=0.02)
 
 
 def test_every_setting_and_batch_has_its_own_advice() -> None:
@@ -179,3 +227,45 @@ def test_times_of_older_reports_are_not_checked() -> None:
 
 def test_untimed_rows_get_no_advice() -> None:
     assert advise([sample.baseline(), sample.row()]) is None
+
+
+def test_goodput_is_predicted_under_load() -> None:
+    """Where steps and acceptance are additive, each left-out K is predicted; plain may be best."""
+    report = sample.loaded_report()
+    load = {(one["temperature"], one["concurrency"]): one for one in report.adviser["load"]}
+    assert sorted(load) == [(t, c) for t in (0.0, 0.8) for c in (1, 4, 64)]
+    for (_, concurrency), one in load.items():
+        for p in one["predictions"]:
+            point = sample.load_point(concurrency, p["k"])
+            assert p["goodput_tok_s"] == pytest.approx(point.goodput_tok_s, rel=0.01)
+            if p["k"] in (1, 3, 5):
+                assert p["measured_speedup"] == point.speedup
+            if p["k"] == 3:
+                assert p["left_out_speedup"] == pytest.approx(point.speedup, rel=0.01)
+                assert (p["met"], p["close"]) == (True, True)
+    assert load[0.0, 1]["best_k"] > 2
+    assert load[0.0, 64]["best_k"] == 0
+    assert report.adviser["check"]["close"] == report.adviser["check"]["timed"] == 6
+    assert "6 are within 5 %" in report.adviser["check"]["text"]
+
+
+def test_configurations_without_a_fixed_k_have_no_place_in_a_table_by_k() -> None:
+    points = [sample.load_point(4, k) for k in (0, 1, 3, 5)]
+    odd = sample.load_point(4, 7, fixed_k=False, goodput_tok_s=1.0)
+    assert advise([], load=[*points, odd]) == advise([], load=points)
+
+
+@pytest.mark.parametrize(
+    ("factor", "width", "met", "close"),
+    [(1.04, 0.01, False, True), (1.06, 0.2, True, False), (1.06, 0.01, False, False)],
+)
+def test_close_is_five_percent(factor: float, width: float, met: bool, close: bool) -> None:
+    measured = {(1, k): Measured(5.0 + k, Acceptance((0.5,) * k)) for k in (1, 2, 3)}
+    measured[1, 0] = Measured(5.0)
+    steps = {shape: one.step_ms for shape, one in measured.items()}
+    speedup = SpeedupTable(False, measured, steps).left_out(1, 2) / factor
+    interval = speedup * (1 - width), speedup * (1 + width)
+    measured[1, 2] = replace(measured[1, 2], speedup=speedup, speedup_ci=interval)
+    check = check_left_out(SpeedupTable(False, measured, steps), 1, 2)
+    assert check.error == pytest.approx(factor - 1)
+    assert (check.met, check.close) == (met, close)

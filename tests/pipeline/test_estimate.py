@@ -218,6 +218,23 @@ def test_the_table(llama_8b: Path, tmp_path: Path) -> None:
     assert estimate_stages(compared)[-1].note.startswith("14 rows ")  # 1 + 2 · 2, and 1 + 2 · 2 · 2
 
 
+def test_measurements_under_load_take_time(llama_8b: Path) -> None:
+    def seconds(**settings: object) -> float:
+        settings = {"temperatures": 0, "timing_prompts": 0, "k": 3} | settings
+        recipe_ = recipe(llama_8b, hardware={"gpu": "H200"}, eval=settings)
+        return estimate_stages(recipe_)[-1].seconds
+
+    base = seconds()
+    one, many = (seconds(concurrency=c) - base for c in (1, 64))
+    # plain decoding and K = 3; in each of two rounds two answers, half a start and the end
+    step = TargetSize.of(recipe(llama_8b), target_config(recipe(llama_8b).target)).step_seconds(
+        GPUS["H200"], 1, 256
+    )
+    assert one == pytest.approx(2 * 2 * (2 + 1.5) * 64 * step, rel=0.2)
+    assert one < many < 3 * one
+    assert seconds(concurrency=[1, 64]) == pytest.approx(base + one + many)
+
+
 def test_conversations_are_truncated_in_the_store_and_not_when_answered(
     llama_8b: Path, tmp_path: Path
 ) -> None:

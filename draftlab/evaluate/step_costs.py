@@ -1,0 +1,146 @@
+"""The time of a step by its shape: a cost model fitted to measured steps, and its outliers.
+
+A step of B requests with K drafts each verifies B·(K + 1) rows and runs the head for K drafts. The
+model is additive, with coefficients that are not negative, so that more rows or drafts never cost
+less:
+
+    ms = bias + row · rows + Σ_j knee_j · max(0, rows − r_j) + draft · K + pair · K·B
+
+Plain decoding has a bias of its own. `knee_j` lets a row cost more once products are bound by
+arithmetic. With `tiles`, a constant is added behind each of `TILES` rows, where kernels need
+another tile or another kernel runs. The fit minimises relative errors (non-negative least squares).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+Shape = tuple[int, int]
+"""(batch, K); K = 0 is plain decoding."""
+Steps = Mapping[Shape, float]
+"""Milliseconds of a step, by its shape."""
+
+KNEES = (64, 128, 256)
+TILES = (*(2**i for i in range(13)), 192, 384)
+TILE_PENALTY = 0.02
+"""Weight of the tiles' coefficients in the fit: without need no tile is fitted."""
+CLIFF = 1.25
+"""A step that takes this multiple of the cost model's time is a cliff."""
+CLIFF_BEYOND = 1.6
+"""The same for the step with the most rows or drafts, which the model must extrapolate to."""
+UNDERCUT = 0.8
+"""A step of a larger batch that takes less than this share of a smaller one's shows a cliff."""
+MIN_SHAPES = 6
+"""Fewer measured shapes do not show what a step should cost."""
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """A fitted cost model: its coefficients, and whether it has tiles."""
+
+    coefficients: np.ndarray
+    tiles: bool
+
+    def ms(self, batch: int, k: int) -> float:
+        """Return the milliseconds of a step."""
+        return float(_features([(batch, k)], tiles=self.tiles)[0] @ self.coefficients)
+
+
+@dataclass(frozen=True)
+class Cliff:
+    """A measured step that takes far longer than others suggest.
+
+    Attributes:
+        expected_ms: what the cost model of the other steps gives, or the time of `larger`.
+        larger: a larger batch with the same K whose step is faster; None if the model tells.
+    """
+
+    batch: int
+    k: int
+    step_ms: float
+    expected_ms: float
+    larger: int | None = None
+
+    @property
+    def text(self) -> str:
+        """The cliff as a warning."""
+        rows = self.batch * (self.k + 1)
+        what = f"K = {self.k}" if self.k else "no drafts"
+        text = (
+            f"a step with {what} at batch {self.batch} ({rows:,} rows) takes {self.step_ms:.2f} ms"
+        )
+        if self.larger is not None:
+            return f"{text}, longer than one at batch {self.larger} ({self.expected_ms:.2f} ms)"
+        ratio = self.step_ms / self.expected_ms
+        return (
+            f"{text}, {ratio:.2f} × the {self.expected_ms:.2f} ms that the other steps' costs of a "
+            "row and of a draft suggest"
+        )
+
+
+def fit_costs(steps: Steps, *, tiles: bool = False) -> StepCosts:
+    """Return the cost model of measured steps."""
+    times = np.array([*steps.values()])
+    features = _features([*steps], tiles=tiles) / times[:, None]
+    errors = np.ones(len(times))
+    if tiles:
+        penalty = np.zeros((len(TILES), features.shape[1]))
+        penalty[:, -len(TILES) :] = TILE_PENALTY / times.mean() * np.eye(len(TILES))
+        features, errors = np.vstack([features, penalty]), np.append(errors, np.zeros(len(TILES)))
+    return StepCosts(nnls(features, errors)[0], tiles)
+
+
+def _features(shapes: Sequence[Shape], *, tiles: bool) -> np.ndarray:
+    """Return the features of shapes, float64 [N, F]."""
+    batch, k = np.array(shapes, dtype=float).T
+    rows = batch * (k + 1)
+    columns = [k > 0, k == 0, rows, k, k * batch]
+    columns += [np.maximum(0, rows - knee) for knee in KNEES]
+    columns += [rows > tile for tile in TILES] if tiles else []
+    return np.stack(columns, axis=1).astype(float)
+
+
+def find_cliffs(steps: Steps) -> list[Cliff]:
+    """Return the steps that take far longer than the others suggest, the farthest first.
+
+    Each step is compared with a model of all others; the farthest is then set aside, so that it
+    does not spoil the comparison of the rest.
+    """
+    cliffs: list[Cliff] = []
+    rest = dict(steps)
+    while len(rest) >= MIN_SHAPES:
+        expected = {shape: _from_others(shape, rest) for shape in rest}
+        limits = {shape: _limit(shape, rest) for shape in rest}
+        shape = max(rest, key=lambda shape: rest[shape] / expected[shape] / limits[shape])
+        if rest[shape] < limits[shape] * expected[shape]:
+            break
+        cliffs.append(Cliff(*shape, rest.pop(shape), expected[shape]))
+    return cliffs + _undercut(rest)
+
+
+def _from_others(shape: Shape, steps: Steps) -> float:
+    return fit_costs({one: ms for one, ms in steps.items() if one != shape}).ms(*shape)
+
+
+def _limit(shape: Shape, steps: Steps) -> float:
+    """Return the allowed ratio, which is larger where all other shapes are smaller."""
+    batch, k = shape
+    others = [one for one in steps if one != shape]
+    rows = max(b * (i + 1) for b, i in others)
+    beyond = batch * (k + 1) > rows or batch > max(b for b, _ in others)
+    return CLIFF_BEYOND if beyond or k > max(i for _, i in others) else CLIFF
+
+
+def _undercut(steps: Steps) -> list[Cliff]:
+    """Return the steps that a larger batch with the same K undercuts."""
+    cliffs = []
+    for (batch, k), ms in steps.items():
+        larger = {b: other for (b, i), other in steps.items() if i == k and b > batch}
+        fastest = min(larger, key=larger.__getitem__, default=None)
+        if fastest is not None and larger[fastest] < UNDERCUT * ms:
+            cliffs.append(Cliff(batch, k, ms, larger[fastest], fastest))
+    return cliffs

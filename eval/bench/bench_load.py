@@ -1,0 +1,145 @@
+"""Goodput under load: plain decoding and every K, at each number of requests that always run.
+
+    python eval/bench/bench_load.py --out load.json
+    python eval/bench/bench_load.py --target embedded --dtype bfloat16 --out load_embedded.json
+
+The 8B target has the shapes of Llama-3.1-8B, random weights and an EAGLE3 chain of one layer; draft
+i passes with probability 0.6 if those before it did, decided behind the real verifier
+(bench_decode.py). The small target has 22 M parameters, and the embedded one is draftlab's, with
+its reference head, held-out prompts, real acceptance, and stop tokens. Goodput, TPOT and TTFT are
+those of `draftlab eval --concurrency` (docs/methods.md §6.2), by the same code.
+
+It prints a table of goodput in tokens/s with the best of each concurrency, what a configuration
+without a fixed K has of the best fixed K (plain decoding included) and of plain decoding, and how
+well each K is predicted from the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_decode import HEADS, SMALL_HEAD, random_head, random_target
+from synthetic_workload import print_table, synthetic_engine, synthetic_workload
+
+from draftlab.evaluate.adviser import advise
+from draftlab.evaluate.measure import measure_load, new_engine, shared_pool
+from draftlab.evaluate.metrics import device_name
+from draftlab.evaluate.results import LoadPoint
+from draftlab.evaluate.settings import EvalSettings
+from draftlab.evaluate.warnings import with_load_cliff_warnings
+from draftlab.evaluate.workload import EngineResults, Workload
+from draftlab.files import write_json
+from draftlab.pipeline.api import new_evaluator
+from draftlab.pipeline.resolve import find_head, find_target
+from draftlab.progress import Monitor
+from draftlab.report.load import load_tables
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TARGETS = {"8b": "llama", "small": "small"}
+
+
+def load_workload(target: str, dtype: str, device: torch.device, **settings: Any) -> Workload:
+    """Return the workload of a target's name; `settings` are those of `EvalSettings`."""
+    prompt_tokens = settings.pop("prompt_tokens")
+    if target == "embedded":
+        head = find_head("reference")
+        name = {"dtype": dtype, "device": str(device)}
+        target_settings = find_target(head, None).model_copy(update=name)
+        chosen = EvalSettings.model_validate(
+            {"max_prompts": 256, "temperatures": 0.0, "draft_probs": "off"} | settings
+        )
+        evaluator = new_evaluator(
+            target_settings, head, chosen, monitor=Monitor(), head_name="reference"
+        )
+        return evaluator.workload
+    loaded = random_target(device, TARGETS[target], dtype=DTYPES[dtype])
+    changed = HEADS["chain"] | (SMALL_HEAD if target == "small" else {})
+    head = random_head(loaded, device, **changed)
+    return synthetic_workload(loaded, head, prompts=64, prompt_tokens=prompt_tokens, **settings)
+
+
+def measure(workload: Workload, *, synthetic: bool) -> list[LoadPoint]:
+    """Measure every configuration at every concurrency; print the seconds that each took."""
+    results, pool = EngineResults("draftlab", ""), shared_pool(workload)
+    make = synthetic_engine if synthetic else new_engine
+    for concurrency in workload.settings.concurrency:
+        started = time.perf_counter()
+        measure_load(workload, results, concurrency, pool, make)
+        print(f"{concurrency} at once: {time.perf_counter() - started:.0f} s", flush=True)
+    return with_load_cliff_warnings(results.load)
+
+
+def show(points: Sequence[LoadPoint]) -> None:
+    """Print the tables of goodput, the ratios of adaptive configurations, and the warnings."""
+    for table in load_tables(points):
+        rows = [
+            [name, *("" if c is None else f"{c.text}{' *' * c.best}" for c in cells)]
+            for name, cells in table.rows
+        ]
+        print_table([table.title, *map(str, table.concurrencies)], rows)
+    for name in dict.fromkeys(p.configuration for p in points if not p.fixed_k):
+        rows = [[text, *texts] for text, texts in ratios(points, name).items()]
+        print_table([name, *map(str, sorted({p.concurrency for p in points}))], rows)
+    for point in points:
+        for text in point.warnings:
+            print(f"warning: {point.configuration}: {text}")
+
+
+def ratios(points: Sequence[LoadPoint], name: str) -> dict[str, list[str]]:
+    """Return a configuration's goodput over the best fixed K's and over plain decoding's."""
+    lines: dict[str, list[str]] = {"of the best fixed K": [], "of plain decoding": []}
+    for concurrency in sorted({point.concurrency for point in points}):
+        here = [point for point in points if point.concurrency == concurrency]
+        own = next(p.goodput_tok_s for p in here if p.configuration == name)
+        best = max(p.goodput_tok_s for p in here if p.fixed_k)
+        plain = next(p.goodput_tok_s for p in here if not p.k)
+        for line, base in zip(lines.values(), (best, plain), strict=True):
+            line.append(f"{own / base:.3f}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", choices=(*TARGETS, "embedded"), default="8b")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--concurrency", default="1,2,4,8,16,32,64", help="at most 64")
+    parser.add_argument("--k", default="1,3,5,7")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="of random prompts")
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--requests", type=int, default=16, help="measured ones, at least")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, help="a JSON file that gets all figures")
+    arguments = parser.parse_args()
+    device, started = torch.device(arguments.device), time.perf_counter()
+    workload = load_workload(
+        arguments.target,
+        arguments.dtype,
+        device,
+        k=arguments.k,
+        concurrency=arguments.concurrency,
+        timing_prompts=arguments.requests,
+        timing_tokens=arguments.tokens,
+        max_new_tokens=arguments.tokens,
+        prompt_tokens=arguments.prompt_tokens,
+    )
+    conditions = {"device": device_name(device), "torch": torch.__version__} | {
+        name: str(value) for name, value in vars(arguments).items()
+    }
+    print(", ".join(f"{name} {value}" for name, value in conditions.items()))
+    points = measure(workload, synthetic=arguments.target != "embedded")
+    show(points)
+    adviser = advise([], load=points) or {}
+    print(adviser.get("check", {}).get("text", "no advice"))
+    print(f"{time.perf_counter() - started:.0f} s in all")
+    if arguments.out:
+        load = [point.model_dump(mode="json") for point in points]
+        write_json(arguments.out, {"conditions": conditions, "load": load, "adviser": adviser})
+
+
+if __name__ == "__main__":
+    main()

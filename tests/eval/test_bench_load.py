@@ -1,0 +1,79 @@
+"""The benchmarks of load and of the adviser, on a tiny target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftlab.evaluate.results import LoadPoint
+from draftlab.evaluate.workload import Workload
+from draftlab.target_model.loading import load_target
+from draftlab.target_model.settings import TargetSettings
+from tests.helpers import sample_report as sample
+from tests.helpers.decoding import untrained_head
+from tests.helpers.drivers import load
+from tests.helpers.toys import toy_target_folder
+
+bench_load, bench_adviser = load("bench/bench_load"), load("bench/bench_adviser")
+synthetic = load("bench/synthetic_workload")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy_target_folder(tmp_path_factory.mktemp("target"), layers=4, hidden=32, max_length=128)
+
+
+def workload(folder: Path, **settings: Any) -> Workload:
+    target = load_target(TargetSettings(path=str(folder), device="cpu"))
+    head = untrained_head(target, 3, target.vocab_size - 20)
+    tokens = {"timing_tokens": 40, "max_new_tokens": 40, "k": (1, 2, 3)}
+    return synthetic.synthetic_workload(
+        target, head, prompts=12, prompt_tokens=8, **tokens | settings
+    )
+
+
+def test_goodput_is_measured_with_synthetic_acceptance(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    points = bench_load.measure(workload(folder, concurrency=(2,), k=(1, 3)), synthetic=True)
+    assert [(p.k, p.concurrency, p.requests) for p in points] == [
+        (0, 2, 10),
+        (1, 2, 10),
+        (3, 2, 10),
+    ]
+    assert points[1].acceptance_at == pytest.approx([0.6], abs=0.12)
+    assert points[2].acceptance_at == pytest.approx([0.6, 0.36, 0.216], abs=0.12)
+    assert {p.output_tokens for p in points} == {400}
+    bench_load.show(points)
+    text = capsys.readouterr().out
+    assert "chain, K=3, argmax drafts" in text
+    assert text.count("*") == 1
+
+
+def test_an_adaptive_configuration_is_compared_with_the_best_fixed_k() -> None:
+    def at(concurrency: int, k: int, goodput: float, **changes: Any) -> LoadPoint:
+        return sample.load_point(concurrency, k, goodput_tok_s=goodput, **changes)
+
+    adaptive = {"fixed_k": False, "configuration": "adaptive"}
+    points = [
+        *(at(1, 0, 100.0), at(1, 3, 200.0), at(1, 7, 196.0, **adaptive)),
+        *(at(64, 0, 900.0), at(64, 3, 600.0), at(64, 7, 945.0, **adaptive)),
+    ]
+    assert bench_load.ratios(points, "adaptive") == {
+        "of the best fixed K": ["0.980", "1.050"],
+        "of plain decoding": ["1.960", "1.050"],
+    }
+
+
+def test_every_inner_k_is_predicted_from_the_others(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timings = bench_adviser.measure(workload(folder, timing_batches=(1, 2), timing_prompts=4))
+    assert sorted(timings) == [(b, k) for b in (1, 2) for k in (0, 1, 2, 3)]
+    results = bench_adviser.check(timings)
+    assert results["check"]["timed"] == 2
+    checked = [(one["batch"], one["k"]) for one in results["timings"] if one["left_out"]]
+    assert checked == [(1, 2), (2, 2)]
+    assert f"{results['check']['close']} of 2 predictions within 5 %" in capsys.readouterr().out

@@ -1,0 +1,115 @@
+"""The cost model of steps: exact on additive costs, and cliffs found without false alarms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from draftlab.evaluate.step_costs import Steps, find_cliffs, fit_costs
+from draftlab.evaluate.warnings import with_cliff_warnings, with_load_cliff_warnings
+from tests.helpers import sample_report as sample
+from tests.helpers.sample_report import with_timing
+
+BATCHES, KS = (1, 2, 4, 8, 16, 32), range(9)
+Cost = Callable[[int, int], float]
+
+
+def additive(batch: int, k: int) -> float:
+    return 4.0 + 0.012 * batch * (k + 1) + 0.25 * k + 0.004 * k * batch + (0.3 if k else 0)
+
+
+def bandwidth_then_arithmetic(batch: int, k: int) -> float:
+    return max(4.2, 0.03 * batch * (k + 1)) + 0.25 * k * (1 + 0.02 * batch)
+
+
+def parallel_head(batch: int, k: int) -> float:
+    return 5.0 + 0.01 * batch * (k + 1) + (0.8 if k else 0)
+
+
+def noisy(cost: Cost, seed: int, sigma: float = 0.03) -> dict[tuple[int, int], float]:
+    generator = np.random.default_rng(seed)
+    noise = {(b, k): float(np.exp(generator.normal(0, sigma))) for b in BATCHES for k in KS}
+    return {(b, k): factor * cost(b, k) for (b, k), factor in noise.items()}
+
+
+def test_additive_costs_are_fitted_exactly() -> None:
+    steps = {(b, k): additive(b, k) for b in (1, 4, 32) for k in (0, 1, 3, 5)}
+    for tiles in (False, True):
+        costs = fit_costs(steps, tiles=tiles)
+        for batch, k in ((2, 2), (16, 4), (32, 0), (8, 1)):
+            assert costs.ms(batch, k) == pytest.approx(additive(batch, k), rel=0.01)
+
+
+def test_more_rows_or_drafts_never_cost_less() -> None:
+    generator = np.random.default_rng(3)
+    steps = {(b, k): float(generator.uniform(1, 9)) for b in BATCHES for k in KS}
+    costs = fit_costs(steps, tiles=True)
+    drafted = [[costs.ms(b, k) for k in KS if k] for b in BATCHES]
+    assert (np.diff(drafted, axis=0) >= -1e-9).all()
+    assert (np.diff(drafted, axis=1) >= -1e-9).all()
+
+
+@pytest.mark.parametrize("cost", [additive, bandwidth_then_arithmetic, parallel_head])
+def test_noisy_steps_without_a_cliff_raise_no_alarm(cost: Cost) -> None:
+    for seed in range(20):
+        assert find_cliffs(noisy(cost, seed)) == []
+        few = {
+            s: ms for s, ms in noisy(cost, seed).items() if s[0] in (1, 8) and s[1] in (0, 1, 3, 5)
+        }
+        assert find_cliffs(few) == []
+
+
+@pytest.mark.parametrize("cost", [additive, bandwidth_then_arithmetic, parallel_head])
+@pytest.mark.parametrize("shape", [(8, 3), (16, 8), (1, 1), (4, 0)])
+def test_a_planted_cliff_is_found_alone(cost: Cost, shape: tuple[int, int]) -> None:
+    for seed in range(5):
+        steps = noisy(cost, seed)
+        steps[shape] *= 1.5
+        (cliff,) = find_cliffs(steps)
+        assert (cliff.batch, cliff.k, cliff.step_ms) == (*shape, steps[shape])
+        assert cliff.expected_ms == pytest.approx(cost(*shape), rel=0.15)
+        rows = shape[0] * (shape[1] + 1)
+        what = f"K = {shape[1]}" if shape[1] else "no drafts"
+        assert f"a step with {what} at batch {shape[0]} ({rows} rows) takes" in cliff.text
+
+
+def test_several_cliffs_do_not_hide_each_other() -> None:
+    steps = noisy(additive, 1)
+    planted = [(2, 4), (8, 3), (16, 1)]
+    for shape in planted:
+        steps[shape] *= 2
+    assert sorted((c.batch, c.k) for c in find_cliffs(steps)) == planted
+
+
+def test_a_step_beyond_the_others_may_bend() -> None:
+    """The largest step is compared with an extrapolation, so only a large excess is an alarm."""
+    steps = noisy(additive, 2)
+    steps[32, 8] *= 1.35
+    assert find_cliffs(steps) == []
+    steps[32, 8] *= 1.5
+    (cliff,) = find_cliffs(steps)
+    assert (cliff.batch, cliff.k) == (32, 8)
+
+
+def test_a_larger_batch_that_is_faster_is_told() -> None:
+    steps: Steps = {(1, 3): 5.0, (2, 3): 6.6, (4, 3): 5.2}
+    (cliff,) = find_cliffs(steps)
+    assert (cliff.batch, cliff.larger) == (2, 4)
+    assert cliff.text.endswith("takes 6.60 ms, longer than one at batch 4 (5.20 ms)")
+    assert find_cliffs({(1, 3): 5.0, (2, 3): 5.4, (4, 3): 5.2}) == []
+    assert find_cliffs({}) == []
+
+
+def test_rows_are_warned_of_their_own_cliffs() -> None:
+    rows = [sample.baseline(), *(sample.row(k=k, keep=0.6) for k in (1, 3, 5))]
+    for batch in (1, 8):
+        rows = [
+            with_timing(r, additive(batch, r.k) * (1.6 if (batch, r.k) == (8, 3) else 1), batch)
+            for r in rows
+        ]
+    warned = [row.warnings for row in with_cliff_warnings(rows)]
+    assert [len(texts) for texts in warned] == [0, 0, 1, 0]
+    assert warned[2][0].startswith("a step with K = 3 at batch 8 (32 rows) takes")
+    assert with_load_cliff_warnings([]) == []
