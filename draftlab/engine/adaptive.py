@@ -54,6 +54,7 @@ class AdaptiveVerification:
         window: recent rows of steps that survival is estimated from.
         margin: a shape is left for another one only if that promises so much more.
         explore_every: decisions without drafts after which drafts are tried again.
+        cycle: take every shape in turn, whatever it costs, as tests of losslessness need it.
     """
 
     calibration: Calibration | None = None
@@ -62,6 +63,7 @@ class AdaptiveVerification:
     window: int = 2048
     margin: float = 0.01
     explore_every: int = 64
+    cycle: bool = False
 
 
 def shape_families(k: int, shares: Sequence[float], *, budgets: bool) -> list[ShapeFamily]:
@@ -136,6 +138,9 @@ class AdaptivePolicy:
 
     def choose(self, rows: int) -> tuple[ShapeFamily, bool]:
         """Return the family of the next step of `rows` rows, and whether calibration changed."""
+        if self.settings.cycle:
+            self._steps += 1
+            return self.families[self._steps % len(self.families)], False
         due = self._current is None or self._steps % self.settings.interval == 0
         self._steps += 1
         if not due and rows == self._rows:

@@ -49,7 +49,12 @@ class AdaptiveSteps:
         """Measure the costs of all shapes before the first requests; later calls do nothing."""
         if self.policy is not None:
             return
-        families = shape_families(self.step.k, self.settings.shares, budgets=self.step.compacts)
+        cycle = self.settings.cycle
+        budgets = self.step.compacts or cycle
+        families = shape_families(self.step.k, self.settings.shares, budgets=budgets)
+        if cycle:  # costs play no part
+            self.use_costs(StepCosts({family: {} for family in families}))
+            return
         slots = self.batch.num_slots
         lengths = [len(r.prompt_ids) + r.max_new_tokens // 2 for r in requests]
         length = min(sum(lengths) // len(lengths), self.step.max_length - self.step.k - 2)
