@@ -105,9 +105,7 @@ class EvalSettings(Settings):
     @model_validator(mode="after")
     def _adaptive_needs_load(self) -> EvalSettings:
         if self.adaptive and not self.concurrency:
-            raise ValueError(
-                "adaptive is measured under load: set eval.concurrency too, as 1,8"
-            )
+            raise ValueError("adaptive is measured under load: set eval.concurrency too, as 1,8")
         if self.adaptive and self.engine == "reference":
             raise ValueError("adaptive needs the engine paged; the reference engine has a fixed K")
         return self
