@@ -39,7 +39,10 @@ OPTIONS = SettingsOptions(
             "certify",
         ],
         "Prompts and answers": ["suite", "raw", "max_prompts", "max_new_tokens", "seed"],
-        "Times": ["batch", "timing_prompts", "timing_tokens", "timing_batches", "concurrency"],
+        "Times": [
+            *("batch", "timing_prompts", "timing_tokens", "timing_batches"),
+            *("concurrency", "adaptive"),
+        ],
         "Engine": ["engine", "packed"],
     },
 )

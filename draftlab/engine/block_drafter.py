@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.block_pass import EagerBlock, FusedBlock
-from draftlab.engine.drafter import HeadDrafter, Proposal, VerifiedFeatures
+from draftlab.engine.draft_sampler import DraftSampler, Proposal
+from draftlab.engine.drafter import HeadDrafter, VerifiedFeatures
 from draftlab.heads.block import BlockHead
 from draftlab.kernels.chain_layout import chain_layout, last_rows
 from draftlab.kernels.parallel_layout import parallel_layout
-from draftlab.kernels.sampling import argmax_draft, sample_draft
 
 
 class BlockDrafter(HeadDrafter):
@@ -37,11 +37,11 @@ class BlockDrafter(HeadDrafter):
         self._write_context(verified)
 
     @torch.inference_mode()
-    def propose(self, verified: VerifiedFeatures) -> Proposal:
+    def propose(self, verified: VerifiedFeatures, k: int | None = None) -> Proposal:
         if not verified.tokens.is_cuda:  # no static shapes: drop columns of padding
             verified = verified.first_columns(int(verified.counts.max()))
         last = self._write_context(verified)
-        return self._draw(self._run_block(verified), last, verified)
+        return self._draw(self._run_block(verified, k or self.k), last, verified)
 
     def _write_context(self, verified: VerifiedFeatures) -> Tensor:
         """Write context keys and values; return the position of each row's last pair, int64 [B]."""
@@ -51,14 +51,14 @@ class BlockDrafter(HeadDrafter):
         self.runner.write_context(features, positions, slots, self.pools)
         return layout.last
 
-    def _run_block(self, verified: VerifiedFeatures) -> Tensor:
+    def _run_block(self, verified: VerifiedFeatures, k: int) -> Tensor:
         """Return the outputs [B, K, H] of the slots that predict a token.
 
         The block's first slot has the newest token, one position behind the last pair's.
         """
         config, counts, table = self.head.config, verified.counts, verified.block_table
         start = verified.positions[:, 0]
-        num_slots = self.k + config.first_slot
+        num_slots = k + config.first_slot
         columns = parallel_layout(
             verified.tokens,
             counts - 1,
@@ -81,30 +81,15 @@ class BlockDrafter(HeadDrafter):
         Args:
             outputs: [B, K, H]. last: int64 [B], the positions before the blocks.
         """
-        head, keys = self.head, verified.keys
-        sampling = verified.sampling or self.sampling(keys)
-        # Slots are the outer dimension, so that each one's rows are contiguous: [K, B, …].
-        logits = self.runner.logits(outputs.transpose(0, 1))
-        shape = self.k, len(outputs)
-        tokens, log_sum = keys.seed.new_empty(shape), keys.temperature.new_empty(shape)
+        keys, sampling = verified.keys, verified.sampling or self.sampling(verified.keys)
+        logits = self.runner.logits(outputs.transpose(0, 1))  # [K, B, W]
         previous = last_rows(verified.tokens, verified.counts)[:, 0]
-        last = self.noise_positions(last)
-        for slot in range(self.k):
-            if head.markov_head is not None:
+        sampler = DraftSampler(self.settings, len(logits), last, keys, sampling, logits)
+        confidence = None
+        for slot in range(len(logits)):
+            if self.head.markov_head is not None:
                 self.runner.add_markov_bias_(logits[slot], previous)
-            if self.draft_probs:
-                sample_draft(
-                    logits[slot],
-                    last,
-                    keys,
-                    *sampling,
-                    ids=self.draft_ids,
-                    offset=2 + slot,  # slot k of the block behind position t predicts t + 2 + k
-                    out=(tokens[slot], log_sum[slot]),
-                )
-            else:
-                argmax_draft(logits[slot], ids=self.draft_ids, out=tokens[slot])
-            previous = tokens[slot]
-        if not self.draft_probs:
-            return self._proposal(tokens, None, None, sampling)
-        return self._proposal(tokens, logits, log_sum, sampling)
+            if self.settings.confidence and self.head.confidence_head is not None:
+                confidence = self.runner.confidence(outputs[:, slot], previous)
+            previous = sampler.draw(slot, logits[slot], confidence)
+        return sampler.proposal()

@@ -66,6 +66,11 @@ class EagerBlock:
         """Return the logits [..., D], without a Markov bias, of outputs [..., H]."""
         return F.linear(self.head.normed(outputs), self.head.lm_head.weight)
 
+    def confidence(self, outputs: Tensor, previous: Tensor) -> Tensor:
+        """Return the confidence head's logits [B] of outputs [B, H] after tokens `previous` [B]."""
+        factors = self.head.markov_factors(previous)
+        return self.head.confidence_logits(self.head.normed(outputs), factors)
+
     def add_markov_bias_(self, logits: Tensor, previous: Tensor) -> None:
         """Add the bias by the tokens `previous` [B] to logits [B, D] in place."""
         weight = self.head.markov_head.markov_w2.weight

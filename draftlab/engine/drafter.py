@@ -9,14 +9,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from draftlab.engine.draft_sampler import DraftSampler, DraftSettings, Proposal
 from draftlab.engine.eager_head import EagerHead, PassLayout, Pools
 from draftlab.engine.fused_head import FusedHead
 from draftlab.engine.prepacked_head import PrepackedHead
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.chain_layout import chain_layout
-from draftlab.kernels.noise import BLOCK_STRIDE
-from draftlab.kernels.sampling import argmax_draft, sample_draft
-from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata, draft_index
+from draftlab.kernels.sampling_types import SamplingMetadata, draft_index
 
 Verification = Literal["token", "block"]
 """How sampled drafts are judged: each by itself, or all drafts of a step together."""
@@ -52,16 +51,8 @@ class VerifiedFeatures:
         return replace(self, **{name: getattr(self, name)[:, :width] for name in names})
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Draft tokens [B, K] as target ids, and their distribution; None: every draft is an argmax."""
-
-    tokens: Tensor
-    distribution: DraftDistribution | None = None
-
-
 class HeadDrafter(ABC):
-    """Proposer of K draft tokens for each row by a draft head.
+    """Proposer of up to K draft tokens for each row by a draft head.
 
     The engine calls `start` once and `extend_cache` for each chunk of a prompt, without the
     prompt's last pair. It calls `propose` with that pair, then after each decode step. All of them
@@ -69,13 +60,16 @@ class HeadDrafter(ABC):
 
     Args:
         head: the draft head.
-        k: draft tokens a step.
+        k: most draft tokens a step.
         draft_probs: whether rows with temperature > 0 sample drafts from
             q = softmax(logits / temperature); otherwise every draft is the argmax.
         draft_temperature: temperature of q; None: that of the row.
         greedy_below: rows with a lower temperature draft greedily (q one-hot).
         verification: how the drafts will be verified. Block verification looks at drafts behind a
-            rejected one, so each step draws its drafts from noise of its own (`BLOCK_STRIDE`).
+            rejected one, so each step draws its drafts from noise of its own.
+        confidence: whether proposals state the confidence of each draft.
+        fresh_noise: whether each step draws from noise of its own in any case, as adaptive
+            verification needs it.
 
     Attributes:
         drafting: "chain": one token a pass; "parallel": all tokens in one pass.
@@ -98,6 +92,8 @@ class HeadDrafter(ABC):
         draft_temperature: float | None = None,
         greedy_below: float = 0.0,
         verification: Verification = "token",
+        confidence: bool = False,
+        fresh_noise: bool = False,
     ) -> None:
         head.check_drafts(k)
         self.head, self.k, self.draft_probs = head, k, draft_probs
@@ -106,6 +102,13 @@ class HeadDrafter(ABC):
         self.boundaries = head.config.boundaries
         self.draft_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
         self.draft_index = draft_index(self.draft_ids, len(head.t2d))
+        self.settings = DraftSettings(
+            draft_probs,
+            confidence,
+            fresh_noise or verification == "block",
+            self.draft_ids,
+            self.draft_index,
+        )
         self.fused_runner: Any = None
         self.runner = self.eager_pass(head)
 
@@ -172,18 +175,18 @@ class HeadDrafter(ABC):
             temperature = torch.full_like(temperature, self.draft_temperature)
         return temperature, sampled
 
-    def noise_positions(self, last: Tensor) -> Tensor:
-        """Return the positions int64 [B] that key the noise of the drafts after pairs `last`."""
-        return last * BLOCK_STRIDE if self.verification == "block" else last
-
     @torch.inference_mode()
     def extend_cache(self, verified: VerifiedFeatures) -> None:
         """Write the keys and values of verified positions to the draft KV cache."""
         self._run_verified(verified, self._pass_layouts(verified, num_later=0)[0])
 
     @abstractmethod
-    def propose(self, verified: VerifiedFeatures) -> Proposal:
-        """Extend the cache like `extend_cache`, and draft K tokens after each row's last pair."""
+    def propose(self, verified: VerifiedFeatures, k: int | None = None) -> Proposal:
+        """Extend the cache like `extend_cache`, and draft after each row's last pair.
+
+        Args:
+            k: draft tokens, 1 to `self.k`; None: `self.k`.
+        """
 
     def _pass_layouts(self, verified: VerifiedFeatures, *, num_later: int) -> list[PassLayout]:
         """Return the layouts of the pass over verified positions and of the `num_later` after it.
@@ -220,21 +223,6 @@ class HeadDrafter(ABC):
     ) -> Tensor:
         return self.runner.forward(tokens, hidden, layout, block_table, self.pools)
 
-    def _proposal(
-        self,
-        tokens: Tensor,
-        logits: Tensor | None,
-        log_sum: Tensor | None,
-        sampling: tuple[Tensor, Tensor],
-    ) -> Proposal:
-        """Return the proposal from tokens and log sums [K, B] and logits [K, B, W]."""
-        if logits is None or log_sum is None:
-            return Proposal(tokens.T)
-        distribution = DraftDistribution(
-            logits.transpose(0, 1), log_sum.T, *sampling, self.draft_ids, self.draft_index
-        )
-        return Proposal(tokens.T, distribution)
-
 
 class ChainDrafter(HeadDrafter):
     """Drafter of a head that drafts one token a pass, each from its previous output.
@@ -248,35 +236,23 @@ class ChainDrafter(HeadDrafter):
     drafting: Literal["chain"] = "chain"
 
     @torch.inference_mode()
-    def propose(self, verified: VerifiedFeatures) -> Proposal:
-        layouts = self._pass_layouts(verified, num_later=self.k - 1)
+    def propose(self, verified: VerifiedFeatures, k: int | None = None) -> Proposal:
+        k = k or self.k
+        layouts = self._pass_layouts(verified, num_later=k - 1)
         keys, sampling = verified.keys, verified.sampling or self.sampling(verified.keys)
         output = self._run_verified(verified, layouts[0])
-        # Passes are the outer dimension, so that each one writes contiguous rows.
-        shape = self.k, len(output)
-        tokens = keys.seed.new_empty(shape)
-        logits = log_sum = None
+        logits = None
         if self.draft_probs:
-            logits = output.new_empty(*shape, len(self.draft_ids))
-            log_sum = keys.temperature.new_empty(shape)
-        last = self.noise_positions(layouts[0].output_positions[:, 0])
-        for step in range(self.k):
-            if step:
-                drafted = tokens[step - 1][:, None]
-                output = self._forward(drafted, output, layouts[step], verified.block_table)
-            if logits is None or log_sum is None:
-                argmax_draft(self.runner.logits(output[:, 0]), ids=self.draft_ids, out=tokens[step])
-                continue
-            sample_draft(
-                self.runner.logits(output[:, 0], out=logits[step]),
-                last,
-                keys,
-                *sampling,
-                ids=self.draft_ids,
-                offset=2 + step,  # the pair at position p predicts position p + 2
-                out=(tokens[step], log_sum[step]),
-            )
-        return self._proposal(tokens, logits, log_sum, sampling)
+            logits = output.new_empty(k, len(output), len(self.draft_ids))
+        last = layouts[0].output_positions[:, 0]
+        sampler = DraftSampler(self.settings, k, last, keys, sampling, logits)
+        for depth in range(k):
+            if depth:
+                drafted = sampler.tokens[depth - 1][:, None]
+                output = self._forward(drafted, output, layouts[depth], verified.block_table)
+            out = None if logits is None else logits[depth]
+            sampler.draw(depth, self.runner.logits(output[:, 0], out=out))
+        return sampler.proposal()
 
 
 def new_drafter(head: DraftHead, k: int, **options: Any) -> HeadDrafter:

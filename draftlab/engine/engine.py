@@ -21,6 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from draftlab.engine.adaptive import AdaptiveVerification
+from draftlab.engine.adaptive_steps import AdaptiveSteps
 from draftlab.engine.drafter import HeadDrafter
 from draftlab.engine.generation_state import Sequence, check_prompts
 from draftlab.engine.input_batch import InputBatch
@@ -28,7 +30,7 @@ from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
 from draftlab.engine.prefill import prefill
 from draftlab.engine.sampling import Generation, Request
 from draftlab.engine.scheduler import BlockPool, Scheduler
-from draftlab.engine.step import GraphedStep, Step, Verifier
+from draftlab.engine.step import GraphedStep, Step, StepShape, Verifier
 from draftlab.kernels.cuda_device import out_of_memory_error, use_device
 from draftlab.kernels.step_layout import unpack_results
 from draftlab.kernels.verify import verify
@@ -75,6 +77,8 @@ class Engine:
             (`target_model/prepacked_decoder.py`): faster, and different in the last bits. It has
             no effect on a GPU.
         monitor: told if memory makes the pool smaller.
+        adaptive: choose how many drafts each step proposes and verifies; None: always K. Its
+            drafter needs `confidence` and `fresh_noise`.
 
     Attributes:
         max_in_flight: steps that the device may be ahead of the host.
@@ -96,6 +100,7 @@ class Engine:
         graphs: bool | None = None,
         cpu_prepacked: bool = False,
         monitor: Monitor | None = None,
+        adaptive: AdaptiveVerification | None = None,
     ) -> None:
         self.target, self.drafter, self.max_length = target, drafter, max_length
         self.k = drafter.k if drafter else 0
@@ -123,6 +128,7 @@ class Engine:
             target.device,
             draft_vocab=drafter.draft_vocab if drafter else None,
             sampling=drafter.sampling if drafter else None,
+            confidence=bool(drafter and drafter.settings.confidence),
         )
         self.step = Step(
             target,
@@ -138,6 +144,9 @@ class Engine:
         use_graphs = can_capture(target) if graphs is None else graphs
         self.graphs = GraphedStep(self.step) if use_graphs else None
         self.max_in_flight = 1 if on_gpu else 0
+        self.adaptive = None
+        if adaptive is not None and drafter is not None:
+            self.adaptive = AdaptiveSteps(self.step, adaptive, self._run_step, self.num_blocks)
 
     @torch.inference_mode()
     def generate(self, requests: Collection[Request]) -> Iterator[Generation]:
@@ -147,6 +156,9 @@ class Engine:
             UserError: a prompt is empty or leaves no room for an answer, or memory runs out.
         """
         check_prompts(requests, self.max_length)
+        if self.adaptive is not None:
+            with use_device(self.target.device):
+                self.adaptive.measure(requests)
         with out_of_memory_error(
             "decoding", "lower regenerate.batch, eval.batch or eval.timing_batches, or the lengths"
         ):
@@ -190,7 +202,9 @@ class Engine:
             self.input_batch.set_blocks(sequence.slot, sequence.blocks)
         result, verified = prefill(self.step, sequences, index, self.prefill_tokens)
         launched = self._copy_to_host(sequences, result)  # first tokens do not wait for drafts
-        if verified is not None:
+        if verified is not None and self.adaptive is not None:
+            self.adaptive.begin_requests(index, verified)
+        elif verified is not None:
             self.step.store_drafts(index, self.drafter.propose(verified))
         return launched
 
@@ -199,11 +213,16 @@ class Engine:
         sequences = sorted(running, key=lambda sequence: sequence.slot)
         limited = any(sequence.limited for sequence in sequences)
         slots = tuple(sequence.slot for sequence in sequences)
+        shape = None if self.adaptive is None else self.adaptive.next_shape(slots)
+        return self._copy_to_host(sequences, self._run_step(slots, shape, limited=limited))
+
+    def _run_step(
+        self, slots: tuple[int, ...], shape: StepShape | None, *, limited: bool = False
+    ) -> Tensor:
+        """Launch a step and return its packed results."""
         if self.graphs is not None:
-            result = self.graphs(slots, limited=limited)
-        else:
-            result = self.step(self.input_batch.index(slots), limited=limited)
-        return self._copy_to_host(sequences, result)
+            return self.graphs(slots, limited=limited, shape=shape)
+        return self.step(self.input_batch.index(slots), limited=limited, shape=shape)
 
     def _copy_to_host(self, sequences: list[Sequence], result: Tensor) -> _InFlight:
         """Start the copy of a result to the host."""
@@ -224,13 +243,24 @@ class Engine:
             launch = in_flight.popleft()
             if launch.ready is not None:
                 launch.ready.synchronize()
-            results = (values.tolist() for values in unpack_results(launch.result))
+            stated = self.input_batch.confidence is not None
+            unpacked = unpack_results(launch.result, confidence=stated)
+            if self.adaptive is not None:
+                current = [sequence.epoch == epoch for sequence, epoch in launch.sequences]
+                self.adaptive.observe(unpacked, current)
+            results = [x.tolist() for x in unpacked]
             rows = zip(launch.sequences, *results, strict=False)  # a graph's batch may be padded
-            for (sequence, epoch), tokens, accepted, num_drafts, probability in rows:
+            for (sequence, epoch), tokens, accepted, num_drafts, probability, confidence in rows:
                 if sequence.epoch != epoch:
                     continue  # it has left the batch since
-                emitted = tokens[: accepted + 1]
-                sequence.add_result(emitted, accepted, num_drafts, probability, self.max_length)
+                sequence.add_result(
+                    tokens[: accepted + 1],
+                    accepted,
+                    num_drafts,
+                    probability,
+                    self.max_length,
+                    confidence,
+                )
                 if sequence.finish:
                     scheduler.remove(sequence)
                     yield sequence.result()

@@ -27,7 +27,7 @@ class GenerationState:
 
     Attributes:
         tokens: prompt and answer; the last one has no cached key yet.
-        counters, expected, steps: see `Generation`.
+        counters, expected, steps, confidence: see `Generation`.
         started: time at which its prefill began; None before.
         finish: "stop" or "length" once it has ended.
     """
@@ -38,6 +38,7 @@ class GenerationState:
         self.counters = Counters(k)
         self.expected = [0.0] * k
         self.steps: list[tuple[int, int]] = []
+        self.confidence: list[tuple[float, ...]] = []
         self.started: float | None = None
         self.first_token_s = 0.0
         self.finish: str | None = None
@@ -47,14 +48,23 @@ class GenerationState:
         """Seconds since its prefill began."""
         return time.perf_counter() - (self.started or 0.0)
 
-    def count_step(self, num_drafts: int, accepted: int, probability: list[float]) -> None:
+    def count_step(
+        self,
+        num_drafts: int,
+        accepted: int,
+        probability: list[float],
+        confidence: list[float] | tuple[()] = (),
+    ) -> None:
         """Count a verify step, before tokens are truncated (methods §6).
 
         Args:
             probability: expected acceptance of each draft, given that it was reached.
+            confidence: logits of the drafts' confidence; empty where none is stated.
         """
         self.counters.add_step(num_drafts, accepted)
         self.steps.append((num_drafts, accepted))
+        if confidence:
+            self.confidence.append(tuple(confidence[:num_drafts]))
         for i in range(min(accepted + 1, num_drafts)):
             self.expected[i] += probability[i]
 
@@ -83,6 +93,7 @@ class GenerationState:
             self.first_token_s,
             self.elapsed,
             self.started or 0.0,
+            tuple(self.confidence),
         )
 
 
@@ -132,10 +143,11 @@ class Sequence(GenerationState):
         num_drafts: int,
         probability: list[float],
         max_length: int,
+        confidence: list[float] | tuple[()] = (),
     ) -> None:
         """Count and append the result of a verify step, or of a prefill (`num_drafts` = −1)."""
         if num_drafts >= 0:
-            self.count_step(num_drafts, accepted, probability)
+            self.count_step(num_drafts, accepted, probability, confidence)
         elif self.resumed:
             return  # the prefill after a preemption emits nothing new
         else:

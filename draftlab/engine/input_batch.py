@@ -28,6 +28,7 @@ class InputBatch(SlotBuffers):
         table_width: blocks of a request.
         draft_vocab: size and dtype of the draft distributions; None: all drafts are argmaxes.
         sampling: `HeadDrafter.sampling`, called once a request; with `draft_vocab`.
+        confidence: whether drafts have one.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class InputBatch(SlotBuffers):
         *,
         draft_vocab: tuple[int, torch.dtype] | None,
         sampling: Callable[[SamplingMetadata], tuple[Tensor, Tensor]] | None = None,
+        confidence: bool = False,
     ) -> None:
         self.num_slots, self.dummy, self.device = num_slots, num_slots, device
         self._draft_sampling = sampling
@@ -49,6 +51,7 @@ class InputBatch(SlotBuffers):
         super().__init__(
             length=zeros(),
             newest=zeros(),
+            stored=zeros(),
             drafts=zeros(k),
             block_table=zeros(table_width, dtype=torch.int32),
             keys=SamplingMetadata(
@@ -64,6 +67,8 @@ class InputBatch(SlotBuffers):
             self.sampling = zeros(dtype=torch.float32), zeros(dtype=torch.bool)
             self.draft_logits = zeros(k, size, dtype=dtype)
             self.draft_log_sum = zeros(k, dtype=torch.float32)
+        if confidence:
+            self.confidence = zeros(k, dtype=torch.float32)
 
     def index(self, slots: Sequence[int], size: int | None = None) -> Tensor:
         """Return slot numbers int64 [B] on the device, padded to `size` with the dummy."""

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 import torch
 
-from draftlab.engine.drafter import HeadDrafter, Proposal, VerifiedFeatures
+from draftlab.engine.draft_sampler import DraftSampler, Proposal
+from draftlab.engine.drafter import HeadDrafter, VerifiedFeatures
 from draftlab.engine.eager_head import PassLayout
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.parallel_layout import parallel_layout
-from draftlab.kernels.sampling import argmax_draft, sample_draft
 from draftlab.kernels.step_types import MaskedColumns
 
 
@@ -35,7 +35,8 @@ class ParallelDrafter(HeadDrafter):
         self.mask_state = self.runner.project_features(self.head.mask_hidden)[0]
 
     @torch.inference_mode()
-    def propose(self, verified: VerifiedFeatures) -> Proposal:
+    def propose(self, verified: VerifiedFeatures, k: int | None = None) -> Proposal:
+        k = k or self.k
         if not verified.tokens.is_cuda:  # no static shapes: drop columns of padding
             verified = verified.first_columns(int(verified.counts.max()))
         counts, table = verified.counts, verified.block_table
@@ -47,37 +48,23 @@ class ParallelDrafter(HeadDrafter):
             block_size=self.block_size,
             max_length=self.max_length,
             mask_token_id=self.mask_token_id,
-            k=self.k,
+            k=k,
         )
         cos, sin = self.runner.angles(columns.positions.flatten())
         layout = PassLayout(
             columns.slots,
             (cos.unflatten(0, columns.slots.shape), sin.unflatten(0, columns.slots.shape)),
             columns.positions,
-            last_rows(columns.positions, counts, self.k),
+            last_rows(columns.positions, counts, k),
             counts,
             MaskedColumns(columns.is_mask, self.mask_state),
         )
         hidden = self.runner.project_features(verified.features.to(self.dtype))
         outputs = self._forward(columns.tokens, hidden, layout, table)
-        # Depth is the outer dimension, so that each depth's rows are contiguous: [K, B, …].
         keys, sampling = verified.keys, verified.sampling or self.sampling(verified.keys)
-        shape = self.k, len(outputs)
-        tokens, log_sum = keys.seed.new_empty(shape), keys.temperature.new_empty(shape)
-        logits = outputs.new_empty(*shape, len(self.draft_ids))
+        logits = outputs.new_empty(k, len(outputs), len(self.draft_ids))
         self.runner.logits(outputs.transpose(0, 1).flatten(0, 1), out=logits.flatten(0, 1))
-        if not self.draft_probs:
-            argmax_draft(logits.flatten(0, 1), ids=self.draft_ids, out=tokens.flatten())
-            return self._proposal(tokens, None, None, sampling)
-        first = self.noise_positions(layout.output_positions[:, 0].contiguous())
-        for depth in range(self.k):
-            sample_draft(
-                logits[depth],
-                first,
-                keys,
-                *sampling,
-                ids=self.draft_ids,
-                offset=2 + depth,  # the slot at position p predicts position p + 2
-                out=(tokens[depth], log_sum[depth]),
-            )
-        return self._proposal(tokens, logits, log_sum, sampling)
+        last = layout.output_positions[:, 0].contiguous()
+        sampler = DraftSampler(self.settings, k, last, keys, sampling, logits)
+        sampler.draw_all(logits)
+        return sampler.proposal()

@@ -65,10 +65,13 @@ def prefill(
     keys, limited = batch.keys[index], any(s.limited for s in sequences)
     logits = step.target.logits(states.last[gather])
     newest = known.where(resumed, sample_token(logits, lengths, keys, limited=limited))
-    batch.length[index], batch.newest[index] = lengths + 1, newest
+    if step.backlog is not None:
+        step.backlog.clear(index)
+    batch.length[index], batch.newest[index], batch.stored[index] = lengths + 1, newest, 0
     zeros = torch.zeros_like(lengths)
     no_probability = newest.new_empty(len(sequences), 0)
-    result = pack_results(newest[:, None], zeros, zeros - 1, no_probability)
+    no_confidence = None if batch.confidence is None else no_probability
+    result = pack_results(newest[:, None], zeros, zeros - 1, no_probability, no_confidence)
     if drafter is None:
         return result, None
     # The last pair has the newest token, which differs between equal prompts.

@@ -51,6 +51,8 @@ class Generation:
         first_token_s, total_s: seconds from the start of its prefill.
         started_s: `time.perf_counter()` at the start of its prefill; 0 where an engine does not
             tell.
+        confidence: the logits of the verified drafts' confidence, for each step; empty unless the
+            drafter states them (`HeadDrafter`).
     """
 
     id: str
@@ -62,6 +64,7 @@ class Generation:
     first_token_s: float
     total_s: float
     started_s: float = 0.0
+    confidence: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
 
     @property
     def tpot_s(self) -> float | None:

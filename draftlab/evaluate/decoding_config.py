@@ -50,23 +50,30 @@ class NamedHead:
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """A head with its K and drafter setting; without a head, plain decoding."""
+    """A head with its K and drafter setting; without a head, plain decoding.
+
+    Attributes:
+        k: drafts of a step; the largest number of them with `adaptive`.
+        adaptive: whether the engine chooses how many drafts each step has.
+    """
 
     head: NamedHead | None = None
     k: int = 0
     draft_probs: bool = False
+    adaptive: bool = False
 
     @property
     def name(self) -> str:
         """Name in progress lines."""
         if self.head is None:
             return "no drafting"
-        return f"{self.head.name}, K={self.k}, {'sampled' if self.draft_probs else 'argmax'} drafts"
+        k = f"adaptive K≤{self.k}" if self.adaptive else f"K={self.k}"
+        return f"{self.head.name}, {k}, {'sampled' if self.draft_probs else 'argmax'} drafts"
 
     @property
     def fixed_k(self) -> bool:
         """Whether every step has K drafts, but for those at a length limit."""
-        return True
+        return not self.adaptive
 
 
 PLAIN_DECODING = DecodingConfig()
@@ -90,3 +97,13 @@ def configs_at(
             for draft_probs in modes
         ),
     ]
+
+
+def adaptive_configs(configs: Sequence[DecodingConfig]) -> list[DecodingConfig]:
+    """Return an adaptive configuration for each head and drafter setting, up to its largest K."""
+    largest: dict[tuple[NamedHead, bool], int] = {}
+    for config in configs:
+        if config.head is not None:
+            key = config.head, config.draft_probs
+            largest[key] = max(largest.get(key, 0), config.k)
+    return [DecodingConfig(head, k, probs, adaptive=True) for (head, probs), k in largest.items()]

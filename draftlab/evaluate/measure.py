@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from draftlab.engine.adaptive import AdaptiveVerification
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
@@ -40,11 +41,21 @@ def new_engine(
             draft_temperature=settings.draft_temperature,
             greedy_below=settings.greedy_below,
             verification=settings.verification,
+            confidence=config.adaptive,
+            fresh_noise=config.adaptive,
         )
     size = {"batch": batch, "max_length": workload.max_length}
     if settings.engine == "reference":
         return ReferenceEngine(target, drafter, **size)
-    return Engine(target, drafter, **size, cache=pool, expect=expect, cpu_prepacked=settings.packed)
+    return Engine(
+        target,
+        drafter,
+        **size,
+        cache=pool,
+        expect=expect,
+        cpu_prepacked=settings.packed,
+        adaptive=AdaptiveVerification() if config.adaptive else None,
+    )
 
 
 def shared_pool(workload: Workload) -> PagedCache | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from draftlab.settings import Settings, SingleOrList
 from draftlab.target_model.settings import VllmSettings
@@ -87,6 +87,9 @@ class EvalSettings(Settings):
     """Numbers of requests that are kept running, one or several values: a request that finishes is
     replaced by the next. Each gives goodput, TPOT and TTFT of answers of at most timing_tokens
     tokens. Empty: nothing is measured under load."""
+    adaptive: bool = False
+    """Under load, also let the engine choose before each step how many drafts it proposes and
+    verifies, up to the largest K: none on a busy machine. Needs concurrency."""
     certify: bool = False
     """Also test that drafting changes no output: equal tokens at temperature 0, an equal
     distribution above."""
@@ -98,6 +101,14 @@ class EvalSettings(Settings):
     parity runs. It has no effect on a GPU or for layers without packed products."""
     vllm: VllmSettings = VllmSettings()
     """Settings of the engine vllm."""
+
+    @model_validator(mode="after")
+    def _adaptive_needs_load(self) -> EvalSettings:
+        if self.adaptive and not self.concurrency:
+            raise ValueError("adaptive is measured under load: set eval.concurrency too, as 1,8")
+        if self.adaptive and self.engine == "reference":
+            raise ValueError("adaptive needs the engine paged; the reference engine has a fixed K")
+        return self
 
     def requests_under_load(self, concurrency: int) -> int:
         """Return how many requests are measured in a round under load."""

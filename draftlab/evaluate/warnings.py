@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from draftlab.evaluate.cost_model import Shape, find_cliffs
 from draftlab.evaluate.decoding_config import NamedHead
 from draftlab.evaluate.results import LoadPoint, Row, Timing
 from draftlab.evaluate.self_check import failure_message
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.speedup_model import Measured, conditions
-from draftlab.evaluate.step_costs import Shape, find_cliffs
 
 MIN_PROMPTS = 30
 MIN_TIMED_PROMPTS = 10

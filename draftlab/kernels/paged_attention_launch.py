@@ -30,10 +30,20 @@ class Plan(NamedTuple):
 
 
 def plan_attention(
-    query: Tensor, key_pool: Tensor, block_table: Tensor, window: int | None, chunk: int | None
+    query: Tensor,
+    key_pool: Tensor,
+    block_table: Tensor,
+    window: int | None,
+    chunk: int | None,
+    num_tokens: int | None = None,
 ) -> Plan:
-    """Return the plan for these shapes; it does not depend on the tensors' contents."""
-    num_rows, num_tokens, num_heads, head_dim = query.shape
+    """Return the plan for these shapes; it does not depend on the tensors' contents.
+
+    Args:
+        num_tokens: queries of a row; None: as many as the query has.
+    """
+    num_heads, head_dim = query.shape[2:]
+    num_rows, num_tokens = len(block_table), num_tokens or query.shape[1]
     num_kv_heads = key_pool.shape[2]
     group = num_heads // num_kv_heads
     wide = triton.next_power_of_2(head_dim) > 128
@@ -90,13 +100,14 @@ def write_paged(key, value, key_pool, value_pool, slots) -> None:
 
 def attend_paged(
     query, key_pool, value_pool, block_table, positions, *, scale, window=None, chunk=None,
-    softcap=None, sinks=None, last_seen=None, prefetch_weight=None, plan: Plan | None = None,
+    softcap=None, sinks=None, last_seen=None, query_start=None, prefetch_weight=None,
+    plan: Plan | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch `paged_attention.attend_paged`; `plan` replaces the tiling chosen by shape."""
     check_heads(query, key_pool)
-    num_rows, num_tokens, num_heads, head_dim = query.shape
+    (num_rows, num_tokens), (num_heads, head_dim) = positions.shape, query.shape[2:]
     num_kv_heads = key_pool.shape[2]
-    plan = plan or plan_attention(query, key_pool, block_table, window, chunk)
+    plan = plan or plan_attention(query, key_pool, block_table, window, chunk, num_tokens)
     block_table, positions = block_table.contiguous(), positions.contiguous()
     last_keys = positions if last_seen is None else last_seen.contiguous()
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -134,6 +145,7 @@ def attend_paged(
             block_table,
             positions,
             last_keys,
+            query_start,
             sinks,
             output,
             partial,
@@ -157,6 +169,14 @@ def attend_paged(
         )
         if plan.splits > 1:
             combine_kernel[num_heads, num_tokens, num_rows](
-                positions, last_keys, sinks, output, partial, statistics, num_tokens, **shared
+                positions,
+                last_keys,
+                query_start,
+                sinks,
+                output,
+                partial,
+                statistics,
+                num_tokens,
+                **shared,
             )
     return output

@@ -18,6 +18,9 @@ from draftlab.kernels.noise import Purpose, exponential_race, first_argmax, keye
 from draftlab.kernels.sampling_types import SamplingMetadata, divisor
 from draftlab.kernels.top_k_top_p import apply_top_k_top_p, uses_top_k_top_p
 
+SMALLEST_DOUBT = 2.0**-23
+"""Least (1 − m) / m of a draft's largest probability m that a confidence states."""
+
 
 def target_probabilities(
     logits: Tensor, rows: SamplingMetadata, *, limited: bool | None = None
@@ -76,6 +79,7 @@ def sample_draft(
     ids: Tensor | None = None,
     offset: int = 0,
     out: tuple[Tensor, Tensor] | None = None,
+    confidence: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draw one draft a row from q = softmax(logits / temperature), or take the argmax.
 
@@ -88,6 +92,9 @@ def sample_draft(
         ids: int64 [W], token ids of the draft vocabulary; None returns indices.
         offset: added to `positions`.
         out: two contiguous tensors that the results are written to.
+        confidence: contiguous float32 [B] that the logit of q's largest probability is written to,
+            log m − log(1 − m); at most 16, where 1 − m is below float32's resolution. It does not
+            depend on the token that is drawn.
 
     Returns:
         Token ids, int64 [B]; logsumexp(logits / temperature), float32 [B] (of logits where the
@@ -95,6 +102,9 @@ def sample_draft(
     """
     scaled = logits.float() / divisor(temperature)[:, None]
     log_sum, index = scaled.logsumexp(-1), first_argmax(logits)
+    if confidence is not None:
+        others = (scaled - scaled.amax(-1, keepdim=True)).exp().sum(-1) - 1
+        confidence.copy_(-others.clamp(min=SMALLEST_DOUBT).log())
     sampled = sampled & (temperature > 0)
     if bool(sampled.any()):
         at = positions + offset

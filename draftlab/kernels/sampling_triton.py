@@ -15,10 +15,12 @@ from torch import Tensor
 
 from draftlab.kernels.dependent_launch import launch_options
 from draftlab.kernels.noise_triton import DRAFT, EMIT, exponential, keyed_bits
+from draftlab.kernels.sampling import SMALLEST_DOUBT
 from draftlab.kernels.sampling_types import SamplingMetadata
 from draftlab.kernels.top_k_top_p import apply_top_k_top_p, uses_top_k_top_p
 
 BLOCK = 1024  # tokens of one program
+_SMALLEST_DOUBT = tl.constexpr(SMALLEST_DOUBT)
 
 
 @triton.jit
@@ -27,6 +29,14 @@ def load_logits(pointers, mask):
     x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     x = tl.where(mask & (x == x), x, float("-inf"))
     return tl.minimum(x, 3.4028234663852886e38)
+
+
+@triton.jit
+def row_logits(logits, query_start, row, row_stride, depth_stride):
+    """Return the pointer to a row's first logits; query_start: None if rows lie evenly."""
+    if query_start is None:
+        return logits + row * row_stride
+    return logits + tl.load(query_start + row) * depth_stride
 
 
 @triton.jit
@@ -87,11 +97,11 @@ def sample_blocks(
 @triton.jit
 def reduce_blocks(
     temperatures, sampled, block_max, block_sum, race_values, block_argmax, race_tokens, ids,
-    tokens_out, log_sum_out, num_blocks, BLOCKS: tl.constexpr, GDC: tl.constexpr,
+    tokens_out, log_sum_out, confidence_out, num_blocks, BLOCKS: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Write the token of a row's blocks and logsumexp(logits / temperature); grid (B,).
 
-    ids: token ids by index; None writes the index.
+    ids: token ids by index; None writes the index. confidence_out: None writes none.
     """
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
@@ -112,6 +122,8 @@ def reduce_blocks(
         total = tl.sum(tl.load(block_sum + at, mask=inside, other=0.0) * scale, 0)
         divisor = tl.where(temperature > 0, temperature, 1.0)
         tl.store(log_sum_out + row, top / divisor + tl.log(total))
+        if confidence_out is not None:
+            tl.store(confidence_out + row, -tl.log(tl.maximum(total - 1.0, _SMALLEST_DOUBT)))
         if samples:
             _, first = max_index(tl.load(race_values + at, mask=inside, other=0.0) * scale)
             token = element(tl.load(race_tokens + at, mask=inside, other=0), first)
@@ -129,6 +141,7 @@ def _sample(
     sampled: Tensor | None = None,
     ids: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
+    confidence: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch both kernels; without a temperature every row takes its argmax.
 
@@ -168,6 +181,7 @@ def _sample(
             *indices,
             ids,
             *out,
+            confidence,
             num_blocks,
             BLOCKS=triton.next_power_of_2(num_blocks),
             num_warps=1 if num_blocks <= 128 else 4,
@@ -184,11 +198,11 @@ def sample_token(logits, positions, rows, *, limited=None) -> Tensor:
 
 
 def sample_draft(
-    logits, positions, rows, temperature, sampled, *, ids=None, offset=0, out=None
+    logits, positions, rows, temperature, sampled, *, ids=None, offset=0, out=None, confidence=None
 ) -> tuple[Tensor, Tensor]:
     """Launch `sampling.sample_draft`."""
     keys, of_rows = _keys(positions, offset, rows), (temperature.contiguous(), sampled.contiguous())
-    return _sample(logits, DRAFT, keys, *of_rows, ids, out)
+    return _sample(logits, DRAFT, keys, *of_rows, ids, out, confidence)
 
 
 def argmax_draft(logits, *, ids=None, out=None) -> Tensor:

@@ -29,7 +29,13 @@ def _on_cuda(slots: SlotBuffers, *_: Any, **__: Any) -> bool:
 
 @triton_operator("step_layout_triton", when=_on_cuda)
 def gather_batch(
-    slots: SlotBuffers, index: Tensor, *, max_length: int, block_size: int
+    slots: SlotBuffers,
+    index: Tensor,
+    *,
+    max_length: int,
+    block_size: int,
+    k: int | None = None,
+    num_drafts: Tensor | None = None,
 ) -> StepLayout:
     """Return the input batch of a step.
 
@@ -41,12 +47,15 @@ def gather_batch(
         index: int64 [B], slot numbers.
         max_length: positions a row may take.
         block_size: positions in a block of the pool.
+        k: most drafts a row; None: as many as a slot holds.
+        num_drafts: int64 [B], drafts to verify, no more than `available_drafts`; None: these.
     """
-    length, drafts = slots.length[index], slots.drafts[index]
-    k = drafts.shape[1]
+    k = slots.drafts.shape[1] if k is None else k
+    length, drafts = slots.length[index], slots.drafts[index, :k]
     depth = torch.arange(k + 1, device=index.device)
     active = length > 0
-    num_drafts = (max_length - 1 - length).clamp(0, k).where(active, 0)
+    if num_drafts is None:
+        num_drafts = available_drafts(slots, index, max_length=max_length, k=k)
     is_real = (depth <= num_drafts[:, None]) & active[:, None]
     positions = (length[:, None] - 1 + depth).where(is_real, -1)
     table = slots.block_table[index]
@@ -64,9 +73,19 @@ def gather_batch(
     )
 
 
+def available_drafts(slots: SlotBuffers, index: Tensor, *, max_length: int, k: int) -> Tensor:
+    """Return how many of the first k drafts are stored and fit, int64 [B]."""
+    length = slots.length[index]
+    room = torch.minimum(max_length - 1 - length, slots.stored[index])
+    return room.clamp(0, k).where(length > 0, 0)
+
+
 @triton_operator("step_layout_triton", when=_on_cuda)
 def commit(slots: SlotBuffers, layout: StepLayout, result: VerifyResult) -> StepOutput:
-    """Write a verification's result to `slots.length` and `slots.newest` of the layout's rows."""
+    """Write a verification's result to `slots.length` and `slots.newest` of the layout's rows.
+
+    No drafts are stored afterwards.
+    """
     length, accepted, drafts = layout.length, result.accepted, layout.tokens[:, 1:]
     active = length > 0
     # The drafts in their places, with the emitted token behind the accepted ones.
@@ -76,11 +95,15 @@ def commit(slots: SlotBuffers, layout: StepLayout, result: VerifyResult) -> Step
     is_verified = (depth <= accepted[:, None]) & active[:, None]
     slots.length[layout.index] = (length + accepted + 1).where(active, 0)
     slots.newest[layout.index] = result.emitted
+    slots.stored[layout.index] = 0
+    confidence = slots.confidence
+    if confidence is not None:
+        confidence = confidence[layout.index, : drafts.shape[1]]
     return StepOutput(
         tokens,
         layout.positions.where(is_verified, -1),
         accepted + 1,
-        pack_results(tokens, accepted, layout.num_drafts, result.probability),
+        pack_results(tokens, accepted, layout.num_drafts, result.probability, confidence),
     )
 
 
@@ -91,42 +114,61 @@ def store_drafts(
     drafts: Tensor,
     logits: Tensor | None = None,
     log_sum: Tensor | None = None,
+    confidence: Tensor | None = None,
 ) -> None:
     """Write the next drafts of the slots `index`, and what they were drawn from.
 
     Args:
-        slots: `drafts`, `draft_logits` and `draft_log_sum` are written in place.
+        slots: `stored`, `drafts`, `draft_logits`, `draft_log_sum` and `confidence` are written in
+            place.
         index: int64 [B].
-        drafts: int64 [B, K], any strides.
-        logits: [B, K, W], any strides with a last one of 1; None where all drafts are argmaxes.
-        log_sum: float32 [B, K], any strides; with `logits`.
+        drafts: int64 [B, k], any strides; k may be smaller than the slots' K.
+        logits: [B, k, W], any strides with a last one of 1; None where all drafts are argmaxes.
+        log_sum: float32 [B, k], any strides; with `logits`.
+        confidence: float32 [B, k], any strides; None: none is stated.
     """
-    slots.drafts[index] = drafts
+    k = drafts.shape[1]
+    slots.stored[index] = k
+    slots.drafts[index, :k] = drafts
     if logits is not None and log_sum is not None:
-        slots.draft_logits[index] = logits
-        slots.draft_log_sum[index] = log_sum
+        slots.draft_logits[index, :k] = logits
+        slots.draft_log_sum[index, :k] = log_sum
+    if confidence is not None:
+        slots.confidence[index, :k] = confidence
 
 
 def pack_results(
-    tokens: Tensor, accepted: Tensor, num_drafts: Tensor, probability: Tensor
+    tokens: Tensor,
+    accepted: Tensor,
+    num_drafts: Tensor,
+    probability: Tensor,
+    confidence: Tensor | None = None,
 ) -> Tensor:
-    """Return int32 [B, 2K + 3]: K + 1 tokens, accepted, drafts verified, K probabilities' bits.
+    """Return int32 [B, 3K + 3], or [B, 2K + 3] without confidence.
+
+    A row has K + 1 tokens, accepted, drafts verified, and the bits of K probabilities and of K
+    logits of confidence.
 
     Args:
         tokens: int64 [B, K + 1], of a vocabulary below 2³¹.
         accepted, num_drafts: int64 [B].
-        probability: float32 [B, K].
+        probability, confidence: float32 [B, K].
     """
     counts = torch.stack([accepted, num_drafts], 1)
-    bits = probability.float().contiguous().view(torch.int32)
+    floats = [probability.float()] if confidence is None else [probability.float(), confidence]
+    bits = torch.cat(floats, 1).contiguous().view(torch.int32)
     return torch.cat([tokens.int(), counts.int(), bits], 1)
 
 
-def unpack_results(packed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens, accepted, num_drafts and probability of `pack_results`, as views.
+def unpack_results(packed: Tensor, *, confidence: bool = False) -> tuple[Tensor, ...]:
+    """Return tokens, accepted, num_drafts, probability and confidence of `pack_results`, as views.
 
     Of row b the first accepted[b] + 1 tokens are emitted.
+
+    Args:
+        confidence: whether it was packed; if not, [B, 0] is returned for it.
     """
-    k = (packed.shape[1] - 3) // 2
-    tokens, accepted, num_drafts, bits = packed.split([k + 1, 1, 1, k], 1)
-    return tokens, accepted[:, 0], num_drafts[:, 0], bits.view(torch.float32)
+    k = (packed.shape[1] - 3) // (3 if confidence else 2)
+    tokens, accepted, num_drafts, bits = packed.split([k + 1, 1, 1, packed.shape[1] - k - 3], 1)
+    floats = bits.view(torch.float32)
+    return tokens, accepted[:, 0], num_drafts[:, 0], floats[:, :k], floats[:, k:]

@@ -30,14 +30,17 @@ def _copy(source, slot, target, row):
 
 @triton.jit
 def gather_batch_kernel(
-    index, length, newest, drafts, block_table, temperature, top_k, top_p, seed, prompt,
-    draft_temperature, sampled,
+    index, length, newest, stored, drafts, draft_stride, counts, block_table, temperature, top_k,
+    top_p, seed, prompt, draft_temperature, sampled,
     length_out, tokens_out, positions_out, slots_out, num_drafts_out, table_out, temperature_out,
     top_k_out, top_p_out, seed_out, prompt_out, draft_temperature_out, sampled_out,
     table_width, block_size, max_length,
     WIDTH: tl.constexpr, DEPTHS: tl.constexpr, TILE: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
-    """Gather one row; grid (B,), WIDTH = K + 1."""
+    """Gather one row; grid (B,), WIDTH = k + 1.
+
+    counts: drafts to verify, or None.
+    """
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -45,11 +48,15 @@ def gather_batch_kernel(
     slot = tl.load(index + row)
     known_length = tl.load(length + slot)
     active = known_length > 0
-    count = tl.minimum(tl.maximum(max_length - 1 - known_length, 0), WIDTH - 1)
-    count = tl.where(active, count, 0)
+    if counts is not None:
+        count = tl.load(counts + row)
+    else:
+        room = tl.minimum(max_length - 1 - known_length, tl.load(stored + slot))
+        count = tl.minimum(tl.maximum(room, 0), WIDTH - 1)
+        count = tl.where(active, count, 0)
     depth = tl.arange(0, DEPTHS)
     inside = depth < WIDTH
-    draft = drafts + slot * (WIDTH - 1) + depth - 1
+    draft = drafts + slot * draft_stride + depth - 1
     draft = tl.load(draft, mask=inside & (depth > 0), other=0)
     position = tl.where(active & (depth <= count), known_length - 1 + depth, -1)
     table = block_table + slot * table_width
@@ -77,7 +84,8 @@ def gather_batch_kernel(
 @triton.jit
 def commit_kernel(
     index, length, tokens, positions, num_drafts, accepted, emitted, probability,
-    slot_length, slot_newest, tokens_out, positions_out, counts_out, results_out,
+    confidence, confidence_stride, slot_length, slot_newest, slot_stored, tokens_out,
+    positions_out, counts_out, results_out, results_stride,
     WIDTH: tl.constexpr, DEPTHS: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Commit one row; grid (B,), WIDTH = K + 1."""
@@ -90,6 +98,7 @@ def commit_kernel(
     active = known_length > 0
     tl.store(slot_length + slot, tl.where(active, known_length + num_accepted + 1, 0))
     tl.store(slot_newest + slot, token)
+    tl.store(slot_stored + slot, tl.zeros_like(slot))
     tl.store(counts_out + row, num_accepted + 1)
     depth = tl.arange(0, DEPTHS)
     inside, drafted = depth < WIDTH, depth < WIDTH - 1
@@ -101,23 +110,28 @@ def commit_kernel(
     tl.store(tokens_out + at, token_out, mask=inside)
     position = tl.where(active & (depth <= num_accepted), position, -1)
     tl.store(positions_out + at, position, mask=inside)
-    results = results_out + row * (2 * WIDTH + 1)
+    results = results_out + row * results_stride
     tl.store(results + depth, token_out.to(tl.int32), mask=inside)
     tl.store(results + WIDTH, num_accepted.to(tl.int32))
     tl.store(results + WIDTH + 1, tl.load(num_drafts + row).to(tl.int32))
     bits = value.to(tl.float32).to(tl.int32, bitcast=True)
     tl.store(results + WIDTH + 2 + depth, bits, mask=drafted)
+    if confidence is not None:
+        value = tl.load(confidence + slot * confidence_stride + depth, mask=drafted, other=0.0)
+        bits = value.to(tl.int32, bitcast=True)
+        tl.store(results + 2 * WIDTH + 1 + depth, bits, mask=drafted)
 
 
 @triton.jit
 def store_drafts_kernel(
-    index, drafts, draft_row, draft_depth, log_sum, sum_row, sum_depth,
-    logits, logit_row, logit_depth, vocab, blocks, slot_drafts, slot_log_sum, slot_logits,
+    index, drafts, draft_row, draft_depth, log_sum, sum_row, sum_depth, confidence,
+    confidence_row, confidence_depth, logits, logit_row, logit_depth, vocab, blocks, slot_stored,
+    slot_drafts, slot_log_sum, slot_confidence, slot_logits, slot_stride,
     K: tl.constexpr, DEPTHS: tl.constexpr, TILE: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Copy a tile of a row's draft logits; the first program of a row also writes its drafts.
 
-    Grid (B, K · blocks), or (B, 1) without logits.
+    Grid (B, K · blocks), or (B, 1) without logits. slot_stride: drafts that a slot holds.
     """
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
@@ -128,20 +142,25 @@ def store_drafts_kernel(
         depth = tl.arange(0, DEPTHS)
         inside = depth < K
         draft = tl.load(drafts + row * draft_row + depth * draft_depth, mask=inside, other=0)
-        tl.store(slot_drafts + slot * K + depth, draft, mask=inside)
+        out = slot * slot_stride + depth
+        tl.store(slot_drafts + out, draft, mask=inside)
+        tl.store(slot_stored + slot, tl.zeros_like(slot) + K)
         if logits is not None:
             total = tl.load(log_sum + row * sum_row + depth * sum_depth, mask=inside, other=0.0)
-            tl.store(slot_log_sum + slot * K + depth, total, mask=inside)
+            tl.store(slot_log_sum + out, total, mask=inside)
+        if confidence is not None:
+            score = confidence + row * confidence_row + depth * confidence_depth
+            tl.store(slot_confidence + out, tl.load(score, mask=inside, other=0.0), mask=inside)
     if logits is not None:
         depth = program // blocks
         at = (program - depth * blocks) * TILE + tl.arange(0, TILE)
         x = tl.load(logits + row * logit_row + depth * logit_depth + at, mask=at < vocab)
-        tl.store(slot_logits + (slot * K + depth) * vocab + at, x, mask=at < vocab)
+        tl.store(slot_logits + (slot * slot_stride + depth) * vocab + at, x, mask=at < vocab)
 
 
-def gather_batch(slots, index, *, max_length, block_size) -> StepLayout:
+def gather_batch(slots, index, *, max_length, block_size, k=None, num_drafts=None) -> StepLayout:
     """Launch `step_layout.gather_batch`."""
-    rows, width = len(index), slots.drafts.shape[1] + 1
+    rows, width = len(index), (slots.drafts.shape[1] if k is None else k) + 1
     keys, sampling = slots.keys, slots.sampling
     sources = (keys.temperature, keys.top_k, keys.top_p, keys.seed, keys.prompt, *(sampling or ()))
     gathered = [x.new_empty(rows) for x in sources]
@@ -160,7 +179,10 @@ def gather_batch(slots, index, *, max_length, block_size) -> StepLayout:
             index,
             slots.length,
             slots.newest,
+            slots.stored,
             slots.drafts,
+            slots.drafts.stride(0),
+            num_drafts,
             slots.block_table,
             *sources,
             *none,
@@ -188,7 +210,9 @@ def commit(slots, layout, result) -> StepOutput:
     """Launch `step_layout.commit`."""
     tokens = layout.tokens
     rows, width = tokens.shape
-    packed = tokens.new_empty(rows, 2 * width + 1, dtype=torch.int32)
+    confidence = slots.confidence
+    results = 2 * width + 1 + (0 if confidence is None else width - 1)
+    packed = tokens.new_empty(rows, results, dtype=torch.int32)
     outputs = *tokens.new_empty(2, rows, width), tokens.new_empty(rows), packed
     with torch.cuda.device_of(tokens):
         commit_kernel[(rows,)](
@@ -198,9 +222,13 @@ def commit(slots, layout, result) -> StepOutput:
             layout.positions,
             layout.num_drafts,
             *(x.contiguous() for x in (result.accepted, result.emitted, result.probability)),
+            confidence,
+            0 if confidence is None else confidence.stride(0),
             slots.length,
             slots.newest,
+            slots.stored,
             *outputs,
+            results,
             WIDTH=width,
             DEPTHS=triton.next_power_of_2(width),
             num_warps=1,
@@ -209,7 +237,7 @@ def commit(slots, layout, result) -> StepOutput:
     return StepOutput(*outputs)
 
 
-def store_drafts(slots, index, drafts, logits=None, log_sum=None) -> None:
+def store_drafts(slots, index, drafts, logits=None, log_sum=None, confidence=None) -> None:
     """Launch `step_layout.store_drafts`."""
     rows, k = drafts.shape
     vocab = blocks = 0
@@ -224,13 +252,18 @@ def store_drafts(slots, index, drafts, logits=None, log_sum=None) -> None:
             *drafts.stride(),
             log_sum,
             *((0, 0) if log_sum is None else log_sum.stride()),
+            confidence,
+            *((0, 0) if confidence is None else confidence.stride()),
             logits,
             *((0, 0) if logits is None else logits.stride()[:2]),
             vocab,
             blocks,
+            slots.stored,
             slots.drafts,
             slots.draft_log_sum,
+            slots.confidence,
             slots.draft_logits,
+            slots.drafts.stride(0),
             K=k,
             DEPTHS=triton.next_power_of_2(k),
             TILE=_LOGITS_TILE,

@@ -19,36 +19,40 @@ class SlotBuffers:
         length: int64 [R + 1], known tokens (prompt and answer); the newest has no cached key yet.
             0 for an empty slot, whose rows compute nothing that is read.
         newest: int64 [R + 1], the last known token.
-        drafts: int64 [R + 1, K], the drafts that follow it.
+        stored: int64 [R + 1], how many drafts follow it.
+        drafts: int64 [R + 1, K], the drafts.
         block_table: int32 [R + 1, N], the request's blocks; 0 where it has none.
         keys: sampling parameters and noise keys, each [R + 1].
         sampling: draft temperature float32 [R + 1] and bool [R + 1], which rows sample their
             drafts; None where none can.
         draft_logits: [R + 1, K, W], what sampled drafts were drawn from; None without.
         draft_log_sum: float32 [R + 1, K], logsumexp of those over the draft temperature.
+        confidence: float32 [R + 1, K], the logits of the drafts' confidence; None without.
     """
 
     length: Tensor
     newest: Tensor
+    stored: Tensor
     drafts: Tensor
     block_table: Tensor
     keys: SamplingMetadata
     sampling: tuple[Tensor, Tensor] | None = None
     draft_logits: Tensor | None = None
     draft_log_sum: Tensor | None = None
+    confidence: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The input batch of a decode step.
+    """The input batch of a decode step that verifies up to K drafts a row.
 
     Attributes:
         index: int64 [B], the rows' slots in `SlotBuffers`.
         length: int64 [B], known tokens of each row.
         tokens: int64 [B, K + 1], its newest token and its drafts.
-        positions: int64 [B, K + 1] of these; −1 for drafts beyond the limit and empty slots.
+        positions: int64 [B, K + 1] of these; −1 for drafts that are not verified and empty slots.
         slots: int64 [B, K + 1], the slot mapping of their keys; −1 writes nothing.
-        num_drafts: int64 [B], how many drafts are real.
+        num_drafts: int64 [B], how many drafts are verified.
         block_table: int32 [B, N].
         keys: each [B].
         sampling: each [B], or None; see `SlotBuffers`.
@@ -66,6 +70,22 @@ class StepLayout:
 
 
 @dataclass(frozen=True)
+class CompactTokens:
+    """The tokens of a step without the gaps between its rows, for work that is done token by token.
+
+    Attributes:
+        tokens: int64 [N], each row's newest token and verified drafts, row by row; 0 behind them.
+        positions, slots: int64 [N]; −1 behind them.
+        query_start: int64 [B], the index of each row's first token.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    query_start: Tensor
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """The result of a decode step.
 
@@ -74,7 +94,7 @@ class StepOutput:
         positions: int64 [B, K + 1] of the verified pairs (x_{p+1}, g_p): those of the tokens fed
             before the accepted and emitted ones; −1 behind them and in empty slots.
         counts: int64 [B], tokens emitted: accepted + 1.
-        packed_results: int32 [B, 2K + 3], for one copy to the host; see `pack_results`.
+        packed_results: int32, for one copy to the host; see `pack_results`.
     """
 
     tokens: Tensor

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from draftlab.kernels.dependent_launch import launch_options
+from draftlab.kernels.draft_allocation import row_index
 from draftlab.kernels.sampling_types import VerifyResult, draft_index
 from draftlab.kernels.top_k_top_p import apply_top_k_top_p, uses_top_k_top_p
 from draftlab.kernels.verify_triton import (
@@ -33,16 +34,21 @@ def verify(
     limited=None,
     expect=True,
     block=False,
+    query_start=None,
 ) -> VerifyResult:
     """Launch `verify.verify`.
 
     Raises:
         ValueError: if the distribution's `index` does not fit the logits' vocabulary.
     """
+    (num_rows, width), vocab = (len(drafts), drafts.shape[1] + 1), logits.shape[-1]
     if uses_top_k_top_p(rows, limited):
+        if query_start is not None:  # limits are the rows'
+            logits = logits[row_index(query_start, width, len(logits))]
+            query_start = None
         logits = apply_top_k_top_p(logits, rows)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    num_rows, width, vocab = logits.shape
+    strides = logits.stride()[:2] if query_start is None else (0, logits.stride(0))
     num_blocks, num_races = triton.cdiv(vocab, REDUCE_BLOCK), triton.cdiv(vocab, RACE_BLOCK)
     q, num_overlaps = distribution if width > 1 else None, 0
     sampled, of_logits, of_rows, of_ids = None, (None, None, 0, 0), (None, None), (None, None, 0)
@@ -66,14 +72,21 @@ def verify(
     accepted, emitted = scratch(num_rows, dtype=torch.int64), scratch(num_rows, dtype=torch.int64)
     probability = scratch(num_rows, width - 1)
     # The arguments that several kernels take, in their order.
-    target = logits, logits.stride(0), logits.stride(1), vocab
+    target = logits, query_start, *strides, vocab
     blocks = *scratch(2, num_rows, width, num_blocks), block_argmax, num_blocks
     races = scratch(num_rows, 2, num_races), race_tokens, num_races, overlaps, num_overlaps
     temperatures, num_drafts = rows.temperature.contiguous(), num_drafts.contiguous()
     drafts = drafts if drafts.stride(-1) == 1 else drafts.contiguous()
     depths, options = triton.next_power_of_2(width), launch_options(logits.device)
     reduce_logits[(num_rows * width, num_blocks)](
-        *target, temperatures, *blocks, WIDTH=width, SIZE=REDUCE_BLOCK, num_warps=8, **options
+        *target,
+        temperatures,
+        num_drafts,
+        *blocks,
+        WIDTH=width,
+        SIZE=REDUCE_BLOCK,
+        num_warps=8,
+        **options,
     )
     num_sums, sums = (width - 1) * num_overlaps, triton.next_power_of_2(max(num_overlaps, 1))
     launches = [(TOKEN, num_races + num_sums)]

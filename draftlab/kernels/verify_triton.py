@@ -14,7 +14,7 @@ import triton.language as tl
 
 from draftlab.kernels.noise import BLOCK_STRIDE
 from draftlab.kernels.noise_triton import ACCEPT, EMIT, exponential, keyed_bits, keyed_uniform
-from draftlab.kernels.sampling_triton import element, exp_scaled, load_logits, max_index
+from draftlab.kernels.sampling_triton import element, exp_scaled, load_logits, max_index, row_logits
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
 _STRIDE = tl.constexpr(BLOCK_STRIDE)
@@ -23,17 +23,24 @@ TOKEN, OVERLAPS, BLOCK = (tl.constexpr(i) for i in range(3))  # what `reject_and
 
 @triton.jit
 def reduce_logits(
-    logits, row_stride, depth_stride, vocab, temperatures, block_max, block_sum, block_argmax,
-    num_blocks, WIDTH: tl.constexpr, SIZE: tl.constexpr, GDC: tl.constexpr,
+    logits, query_start, row_stride, depth_stride, vocab, temperatures, num_drafts, block_max,
+    block_sum, block_argmax, num_blocks,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
-    """Reduce one block; grid (B · WIDTH, blocks), WIDTH = K + 1, results [B, WIDTH, blocks]."""
+    """Reduce one block; grid (B · WIDTH, blocks), WIDTH = K + 1, results [B, WIDTH, blocks].
+
+    Rows of logits behind the last verified draft are not read.
+    """
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     logits_row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = logits_row // WIDTH
     at = block * SIZE + tl.arange(0, SIZE)
-    base = logits + row * row_stride + (logits_row - row * WIDTH) * depth_stride
+    depth = logits_row - row * WIDTH
+    if depth > tl.load(num_drafts + row):
+        return
+    base = row_logits(logits, query_start, row, row_stride, depth_stride) + depth * depth_stride
     x = load_logits(base + at, at < vocab)
     top, best = max_index(x)
     out = logits_row * num_blocks + block
@@ -70,7 +77,7 @@ def _reach(p, q, DEPTHS: tl.constexpr):
 
 @triton.jit
 def _accept(
-    row, logits, row_stride, depth_stride, vocab, drafts, num_drafts, position, seed, prompt,
+    row, logits, depth_stride, vocab, drafts, num_drafts, position, seed, prompt,
     temperature, q_logits, q_depth_stride, q_log_sum, q_temperature, q_sampled, index, block_max,
     block_sum, block_argmax, num_blocks, overlaps, num_overlaps,
     WIDTH: tl.constexpr, DEPTHS: tl.constexpr, BLOCKS: tl.constexpr, HAS_Q: tl.constexpr,
@@ -78,7 +85,7 @@ def _accept(
 ):  # fmt: skip
     """Accept the longest prefix of a row's drafts with u · q(x) < p(x), or by blocks.
 
-    drafts, q_logits and q_log_sum point to this row.
+    logits, drafts, q_logits and q_log_sum point to this row.
 
     Returns:
         The number accepted; maximum, Σ exp, argmax and draft of the row of logits after these; the
@@ -99,7 +106,7 @@ def _accept(
     is_draft = depth < num_drafts
     draft = tl.load(drafts + depth, mask=is_draft, other=-1)
     is_draft = is_draft & (draft >= 0) & (draft < vocab)
-    x = load_logits(logits + row * row_stride + depth * depth_stride + draft, is_draft)
+    x = load_logits(logits + depth * depth_stride + draft, is_draft)
     p = _normalize(exp_scaled(x, top, temperature), total)
     p = tl.where(temperature > 0, p, (draft == best).to(tl.float32))
     p = tl.where(is_draft, p, 0.0)
@@ -155,9 +162,10 @@ def _overlap(
 
 @triton.jit
 def reject_and_resample(
-    logits, row_stride, depth_stride, vocab, drafts, draft_stride, num_drafts, positions, seeds,
-    prompts, temperatures, q_rows, q_logits, q_row_stride, q_depth_stride, q_log_sum,
-    q_temperatures, sampled, ids, index, num_ids, block_max, block_sum, block_argmax, num_blocks,
+    logits, query_start, row_stride, depth_stride, vocab, drafts, draft_stride, num_drafts,
+    positions, seeds, prompts, temperatures, q_rows, q_logits, q_row_stride, q_depth_stride,
+    q_log_sum, q_temperatures, sampled, ids, index, num_ids, block_max, block_sum, block_argmax,
+    num_blocks,
     accepted_out, emitted_out, probability_out, race_values, race_tokens, num_races, overlaps,
     num_overlaps,
     WIDTH: tl.constexpr, DEPTHS: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
@@ -175,6 +183,7 @@ def reject_and_resample(
         tl.extra.cuda.gdc_wait()
     row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     drafts += row * draft_stride
+    logits = row_logits(logits, query_start, row, row_stride, depth_stride)
     temperature = tl.load(temperatures + row)
     q_sampled = temperature < 0
     q_temperature = temperature
@@ -193,8 +202,8 @@ def reject_and_resample(
             seed, prompt = tl.load(seeds + row), tl.load(prompts + row)
             position = tl.load(positions + row)
             accepted, top, total, best, draft, p_drafts, reach = _accept(
-                row, logits, row_stride, depth_stride, vocab, drafts, count, position, seed,
-                prompt, temperature, q_logits, q_depth_stride, q_log_sum, q_temperature, q_sampled,
+                row, logits, depth_stride, vocab, drafts, count, position, seed, prompt,
+                temperature, q_logits, q_depth_stride, q_log_sum, q_temperature, q_sampled,
                 index, block_max, block_sum, block_argmax, num_blocks,
                 overlaps + row * (WIDTH - 1) * num_overlaps, num_overlaps,
                 WIDTH, DEPTHS, BLOCKS, HAS_Q, SUMS, MODE,
@@ -210,8 +219,7 @@ def reject_and_resample(
                 tl.store(probability_out + out, probability, depth < WIDTH - 1)
             if temperature > 0:
                 at = program * SIZE + tl.arange(0, SIZE)
-                base = logits + row * row_stride + accepted * depth_stride
-                x = load_logits(base + at, at < vocab)
+                x = load_logits(logits + accepted * depth_stride + at, at < vocab)
                 p = _normalize(exp_scaled(x, top, temperature), total)
                 rejected = accepted < count
                 # The residual: max(p − q, 0), or p without the draft where q is one-hot.
@@ -241,7 +249,7 @@ def reject_and_resample(
             scale = 1.0
             if MODE == OVERLAPS:
                 _, _, _, _, _, _, reach = _accept(
-                    row, logits, row_stride, depth_stride, vocab, drafts, count,
+                    row, logits, depth_stride, vocab, drafts, count,
                     tl.load(positions + row), tl.load(seeds + row), tl.load(prompts + row),
                     temperature, q_logits, q_depth_stride, q_log_sum, q_temperature, q_sampled,
                     index, block_max, block_sum, block_argmax, num_blocks, overlaps, num_overlaps,
@@ -249,7 +257,7 @@ def reject_and_resample(
                 )  # fmt: skip
                 scale = element(reach, depth)
             total = _overlap(
-                block, scale, logits + row * row_stride + depth * depth_stride, ids, num_ids,
+                block, scale, logits + depth * depth_stride, ids, num_ids,
                 temperature,
                 q_logits + depth * q_depth_stride, q_log_sum + depth, q_temperature,
                 block_max + (row * WIDTH + depth) * num_blocks,

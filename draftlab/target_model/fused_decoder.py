@@ -82,13 +82,14 @@ class FusedLayer:
         block_table: Tensor,
         positions: Tensor,
         last_seen: Tensor | None = None,
+        query_start: Tensor | None = None,
     ) -> tuple[Tensor, DeferredNorm | None]:
         """Return the output [T, H], and its norm if one follows.
 
         Args:
             query: [B, M, heads, head_dim], T = B · M.
             residual: [T, H].
-            positions, last_seen: of the tokens, as in `attend_paged`.
+            positions, last_seen, query_start: of the tokens, as in `attend_paged`.
         """
         w = self.weights
         attended = attend_paged(
@@ -99,6 +100,7 @@ class FusedLayer:
             scale=self.scale,
             window=self.window,
             last_seen=last_seen,
+            query_start=query_start,
             prefetch_weight=w.out,
         )
         y, normed = linear_then_norm(
@@ -117,6 +119,8 @@ class FusedLayer:
 
 class KnownDecoder(ABC):
     """The decoder of a target with known layers (see `has_known_layers`); a `DecodePath`."""
+
+    takes_compact_tokens = False
 
     def __init__(self, target: Target) -> None:
         self.embeddings, rope = target.parts.embeddings, target.decoder.rotary_emb
@@ -162,6 +166,8 @@ class FusedDecoder(KnownDecoder):
     modules keep views, so neither memory nor the state dict changes.
     """
 
+    takes_compact_tokens = True
+
     @torch.no_grad()
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -189,7 +195,8 @@ class FusedDecoder(KnownDecoder):
             pool = cached.keys, cached.values
             query = layer.write_cache(normed, angles, pool, slots, norm_weight=norm_weight)
             query = query.view(*shape, *query.shape[1:])
-            (x, normed), norm_weight = layer.output(query, x, pool, *tables), None
+            output = layer.output(query, x, pool, *tables, query_start=cache.query_start)
+            (x, normed), norm_weight = output, None
         yield x
 
     @torch.inference_mode()

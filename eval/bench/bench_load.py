@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of random prompts")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--requests", type=int, default=16, help="measured ones, at least")
+    parser.add_argument("--adaptive", action=BooleanOptionalAction, default=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, help="a JSON file that gets all figures")
     arguments = parser.parse_args()
@@ -129,6 +131,7 @@ def main() -> None:
         device,
         k=arguments.k,
         concurrency=arguments.concurrency,
+        adaptive=arguments.adaptive,
         timing_prompts=arguments.requests,
         timing_tokens=arguments.tokens,
         max_new_tokens=arguments.tokens,

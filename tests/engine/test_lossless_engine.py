@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.block_drafter import BlockDrafter
+from draftlab.engine.draft_sampler import DraftSampler
 from draftlab.engine.drafter import ChainDrafter, new_drafter
 from draftlab.engine.engine import Engine
-from draftlab.engine.parallel_drafter import ParallelDrafter
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.engine.step import Step
 from draftlab.kernels.sampling import sample_draft
@@ -71,17 +71,9 @@ def test_block_verification_is_exact(kind: str, tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
-@pytest.mark.parametrize(
-    ("kind", "module"),
-    [
-        ("chain", "engine.drafter"),
-        ("parallel", "engine.parallel_drafter"),
-        ("dspark", "engine.block_drafter"),
-    ],
-)
+@pytest.mark.parametrize("kind", ["chain", "parallel", "dspark"])
 def test_block_verification_never_draws_from_the_same_noise_again(
     kind: str,
-    module: str,
     verification: str,
     tiny_target: Target,
     monkeypatch: pytest.MonkeyPatch,
@@ -93,7 +85,7 @@ def test_block_verification_never_draws_from_the_same_noise_again(
         positions.extend((at + options.get("offset", 0)).tolist())
         return sample_draft(logits, at, *rest, **options)
 
-    monkeypatch.setattr(f"draftlab.{module}.sample_draft", recorded)
+    monkeypatch.setattr("draftlab.engine.draft_sampler.sample_draft", recorded)
     drafter = poor_drafter(tiny_target, kind, verification=verification)
     engine = Engine(tiny_target, drafter, batch=1, max_length=64)
     (generation,) = engine.generate([Request("a", (3,), 40, Sampling(1.3, seed=1))])
@@ -122,12 +114,13 @@ def test_another_rows_draft_probabilities_are_noticed(
 def test_another_depths_draft_probabilities_are_noticed(
     tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = ParallelDrafter._proposal
+    right = DraftSampler.proposal
 
-    def shifted(self: Any, tokens: Any, logits: Any, log_sum: Any, sampling: Any) -> Any:
-        return right(self, tokens, logits.roll(1, 0), log_sum.roll(1, 0), sampling)
+    def shifted(self: DraftSampler) -> Any:
+        self.logits, self.log_sum = self.logits.roll(1, 0), self.log_sum.roll(1, 0)
+        return right(self)
 
-    monkeypatch.setattr(ParallelDrafter, "_proposal", shifted)
+    monkeypatch.setattr(DraftSampler, "proposal", shifted)
     assert joint_p_value(tiny_target, poor_drafter(tiny_target, "parallel")) < 1e-6
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafter import Proposal, VerifiedFeatures
+from draftlab.engine.draft_sampler import Proposal
+from draftlab.engine.drafter import VerifiedFeatures
 from draftlab.kernels.sampling_types import SamplingMetadata, draft_index
 from tests.helpers.zoo import SHAPE, eager_model
 
@@ -21,6 +23,7 @@ class BigramDrafter:
     boundaries = ()
     draft_vocab = None
     pools = ()
+    settings = SimpleNamespace(confidence=False)
 
     def __init__(self, texts: list[list[int]], k: int, device: str = "cpu") -> None:
         self.k = k
@@ -36,13 +39,13 @@ class BigramDrafter:
     def extend_cache(self, verified: VerifiedFeatures) -> None:
         pass
 
-    def propose(self, verified: VerifiedFeatures) -> Proposal:
+    def propose(self, verified: VerifiedFeatures, k: int | None = None) -> Proposal:
         tokens, last = (
             t.gather(1, verified.counts[:, None] - 1)[:, 0]
             for t in (verified.tokens, verified.positions)
         )
         drafts = []
-        for step in range(self.k):
+        for step in range(k or self.k):
             tokens = self.follower[tokens]
             wrong = (last + 2 + step) % 5 == 0
             drafts.append((tokens + wrong) % VOCABULARY)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from draftlab.engine import drafter as drafter_module
+from draftlab.engine import draft_sampler
 from draftlab.evaluate.certificate.known_faults import Fault
 from draftlab.kernels.sampling_types import VerifyResult
 from draftlab.kernels.verify import verify
@@ -57,5 +57,5 @@ def faulty_verifier(
         return verifier
     shared = f"Purpose.EMIT, {vocab_size})[..., torch.tensor({list(draft_ids)})]"
     module = broken("Purpose.DRAFT, logits.shape[-1])", shared)
-    monkeypatch.setattr(drafter_module, "sample_draft", module.sample_draft)
+    monkeypatch.setattr(draft_sampler, "sample_draft", module.sample_draft)
     return verifier

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftlab.engine.adaptive import AdaptiveVerification
 from draftlab.engine.drafter import HeadDrafter, VerifiedFeatures
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling, sampling_metadata
 from draftlab.engine.step import Verifier
+from draftlab.engine.step_costs import ShapeFamily
 from draftlab.evaluate.certificate.gtest import g_test
 from draftlab.kernels.sampling import target_probabilities
 from draftlab.kernels.sampling_types import SamplingMetadata
@@ -45,18 +47,27 @@ JOINT_SAMPLING = Sampling(temperature=1.3, top_k=3, seed=1)
 
 
 def joint_p_value(
-    target: Target, drafter: HeadDrafter | None, verifier: Verifier = verify
+    target: Target,
+    drafter: HeadDrafter | None,
+    verifier: Verifier = verify,
+    policy: Any = None,
 ) -> float:
     """Return the G-test's p value of the engine's answers against the exact distribution.
 
     Args:
         target: a target with a vocabulary of `JOINT_VOCAB`.
+        policy: chooses the shapes of steps (`AdaptivePolicy`).
     """
 
     def request(name: str) -> Request:
         return Request(name, JOINT_PROMPT, JOINT_TOKENS, JOINT_SAMPLING)
 
-    engine = Engine(target, drafter, batch=1500, max_length=16, verifier=verifier)
+    adaptive = None if policy is None else AdaptiveVerification()
+    engine = Engine(
+        target, drafter, batch=1500, max_length=16, verifier=verifier, adaptive=adaptive
+    )
+    if policy is not None:
+        engine.adaptive.policy = policy
     counts = Counter(
         generation.token_ids
         for generation in engine.generate([request(str(i)) for i in range(JOINT_ROWS)])
@@ -78,6 +89,26 @@ def sampled_metadata(rows: int) -> SamplingMetadata:
     """Return the sampling metadata of rows at temperature 1."""
     hot = Sampling(temperature=1.0)
     return sampling_metadata([Request(str(i), (1,), 1, hot) for i in range(rows)], CPU)
+
+
+class ScriptedPolicy:
+    """Chooses the shapes of a list in turn, over and over.
+
+    Args:
+        script: K and share of each step's shape.
+        k: most drafts.
+    """
+
+    def __init__(self, script: list[tuple[int, float]], k: int) -> None:
+        self.families = [ShapeFamily(*entry) for entry in script]
+        self.scale, self.bias, self.steps = np.ones(k), np.zeros(k), 0
+
+    def choose(self, rows: int) -> tuple[ShapeFamily, bool]:
+        self.steps += 1
+        return self.families[(self.steps - 1) % len(self.families)], False
+
+    def observe(self, *results: Any) -> None:
+        pass
 
 
 class RaggedPairs:

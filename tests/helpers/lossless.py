@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafter import ChainDrafter, Proposal, VerifiedFeatures
+from draftlab.engine.draft_sampler import Proposal
+from draftlab.engine.drafter import ChainDrafter, VerifiedFeatures
 from draftlab.engine.eager_head import PassLayout
 from draftlab.evaluate.certificate.gtest import g_test, samples_for
 from draftlab.kernels import sampling as sampling_module

@@ -16,8 +16,7 @@ import pytest
 import torch
 from scipy import stats
 
-from draftlab.engine import drafter as drafter_module
-from draftlab.engine.drafter import ChainDrafter
+from draftlab.engine import draft_sampler
 from draftlab.kernels import verify as verify_module
 from draftlab.kernels.sampling import sample_token
 from draftlab.kernels.sampling_types import VerifyResult
@@ -139,7 +138,7 @@ def test_drafts_of_positions_noise_are_rejected_with_block_verification(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A block verifier has looked at drafts behind the rejected one; a step needs new noise."""
-    monkeypatch.setattr(ChainDrafter, "noise_positions", lambda _, last: last)
+    monkeypatch.setattr(draft_sampler, "BLOCK_STRIDE", 1)
     case = replace(CASES["block"], temperature=1.0)
     tokens, _ = decode(case, verify_module.verify, sampling_metadata(case))
     assert_rejected(tokens, exact_joint(case))
@@ -167,7 +166,7 @@ def test_a_draft_that_shares_its_noise_with_the_verifier_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shared = broken("Purpose.DRAFT", "Purpose.EMIT").sample_draft
-    monkeypatch.setattr(drafter_module, "sample_draft", shared)
+    monkeypatch.setattr(draft_sampler, "sample_draft", shared)
     case = CASES["draft probabilities"]
     tokens, _ = decode(case, verify_module.verify, sampling_metadata(case))
     assert_rejected(tokens, exact_joint(case))

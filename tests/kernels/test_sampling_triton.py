@@ -50,6 +50,20 @@ def test_drafts(dtype: torch.dtype) -> None:
 
 
 @inside
+def test_confidence_is_the_logit_of_the_largest_probability() -> None:
+    logits = torch.randn(24, 1003, generator=torch.Generator().manual_seed(3)) * 4
+    logits[0, 700], logits[1] = 99.0, 0.0
+    keys, sampled = make_keys(24), torch.arange(24) % 2 == 0
+    temperature = keys.temperature
+    divisor = temperature.where(temperature > 0, 1.0)[:, None]
+    expected = (logits / divisor).double().softmax(-1).amax(-1).logit().clamp(max=15.95)
+    for operation in (sample_draft.reference, sample_draft.triton):
+        confidence = torch.zeros(24)
+        operation(logits, torch.arange(24), keys, temperature, sampled, confidence=confidence)
+        torch.testing.assert_close(confidence.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@inside
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_argmax_drafts(dtype: torch.dtype) -> None:
     logits = torch.randn(9, 1003, generator=torch.Generator().manual_seed(10)).to(dtype)

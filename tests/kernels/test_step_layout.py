@@ -44,6 +44,7 @@ def make_slots(
     slots = SlotBuffers(
         torch.tensor([*lengths, 0]),
         ints(),
+        ints(high=k + 1),
         ints(k),
         table,
         SamplingMetadata(floats(), ints(), floats(), ints() << 40, -ints()),
@@ -52,20 +53,24 @@ def make_slots(
         slots.sampling = floats(), ints(high=2).bool()
         slots.draft_logits = floats(k, vocab).to(dtype)
         slots.draft_log_sum = floats(k)
+        slots.confidence = floats(k)
     return slots
 
 
 def equal(one: SlotBuffers, other: SlotBuffers, rows: slice = slice(None)) -> bool:
     """Whether the buffers agree; the dummy's may be left out, whose rows race for one place."""
-    names = ("length", "newest", "drafts", "block_table", "draft_logits", "draft_log_sum")
+    names = (
+        *("length", "newest", "stored", "drafts", "block_table", "draft_logits", "draft_log_sum"),
+        "confidence",
+    )
     pairs = [(getattr(one, name), getattr(other, name)) for name in names]
     pairs += [(one.keys.temperature, other.keys.temperature), (one.keys.seed, other.keys.seed)]
     return all(a is b is None or torch.equal(a[rows], b[rows]) for a, b in pairs)
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[SlotBuffers, Tensor, int, int]:
-    """Slots, an index with the dummy behind it, the length limit and the block size."""
+def steps(draw: st.DrawFn) -> tuple[SlotBuffers, Tensor, dict[str, int]]:
+    """Slots, an index with the dummy behind it, and the options of `gather_batch`."""
     k, limit = draw(st.integers(0, 8)), draw(st.integers(2, 40))
     block_size, width = draw(st.sampled_from((1, 3, 4, 16))), draw(st.integers(1, 5))
     lengths = draw(st.lists(st.integers(0, limit), min_size=1, max_size=5))
@@ -73,21 +78,29 @@ def steps(draw: st.DrawFn) -> tuple[SlotBuffers, Tensor, int, int]:
     slots = make_slots(lengths, k, width, vocab if k else None, draw(st.integers(0, 99)))
     index = draw(st.permutations(range(len(lengths))))[: draw(st.integers(1, 5))]
     dummies = [len(lengths)] * draw(st.integers(0, 3))
-    return slots, torch.tensor([*index, *dummies]), limit, block_size
+    options = {"max_length": limit, "block_size": block_size, "k": draw(st.integers(0, k))}
+    return slots, torch.tensor([*index, *dummies]), options
 
 
 @settings(max_examples=40 if INTERPRETED else 150, deadline=None)
-@given(steps())
-def test_gather_batch(case: tuple[SlotBuffers, Tensor, int, int]) -> None:
-    slots, index, limit, block_size = case
-    k, span = slots.drafts.shape[1], slots.block_table.shape[1] * block_size
+@given(steps(), st.none() | st.integers(0, 99))
+def test_gather_batch(case: tuple[SlotBuffers, Tensor, dict], seed: int | None) -> None:
+    slots, index, options = case
+    limit, block_size, k = options.values()
+    span = slots.block_table.shape[1] * block_size
+    chosen = None
+    if seed is not None:  # fewer drafts than there are
+        available = step_layout.available_drafts(slots, index, max_length=limit, k=k)
+        share = torch.rand(len(index), generator=torch.Generator().manual_seed(seed))
+        chosen = (share * (available + 1)).long()
     for name in IMPLEMENTATIONS:
         before, gather = deepcopy(slots), getattr(step_layout.gather_batch, name)
-        layout = gather(slots, index, max_length=limit, block_size=block_size)
+        layout = gather(slots, index, **options, num_drafts=chosen)
         assert equal(slots, before)
         for row, slot in enumerate(index.tolist()):
             length, table = int(slots.length[slot]), slots.block_table[slot].tolist()
-            room = min(max(limit - 1 - length, 0), k) if length else 0
+            room = min(max(limit - 1 - length, 0), k, int(slots.stored[slot])) if length else 0
+            room = room if chosen is None else int(chosen[row])
             positions = [length - 1 + d if length and d <= room else -1 for d in range(k + 1)]
             places = [
                 table[p // block_size] * block_size + p % block_size
@@ -100,7 +113,7 @@ def test_gather_batch(case: tuple[SlotBuffers, Tensor, int, int]) -> None:
             assert layout.num_drafts[row] == room
             assert layout.tokens[row].tolist() == [
                 int(slots.newest[slot]),
-                *slots.drafts[slot].tolist(),
+                *slots.drafts[slot, :k].tolist(),
             ]
             assert max(positions) < limit
         assert torch.equal(layout.length, slots.length[index])
@@ -113,9 +126,9 @@ def test_gather_batch(case: tuple[SlotBuffers, Tensor, int, int]) -> None:
 
 @settings(max_examples=40 if INTERPRETED else 150, deadline=None)
 @given(steps(), st.integers(0, 99))
-def test_commit(case: tuple[SlotBuffers, Tensor, int, int], seed: int) -> None:
-    slots, index, limit, block_size = case
-    layout = step_layout.gather_batch(slots, index, max_length=limit, block_size=block_size)
+def test_commit(case: tuple[SlotBuffers, Tensor, dict], seed: int) -> None:
+    slots, index, options = case
+    layout = step_layout.gather_batch(slots, index, **options)
     generator = torch.Generator().manual_seed(seed)
     rows, width = layout.tokens.shape
     verdict = VerifyResult(
@@ -126,7 +139,12 @@ def test_commit(case: tuple[SlotBuffers, Tensor, int, int], seed: int) -> None:
     for name in IMPLEMENTATIONS:
         after = deepcopy(slots)
         outcome = getattr(step_layout.commit, name)(after, layout, verdict)
-        tokens, counts, num_drafts, values = step_layout.unpack_results(outcome.packed_results)
+        tokens, counts, num_drafts, values, confidence = step_layout.unpack_results(
+            outcome.packed_results, confidence=slots.confidence is not None
+        )
+        if slots.confidence is not None:
+            assert torch.equal(confidence, slots.confidence[index, : width - 1])
+        assert not after.stored[index].any()
         for row, slot in enumerate(index.tolist()):
             accepted, token = int(verdict.accepted[row]), int(verdict.emitted[row])
             drafts = layout.tokens[row, 1:].tolist()
@@ -153,27 +171,29 @@ def test_commit(case: tuple[SlotBuffers, Tensor, int, int], seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("k", "vocab"), [(1, 1), (3, 9), (8, 4), (2, None)])
 def test_store_drafts(k: int, vocab: int | None, dtype: torch.dtype) -> None:
-    slots = make_slots([7, 8, 9], k, 2, vocab, 0, dtype)
+    """The slots hold two drafts more than are stored."""
+    slots = make_slots([7, 8, 9], k + 2, 2, vocab, 0, dtype)
     index = torch.tensor([2, 0, 3, 3])
     generator = torch.Generator().manual_seed(1)
     drafts = torch.randint(100, 999, (k, 4), generator=generator).T
     distribution: tuple = ()
     if vocab is not None:
         logits = torch.randn(k, 4, vocab + 3, generator=generator).to(dtype)
-        distribution = logits.transpose(0, 1)[..., :vocab], torch.randn(k, 4, generator=generator).T
+        floats = (torch.randn(k, 4, generator=generator).T for _ in range(2))
+        distribution = logits.transpose(0, 1)[..., :vocab], *floats
     for name in IMPLEMENTATIONS:
         after = deepcopy(slots)
         getattr(step_layout.store_drafts, name)(after, index, drafts, *distribution)
         expected = deepcopy(slots)
         for row, slot in ((0, 2), (1, 0)):
-            expected.drafts[slot] = drafts[row]
+            expected.drafts[slot, :k], expected.stored[slot] = drafts[row], k
             if distribution:
-                expected.draft_logits[slot], expected.draft_log_sum[slot] = (
-                    x[row] for x in distribution
-                )
+                buffers = expected.draft_logits, expected.draft_log_sum, expected.confidence
+                for buffer, values in zip(buffers, distribution, strict=True):
+                    buffer[slot, :k] = values[row]
         assert equal(after, expected, slice(3))
         assert not equal(after, slots, slice(3))
-        assert after.drafts[3].tolist() in drafts[2:].tolist()
+        assert after.drafts[3, :k].tolist() in drafts[2:].tolist()
 
 
 def test_a_result_takes_one_copy() -> None:
@@ -182,7 +202,7 @@ def test_a_result_takes_one_copy() -> None:
     packed = step_layout.pack_results(tokens, none, none - 1, torch.zeros(2, 0))
     assert packed.shape == (2, 3)
     results = [values.tolist() for values in step_layout.unpack_results(packed)]
-    assert results == [[[5], [7]], [0, 0], [-1, -1], [[], []]]
+    assert results == [[[5], [7]], [0, 0], [-1, -1], [[], []], [[], []]]
 
 
 BLOCK, WIDTH = 64, 128

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from draftlab.engine.adaptive import AdaptiveVerification
 from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
@@ -263,9 +264,12 @@ class _Certification:
             draft_probs=row.draft_probs,
             draft_temperature=row.draft_temperature,
             verification=row.verification,
+            confidence=row.adaptive,
+            fresh_noise=row.adaptive,
         )
+        adaptive = {"adaptive": AdaptiveVerification(cycle=True)} if row.adaptive else {}
         # Long enough for the length limit not to cut drafts off.
         longest = len(requests[0].prompt_ids) + requests[0].max_new_tokens + 2 * row.k + 1
         batch = min(self.settings.batch, len(requests))
-        engine = self.engine(self.target, drafter, batch=batch, max_length=longest)
+        engine = self.engine(self.target, drafter, batch=batch, max_length=longest, **adaptive)
         return list(self._decode(engine, requests, f"certify {row.name}").values())

@@ -33,6 +33,8 @@ class Sampled:
     top_k: int | None = None
     top_p: float | None = None
     verification: Verification = "token"
+    adaptive: bool = False
+    """Whether the engine chooses the drafts of each step. The test takes every shape in turn."""
 
     @property
     def tree(self) -> TreeSettings:
@@ -109,6 +111,7 @@ class SamplingTest(BaseModel):
     top_k: int | None
     top_p: float | None
     verification: Verification = "token"
+    adaptive: bool = False
     level: Level
     test: str
     """What was tested."""

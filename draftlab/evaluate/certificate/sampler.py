@@ -100,7 +100,7 @@ class TableSampler:
         temperature = torch.full_like(rows.temperature, self.settings.draft_temperature)
         sampled, ids = temperature > 0, self.tree.draft_ids
         block = self.settings.verification == "block"
-        last = (lengths - 2) * (BLOCK_STRIDE if block else 1)  # as `HeadDrafter.noise_positions`
+        last = (lengths - 2) * (BLOCK_STRIDE if block else 1)  # as `DraftSampler`
         path, drafts, logits, log_sums = [nodes], [], [], []
         for depth in range(self.settings.k):
             logits.append(self.draft_logits[depth][path[-1]])

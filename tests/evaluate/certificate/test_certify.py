@@ -248,12 +248,11 @@ def test_a_dropped_bonus_is_lossless_and_still_detected(
     """By token accounting, or by acceptance if the last draft is counted as the bonus token."""
     add_result = EngineSequence.add_result
 
-    def count_step(self, tokens, accepted, num_drafts, chance, max_length):
+    def count_step(self, tokens, accepted, num_drafts, chance, max_length, confidence):
         dropped = num_drafts > 0 and chance[0] >= MARK
         chance = [c - MARK * dropped for c in chance]
-        add_result(
-            self, tokens, accepted + (dropped and count_dropped), num_drafts, chance, max_length
-        )
+        accepted += dropped and count_dropped
+        add_result(self, tokens, accepted, num_drafts, chance, max_length, confidence)
 
     monkeypatch.setattr(EngineSequence, "add_result", count_step)
     certificate = run_certify(verify_without_bonus, samples=2000)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from draftlab.evaluate.step_costs import Steps, find_cliffs, fit_costs
+from draftlab.evaluate.cost_model import Steps, find_cliffs, fit_cost_model
 from draftlab.evaluate.warnings import with_cliff_warnings, with_load_cliff_warnings
 from tests.helpers import sample_report as sample
 from tests.helpers.sample_report import with_timing
@@ -37,7 +37,7 @@ def noisy(cost: Cost, seed: int, sigma: float = 0.03) -> dict[tuple[int, int], f
 def test_additive_costs_are_fitted_exactly() -> None:
     steps = {(b, k): additive(b, k) for b in (1, 4, 32) for k in (0, 1, 3, 5)}
     for tiles in (False, True):
-        costs = fit_costs(steps, tiles=tiles)
+        costs = fit_cost_model(steps, tiles=tiles)
         for batch, k in ((2, 2), (16, 4), (32, 0), (8, 1)):
             assert costs.ms(batch, k) == pytest.approx(additive(batch, k), rel=0.01)
 
@@ -45,7 +45,7 @@ def test_additive_costs_are_fitted_exactly() -> None:
 def test_more_rows_or_drafts_never_cost_less() -> None:
     generator = np.random.default_rng(3)
     steps = {(b, k): float(generator.uniform(1, 9)) for b in BATCHES for k in KS}
-    costs = fit_costs(steps, tiles=True)
+    costs = fit_cost_model(steps, tiles=True)
     drafted = [[costs.ms(b, k) for k in KS if k] for b in BATCHES]
     assert (np.diff(drafted, axis=0) >= -1e-9).all()
     assert (np.diff(drafted, axis=1) >= -1e-9).all()

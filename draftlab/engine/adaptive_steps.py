@@ -1,0 +1,121 @@
+"""The engine's side of adaptive verification: measured costs, shapes of steps, results seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from draftlab.engine.adaptive import AdaptivePolicy, AdaptiveVerification, shape_families
+from draftlab.engine.drafter import VerifiedFeatures
+from draftlab.engine.feature_backlog import FeatureBacklog
+from draftlab.engine.sampling import Request
+from draftlab.engine.step import GraphedStep, Step, StepShape
+from draftlab.engine.step_costs import StepCosts, measure_step_costs
+
+RunStep = Callable[[tuple[int, ...], StepShape], Tensor]
+
+
+class AdaptiveSteps:
+    """Chooses the shape of an engine's steps.
+
+    Args:
+        step: the engine's step, with a drafter that states confidence and has fresh noise.
+        settings: see there.
+        run: launches a step.
+        num_blocks: blocks of the KV cache beside block 0.
+
+    Raises:
+        ValueError: the drafter's settings do not allow adaptive verification.
+    """
+
+    def __init__(
+        self, step: Step, settings: AdaptiveVerification, run: RunStep, num_blocks: int
+    ) -> None:
+        drafter = step.drafter
+        if not (drafter.settings.confidence and drafter.settings.fresh_noise):
+            raise ValueError("adaptive verification needs drafts with confidence and fresh noise")
+        self.step, self.drafter, self.settings = step, drafter, settings
+        self.run, self.num_blocks = run, num_blocks
+        self.batch = step.input_batch
+        width = drafter.head.fc.in_features
+        step.backlog = FeatureBacklog(self.batch, width, drafter.dtype)
+        self.policy: AdaptivePolicy | None = None
+        self._shape = StepShape(drafter.k)
+        self._steps_behind = 0  # steps without the head since its cache was extended
+
+    def measure(self, requests: Collection[Request]) -> None:
+        """Measure the costs of all shapes before the first requests; later calls do nothing."""
+        if self.policy is not None:
+            return
+        cycle = self.settings.cycle
+        budgets = self.step.compacts or cycle
+        families = shape_families(self.step.k, self.settings.shares, budgets=budgets)
+        if cycle:  # costs play no part
+            self.use_costs(StepCosts({family: {} for family in families}))
+            return
+        slots = self.batch.num_slots
+        lengths = [len(r.prompt_ids) + r.max_new_tokens // 2 for r in requests]
+        length = min(sum(lengths) // len(lengths), self.step.max_length - self.step.k - 2)
+        costs = measure_step_costs(
+            self.run,
+            self.batch,
+            families,
+            [size for size in self._sizes() if size <= slots],
+            length=max(length, 1),
+            num_blocks=self.num_blocks,
+        )
+        self.step.backlog.count.zero_()
+        self.use_costs(costs)
+
+    def use_costs(self, costs: StepCosts) -> None:
+        """Decide by these costs, measured or given."""
+        self.policy = AdaptivePolicy(self.step.k, costs, self.settings)
+        self._write_calibration()
+
+    def _sizes(self) -> list[int]:
+        """Return the numbers of rows to measure: one, the whole batch, and quarters of it."""
+        slots = self.batch.num_slots
+        sizes = {1, slots, max(slots // 4, 1), max(slots // 2, 1)}
+        if self.batch.device.type == "cuda":
+            sizes = {min(GraphedStep.padded_size(size), slots) for size in sizes}
+        return sorted(sizes)
+
+    def begin_requests(self, index: Tensor, verified: VerifiedFeatures) -> None:
+        """Extend the draft model's cache by the last pair of prompts, and draft if steps do."""
+        if self._shape.k == 0:
+            self.drafter.extend_cache(verified)
+        else:
+            self.step.store_drafts(index, self.drafter.propose(verified, self._shape.k))
+
+    def next_shape(self, slots: Sequence[int]) -> StepShape:
+        """Return the shape of the next step of these slots; called once before each step."""
+        rows = len(slots)
+        padded = rows
+        if self.batch.device.type == "cuda":
+            padded = min(GraphedStep.padded_size(rows), self.batch.num_slots)
+        family, calibrated = self.policy.choose(padded)
+        if calibrated:
+            self._write_calibration()
+        self._shape = family.shape(padded)
+        backlog = self.step.backlog
+        if self._steps_behind and (self._shape.k or self._steps_behind == backlog.capacity):
+            backlog.flush(self.drafter, self.batch.index(list(slots)))
+            self._steps_behind = 0
+        self._steps_behind += self._shape.k == 0
+        return self._shape
+
+    def observe(self, results: tuple[Tensor, ...], current: list[bool]) -> None:
+        """Show the policy a step's results (`unpack_results`) of the rows that still run."""
+        rows = len(current)  # a graph's batch may be padded
+        _, accepted, num_drafts, _, confidence = (x[:rows].numpy() for x in results)
+        self.policy.observe(accepted, num_drafts * current, confidence)
+
+    def _write_calibration(self) -> None:
+        """Copy the policy's calibration to the device."""
+        for buffer, values in (
+            (self.step.scale, self.policy.scale),
+            (self.step.bias, self.policy.bias),
+        ):
+            buffer.copy_(torch.from_numpy(values).float().to(self.batch.device, non_blocking=True))

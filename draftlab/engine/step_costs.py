@@ -1,0 +1,100 @@
+"""Measure what steps of different shapes cost, before an engine decodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from draftlab.engine.input_batch import InputBatch
+from draftlab.engine.step import StepShape
+
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class ShapeFamily:
+    """Steps of one K that verify a share of the drafts of a batch, whatever its size.
+
+    Attributes:
+        k: see `StepShape`.
+        share: share of the batch's rows · k drafts that is verified; 1: all.
+    """
+
+    k: int
+    share: float = 1.0
+
+    def shape(self, rows: int) -> StepShape:
+        """Return the shape for a batch."""
+        return StepShape(self.k, None if self.share == 1 else int(self.share * rows * self.k))
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Milliseconds of a step, by family and number of rows.
+
+    Attributes:
+        measured: for each family, milliseconds by rows.
+    """
+
+    measured: Mapping[ShapeFamily, Mapping[int, float]]
+
+    def ms(self, family: ShapeFamily, rows: int) -> float:
+        """Return the milliseconds of a step, interpolated between measured numbers of rows."""
+        points = sorted(self.measured[family].items())
+        return float(np.interp(rows, *zip(*points, strict=True)))
+
+
+def measure_step_costs(
+    run: Callable[[tuple[int, ...], StepShape], object],
+    batch: InputBatch,
+    families: Sequence[ShapeFamily],
+    sizes: Sequence[int],
+    *,
+    length: int,
+    num_blocks: int,
+) -> StepCosts:
+    """Return the median time of steps on made-up requests of `length` tokens.
+
+    It writes to the KV cache and to the input batch, which is empty again afterwards, so no request
+    may be running.
+
+    Args:
+        run: launches a step of slots.
+        families, sizes: shapes and numbers of rows to measure.
+        num_blocks: blocks of the pool beside block 0.
+    """
+    width = batch.block_table.shape[1]
+    measured: dict[ShapeFamily, dict[int, float]] = {family: {} for family in families}
+    for rows in sizes:
+        slots = tuple(range(rows))
+        blocks = torch.arange(rows * width, device=batch.device) % num_blocks + 1
+        batch.block_table[:rows] = blocks.view(rows, width).int()
+        for family in families:
+            times = []
+            for repeat in range(REPEATS + 2):  # the first ones compile and capture
+                batch.length[:rows], batch.stored[:rows] = length, family.k
+                elapsed = _elapsed(lambda: run(slots, family.shape(rows)), batch.device)  # noqa: B023
+                if repeat >= 2:
+                    times.append(elapsed)
+            measured[family][rows] = float(np.median(times))
+    for buffer in (batch.block_table, batch.length, batch.stored, batch.newest):
+        buffer.zero_()
+    return StepCosts(measured)
+
+
+def _elapsed(run: Callable[[], object], device: torch.device) -> float:
+    """Return the milliseconds that a call's work takes on the device."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - started)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)

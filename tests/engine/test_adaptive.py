@@ -1,0 +1,244 @@
+"""Adaptive verification: the same tokens and distributions whatever the shapes of steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from draftlab.engine.adaptive import AdaptivePolicy, AdaptiveVerification, shape_families
+from draftlab.engine.draft_sampler import DraftSampler
+from draftlab.engine.drafter import new_drafter
+from draftlab.engine.engine import Engine
+from draftlab.engine.feature_backlog import FeatureBacklog
+from draftlab.engine.sampling import Request, Sampling
+from draftlab.engine.step_costs import ShapeFamily, StepCosts
+from draftlab.target_model.fused_decoder import FusedDecoder
+from draftlab.target_model.model import Target
+from tests.engine.test_lossless_engine import poor_drafter
+from tests.helpers.decoding import DSPARK, PARALLEL, untrained_head
+from tests.helpers.engines import JOINT_VOCAB, ScriptedPolicy, joint_p_value
+from tests.helpers.zoo import zoo_target
+
+OPTIONS = {"confidence": True, "fresh_noise": True}
+SCRIPT = [(3, 1), (3, 0.5), (0, 1), (0, 1), (0, 1), (1, 1), (2, 0.75), (3, 0.3), (0, 1), (3, 1)]
+
+
+@pytest.fixture(scope="module")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    path = tmp_path_factory.mktemp("tiny")
+    return zoo_target(path, "llama", vocab_size=JOINT_VOCAB, num_hidden_layers=3, seed=4)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return zoo_target(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=4, seed=1)
+
+
+FAMILIES = {"chain": {}, "parallel": PARALLEL, "dspark": DSPARK}
+
+
+def drafter_of(target: Target, kind: str, **options: Any) -> Any:
+    family = FAMILIES[kind] and FAMILIES[kind] | {"mask_token_id": target.vocab_size - 1}
+    head = untrained_head(target, 3, target.vocab_size, **family)
+    return new_drafter(head.eval().requires_grad_(False), 3, **options)
+
+
+def requests(count: int = 7, temperature: float = 0.0) -> list[Request]:
+    return [
+        Request(str(i), tuple(range(2, 5 + i)), 20 + i, Sampling(temperature, seed=3))
+        for i in range(count)
+    ]
+
+
+def decode(engine: Engine, prompts: list[Request]) -> dict[str, tuple[int, ...]]:
+    return {g.id: g.token_ids for g in engine.generate(prompts)}
+
+
+def adaptive_engine(target: Target, drafter: Any, *, compact: bool, **options: Any) -> Engine:
+    engine = Engine(
+        target, drafter, batch=4, max_length=64, adaptive=AdaptiveVerification(), **options
+    )
+    if compact:
+        engine.step.decoder = FusedDecoder(target)
+    engine.adaptive.policy = ScriptedPolicy(SCRIPT, 3)
+    return engine
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("kind", ["chain", "parallel", "dspark"])
+def test_tokens_do_not_depend_on_the_shapes(kind: str, compact: bool, target: Target) -> None:
+    """Greedy tokens are plain decoding's, with steps of every shape, evictions included."""
+    plain = decode(Engine(target, batch=4, max_length=64), requests())
+    for blocks in ({}, {"block_size": 4, "num_blocks": 33}):
+        engine = adaptive_engine(
+            target, drafter_of(target, kind, **OPTIONS), compact=compact, **blocks
+        )
+        assert engine.step.compacts == compact
+        assert decode(engine, requests()) == plain
+        assert engine.adaptive.policy.steps > len(SCRIPT)
+
+
+class DraftRecorder:
+    """Records the drafts that are proposed after each prefix of each request."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.drafts: dict[tuple[int, int], list[int]] = {}
+        store, batch = engine.step.store_drafts, engine.input_batch
+
+        def recorded(index: Tensor, proposal: Any) -> None:
+            store(index, proposal)
+            lengths, prompts = batch.length[index].tolist(), batch.keys.prompt[index].tolist()
+            rows = zip(lengths, prompts, proposal.tokens.tolist(), strict=True)
+            self.drafts |= {(prompt, length): drafts for length, prompt, drafts in rows if length}
+
+        engine.step.store_drafts = recorded
+
+
+@pytest.mark.parametrize("kind", ["chain", "parallel", "dspark"])
+@pytest.mark.parametrize("fault", [None, "the backlog is dropped"])
+def test_drafts_after_steps_without_the_head(
+    kind: str, fault: str | None, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft model's cache catches up: drafts are those of steps that always run the head."""
+    always = Engine(target, drafter_of(target, kind), batch=4, max_length=64)
+    expected = DraftRecorder(always)
+    decode(always, requests())
+    engine = adaptive_engine(target, drafter_of(target, kind, **OPTIONS), compact=True)
+    width, dtype = engine.drafter.head.fc.in_features, engine.drafter.dtype
+    engine.step.backlog = FeatureBacklog(engine.input_batch, width, dtype, capacity=4)
+    engine.adaptive.policy = ScriptedPolicy([(0, 1)] * 6 + [(3, 1)] * 2, 3)
+    if fault:
+        monkeypatch.setattr(FeatureBacklog, "flush", lambda self, _, index: self.clear(index))
+    recorder = DraftRecorder(engine)
+    decode(engine, requests())
+    common = recorder.drafts.keys() & expected.drafts.keys()
+    assert len(common) > 20
+    equal = all(recorder.drafts[key] == expected.drafts[key] for key in common)
+    assert equal == (fault is None)
+
+
+JOINT_SCRIPT = [(2, 0.5), (0, 1), (2, 0.25), (1, 1), (2, 0.75)]
+
+
+@pytest.mark.parametrize("draft_probs", [True, False])
+@pytest.mark.parametrize("kind", ["chain", "parallel", "dspark"])
+def test_adaptive_verification_is_exact(kind: str, draft_probs: bool, tiny_target: Target) -> None:
+    drafter = poor_drafter(tiny_target, kind, draft_probs=draft_probs, **OPTIONS)
+    assert joint_p_value(tiny_target, drafter, policy=ScriptedPolicy(JOINT_SCRIPT, 2)) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["chain", "parallel"])
+def test_adaptive_block_verification_is_exact(kind: str, tiny_target: Target) -> None:
+    drafter = poor_drafter(tiny_target, kind, verification="block", **OPTIONS)
+    assert joint_p_value(tiny_target, drafter, policy=ScriptedPolicy(JOINT_SCRIPT, 2)) > 1e-3
+
+
+def test_a_choice_that_looks_at_the_draft_is_noticed(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verify a draft only if it is likely: the tokens that follow are no longer the target's."""
+    right = DraftSampler.draw
+
+    def peeking(self: DraftSampler, depth: int, logits: Tensor, *rest: Any) -> Tensor:
+        tokens = right(self, depth, logits, *rest)
+        q = (logits / 1.3).softmax(-1)
+        drawn = self.settings.index[tokens].long()
+        self.confidence[depth] = q.gather(-1, drawn[:, None])[:, 0].logit()
+        return tokens
+
+    monkeypatch.setattr(DraftSampler, "draw", peeking)
+    drafter, halves = poor_drafter(tiny_target, "chain", **OPTIONS), [(2, 0.5)]
+    assert joint_p_value(tiny_target, drafter, policy=ScriptedPolicy(halves, 2)) < 1e-6
+    monkeypatch.undo()
+    assert joint_p_value(tiny_target, drafter, policy=ScriptedPolicy(halves, 2)) > 1e-3
+
+
+def test_a_drafter_without_confidence_is_refused(target: Target) -> None:
+    with pytest.raises(ValueError, match="confidence"):
+        Engine(
+            target,
+            drafter_of(target, "chain"),
+            batch=1,
+            max_length=64,
+            adaptive=AdaptiveVerification(),
+        )
+
+
+def test_costs_are_measured_and_leave_nothing_behind(target: Target) -> None:
+    engine = Engine(
+        target,
+        drafter_of(target, "chain", **OPTIONS),
+        batch=4,
+        max_length=64,
+        adaptive=AdaptiveVerification(interval=2),
+    )
+    plain = decode(Engine(target, batch=4, max_length=64), requests())
+    assert decode(engine, requests()) == plain
+    costs = engine.adaptive.policy.costs
+    assert set(costs.measured) == {ShapeFamily(k) for k in (0, 1, 2, 3)}
+    assert all(set(by_rows) == {1, 2, 4} for by_rows in costs.measured.values())
+    assert decode(engine, requests(3)) == {name: plain[name] for name in ("0", "1", "2")}
+
+
+def make_policy(costs: dict[ShapeFamily, float], k: int = 3, **settings: Any) -> AdaptivePolicy:
+    measured = {family: {1: ms, 8: ms} for family, ms in costs.items()}
+    return AdaptivePolicy(k, StepCosts(measured), AdaptiveVerification(**settings))
+
+
+def show(policy: AdaptivePolicy, rate: float, logit: float, steps: int = 200, k: int = 3) -> None:
+    """Show steps of 8 rows whose drafts are each accepted at this rate."""
+    random = np.random.default_rng(0)
+    for _ in range(steps):
+        hits = random.random((8, k)) < rate
+        accepted = np.where(hits.all(1), k, hits.argmin(1))
+        policy.observe(accepted, np.full(8, k), np.full((8, k), logit))
+        policy.choose(8)
+
+
+@pytest.mark.parametrize(("rate", "best"), [(0.95, 3), (0.3, 1), (0.02, 0)])
+def test_the_best_shape_is_chosen(rate: float, best: int) -> None:
+    """Costs of 1, 1.2, 1.4 and 1.6: drafts pay while their survival is above the slope's share."""
+    policy = make_policy({ShapeFamily(k): 1 + 0.2 * k for k in range(4)}, explore_every=10**9)
+    show(policy, rate, logit=0.0)  # the confidence as it is says 0.5
+    assert policy.choose(8)[0] == ShapeFamily(best)
+
+
+def test_a_budget_is_chosen_where_it_pays() -> None:
+    """Half of the rows accept everything and the others nothing; half of the drafts cost less."""
+    families = shape_families(3, (0.5,), budgets=True)
+    assert ShapeFamily(3, 0.5) in families
+    policy = make_policy({f: 1 + 0.5 * f.k * f.share for f in families})
+    for _ in range(200):
+        accepted = np.array([3, 0] * 4)
+        policy.observe(accepted, np.full(8, 3), np.where(accepted[:, None], 4.0, -4.0) * np.ones(3))
+        policy.choose(8)
+    assert policy.choose(8)[0] == ShapeFamily(3, 0.5)
+
+
+def test_the_calibration_is_fitted_to_what_is_accepted() -> None:
+    """P(accepted) = σ(0.5 x − 1): the fit finds it from the drafts that were tested alone."""
+    random = np.random.default_rng(1)
+    policy = make_policy({ShapeFamily(3): 1.0}, window=8192)
+    for _ in range(800):
+        x = random.normal(0, 2, (8, 3))
+        hits = random.random((8, 3)) < 1 / (1 + np.exp(1 - 0.5 * x))
+        accepted = np.where(hits.all(1), 3, hits.argmin(1))
+        policy.observe(accepted, np.full(8, 3), x)
+        policy.choose(8)
+    tested = policy._tested.sum(0)
+    assert tested[2] < 0.3 * tested[0]
+    np.testing.assert_allclose(policy.scale, 0.5, atol=0.12)
+    np.testing.assert_allclose(policy.bias, -1, atol=0.25)
+
+
+def test_drafting_is_tried_again() -> None:
+    policy = make_policy(
+        {ShapeFamily(0): 1.0, ShapeFamily(1): 3.0}, k=1, explore_every=4, interval=2
+    )
+    show(policy, 0.5, 0.0, steps=20, k=1)
+    choices = [policy.choose(8)[0].k for _ in range(40)]
+    assert choices.count(1) in range(2, 12)
+    assert choices[-1] == 0 or 0 in choices[-3:]
