@@ -113,10 +113,16 @@ def find_cliffs(steps: Steps) -> list[Cliff]:
     cliffs: list[Cliff] = []
     rest = dict(steps)
     while len(rest) >= MIN_SHAPES:
-        expected = {shape: _from_others(shape, rest) for shape in rest}
-        limits = {shape: _limit(shape, rest) for shape in rest}
-        shape = max(rest, key=lambda shape: rest[shape] / expected[shape] / limits[shape])
-        if rest[shape] < limits[shape] * expected[shape]:
+        # Plain decoding has a bias of its own, which takes other steps of it to know.
+        judged = [shape for shape in rest if sum((k > 0) == (shape[1] > 0) for _, k in rest) > 2]
+        expected = {shape: _from_others(shape, rest) for shape in judged}
+        excess = {
+            shape: rest[shape] / ms / _limit(shape, rest)
+            for shape, ms in expected.items()
+            if ms > 0
+        }
+        shape = max(excess, key=excess.__getitem__, default=None)
+        if shape is None or excess[shape] < 1:
             break
         cliffs.append(Cliff(*shape, rest.pop(shape), expected[shape]))
     return cliffs + _undercut(rest)

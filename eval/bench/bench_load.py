@@ -5,7 +5,7 @@
 
 The 8B target has the shapes of Llama-3.1-8B, random weights and an EAGLE3 chain of one layer; draft
 i passes with probability 0.6 if those before it did, decided behind the real verifier
-(bench_decode.py). The small target has 22 M parameters, and the embedded one is draftlab's, with
+(random_models.py). The small target has 22 M parameters, and the embedded one is draftlab's, with
 its reference head, held-out prompts, real acceptance, and stop tokens. Goodput, TPOT and TTFT are
 those of `draftlab eval --concurrency` (docs/methods.md §6.2), by the same code.
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_decode import HEADS, SMALL_HEAD, random_head, random_target
+from random_models import HEADS, SMALL_HEAD, random_head, random_target
 from synthetic_workload import print_table, synthetic_engine, synthetic_workload
 
 from draftlab.evaluate.adviser import advise

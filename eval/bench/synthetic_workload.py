@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from bench_decode import coins, synthetic_verify
+from random_models import coins, synthetic_verify
 
 from draftlab.engine.engine import Engine
 from draftlab.evaluate.decoding_config import DecodingConfig, NamedHead

@@ -83,6 +83,23 @@ def test_several_cliffs_do_not_hide_each_other() -> None:
     assert sorted((c.batch, c.k) for c in find_cliffs(steps)) == planted
 
 
+def test_plain_decoding_at_few_batches_is_not_judged_by_steps_with_drafts() -> None:
+    for batches in ((1,), (1, 2)):
+        steps = {(b, k): additive(b, k) * (3 if k == 0 else 1) for b in batches for k in range(6)}
+        assert find_cliffs(steps) == []
+
+
+def test_any_steps_can_be_judged() -> None:
+    """Random times in random shapes: nothing divides by zero or fails to converge."""
+    generator = np.random.default_rng(0)
+    for _ in range(100):
+        batches = generator.choice(BATCHES, generator.integers(1, 6), replace=False)
+        ks = generator.choice(KS, generator.integers(1, 8), replace=False)
+        steps = {(int(b), int(k)): float(generator.lognormal(1, 1)) for b in batches for k in ks}
+        for cliff in find_cliffs(steps):
+            assert cliff.step_ms > cliff.expected_ms > 0
+
+
 def test_a_step_beyond_the_others_may_bend() -> None:
     """The largest step is compared with an extrapolation, so only a large excess is an alarm."""
     steps = noisy(additive, 2)

@@ -1,0 +1,156 @@
+"""Targets and heads with random weights, and a verifier that accepts drafts with known probability.
+
+Kernels take the same time for any weights, so these stand for trained models of the same shapes in
+benchmarks of speed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from draftlab.heads.config import TargetIdentity, make_head_config
+from draftlab.heads.folder import new_head
+from draftlab.heads.head import DraftHead
+from draftlab.kernels.sampling_types import VerifyResult
+from draftlab.kernels.verify import verify
+from draftlab.target_model.attention import ATTENTION
+from draftlab.target_model.model import Target
+from draftlab.target_model.replacements import replace_layers
+
+MASK = 128_255  # the mask token of parallel heads, which any token may be
+HEADS: dict[str, dict[str, Any]] = {
+    "chain": {"embeddings": "target"},
+    "parallel": {"family": "peagle", "embeddings": "own", "mask_token_id": MASK},
+    "dspark": {
+        "family": "dspark",
+        "num_layers": 5,
+        "draft_vocab_size": 128256,
+        "mask_token_id": MASK,
+        "sample_from_anchor": True,
+        "markov_rank": 256,
+        "confidence": True,
+    },
+}
+MODEL_TYPES = {"llama": "llama", "hybrid": "qwen3_5_text", "small": "qwen3"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {  # Llama-3.1-8B
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "hybrid": {},
+    "small": {  # 22 M parameters
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+    },
+}
+SMALL_HEAD: dict[str, Any] = {
+    "boundaries": (1, 3, 5),
+    "hidden_size": 512,
+    "target_hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 8192,
+    "draft_vocab_size": 4096,
+}
+SYNTHETIC = 0.6
+COINS = 1024  # different sequences of coins; a request's id picks one
+
+
+@cache
+def coins(device: torch.device) -> Tensor:
+    """Return whether drafts pass, bool [sequences, positions], so that a step only looks it up."""
+    numbers = torch.rand(COINS, 8192, generator=torch.Generator().manual_seed(0))
+    return (numbers < SYNTHETIC).to(device)
+
+
+def synthetic_verify(
+    logits: Tensor, drafts: Tensor, num_drafts: Tensor, *rest: Any, **options: Any
+) -> VerifyResult:
+    """Run the real verifier, then accept each draft with probability `SYNTHETIC`."""
+    result = verify(logits, drafts, num_drafts, *rest, **options)
+    depth = torch.arange(drafts.shape[1], device=drafts.device)
+    _, positions, metadata = rest
+    sequence = metadata.prompt.remainder(COINS)
+    coin = coins(drafts.device)[sequence[:, None], positions[:, None] + depth]
+    passed = coin & (depth < num_drafts[:, None])
+    accepted = passed.long().cumprod(-1).sum(-1)
+    # + 0 · …: the real result stays part of the captured graph
+    return VerifyResult(accepted + 0 * result.accepted, result.emitted, result.probability)
+
+
+def random_target(
+    device: torch.device,
+    kind: str = "llama",
+    layers: int = 32,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Target:
+    """Return a target of one of `SHAPES` with random weights."""
+    shape = {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "attn_implementation": ATTENTION,
+        "dtype": dtype,
+    }
+    config = CONFIG_MAPPING[MODEL_TYPES[kind]](**shape | SHAPES[kind])
+    torch.set_default_dtype(dtype)
+    with device:
+        model = AutoModelForCausalLM.from_config(config)
+    torch.set_default_dtype(torch.float32)
+    replace_layers(model)
+    return Target(model.eval().requires_grad_(False), Path("random"), f"random {kind}")
+
+
+def random_head(target: Target, device: torch.device, **changed: Any) -> DraftHead:
+    """Return a random head, by default an EAGLE3 head; `changed` are fields of its config."""
+    layers = target.num_layers
+    fields: dict[str, Any] = {
+        "boundaries": (2, layers // 2, layers - 3),
+        "target_num_layers": layers,
+        "target_hidden_size": 4096,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "max_position_embeddings": 8192,
+        "vocab_size": 128256,
+        "draft_vocab_size": 32000,
+        "k_trained": 8,
+        "target": TargetIdentity(
+            name="random", fingerprint="", architecture="", tokenizer_sha256="", template_sha256=""
+        ),
+    }
+    config = make_head_config(**(fields | changed))
+    with device:
+        head = new_head(config).to(target.dtype)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.02)
+    size = config.draft_vocab_size
+    head.set_draft_vocabulary(torch.arange(size, device=device) * (config.vocab_size // size))
+    return head.eval().requires_grad_(False)
