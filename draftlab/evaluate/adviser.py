@@ -10,7 +10,7 @@ share of the tokens that were emitted (stop tokens and limits truncate some) are
 positions that only the larger K has are the larger one's. K = 0 counts as decoded, with n(0) = 1.
 Beyond the largest counted K there is no prediction. s(K) belongs to the timed prompts. Where K was
 not timed it follows a cost model of all timed steps of the head, at all batches, and the model's
-differences to the steps of this batch (`speedup_model.py`, `step_costs.py`; for a parallel head
+differences to the steps of this batch (`speedup_model.py`, `cost_model.py`; for a parallel head
 that was timed at a single K, s is constant).
 
 Under load the same model predicts the goodput (`load_adviser.py`). `advice_check.py` has the check:

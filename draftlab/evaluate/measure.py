@@ -11,7 +11,7 @@ from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
 from draftlab.engine.reference import ReferenceEngine
-from draftlab.evaluate.decoding_config import DecodingConfig, adaptive_configs
+from draftlab.evaluate.decoding_config import DecodingConfig
 from draftlab.evaluate.speedup_model import Probe
 from draftlab.evaluate.timing import Decoder
 from draftlab.evaluate.workload import EngineResults, Workload
@@ -68,9 +68,9 @@ def shared_pool(workload: Workload) -> PagedCache | None:
     if settings.engine == "reference":
         return None
     timed = settings.timing_batches if settings.timing_prompts else ()
-    alive = workload.configs + _extra_configs(workload, settings.temperatures[0])
-    if settings.adaptive:
-        alive += adaptive_configs(workload.configs)
+    loaded = [c for t in settings.temperatures for c in workload.load_configs_at(t)]
+    extra = _extra_configs(workload, settings.temperatures[0])
+    alive = dict.fromkeys(workload.configs + extra + loaded)
     return new_kv_pool(
         workload.target,
         batch=max((workload.batch, *timed, *settings.concurrency)),
@@ -107,14 +107,31 @@ def measure_load(
     Args:
         make: makes the engines, with the arguments of `new_engine`.
     """
-    ts = workload.settings.temperatures
+    ts, warnings = workload.settings.temperatures, pool_warnings(workload, pool, concurrency)
     configs = dict.fromkeys(config for t in ts for config in workload.load_configs_at(t))
     engines = {
         config: make(workload, config, concurrency, pool, expect=False) for config in configs
     }
     for t in ts:
         here = {config: engines[config] for config in workload.load_configs_at(t)}
-        results.load += workload.load(here, t, concurrency, results.engine)
+        points = workload.load(here, t, concurrency, results.engine)
+        results.load += [
+            point.model_copy(update={"warnings": point.warnings + warnings}) for point in points
+        ]
+
+
+def pool_warnings(workload: Workload, pool: PagedCache | None, concurrency: int) -> list[str]:
+    """Return a warning if the KV cache may not hold so many requests at once."""
+    if pool is None:
+        return []
+    width = -(-workload.max_length // pool.block_size)
+    if pool.num_blocks - 1 >= concurrency * width:  # block 0 belongs to no request
+        return []
+    return [
+        f"at concurrency {concurrency} free memory holds the keys and values of "
+        f"{(pool.num_blocks - 1) // width} requests of {workload.max_length:,} tokens: some may "
+        "have waited or been computed again"
+    ]
 
 
 def _time_batch(

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from draftlab.evaluate.cost_model import Shape, Steps, fit_cost_model
 from draftlab.evaluate.results import LoadPoint, Row, Timing
-from draftlab.evaluate.step_costs import Shape, Steps, fit_costs
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class SpeedupTable:
             return None
         if not several:
             return next(iter(own.values()))
-        costs = fit_costs(steps, tiles=len({b for b, _ in steps}) > 1)
+        costs = fit_cost_model(steps, tiles=len({b for b, _ in steps}) > 1)
         differences = [ms - costs.ms(batch, i) for i, ms in own.items()]
         return costs.ms(batch, k) + float(np.interp(k, [*own], differences))
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from draftlab.evaluate.cost_model import Shape, find_cliffs
 from draftlab.evaluate.decoding_config import NamedHead
 from draftlab.evaluate.results import LoadPoint, Row, Timing
 from draftlab.evaluate.self_check import failure_message
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.speedup_model import Measured, conditions
-from draftlab.evaluate.step_costs import Shape, find_cliffs
 
 MIN_PROMPTS = 30
 MIN_TIMED_PROMPTS = 10
+MAX_CLIFFS = 3
+"""Steps that are named for a head under the same conditions."""
 SLOWDOWN = 0.995
 """A speed-up below this is a slowdown; 0.995 is still printed as 1.00."""
 
@@ -116,13 +118,18 @@ def _cliff_texts(
         else:
             drafted.setdefault((engine, temperature, head, draft_probs), []).append(step)
     texts: dict[int, list[str]] = {}
+    told: set[tuple[int, Shape]] = set()  # plain decoding is compared beside every head
     for key, members in (drafted or plain).items():
         group = plain.get(key[:2], []) + members if drafted else members
         owner = {shape: id(one) for one, shape, _ in group}
-        for cliff in find_cliffs({shape: ms for _, shape, ms in group}):
-            own = texts.setdefault(owner[cliff.batch, cliff.k], [])
-            if not any(
-                text.partition(" takes ")[0] == cliff.text.partition(" takes ")[0] for text in own
-            ):
-                own.append(cliff.text)
+        cliffs = find_cliffs({shape: ms for _, shape, ms in group})
+        for number, cliff in enumerate(cliffs[:MAX_CLIFFS], 1):
+            shape = cliff.batch, cliff.k
+            if (owner[shape], shape) in told:
+                continue
+            told.add((owner[shape], shape))
+            text = cliff.text
+            if number == MAX_CLIFFS < len(cliffs):
+                text += f"; {len(cliffs) - MAX_CLIFFS} more such steps, as if the machine was busy"
+            texts.setdefault(owner[shape], []).append(text)
     return texts

@@ -172,6 +172,7 @@ def render_html(report: Report, images: Sequence[tuple[str, bytes]]) -> str:
         legend=fmt.LEGEND,
         advice=(report.adviser or {}).get("advice", []),
         load_advice=(report.adviser or {}).get("load", []),
+        load_check=(report.adviser or {}).get("check", {}).get("text", ""),
         conditions_text=fmt.conditions_text,
         dash=NONE,
         advice_check=fmt.advice_check(report),

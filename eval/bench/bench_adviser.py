@@ -22,11 +22,11 @@ from bench_load import load_workload
 from synthetic_workload import print_table, synthetic_engine
 
 from draftlab.evaluate.advice_check import check_left_out, check_summary
+from draftlab.evaluate.cost_model import Shape, find_cliffs
 from draftlab.evaluate.measure import shared_pool
 from draftlab.evaluate.metrics import device_name
 from draftlab.evaluate.results import Timing
 from draftlab.evaluate.speedup_model import Measured, SpeedupTable
-from draftlab.evaluate.step_costs import Shape, find_cliffs
 from draftlab.evaluate.workload import Workload
 from draftlab.files import write_json
 

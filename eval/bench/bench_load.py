@@ -35,10 +35,7 @@ from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.warnings import with_load_cliff_warnings
 from draftlab.evaluate.workload import EngineResults, Workload
 from draftlab.files import write_json
-from draftlab.pipeline.api import new_evaluator
-from draftlab.pipeline.resolve import find_head, find_target
 from draftlab.progress import Monitor
-from draftlab.report.load import load_tables
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TARGETS = {"8b": "llama", "small": "small"}
@@ -48,6 +45,9 @@ def load_workload(target: str, dtype: str, device: torch.device, **settings: Any
     """Return the workload of a target's name; `settings` are those of `EvalSettings`."""
     prompt_tokens = settings.pop("prompt_tokens")
     if target == "embedded":
+        from draftlab.pipeline.api import new_evaluator  # needs more packages than random targets
+        from draftlab.pipeline.resolve import find_head, find_target
+
         head = find_head("reference")
         name = {"dtype": dtype, "device": str(device)}
         target_settings = find_target(head, None).model_copy(update=name)
@@ -76,16 +76,23 @@ def measure(workload: Workload, *, synthetic: bool) -> list[LoadPoint]:
 
 
 def show(points: Sequence[LoadPoint]) -> None:
-    """Print the tables of goodput, the ratios of adaptive configurations, and the warnings."""
-    for table in load_tables(points):
-        rows = [
-            [name, *("" if c is None else f"{c.text}{' *' * c.best}" for c in cells)]
-            for name, cells in table.rows
-        ]
-        print_table([table.title, *map(str, table.concurrencies)], rows)
+    """Print the table of goodput, the ratios of adaptive configurations, and the warnings."""
+    columns = sorted({point.concurrency for point in points})
+    best = {
+        max((p.goodput_tok_s, p.concurrency) for p in points if p.concurrency == c) for c in columns
+    }
+    rows = []
+    for name in dict.fromkeys(point.configuration for point in points):
+        at = {point.concurrency: point for point in points if point.configuration == name}
+        rows.append([name])
+        for c in columns:
+            text = f"{at[c].goodput_tok_s:,.0f}"
+            text += f" ({at[c].speedup:.3f})" if at[c].speedup else ""
+            rows[-1].append(text + " *" * ((at[c].goodput_tok_s, c) in best))
+    print_table(["tokens/s", *map(str, columns)], rows)
     for name in dict.fromkeys(p.configuration for p in points if not p.fixed_k):
         rows = [[text, *texts] for text, texts in ratios(points, name).items()]
-        print_table([name, *map(str, sorted({p.concurrency for p in points}))], rows)
+        print_table([name, *map(str, columns)], rows)
     for point in points:
         for text in point.warnings:
             print(f"warning: {point.configuration}: {text}")

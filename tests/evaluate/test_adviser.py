@@ -10,6 +10,7 @@ import pytest
 
 from draftlab.evaluate.advice_check import check_left_out
 from draftlab.evaluate.adviser import advise
+from draftlab.evaluate.cost_model import Steps
 from draftlab.evaluate.results import Row, Timing
 from draftlab.evaluate.speedup_model import (
     Acceptance,
@@ -18,7 +19,6 @@ from draftlab.evaluate.speedup_model import (
     SpeedupTable,
     interpolate_acceptance,
 )
-from draftlab.evaluate.step_costs import Steps
 from draftlab.report import formatting as fmt
 from tests.helpers import sample_report as sample
 from tests.helpers.sample_report import PLAIN_MS, with_timing

@@ -7,6 +7,7 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from draftlab.engine.counters import Counters
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
+from draftlab.evaluate import measure
 from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig
 from draftlab.evaluate.load import (
     LoadRun,
@@ -27,9 +29,11 @@ from draftlab.evaluate.load import (
 from draftlab.evaluate.load_metrics import load_point
 from draftlab.evaluate.results import LoadPoint, Report
 from draftlab.evaluate.settings import EvalSettings
+from draftlab.evaluate.speedup_model import Measured
 from draftlab.evaluate.statistics import quantile_intervals
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.target_model.model import Target
+from draftlab.target_model.paged_cache import PagedCache
 from tests.helpers.evaluation import evaluate
 from tests.helpers.greedy_answers import requests
 
@@ -219,6 +223,14 @@ def test_prefills_of_others_are_part_of_a_step_and_of_the_percentiles() -> None:
         assert low <= getattr(point.tpot_ms, name) <= high
 
 
+@pytest.mark.parametrize("concurrency", [1, 8])
+def test_the_adviser_takes_the_prefills_out_of_a_step(concurrency: int) -> None:
+    run, _ = simulate(concurrency, tokens_a_step=2)
+    measured = Measured.from_load(load_point(run, None, concurrency=concurrency, **CONDITIONS))
+    assert measured.step_ms == pytest.approx(1e3 * STEP_S, rel=0.04)
+    assert measured.fixed_ms == pytest.approx(1e3 * concurrency * PREFILL_S, rel=0.01)
+
+
 def test_the_ratio_to_plain_decoding_is_paired() -> None:
     plain, twice = (simulate(4, tokens_a_step=n)[0] for n in (1, 2))
     slow = np.random.default_rng(5).uniform(1, 3, len(plain.measured))  # prompts that take longer
@@ -309,6 +321,25 @@ def test_an_evaluation_under_load(target: Target, head: Eagle3Head, tmp_path: Pa
     assert Report.read(tmp_path / "old.json").load == []
     with pytest.raises(ValidationError, match="goodput_tok_s"):
         LoadPoint.model_validate(report.load[0].model_dump() | {"goodput_tok_s": None})
+
+
+def test_a_short_kv_cache_is_told_and_changes_no_token(target: Target, head: Eagle3Head) -> None:
+    new_kv_pool = measure.new_kv_pool
+
+    def short_pool(*arguments: Any, **options: Any) -> PagedCache:
+        return new_kv_pool(*arguments, **options | {"num_blocks": 2})
+
+    settings = {"concurrency": 3, "temperatures": 0, "timing_prompts": 0, "k": 3, "batch": 1}
+    whole = evaluate(target, head, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "new_kv_pool", short_pool)
+        short = evaluate(target, head, **settings)
+    assert [p.output_tokens for p in short.load] == [p.output_tokens for p in whole.load]
+    for point in short.load:
+        assert point.mean_running < 2.5
+        told = "at concurrency 3 free memory holds the keys and values of 2 requests of"
+        assert any(text.startswith(told) for text in point.warnings)
+    assert not any("free memory" in text for point in whole.load for text in point.warnings)
 
 
 @pytest.mark.parametrize("value", ["0", "2,-1", "many", [4096], "1,,2"])

@@ -39,7 +39,7 @@ MIN_SHAPES = 6
 
 
 @dataclass(frozen=True)
-class StepCosts:
+class CostModel:
     """A fitted cost model: its coefficients, and whether it has tiles."""
 
     coefficients: np.ndarray
@@ -82,7 +82,7 @@ class Cliff:
         )
 
 
-def fit_costs(steps: Steps, *, tiles: bool = False) -> StepCosts:
+def fit_cost_model(steps: Steps, *, tiles: bool = False) -> CostModel:
     """Return the cost model of measured steps."""
     times = np.array([*steps.values()])
     features = _features([*steps], tiles=tiles) / times[:, None]
@@ -91,7 +91,7 @@ def fit_costs(steps: Steps, *, tiles: bool = False) -> StepCosts:
         penalty = np.zeros((len(TILES), features.shape[1]))
         penalty[:, -len(TILES) :] = TILE_PENALTY / times.mean() * np.eye(len(TILES))
         features, errors = np.vstack([features, penalty]), np.append(errors, np.zeros(len(TILES)))
-    return StepCosts(nnls(features, errors)[0], tiles)
+    return CostModel(nnls(features, errors)[0], tiles)
 
 
 def _features(shapes: Sequence[Shape], *, tiles: bool) -> np.ndarray:
@@ -123,7 +123,7 @@ def find_cliffs(steps: Steps) -> list[Cliff]:
 
 
 def _from_others(shape: Shape, steps: Steps) -> float:
-    return fit_costs({one: ms for one, ms in steps.items() if one != shape}).ms(*shape)
+    return fit_cost_model({one: ms for one, ms in steps.items() if one != shape}).ms(*shape)
 
 
 def _limit(shape: Shape, steps: Steps) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from draftlab.evaluate.step_costs import Steps, find_cliffs, fit_costs
+from draftlab.evaluate.cost_model import Steps, find_cliffs, fit_cost_model
 from draftlab.evaluate.warnings import with_cliff_warnings, with_load_cliff_warnings
 from tests.helpers import sample_report as sample
 from tests.helpers.sample_report import with_timing
@@ -37,7 +37,7 @@ def noisy(cost: Cost, seed: int, sigma: float = 0.03) -> dict[tuple[int, int], f
 def test_additive_costs_are_fitted_exactly() -> None:
     steps = {(b, k): additive(b, k) for b in (1, 4, 32) for k in (0, 1, 3, 5)}
     for tiles in (False, True):
-        costs = fit_costs(steps, tiles=tiles)
+        costs = fit_cost_model(steps, tiles=tiles)
         for batch, k in ((2, 2), (16, 4), (32, 0), (8, 1)):
             assert costs.ms(batch, k) == pytest.approx(additive(batch, k), rel=0.01)
 
@@ -45,7 +45,7 @@ def test_additive_costs_are_fitted_exactly() -> None:
 def test_more_rows_or_drafts_never_cost_less() -> None:
     generator = np.random.default_rng(3)
     steps = {(b, k): float(generator.uniform(1, 9)) for b in BATCHES for k in KS}
-    costs = fit_costs(steps, tiles=True)
+    costs = fit_cost_model(steps, tiles=True)
     drafted = [[costs.ms(b, k) for k in KS if k] for b in BATCHES]
     assert (np.diff(drafted, axis=0) >= -1e-9).all()
     assert (np.diff(drafted, axis=1) >= -1e-9).all()
@@ -113,3 +113,25 @@ def test_rows_are_warned_of_their_own_cliffs() -> None:
     assert [len(texts) for texts in warned] == [0, 0, 1, 0]
     assert warned[2][0].startswith("a step with K = 3 at batch 8 (32 rows) takes")
     assert with_load_cliff_warnings([]) == []
+
+
+def warned(slow: dict[tuple[int, int], float]) -> list[list[str]]:
+    """Return the warnings of plain decoding and of two heads with K = 1, 3, 5 at five batches."""
+    heads = [sample.row(k=k, keep=0.6, head=name) for name in ("a", "b") for k in (1, 3, 5)]
+    rows = [sample.baseline(), *heads]
+    for batch in (1, 2, 4, 8, 16):
+        rows = [
+            with_timing(r, additive(batch, r.k) * slow.get((batch, r.k), 1), batch) for r in rows
+        ]
+    return [row.warnings for row in with_cliff_warnings(rows)]
+
+
+def test_plain_decoding_is_warned_of_once_beside_several_heads() -> None:
+    assert [len(texts) for texts in warned({(8, 0): 1.6})] == [1] + [0] * 6
+
+
+def test_at_most_three_cliffs_are_named_and_the_rest_are_counted() -> None:
+    plain, *drafted = warned({(8, 0): 1.6, (1, 1): 2.0, (8, 3): 2.0, (1, 5): 3.0})
+    assert plain == []
+    assert [len(texts) for texts in drafted] == [1] * 6
+    assert sum("; 1 more such steps" in texts[0] for texts in drafted) == 2
