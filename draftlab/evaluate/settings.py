@@ -93,6 +93,9 @@ class EvalSettings(Settings):
     certify: bool = False
     """Also test that drafting changes no output: equal tokens at temperature 0, an equal
     distribution above."""
+    calibrate: bool = False
+    """Also calibrate each head's confidence: fit, on half of the prompts, the probability that the
+    first k drafts are accepted, and measure its error on the others."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the sampling noise."""
     packed: bool = True

@@ -157,6 +157,9 @@ def _export(
         k=exports.k,
         dtype=exports.dtype,
         max_shard=exports.max_shard,
+        calibration=Path(exports.calibration).expanduser() if exports.calibration else None,
+        calibration_temperature=exports.calibration_temperature,
+        bake_temperature=exports.bake_temperature,
         monitor=monitor,
         trust_remote_code=workspace.target.trust_remote_code,
     )
