@@ -124,6 +124,37 @@ class ServingTables:
         }
 
 
+def calibrated_k(path: Path, head_folder: Path) -> int:
+    """Return the largest K of a report's calibrations of a head.
+
+    Raises:
+        UserError: the report has none.
+    """
+    report = _report_path(path)
+    calibrations = Report.read(report).calibrations
+    return max(one.k for one in _of_head(calibrations, report, head_folder))
+
+
+def _report_path(path: Path) -> Path:
+    return path / REPORT if path.is_dir() else path
+
+
+def _of_head(
+    calibrations: Sequence[Calibration], path: Path, head_folder: Path
+) -> list[Calibration]:
+    sha256 = known_sha256(head_folder / WEIGHTS)
+    found = [one for one in calibrations if one.head_sha256 == sha256]
+    if not found:
+        others = ", ".join(dict.fromkeys(one.head for one in calibrations))
+        raise UserError(
+            "expected a calibration of this head's weights, found "
+            + (f"those of other weights ({others})" if others else "none"),
+            where=path,
+            do="`draftlab eval --calibrate` makes one",
+        )
+    return found
+
+
 def read_serving_tables(
     path: Path,
     head_folder: Path,
@@ -146,7 +177,7 @@ def read_serving_tables(
         UserError: the report has no calibration of this head, K and temperature; or `bake` and the
             head has no confidence of its own.
     """
-    path = path / REPORT if path.is_dir() else path
+    path = _report_path(path)
     report = Report.read(path)
     calibration = _find_calibration(report, path, head_folder, k, temperature)
     if bake and calibration.common_temperature is None:
@@ -170,16 +201,7 @@ def read_serving_tables(
 def _find_calibration(
     report: Report, path: Path, head_folder: Path, k: int, temperature: float | None
 ) -> Calibration:
-    sha256 = known_sha256(head_folder / WEIGHTS)
-    candidates = [one for one in report.calibrations if one.head_sha256 == sha256]
-    if not candidates:
-        others = ", ".join(dict.fromkeys(one.head for one in report.calibrations))
-        raise UserError(
-            "expected a calibration of this head's weights, found "
-            + (f"those of other weights ({others})" if others else "none"),
-            where=path,
-            do=f"`draftlab eval --calibrate --k {k}` makes one",
-        )
+    candidates = _of_head(report.calibrations, path, head_folder)
     conditions: list[tuple[str, str, float | None]] = [
         ("k", "--k", k),
         ("temperature", "--temps", temperature),

@@ -13,7 +13,7 @@ from draftlab.export.compare import compare_tensors, first_difference
 from draftlab.export.destination import atomic_folder, check_destination
 from draftlab.export.launch_text import is_hub_id, readme_text
 from draftlab.export.layout import CONFIG, LAUNCH, README, Export, Layout, layout_for
-from draftlab.export.serving_tables import read_serving_tables
+from draftlab.export.serving_tables import calibrated_k, read_serving_tables
 from draftlab.export.settings import MAX_SHARD, check_program
 from draftlab.export.weight_files import common_dtype, floating_dtype, read_file, write_weights
 from draftlab.files import read_json, same_fingerprint, write_json, write_text
@@ -51,7 +51,7 @@ def write_export(
         out: folder to write; an earlier export there is replaced on success.
         program: "speculators", "vllm", "sglang" or "llamacpp".
         target_name: the target's Hub id; anything else is written as the resolved `target_folder`.
-        k: tokens that a server drafts; None: the head's k_trained.
+        k: tokens that a server drafts; None: the calibration's largest K, or the head's k_trained.
         dtype: of floating tensors; None: the dtype of the head's files.
         max_shard: size above which the weights are split into several files, such as "5GB".
         calibration: a report with a calibration of this head, for servers.
@@ -74,7 +74,10 @@ def write_export(
     check_destination(destination)
     head = load_config(head_folder)
     layout = layout_for(program, head.family)
-    if k is None:
+    if k is None and calibration is not None:
+        k = calibrated_k(calibration, head_folder)
+        log(f"export: {k} speculative tokens, as the head was calibrated for")
+    elif k is None:
         k = head.k_trained
         log(f"export: {k} speculative tokens, as the head was trained for")
     elif k < 1:

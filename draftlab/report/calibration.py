@@ -69,14 +69,15 @@ def _rows(one: Calibration) -> list[tuple[str, list[str]]]:
     def number(field: str, digits: int = 3) -> Any:
         return lambda p: fmt.number(getattr(p, field), digits)
 
-    def after(p: CalibratedPosition) -> str:
-        return fmt.with_interval(p.error_after, p.error_after_ci, 3)
+    def interval(p: CalibratedPosition) -> str:
+        return f"{p.error_after_ci[0]:.3f} … {p.error_after_ci[1]:.3f}"
 
     rows = [
         ("steps", cells(lambda p: fmt.count(p.blocks))),
         ("share accepted", cells(lambda p: fmt.number(p.survived / p.blocks, 3))),
         ("error, raw", cells(number("error_before"))),
-        ("error, calibrated", cells(after)),
+        ("error, calibrated", cells(number("error_after"))),
+        ("– 95 % interval", cells(interval)),
     ]
     if one.common_temperature is not None:
         rows += [

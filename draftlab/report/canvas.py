@@ -47,7 +47,7 @@ def new_figure(*titles: str, height: float = HEIGHT) -> Figure:
 def new_grid(title: str, count: int, *, columns: int) -> Figure:
     """Return a figure, 4.8 inches wide, of `count` square axes in rows of `columns`."""
     rows = -(-count // columns)
-    height = 0.9 + rows * (WIDTH / columns + 0.15)
+    height = 0.75 + rows * (WIDTH / columns + 0.05)
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(

@@ -26,8 +26,13 @@ def reliability(report: Report) -> Iterator[Figure]:
     """
     for one in report.calibrations:
         title = f"Reliability, {name(report, one)}"
-        figure = new_grid(plain(title), one.k, columns=min(COLUMNS, one.k))
+        columns = min(one.k, 2 if one.k == 4 else COLUMNS)
+        figure = new_grid(plain(title), one.k, columns=columns)
         for k, (axes, position) in enumerate(zip(figure.axes, one.positions, strict=True), 1):
+            if k > one.k - columns:
+                axes.set_xlabel("predicted", fontsize=8)
+            if k % columns == 1 or columns == 1:
+                axes.set_ylabel("observed", fontsize=8)
             axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=":")
             _draw(axes, position.before, "raw confidence", COLOURS[1], hollow=True)
             _draw(axes, position.after, "calibrated", COLOURS[0], hollow=False)
@@ -35,8 +40,6 @@ def reliability(report: Report) -> Iterator[Figure]:
             axes.set(xlim=(0, 1), ylim=(0, 1), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
             axes.set_aspect("equal")
             axes.tick_params(labelsize=7)
-        figure.supxlabel("predicted", fontsize=9)
-        figure.supylabel("observed share", fontsize=9)
         legend(figure)
         yield figure
 
@@ -53,4 +56,5 @@ def _draw(axes: Axes, bins: list[ReliabilityBin], label: str, colour: str, *, ho
         linewidth=1.2,
         markerfacecolor="white" if hollow else colour,
         linestyle="--" if hollow else "-",
+        clip_on=False,
     )

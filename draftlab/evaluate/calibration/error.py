@@ -60,7 +60,8 @@ def error_interval(
 ) -> tuple[float, float]:
     """Return the bootstrap interval of the calibration error over prompts.
 
-    A resample adds noise of its own to each bin, so that the interval lies rather high.
+    A resample adds noise of its own to each bin, which raises its error. The interval is shifted
+    down by the mean of this rise, and ends at 0.
     """
     _, number = np.unique(prompt, return_inverse=True)
     count = number.max() + 1
@@ -69,8 +70,9 @@ def error_interval(
     sizes = np.bincount(number, minlength=count)
     drawn = np.random.default_rng(seed).multinomial(count, [1 / count] * count, size=samples)
     errors = np.abs(drawn @ sums.reshape(count, NUM_BINS)).sum(1) / (drawn @ sizes)
-    low, high = np.quantile(errors, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    rise = errors.mean() - np.abs(sums.reshape(count, NUM_BINS).sum(0)).sum() / sizes.sum()
+    low, high = np.quantile(errors, [(1 - level) / 2, (1 + level) / 2]) - max(rise, 0.0)
+    return max(float(low), 0.0), float(high)
 
 
 def brier_skill(predicted: np.ndarray, observed: np.ndarray) -> float | None:

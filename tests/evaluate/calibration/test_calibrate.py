@@ -39,7 +39,8 @@ def test_a_calibrated_confidence_errs_like_a_perfect_one() -> None:
     for position in one.positions:
         assert position.error_before > 2 * position.error_perfect_high
         assert position.error_after < 1.3 * position.error_perfect_high
-        assert position.error_after_ci[0] < position.error_after_ci[1]
+        low, high = position.error_after_ci
+        assert low < position.error_after < high
         assert position.temperature is position.error_temperature is None
     assert one.common_temperature is None
 
