@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,24 +44,25 @@ class DraftBlocks:
 
     @classmethod
     def from_generations(cls, generations: Sequence[Generation]) -> DraftBlocks:
-        """Return the blocks of generations whose engine kept `confidence`; one is a prompt's.
+        """Return the blocks of one or more generations, one of each prompt.
 
-        Steps without drafts are left out.
+        Steps without drafts are left out. The drafter must have stated confidence.
         """
+        k = generations[0].counters.k
         rows = [
-            (confidence, drafted, accepted, prompt)
+            (confidence[:drafted] + (math.nan,) * (k - drafted), drafted, accepted, prompt)
             for prompt, generation in enumerate(generations)
             for confidence, (drafted, accepted) in zip(
                 generation.confidence, generation.steps, strict=True
             )
             if drafted
         ]
-        if not rows:
-            none = np.zeros(0, dtype=np.int64)
-            return cls(np.zeros((0, 0)), none, none, none)
-        confidence, *counts = zip(*rows, strict=True)
-        logits = np.array(confidence, dtype=np.float64).clip(-MAX_LOGIT, MAX_LOGIT)
-        return cls(logits, *(np.array(values, dtype=np.int64) for values in counts))
+        confidence, *counts = zip(*rows, strict=True) if rows else ((),) * 4
+        logits = np.array(confidence, dtype=np.float64).reshape(-1, k)
+        return cls(
+            logits.clip(-MAX_LOGIT, MAX_LOGIT),
+            *(np.array(values, dtype=np.int64) for values in counts),
+        )
 
     def __len__(self) -> int:
         return len(self.accepted)

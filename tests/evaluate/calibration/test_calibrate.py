@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -110,19 +111,21 @@ def test_blocks_of_generations() -> None:
     inf = float("inf")
     blocks = DraftBlocks.from_generations(
         [
-            generation([(2, 1), (0, 0), (1, 1)], [(0.5, -1.0), (9.0, 9.0), (inf, 0.0)]),
+            generation([(2, 1), (0, 0), (1, 1)], [(0.5, -1.0), (), (inf,)]),
             generation([(2, 2)], [(-inf, 3.0)]),
         ]
     )
     assert blocks.prompt.tolist() == [0, 0, 1]
     assert blocks.num_drafts.tolist() == [2, 1, 2]
     assert blocks.accepted.tolist() == [1, 1, 2]
-    assert blocks.confidence.tolist() == [[0.5, -1.0], [MAX_LOGIT, 0.0], [-MAX_LOGIT, 3.0]]
+    expected = [[0.5, -1.0], [MAX_LOGIT, math.nan], [-MAX_LOGIT, 3.0]]
+    np.testing.assert_array_equal(blocks.confidence, expected)
     rows, survived = blocks.survivors(1)
     assert (rows.tolist(), survived.tolist()) == ([0, 2], [False, True])
-    assert len(DraftBlocks.from_generations([generation([], [])])) == 0
+    none = DraftBlocks.from_generations([generation([], [])])
+    assert (len(none), none.k) == (0, 2)
     with pytest.raises(ValueError, match="confidence for each verified draft"):
-        DraftBlocks.from_generations([generation([(1, 0)], [(float("nan"), 0.0)])])
+        DraftBlocks.from_generations([generation([(1, 0)], [(math.nan,)])])
     with pytest.raises(ValueError, match="accepted <= num_drafts"):
         DraftBlocks(np.zeros((1, 2)), np.array([1]), np.array([2]), np.array([0]))
 
