@@ -15,6 +15,7 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.export.launch_text import block_sglang_text, is_hub_id, llamacpp_text, vllm_text
 from draftlab.export.layout import Export, Layout
+from draftlab.export.serving_tables import SPS, STS
 from draftlab.export.speculators import LAYOUT_VERSION, proposal_config
 from draftlab.export.vllm_sglang import HeadFolderLayout
 from draftlab.heads.family import get_family
@@ -30,8 +31,6 @@ _NEUTRAL = {
 """Keys of a target's config that scale embeddings or logits, with the value that changes nothing.
 Servers apply none of them to a block head, except `logit_scale` in vLLM."""
 CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
-STS, SPS = "sts.json", "sps.json"
-"""SGLang's files: temperatures of the confidence, and rates of steps (servers §13)."""
 _SCALED_EMBEDDINGS = "gemma"
 """Targets with this in their model_type multiply embeddings by √H without a key that says so."""
 

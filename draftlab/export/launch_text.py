@@ -9,6 +9,7 @@ from pathlib import Path
 
 from draftlab.export.gguf import OUT_TYPES
 from draftlab.export.layout import Export
+from draftlab.export.serving_tables import STS
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.version import package_version
@@ -160,7 +161,7 @@ def block_sglang_text(export: Export, path: Path) -> str:
         f"  --speculative-draft-model-path {shlex.quote(str(path))} \\",
         f"  --speculative-num-draft-tokens {export.head.k_trained + 1}" + " \\" * temperatures,
         *(
-            [f"  --speculative-dspark-confidence-sts-path {shlex.quote(str(path / 'sts.json'))}"]
+            [f"  --speculative-dspark-confidence-sts-path {shlex.quote(str(path / STS))}"]
             * temperatures
         ),
     )
@@ -221,8 +222,7 @@ def _cutoff_text(export: Export) -> str:
     return (
         f"\nA draft ends before the first token with a confidence below {_cutoff(export)}. On "
         f"other prompts that left out {100 * saving.not_verified:.1f} % of the drafts and "
-        f"{100 * saving.lost:.1f} % of the accepted ones ({one.suite}, T = {one.temperature:g}). "
-        f"calibration.json has the report's hash.{own}\n"
+        f"{100 * saving.lost:.1f} % of the accepted ones, at T = {one.temperature:g}.{own}\n"
     )
 
 

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.export.serving_tables import ServingTables
+from draftlab.export.serving_tables import CALIBRATION, ServingTables
 from draftlab.export.settings import check_program
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 
 CONFIG, LAUNCH, README = "config.json", "launch.md", "README.md"
-CALIBRATION = "calibration.json"
 
 
 @dataclass(frozen=True)

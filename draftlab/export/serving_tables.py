@@ -23,6 +23,10 @@ from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS
 
 REPORT = "report.json"
+CALIBRATION = "calibration.json"
+"""File of an export with the calibration that its launch command and other files are made of."""
+STS, SPS = "sts.json", "sps.json"
+"""SGLang's files: temperatures of the confidence, and rates of steps (servers §13)."""
 VLLM = "vllm"
 """The start of the engine name in rows that were measured in vLLM."""
 SCHEMA = 1
@@ -130,12 +134,13 @@ def calibrated_k(path: Path, head_folder: Path) -> int:
     Raises:
         UserError: the report has none.
     """
-    report = _report_path(path)
+    report = report_path(path)
     calibrations = Report.read(report).calibrations
     return max(one.k for one in _of_head(calibrations, report, head_folder))
 
 
-def _report_path(path: Path) -> Path:
+def report_path(path: Path) -> Path:
+    """Return the report.json that a user named by its own path or by its folder's."""
     return path / REPORT if path.is_dir() else path
 
 
@@ -177,7 +182,7 @@ def read_serving_tables(
         UserError: the report has no calibration of this head, K and temperature; or `bake` and the
             head has no confidence of its own.
     """
-    path = _report_path(path)
+    path = report_path(path)
     report = Report.read(path)
     calibration = _find_calibration(report, path, head_folder, k, temperature)
     if bake and calibration.common_temperature is None:
