@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from draftlab.settings import Settings, SingleOrList
 from draftlab.target_model.settings import VllmSettings
@@ -104,6 +104,13 @@ class EvalSettings(Settings):
     parity runs. It has no effect on a GPU or for layers without packed products."""
     vllm: VllmSettings = VllmSettings()
     """Settings of the engine vllm."""
+
+    @field_validator("calibrate")
+    @classmethod
+    def _states_confidence(cls, calibrate: bool, info: ValidationInfo) -> bool:
+        if calibrate and info.data.get("engine") == "reference":
+            raise ValueError("expected the engine paged or vllm: reference states no confidence")
+        return calibrate
 
     @model_validator(mode="after")
     def _adaptive_needs_load(self) -> EvalSettings:
