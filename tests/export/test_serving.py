@@ -19,7 +19,9 @@ from draftlab.evaluate.calibration.calibrate import calibrate
 from draftlab.evaluate.calibration.result import Calibration
 from draftlab.evaluate.results import Row
 from draftlab.export.serving_tables import batch_schedule, step_rates
+from draftlab.export.settings import ExportSettings
 from draftlab.heads.folder import load_config
+from draftlab.pipeline.head_workspace import export_files
 from tests.export.test_block_exports import DFLASH, DSPARK
 from tests.helpers import sample_report as sample
 from tests.helpers.draft_blocks import simulate
@@ -298,6 +300,18 @@ def test_the_options_of_the_command(head: Path, target: Path, tmp_path: Path) ->
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == 2
     assert "expected export.calibration to have the temperature" in result.stderr
+
+
+def test_a_changed_report_makes_an_export_again(head: Path, tmp_path: Path) -> None:
+    settings = ExportSettings(calibration=str(tmp_path / "eval"))
+    assert export_files(ExportSettings()) == export_files(settings) == {}
+    report = write_report(tmp_path / "eval", [calibration(head)])
+    before = export_files(settings)
+    named = ExportSettings(calibration=str(report / "report.json"))
+    assert export_files(named) == before != {}
+    write_report(tmp_path / "eval", [])
+    assert export_files(settings).keys() == before.keys()
+    assert export_files(settings) != before
 
 
 def test_dflash_has_no_temperatures(
