@@ -8,17 +8,15 @@ command uses it (servers §13).
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.evaluate.calibration.result import Calibration
-from draftlab.evaluate.results import Report, Row, Timing
+from draftlab.evaluate.results import Report
+from draftlab.export.step_tables import Source, batch_schedule, measured_steps, step_rates
 from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS
 
@@ -27,28 +25,7 @@ CALIBRATION = "calibration.json"
 """File of an export with the calibration that its launch command and other files are made of."""
 STS, SPS = "sts.json", "sps.json"
 """SGLang's files: temperatures of the confidence, and rates of steps (servers §13)."""
-VLLM = "vllm"
-"""The start of the engine name in rows that were measured in vLLM."""
 SCHEMA = 1
-
-
-@dataclass(frozen=True)
-class Source:
-    """The engine, its version and the device that steps were timed on."""
-
-    engine: str
-    version: str
-    device: str
-
-    @property
-    def is_vllm(self) -> bool:
-        """Whether vLLM itself was timed."""
-        return self.engine.startswith(VLLM)
-
-    def __str__(self) -> str:
-        """Return the words for a table, which say whose engine it was."""
-        name = f"{self.engine} {self.version} on {self.device}"
-        return name if self.is_vllm else f"draftlab's engine, not yours ({name})"
 
 
 @dataclass(frozen=True)
@@ -192,13 +169,13 @@ def read_serving_tables(
             where="export.bake_temperature",
             do="leave it out",
         )
-    source, rows = _timed_rows(report.rows, calibration)
+    source, steps = measured_steps(report, calibration)
     return ServingTables(
         known_sha256(path),
         calibration,
         source,
-        batch_schedule(rows, k),
-        step_rates(rows),
+        batch_schedule(steps, k),
+        step_rates(steps),
         calibration.common_temperature if bake else None,
     )
 
@@ -226,76 +203,3 @@ def _find_calibration(
     return min(
         (one for one in candidates if one.temperature == first), key=lambda one: one.draft_probs
     )
-
-
-def _timed_rows(rows: Sequence[Row], one: Calibration) -> tuple[Source | None, list[Row]]:
-    """Return the rows with several timed batches: vLLM's, or else those of draftlab's engine."""
-    by_source: dict[Source, list[Row]] = defaultdict(list)
-    for row in rows:
-        drafted = row.head == one.head and row.draft_probs == one.draft_probs
-        if len(row.timings) > 1 and row.temperature == one.temperature and drafted:
-            source = Source(row.engine, row.engine_version, row.device)
-            by_source[source].append(row)
-    if not by_source:
-        return None, []
-    source = max(by_source, key=lambda s: s.is_vllm)
-    return source, by_source[source]
-
-
-def _by_batch(rows: Sequence[Row]) -> Mapping[int, dict[int, Timing]]:
-    """Return the timings by batch and K."""
-    timings: dict[int, dict[int, Timing]] = defaultdict(dict)
-    for row in rows:
-        for timing in row.timings:
-            timings[timing.batch][row.k] = timing
-    return timings
-
-
-def batch_schedule(rows: Sequence[Row], k: int) -> tuple[tuple[int, int, int], ...]:
-    """Return ranges of batch sizes with the fastest number of drafts, at most `k`; 0: none.
-
-    A batch size between two timed ones has the drafts of the nearer one, by their ratio. The result
-    is empty if fewer than two batch sizes were timed.
-    """
-    best: dict[int, int] = {}
-    for batch, timings in sorted(_by_batch(rows).items()):
-        speedups = {0: 1.0} | {
-            drafts: timing.speedup
-            for drafts, timing in sorted(timings.items())
-            if drafts <= k and timing.speedup is not None
-        }
-        if len(speedups) > 1:
-            best[batch] = max(speedups, key=lambda drafts: speedups[drafts])
-    if len(best) < 2:
-        return ()
-    batches = list(best)
-    ends = [math.isqrt(a * b) for a, b in pairwise(batches)] + batches[-1:]
-    schedule: list[tuple[int, int, int]] = []
-    start = 1
-    for batch, end in zip(batches, ends, strict=True):
-        if schedule and schedule[-1][2] == best[batch]:
-            start = schedule.pop()[0]
-        schedule.append((start, end, best[batch]))
-        start = end + 1
-    return tuple(schedule)
-
-
-def step_rates(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """Return the steps per second by the tokens that a step verifies, batch · (K + 1).
-
-    Equal numbers of tokens have the median of their times. Steps without drafts are left out, since
-    their time lacks the head's. None with fewer than two points.
-    """
-    times: dict[int, list[float]] = defaultdict(list)
-    for batch, timings in _by_batch(rows).items():
-        for drafts, timing in timings.items():
-            if drafts and timing.step_ms:
-                times[batch * (drafts + 1)].append(timing.step_ms)
-    if len(times) < 2:
-        return None
-    tokens = sorted(times)
-    return {
-        "sample_batch_tokens": tokens,
-        "sample_steps_per_sec": [1e3 / median(times[n]) for n in tokens],
-        "max_batch_tokens": tokens[-1],
-    }

@@ -11,8 +11,8 @@ from draftlab.evaluate.results import Report, Row
 from draftlab.report import formatting as fmt
 from draftlab.report.canvas import error_bars, legend, line_style, new_figure, plain
 from draftlab.report.conditions import report_conditions, row_labels, row_traits
-from draftlab.report.plot_load import goodput_by_speed
 from draftlab.report.plot_calibration import reliability
+from draftlab.report.plot_load import goodput_by_speed
 from draftlab.report.plot_times import series, speedup_by_batch, tpot, tpot_by_k
 
 

@@ -18,8 +18,8 @@ from draftlab.errors import UserError
 from draftlab.evaluate.calibration.calibrate import calibrate
 from draftlab.evaluate.calibration.result import Calibration
 from draftlab.evaluate.results import Row
-from draftlab.export.serving_tables import batch_schedule, step_rates
 from draftlab.export.settings import ExportSettings
+from draftlab.export.step_tables import MeasuredSteps, batch_schedule, measured_steps, step_rates
 from draftlab.heads.folder import load_config
 from draftlab.pipeline.head_workspace import export_files
 from tests.export.test_block_exports import DFLASH, DSPARK
@@ -195,14 +195,43 @@ def test_vllm_has_the_schedule_that_vllm_measured(
     assert not {"sts.json", "sps.json"} & {p.name for p in out.iterdir()}
 
 
+def steps(milliseconds: dict[int, dict[int, float]]) -> list[MeasuredSteps]:
+    """Return steps of which each emits 1 + K / 2 tokens."""
+    return [
+        MeasuredSteps(batch, k, ms, by_k[0] / ms * (1 + k / 2) if k else None)
+        for batch, by_k in milliseconds.items()
+        for k, ms in by_k.items()
+    ]
+
+
 def test_schedules_and_rates_need_two_batches() -> None:
-    one_batch = [sample.with_timing(sample.row(k=3), 6.0), sample.with_timing(sample.baseline(), 5)]
-    assert batch_schedule(one_batch, 3) == ()
-    assert step_rates(one_batch) is None
-    rows = timed_rows()
-    assert batch_schedule(rows, K) == ((1, 2, K), (3, 22, 3), (23, 64, 0))
-    assert batch_schedule(rows, 3) == ((1, 22, 3), (23, 64, 0))  # neighbours with equal drafts
+    costs = {1: {0: 5.0, 3: 6.0, K: 7.0}, 8: {0: 5.0, 3: 7.0, K: 20.0}, 64: {0: 5.0, 3: 13.0}}
+    assert batch_schedule(steps({1: costs[1]}), K) == ()
+    assert step_rates(steps({1: {0: 5.0, 3: 6.0}})) is None
+    assert batch_schedule(steps(costs), K) == ((1, 2, K), (3, 22, 3), (23, 64, 0))
+    assert batch_schedule(steps(costs), 3) == ((1, 22, 3), (23, 64, 0))  # equal neighbours
     assert batch_schedule([], K) == ()
+
+
+def test_load_comes_before_timed_batches(head: Path) -> None:
+    one = calibration(head)
+    load = [
+        sample.load_point(concurrency=concurrency, k=k, head=NAME if k else None, engine=engine)
+        for engine in ("draftlab-eager", "another")
+        for concurrency in (1, 16)
+        for k in (0, 3)
+    ]
+    report = sample.report(timed_rows()).model_copy(update={"load": load})
+    source, found = measured_steps(report, one)
+    assert source is not None
+    assert source.engine == "draftlab-eager"
+    assert {(s.batch, s.k) for s in found} == {(1, 3), (16, 3)}
+    of_vllm = report.model_copy(update={"rows": timed_rows() + timed_rows(**VLLM)})
+    source, found = measured_steps(of_vllm, one)
+    assert source is not None
+    assert source.is_vllm
+    assert {s.batch for s in found} == set(STEPS)
+    assert measured_steps(sample.report(), one) == (None, [])
 
 
 def test_adaptive_verification_is_named_for_heads_with_a_confidence(
