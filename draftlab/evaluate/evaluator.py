@@ -17,6 +17,7 @@ from draftlab.engine.reference import ReferenceEngine
 from draftlab.errors import UserError
 from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.bandwidth import copy_rate
+from draftlab.evaluate.calibration.calibrate_rows import calibrate_rows
 from draftlab.evaluate.certificate.result import Sampled
 from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig, NamedHead
 from draftlab.evaluate.measure import ENGINE_NAMES, measure_draftlab
@@ -119,6 +120,7 @@ class Evaluator:
                 results.append(measure_vllm(workload))
             except UserError as error:  # draftlab's rows may have taken hours
                 failure = error.what
+        calibrations = calibrate_rows(workload, results[0]) if workload.settings.calibrate else []
         certificates = self._certify()
         rows = [
             _with_certificate(self._row(one, t, config), certificates)
@@ -146,6 +148,7 @@ class Evaluator:
             adviser=advise(rows, [probe for one in results for probe in one.probes], load),
             rows=rows,
             load=load,
+            calibrations=calibrations,
         )
 
     def _products(self) -> str | None:

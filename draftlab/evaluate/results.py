@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from draftlab.engine.counters import COUNTER_FIELDS, Counters
 from draftlab.errors import UserError
+from draftlab.evaluate.calibration.result import Calibration
 from draftlab.files import read_json, write_json
 from draftlab.settings import describe_errors
 
@@ -226,6 +227,7 @@ class Report(BaseModel):
     adviser: dict[str, Any] | None = None
     rows: list[Row]
     load: list[LoadPoint] = []
+    calibrations: list[Calibration] = []
 
     def write(self, path: Path) -> None:
         """Write the report atomically, with the key `schema` first."""
