@@ -138,6 +138,9 @@ class Row(BaseModel):
     `batch` belongs to the pass that counts. Times are in milliseconds and repeat the first entry
     of `timings`. The acceptance fields are None for drafter "none". A field that was not measured
     is None.
+
+    At T = 0 `prompts_equal` is the share of prompts whose answer equals plain decoding token by
+    token; in vLLM's rows `prompts_equal_draftlab` is the share whose answer equals draftlab's.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -185,6 +188,7 @@ class Row(BaseModel):
     timings: list[Timing] = []
     self_check: SelfCheck | None = None
     prompts_equal: float | None = None
+    prompts_equal_draftlab: float | None = None
     repetition_rate: float | None
     lossless: Lossless | None = None
     warnings: list[str] = []
