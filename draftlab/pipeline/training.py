@@ -17,6 +17,7 @@ from draftlab.pipeline.resolve import find_head
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
 from draftlab.target_model.locate import resolve_target
+from draftlab.target_model.model import Target
 from draftlab.target_model.parts import TargetParts, load_parts
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.distributed.ranks import Ranks
@@ -33,6 +34,7 @@ def train_head(
     *,
     monitor: Monitor,
     ranks: Ranks | None,
+    target: Target | None = None,
 ) -> DraftHead:
     """Train the head of a recipe, and return it with its provenance.
 
@@ -40,6 +42,7 @@ def train_head(
         store: states of the recipe's target, recorded or computed when read.
         folder: for checkpoints and metrics.
         ranks: the processes that train together; None: only this one.
+        target: the target model, which `train.replay` needs.
     """
     mask = mask_token(recipe, store, tokenizer, monitor)
     vocabulary = draft_vocabulary(recipe, store, tokenizer, monitor, mask=mask)
@@ -63,6 +66,7 @@ def train_head(
             initial=initial,
             tracked_config={**recipe.model_dump(mode="json"), "data": data},
             ranks=ranks,
+            target_model=target,
         )
         validation = trainer.run()
         head = trainer.backend.unwrap()

@@ -65,13 +65,23 @@ CHAIN = {
     "learning rate × 1.5": "train.learning_rate=12e-3",
     "learning rate × 2/3": "train.learning_rate=5.3e-3",
     "acceptance weighting, gamma 0.9": "train.acceptance_weighting=0.9 train.gamma=0.9",
+    "replay": "train.replay.share=0.5",
     "whole vocabulary": "draft_vocab.size=null",
     "eagle": EAGLE,
     "eagle, one step": f"{EAGLE} train.ttt_steps=1",
     "eagle, no noise": f"{EAGLE} train.noise=0",
     "eagle, no regression": f"{EAGLE} train.regression=0 train.distillation=1",
 }
-SHARED = ("base", "norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm", "lk", "wsd")
+SHARED = (
+    "base",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "qk_norm",
+    "lk",
+    "wsd",
+    "replay",
+)
 PARALLEL = {name: CHAIN[name] for name in SHARED} | {
     "norm_before_residual, lk": "head.norm_before_residual=true train.loss=lk",
     "gamma 0.8": "train.acceptance_weighting=0 train.gamma=0.8",
