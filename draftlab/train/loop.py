@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,8 +23,7 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.parts import TargetParts
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.batch.loader import BatchLoader, MicroBatch
-from draftlab.train.batch.order import batches
-from draftlab.train.batch.packer import OptimizerStep, Packer
+from draftlab.train.batch.packer import Packer
 from draftlab.train.batch.packing import uses_one_row
 from draftlab.train.best_head import BestHead
 from draftlab.train.checkpoint import (
@@ -37,7 +35,7 @@ from draftlab.train.checkpoint import (
 )
 from draftlab.train.distillation_module import DistillationModule, product_dtype
 from draftlab.train.distributed.ending import EndingSignal
-from draftlab.train.distributed.ranks import Ranks, assign_micro_batches, idle_note
+from draftlab.train.distributed.ranks import Ranks, idle_note
 from draftlab.train.distributed.wrap import wrap
 from draftlab.train.flops import mean_context, measure_mfu
 from draftlab.train.metrics import MetricsLog, Window, speed_line
@@ -187,7 +185,8 @@ class Trainer:
             self.validate()
             if self.best.stops_training(self.step):
                 return
-        with closing(self.loader.micro_batches(self._optimizer_steps())) as micro_batches:
+        steps = self.loader.steps(self.training, first=self.step)
+        with closing(self.loader.micro_batches(steps)) as micro_batches:
             for micro in micro_batches:
                 self.timer.mark("data")
                 if micro.first:
@@ -212,15 +211,6 @@ class Trainer:
                         return
                 if self.step % settings.checkpoint_every == 0:
                     self.save()
-
-    def _optimizer_steps(self) -> Iterator[OptimizerStep]:
-        """Yield this process's share of the remaining optimizer steps."""
-        settings, lengths = self.settings, [self.store.lengths[i] for i in self.training]
-        order = batches(lengths, settings.row_tokens, settings.batch_rows, seed=self.seed)
-        for step, rows in islice(enumerate(order), self.step, settings.steps):
-            records = [[self.training[i] for i in row] for row in rows]
-            micro_batches = assign_micro_batches(records, settings.micro_rows, self.ranks)
-            yield OptimizerStep(step, micro_batches)
 
     def _start_step(self, micro: MicroBatch) -> None:
         """Sum an optimizer step's counts over all ranks; processes wait for each other here."""

@@ -89,6 +89,7 @@ PARALLEL = {name: CHAIN[name] for name in SHARED} | {
     "gamma 1": "train.acceptance_weighting=0 train.gamma=1",
 }
 VARIANTS = CHAIN | PARALLEL
+GREEDY = Sampling()
 
 
 class PrintMonitor(Monitor):
@@ -189,9 +190,18 @@ def measure(
 
 
 def decode(
-    folder: Path, recipe: Recipe, target: Target, tokenizer: Any, prompts: int, k: int
+    folder: Path,
+    recipe: Recipe,
+    target: Target,
+    tokenizer: Any,
+    prompts: int,
+    k: int,
+    sampling: Sampling = GREEDY,
 ) -> tuple[DraftHead, list[Counters]]:
-    """Decode a recipe's first held-out prompts with a head at T = 0; return both."""
+    """Decode a recipe's first held-out prompts with a head; return it and each prompt's counters.
+
+    Above T = 0 drafts are sampled from the head.
+    """
     head = load_head(
         folder,
         target_tensors=target.parts.shared_tensors,
@@ -202,12 +212,12 @@ def decode(
     suite = load_suite(recipe.eval.suite, tokenizer, Monitor(), max_prompt_tokens=longest)
     stops = stop_ids(tokenizer, target.folder)
     requests = [
-        Request(i, ids, recipe.eval.max_new_tokens, Sampling(), stops)
+        Request(i, ids, recipe.eval.max_new_tokens, sampling, stops)
         for i, ids in suite.prompts[:prompts]
     ]
     engine = Engine(
         target,
-        new_drafter(head, k, draft_probs=False),
+        new_drafter(head, k, draft_probs=sampling.temperature > 0),
         batch=recipe.eval.batch,
         max_length=target.max_length,
         cpu_prepacked=True,

@@ -119,7 +119,7 @@ def plain_loss(head: DraftHead, target: Target, record: Record) -> tuple[float, 
             continue
         following = tokens[t + 2 : t + 2 + len(drafts)]
         agree = [a == b for a, b in zip(drafts, following, strict=True)]
-        accepted = (agree + [False]).index(False)
+        accepted = [*agree, False].index(False)
         if t >= free:  # a decode step begins here
             free = t + accepted + 1
             num_replayed += accepted < len(drafts) - 1
@@ -226,9 +226,7 @@ def test_slots_hold_the_drafts_and_the_target_there(
         outputs = list(objective.forward(head, after))
     read: dict[int, list[int]] = {}
     tokens, documents = after.tokens.flatten(), batch.documents
-    for k, (before, step, output) in enumerate(
-        zip(batch.steps, after.steps, outputs, strict=True)
-    ):
+    for k, (before, step, output) in enumerate(zip(batch.steps, after.steps, outputs, strict=True)):
         for old, slot, out in zip(
             before.teacher_index.tolist(), step.teacher_index.tolist(), output.output, strict=True
         ):
