@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from train_peers import import_peer, shifted, specforge_model
 from transformers import AutoConfig, LlamaConfig
 
+from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
 from draftlab.store.batches import group_consecutive
 from draftlab.store.store import Store
@@ -86,6 +87,7 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        torch.compiler.reset()  # another model's compilations count towards a limit
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self.times = [self._now()]
@@ -234,8 +236,16 @@ def train_speculators(family: str, task: Task, out: Path) -> Trained:
 
 
 def train_specforge(family: str, task: Task, out: Path) -> Trained:
-    """Train an EAGLE3 head with SpecForge, and write it to `out` in the native layout."""
-    assert family == "eagle3"
+    """Train an EAGLE3 head with SpecForge, and write it to `out` in the native layout.
+
+    Raises:
+        UserError: there is no GPU, or the family is another.
+    """
+    if family != "eagle3" or task.device.type != "cuda":
+        raise UserError(
+            f"expected an eagle3 head on a GPU, since SpecForge's loss is a Triton kernel; found "
+            f"{family} on {task.device}"
+        )
     schema, optimizers = import_peer("SpecForge", "specforge.config.schema", "specforge.optimizer")
     defaults = schema.TrainingConfig.model_fields
     device = task.device

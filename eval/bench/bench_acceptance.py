@@ -10,9 +10,10 @@ defaults and once with our learning rate (`acceptance_peers.py`), imported by `d
 all heads decode the same held-out prompts with K drafts a step. `--replay` adds our heads with
 `train.replay`: for the same steps, and for as many steps as take the same seconds.
 
-A finished head is not trained again; --minutes begins no further head after a time. Results are in
-OUT/results/*.json and OUT/table.md. Seconds are those of the training steps; "steady" is without
-the first 20 steps, in which code is compiled.
+A peer that fails is left out with its reason, and the exit code is then 1; so is SpecForge without
+a GPU. A finished head is not trained again; --minutes begins no further head after a time. Results
+are in OUT/results/*.json and OUT/table.md. Seconds are those of the training steps; "steady" is
+without the first 20 steps, in which code is compiled.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import json
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -83,6 +85,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.out = options, options.out.absolute()
+        self.left_out: list[str] = []
         self.end = time.monotonic() + 60 * options.minutes
         recipe = self.recipe("eagle3", 0)
         self.base = self.out / "runs" / recipe.name
@@ -198,8 +201,17 @@ class Bench:
                 steps = max(1, round(plain.trained.steps * speed))
                 yield self.ours(family, seed, SAME_SECONDS, share, f"train.steps={steps}")
             for peer, our_rate in product(options.peers, (False, True)):
-                if family in PEERS[peer][1]:
+                if family not in PEERS[peer][1]:
+                    continue
+                try:
                     yield self.peer(peer, family, seed, our_rate=our_rate)
+                except TimeoutError:
+                    raise
+                except Exception as error:  # another program's failure; the others go on
+                    if not isinstance(error, UserError):
+                        traceback.print_exc()
+                    name = peer_name(peer, our_rate=our_rate)
+                    self.left_out.append(f"{name}, {family}, seed {seed}: {error}")
 
 
 def peer_name(peer: str, *, our_rate: bool) -> str:
@@ -300,20 +312,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no head after these")
     parser.add_argument("settings", nargs="*", help="of our recipes: train.gamma=0.9 …")
     options = parser.parse_args(arguments)
-    results, failed = [], False
+    results: list[Result] = []
+    bench = Bench(options)
     try:
-        for result in Bench(options).results():
-            results.append(result)
+        results.extend(bench.results())
     except TimeoutError as error:
-        print(error)
-    except UserError as error:
-        print(error)
-        failed = True
-    if results:
-        text = table(results)
-        write_text(options.out / "table.md", text)
-        print(text)
-    raise SystemExit(failed)
+        bench.left_out.append(str(error))
+    text = table(results) + "".join(f"\nleft out: {line}\n" for line in bench.left_out)
+    write_text(options.out / "table.md", text)
+    print(text)
+    raise SystemExit(bool(bench.left_out))
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def test_the_loss_is_that_of_single_sequences(
         torch.float32,
     )
     fast, _ = module(after, [GAMMA**k for k in range(STEPS)])
-    assert float(fast) == pytest.approx(expected, rel=1e-5)
+    assert fast.item() == pytest.approx(expected, rel=1e-5)
 
 
 def shift_drafts(by: int) -> Any:
