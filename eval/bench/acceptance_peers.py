@@ -163,8 +163,8 @@ def train_speculators(family: str, task: Task, out: Path) -> Trained:
     )
     device, config = task.device, task.head.config
     on_gpu = device.type == "cuda"
-    # On a CPU flex attention has no backward pass.
-    attention = "simple_flex_attention" if on_gpu else "eager"
+    # On a CPU flex attention has no backward pass, and eager attention makes padding NaN.
+    attention = "simple_flex_attention" if on_gpu else "sdpa"
     arguments = schema.TrainConfig(speculator_type=family, seed=task.seed).flatten()
     arguments |= {
         "verifier_name_or_path": str(task.target.folder),
