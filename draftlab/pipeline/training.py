@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ def train_head(
         resolve_target(recipe.target), trust_remote_code=recipe.target.trust_remote_code
     )
     config = head_config(recipe, store.identity, len(vocabulary.target_ids), monitor, mask=mask)
+    if (replay := recipe.train.replay) is not None:
+        first = math.ceil(replay.start * recipe.train.steps)
+        monitor.say(
+            f"on-policy replay: from step {first:,} on, the rejected drafts of {replay.share:.0%} "
+            "of a step's conversations (train.replay)"
+        )
     data = {"records": len(store), "tokens": sum(store.lengths)}
     ranks = ranks or Ranks.join(recipe.train.device)
     with use_device(ranks.device):

@@ -109,7 +109,7 @@ class Trainer:
         self.target = DraftTeacher.for_training(parts, head, self.dtype)
         module = DistillationModule(head, self.target, settings, self.dtype)
         self.replay: Replay | None = None
-        if settings.replay is not None and target_model is not None:
+        if settings.replay is not None:
             self.replay = Replay(target_model, head, self.target, self.dtype)
         self.backend = wrap(module, settings, self.ranks)
         self.keys = training_keys(settings, config, vocabulary, store, seed, initial)

@@ -62,7 +62,7 @@ class Replay:
     """Replaces the recorded tokens of rejected drafts in a batch by the drafts.
 
     Args:
-        target: the target model.
+        target: the target model; without it there is no replay.
         teacher: the head's teacher, which knows the draft vocabulary.
         dtype: of the head's products.
 
@@ -71,14 +71,16 @@ class Replay:
     """
 
     def __init__(
-        self, target: Target, head: DraftHead, teacher: DraftTeacher, dtype: torch.dtype
+        self, target: Target | None, head: DraftHead, teacher: DraftTeacher, dtype: torch.dtype
     ) -> None:
         reason = None
-        if target.recurrent:
+        if target is None:
+            reason = "the trainer was given no target model"
+        elif target.recurrent:
             reason = "this target has recurrent layers, which read one continuation at a time"
         elif head.family.objective().drafting is None:
             reason = f"the family {head.config.family} does not say how it drafts in training"
-        if reason:
+        if target is None or reason:
             raise UserError(
                 f"expected a target and a head whose drafts can be replayed; {reason}",
                 where="train.replay",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import family_names
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead, initialise_head
@@ -19,20 +20,23 @@ from draftlab.progress import Monitor
 from draftlab.store.samples import Sample
 from draftlab.store.store import Record
 from draftlab.target_model.model import Target
+from draftlab.target_model.parts import TargetParts
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train import replay
-from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.loop import Trainer
 from draftlab.train.objectives.loss import DraftTeacher
-from draftlab.train.replay import Replay
+from draftlab.train.objectives.objective import Objective
+from draftlab.train.objectives.ttt import ttt_weights, unroll
+from draftlab.train.replay import Branch, Replay
 from draftlab.train.settings import TrainSettings
 from tests.helpers.list_store import ListStore
-from tests.helpers.plain_chain import PlainChain
+from tests.helpers.plain_replay import plain_loss
 from tests.helpers.recordings import BOUNDARIES, online_store, small_target
 from tests.helpers.small_run import InterruptingMonitor
-from tests.helpers.synthetic import config, family_loss
+from tests.helpers.synthetic import config as head_config
+from tests.helpers.synthetic import family_loss
 from tests.helpers.toy_training import assert_same_weights
 
 WORDS = (40, 41, 42)
@@ -66,7 +70,7 @@ def head_of(target: Target, family: str = "eagle3", **changes: Any) -> DraftHead
     if family in ("eagle", "dflash", "dspark"):
         fields["draft_vocab_size"] = target.vocab_size
     boundaries = (target.num_layers,) if family == "eagle" else BOUNDARIES
-    head = new_head(config(family=family, boundaries=boundaries, **fields | changes))
+    head = new_head(head_config(family=family, boundaries=boundaries, **fields | changes))
     ids = WORDS if head.config.draft_vocab_size == len(WORDS) else range(target.vocab_size)
     initialise_head(
         head,
@@ -88,56 +92,13 @@ def packed(rows: list[list[Record]], **options: Any) -> Batch:
     return pack(rows, 512, STEPS, replays=lambda record: True, **options)
 
 
-def plain_loss(head: DraftHead, target: Target, record: Record) -> tuple[float, int]:
-    """The loss of one replayed record by methods §8 alone, and its replayed anchors.
-
-    Every draft has a pass of its own, of the head and of the target.
-    """
-    plain = PlainChain(head.state_dict(), head.config)
-    hidden = [plain.project_features(x) for x in record.features]
-    caches = [plain.empty]
-    for t in range(len(record.tokens) - 1):
-        caches.append(plain.step(int(record.tokens[t + 1]), hidden[t], t, caches[t])[2])
-    reach = loss_reach(record.spans).tolist()
-    total, free, num_replayed = 0.0, 0, 0
-
-    def loss(logits: Tensor, read: list[int]) -> float:
-        z = target.logits(target.states(torch.tensor([read])).last)[0, -1]
-        return -float((z - z.logsumexp(-1)).exp()[list(WORDS)] @ logits.log_softmax(-1))
-
-    for t, steps in enumerate(reach):
-        tokens, drafts = record.tokens.tolist(), []
-        state = hidden[t], caches[t]
-        losses: list[float] = []
-        for k in range(min(steps, STEPS)):  # the head's own drafts
-            read = tokens[: t + 2] + drafts
-            output, logits, cache = plain.step(read[-1], state[0], t + k, state[1])
-            state = output, cache
-            losses.append(GAMMA**k * loss(logits, read))
-            drafts.append(WORDS[int(logits.argmax())])
-        if not drafts:
-            continue
-        following = tokens[t + 2 : t + 2 + len(drafts)]
-        agree = [a == b for a, b in zip(drafts, following, strict=True)]
-        accepted = [*agree, False].index(False)
-        if t >= free:  # a decode step begins here
-            free = t + accepted + 1
-            num_replayed += accepted < len(drafts) - 1
-            total += sum(losses)
-            continue
-        state = hidden[t], caches[t]
-        for k in range(min(steps, STEPS)):  # an ordinary anchor reads the recorded tokens
-            read = tokens[: t + 2 + k]
-            output, logits, cache = plain.step(read[-1], state[0], t + k, state[1])
-            state = output, cache
-            total += GAMMA**k * loss(logits, read)
-    return total, num_replayed
-
-
 @pytest.fixture(scope="module")
 def expected(target: Target, records: list[Record]) -> float:
     with torch.inference_mode():
-        values = [plain_loss(head_of(target), target, record) for record in records]
+        values = [
+            plain_loss(head_of(target), target, record, list(WORDS), STEPS, GAMMA)
+            for record in records
+        ]
     assert sum(number for _, number in values) > 30
     return sum(value for value, _ in values)
 
@@ -165,36 +126,12 @@ def test_the_loss_is_that_of_single_sequences(
     assert fast.item() == pytest.approx(expected, rel=1e-5)
 
 
-def shift_drafts(by: int) -> Any:
-    def shifted(batch: Batch, drafts: np.ndarray, reach: np.ndarray, find: Any) -> Any:
-        found = find(batch, drafts, reach)
-        return [replace(branch, tokens=np.roll(branch.tokens, by)) for branch in found]
-
-    return shifted
-
-
-def shift_anchors(by: int) -> Any:
-    def shifted(batch: Batch, drafts: np.ndarray, reach: np.ndarray, find: Any) -> Any:
-        found = find(batch, drafts, reach)
-        return [replace(branch, anchor=branch.anchor + by) for branch in found]
-
-    return shifted
-
-
-def shift_starts(by: int) -> Any:
-    def shifted(batch: Batch, drafts: np.ndarray, reach: np.ndarray, find: Any) -> Any:
-        found = find(batch, drafts, reach)
-        return [replace(branch, start=branch.start + by) for branch in found]
-
-    return shifted
-
-
-MISTAKES = {
-    "the next draft": shift_drafts(-1),
-    "the draft before": shift_drafts(1),
-    "the next anchor": shift_anchors(1),
-    "the anchor before": shift_anchors(-1),
-    "a conversation without its first token": shift_starts(1),
+MISTAKES: dict[str, Callable[[Branch], Branch]] = {
+    "the next draft": lambda b: replace(b, tokens=np.roll(b.tokens, -1)),
+    "the draft before": lambda b: replace(b, tokens=np.roll(b.tokens, 1)),
+    "the next anchor": lambda b: replace(b, anchor=b.anchor + 1),
+    "the anchor before": lambda b: replace(b, anchor=b.anchor - 1),
+    "a conversation without its first token": lambda b: replace(b, start=b.start + 1),
 }
 
 
@@ -206,8 +143,8 @@ def test_wrong_alignment_is_caught(
     expected: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    find = replay.rejected_drafts
-    monkeypatch.setattr(replay, "rejected_drafts", lambda *a: MISTAKES[mistake](*a, find))
+    find, change = replay.rejected_drafts, MISTAKES[mistake]
+    monkeypatch.setattr(replay, "rejected_drafts", lambda *a: [change(b) for b in find(*a)])
     after = replayed(target, head_of(target), packed([[record] for record in records]))
     assert loss_of(target, after) != pytest.approx(expected, rel=1e-4)
 
@@ -261,7 +198,14 @@ def test_a_batch_without_replayed_records_stays(target: Target, records: list[Re
 
 
 def train(
-    folder: Path, target: Target, records: list[Record], monitor: Monitor | None = None, **changes
+    folder: Path,
+    target: Target | None,
+    records: list[Record],
+    monitor: Monitor | None = None,
+    *,
+    config: HeadConfig | None = None,
+    parts: TargetParts | None = None,
+    **changes: Any,
 ) -> Trainer:
     settings = {
         "steps": 12,
@@ -276,8 +220,8 @@ def train(
     }
     trainer = Trainer(
         ListStore(records),
-        target.parts,
-        head_of(target).config,
+        parts or target.parts,
+        config or head_of(target).config,
         DraftVocabulary(torch.tensor(WORDS), 1.0),
         TrainSettings.model_validate(settings | changes),
         seed=0,
@@ -305,14 +249,21 @@ def test_training_with_replay_repeats_and_resumes_to_the_bit(
     assert_same_weights(whole, parts, rtol=1e-3, atol=1e-4)
 
 
-def test_families_without_a_way_of_drafting_are_refused(
-    target: Target, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_replayed_is_refused(
+    target: Target, records: list[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(FAMILIES) <= set(family_names())
     head = head_of(target)
+    with pytest.raises(UserError, match="no target model"):
+        train(tmp_path, None, records, config=head.config, parts=target.parts)
     monkeypatch.setattr(target, "recurrent", True)
-    with pytest.raises(UserError, match="recurrent"):
-        replayed(target, head, None)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="recurrent layers"):
+        train(tmp_path, target, records)
+    monkeypatch.undo()
+    unknown = Objective(unroll, ttt_weights)
+    monkeypatch.setattr(type(head.family), "objective", lambda self: unknown)
+    with pytest.raises(UserError, match="does not say how it drafts"):
+        train(tmp_path, target, records)
 
 
 @pytest.mark.parametrize("changes", [{"parallel": "fsdp2"}, {"anchor_parts": 2}])
