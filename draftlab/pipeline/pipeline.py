@@ -271,6 +271,7 @@ class Pipeline:
             self.folder / "train",
             monitor=self.monitor,
             ranks=self.ranks,
+            target=self.recording.target if self.recipe.train.replay is not None else None,
         )
 
     def _eval(self, folder: Path) -> None:
