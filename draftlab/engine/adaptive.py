@@ -53,16 +53,19 @@ class AdaptiveVerification:
         interval: steps between two decisions.
         window: recent rows of steps that survival is estimated from.
         margin: a shape is left for another one only if that promises so much more.
+        least_rows: rows from which on shares of the drafts are considered; with fewer rows a step
+            reads weights for longer than it multiplies, whatever it verifies.
         explore_every: decisions without drafts after which drafts are tried again.
         cycle: take every shape in turn, whatever it costs, as tests of losslessness need it.
     """
 
     calibration: Calibration | None = None
     shares: tuple[float, ...] = (0.75, 0.5)
-    interval: int = 16
-    window: int = 2048
+    interval: int = 32
+    window: int = 1024
     margin: float = 0.01
-    explore_every: int = 64
+    least_rows: int = 8
+    explore_every: int = 32
     cycle: bool = False
 
 
@@ -159,10 +162,11 @@ class AdaptivePolicy:
             return everything
         if self._undrafted >= self.settings.explore_every:
             return min((f for f in self.families if f.k), key=lambda f: (f.k, -f.share))
-        survival = self._survival()
+        expected = self._expected()
         rates = {
-            family: self._expected(family, survival) / self.costs.ms(family, rows)
+            family: expected[family] / self.costs.ms(family, rows)
             for family in self.families
+            if family.share == 1 or rows >= self.settings.least_rows
         }
         best = max(rates, key=lambda family: rates[family])
         current = self._current
@@ -187,14 +191,18 @@ class AdaptivePolicy:
             column[~known[:, depth]] = mean
         return confidence.cumprod(1)
 
-    def _expected(self, family: ShapeFamily, survival: Array) -> float:
-        """Return the expected tokens of a row."""
-        values = survival[:, : family.k]
-        if family.share == 1:
-            return 1 + float(values.sum()) / len(survival)
-        count = int(family.share * values.size)
-        largest = np.partition(values, values.size - count, axis=None)[values.size - count :]
-        return 1 + float(largest.sum()) / len(survival)
+    def _expected(self) -> dict[ShapeFamily, float]:
+        """Return the expected tokens of a row by family."""
+        survival = self._survival()
+        sums = {0: np.zeros(1)}  # by K: of the largest survivals
+        for k in {family.k for family in self.families} - {0}:
+            largest = np.sort(survival[:, :k].astype(np.float32), axis=None)[::-1]
+            sums[k] = np.concatenate([[0.0], largest.cumsum(dtype=np.float64)])
+        return {
+            family: 1
+            + sums[family.k][int(family.share * (len(sums[family.k]) - 1))] / len(survival)
+            for family in self.families
+        }
 
     def _fit(self, strength: float = 4.0) -> None:
         """Take a Newton step of the logistic regression of each depth.

@@ -173,9 +173,7 @@ def test_a_whole_step(
     drafter = new_drafter(
         head, 3, draft_probs=draft_probs, confidence=adaptive, fresh_noise=adaptive
     )
-    slots = InputBatch(
-        2, 3, 4, target.device, draft_vocab=drafter.draft_vocab, confidence=adaptive
-    )
+    slots = InputBatch(2, 3, 4, target.device, draft_vocab=drafter.draft_vocab, confidence=adaptive)
     step = Step(target, target.new_paged_cache(9, 16), slots, drafter, max_length=64)
     step.decoder = FusedDecoder(target)
     drafter.start(9, 16)
