@@ -23,6 +23,7 @@ import numpy as np
 from draftlab.engine.step_costs import ShapeFamily, StepCosts
 
 Array = np.ndarray
+PRIOR, NEWTON_STEPS = 4.0, 4
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,12 @@ class AdaptivePolicy:
         """The families to choose from."""
         return list(self.costs.measured)
 
+    @property
+    def due(self) -> bool:
+        """True if the next choice is a decision, which reads what was observed."""
+        early = self._steps in (8, 16)  # the first estimates should not wait
+        return self._current is None or early or self._steps % self.settings.interval == 0
+
     def observe(self, accepted: Array, num_drafts: Array, confidence: Array) -> None:
         """Take in the results of a step.
 
@@ -144,7 +151,7 @@ class AdaptivePolicy:
         if self.settings.cycle:
             self._steps += 1
             return self.families[self._steps % len(self.families)], False
-        due = self._current is None or self._steps % self.settings.interval == 0
+        due = self.due
         self._steps += 1
         if not due and rows == self._rows:
             return self._current, False
@@ -204,23 +211,25 @@ class AdaptivePolicy:
             for family in self.families
         }
 
-    def _fit(self, strength: float = 4.0) -> None:
-        """Take a Newton step of the logistic regression of each depth.
+    def _fit(self) -> None:
+        """Fit the logistic regression of each depth to the window, by Newton's method.
 
-        A quadratic penalty of `strength` observations holds the fit to where it began.
+        A quadratic penalty, as of `PRIOR` observations, holds the fit to where it began.
         """
-        calibration = self.settings.calibration or Calibration.identity(self.k)
+        start = self.settings.calibration or Calibration.identity(self.k)
+        start_scale, start_bias = (np.array(v[: self.k]) for v in (start.scale, start.bias))
         rows = slice(min(self._rows_seen, self.settings.window))
         x = np.nan_to_num(self._confidence[rows])
         tested, hit = self._tested[rows], self._hit[rows]
-        p = 1 / (1 + np.exp(-(x * self.scale + self.bias)))
-        error, weight = np.where(tested, hit - p, 0.0), np.where(tested, p * (1 - p), 0.0)
-        gradient_scale = (error * x).sum(0) - strength * (self.scale - calibration.scale)
-        gradient_bias = error.sum(0) - strength * (self.bias - calibration.bias)
-        a = (weight * x * x).sum(0) + strength
-        b, c = (weight * x).sum(0), weight.sum(0) + strength
-        determinant = a * c - b * b
-        step = (c * gradient_scale - b * gradient_bias) / determinant
-        shift = (a * gradient_bias - b * gradient_scale) / determinant
-        self.scale = self.scale + step.clip(-0.5, 0.5)
-        self.bias = self.bias + shift.clip(-0.5, 0.5)
+        for _ in range(NEWTON_STEPS):
+            p = 1 / (1 + np.exp(-(x * self.scale + self.bias)))
+            error, weight = np.where(tested, hit - p, 0.0), np.where(tested, p * (1 - p), 0.0)
+            gradient_scale = (error * x).sum(0) - PRIOR * (self.scale - start_scale)
+            gradient_bias = error.sum(0) - PRIOR * (self.bias - start_bias)
+            a = (weight * x * x).sum(0) + PRIOR
+            b, c = (weight * x).sum(0), weight.sum(0) + PRIOR
+            determinant = a * c - b * b
+            scale_step = (c * gradient_scale - b * gradient_bias) / determinant
+            bias_step = (a * gradient_bias - b * gradient_scale) / determinant
+            self.scale = self.scale + scale_step.clip(-1, 1)
+            self.bias = self.bias + bias_step.clip(-1, 1)

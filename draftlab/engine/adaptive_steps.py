@@ -102,7 +102,7 @@ class AdaptiveSteps:
         padded = rows
         if self.batch.device.type == "cuda":
             padded = min(GraphedStep.padded_size(rows), self.batch.num_slots)
-        if len(self._results) >= self.settings.interval:
+        if self.policy.due:
             self._show_results()
         family, calibrated = self.policy.choose(padded)
         if calibrated:
