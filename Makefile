@@ -59,6 +59,9 @@ parity-speculators: setup  ## logits equal to the speculators library (own envir
 	$(SPECULATORS) $(ARGS) && \
 	$(SPECULATORS) --random --prompts 3 --max-new-tokens 32 --steps 4 $(ARGS) $(OR_SKIPPED)
 
+parity-serving: setup  ## calibration files and schedules as SGLang and vLLM read them
+	eval/parity/setup_serving.sh && $(BIN)/python -m pytest -n 0 tests/eval/test_parity_serving.py
+
 parity-check: setup  ## what the checks run of them: speculators, and a vLLM that is installed already
 	$(SPECULATORS) --head reference --prompts 3 --max-new-tokens 32 && \
 	$(SPECULATORS) --head reference --prompts 3 --max-new-tokens 32 --steps 4 \
@@ -73,4 +76,4 @@ clean:  ## build products and caches (runs/ and the environments stay)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 .PHONY: help setup quickstart test test-slow lint parity-vllm parity-transformers parity-llamacpp \
-	parity-speculators parity-check clean
+	parity-speculators parity-serving parity-check clean

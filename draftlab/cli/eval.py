@@ -37,6 +37,7 @@ OPTIONS = SettingsOptions(
             "top_k",
             "top_p",
             "certify",
+            "calibrate",
         ],
         "Prompts and answers": ["suite", "raw", "max_prompts", "max_new_tokens", "seed"],
         "Times": [

@@ -23,6 +23,7 @@ import numpy as np
 from draftlab.engine.step_costs import ShapeFamily, StepCosts
 
 Array = np.ndarray
+PRIOR, NEWTON_STEPS = 4.0, 4
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,19 @@ class AdaptiveVerification:
         interval: steps between two decisions.
         window: recent rows of steps that survival is estimated from.
         margin: a shape is left for another one only if that promises so much more.
+        least_rows: rows from which on shares of the drafts are considered; with fewer rows a step
+            reads weights for longer than it multiplies, whatever it verifies.
         explore_every: decisions without drafts after which drafts are tried again.
         cycle: take every shape in turn, whatever it costs, as tests of losslessness need it.
     """
 
     calibration: Calibration | None = None
     shares: tuple[float, ...] = (0.75, 0.5)
-    interval: int = 16
-    window: int = 2048
+    interval: int = 32
+    window: int = 1024
     margin: float = 0.01
-    explore_every: int = 64
+    least_rows: int = 8
+    explore_every: int = 32
     cycle: bool = False
 
 
@@ -116,6 +120,12 @@ class AdaptivePolicy:
         """The families to choose from."""
         return list(self.costs.measured)
 
+    @property
+    def due(self) -> bool:
+        """True if the next choice is a decision, which reads what was observed."""
+        early = self._steps in (8, 16)  # the first estimates should not wait
+        return self._current is None or early or self._steps % self.settings.interval == 0
+
     def observe(self, accepted: Array, num_drafts: Array, confidence: Array) -> None:
         """Take in the results of a step.
 
@@ -141,7 +151,7 @@ class AdaptivePolicy:
         if self.settings.cycle:
             self._steps += 1
             return self.families[self._steps % len(self.families)], False
-        due = self._current is None or self._steps % self.settings.interval == 0
+        due = self.due
         self._steps += 1
         if not due and rows == self._rows:
             return self._current, False
@@ -159,10 +169,11 @@ class AdaptivePolicy:
             return everything
         if self._undrafted >= self.settings.explore_every:
             return min((f for f in self.families if f.k), key=lambda f: (f.k, -f.share))
-        survival = self._survival()
+        expected = self._expected()
         rates = {
-            family: self._expected(family, survival) / self.costs.ms(family, rows)
+            family: expected[family] / self.costs.ms(family, rows)
             for family in self.families
+            if family.share == 1 or rows >= self.settings.least_rows
         }
         best = max(rates, key=lambda family: rates[family])
         current = self._current
@@ -187,32 +198,38 @@ class AdaptivePolicy:
             column[~known[:, depth]] = mean
         return confidence.cumprod(1)
 
-    def _expected(self, family: ShapeFamily, survival: Array) -> float:
-        """Return the expected tokens of a row."""
-        values = survival[:, : family.k]
-        if family.share == 1:
-            return 1 + float(values.sum()) / len(survival)
-        count = int(family.share * values.size)
-        largest = np.partition(values, values.size - count, axis=None)[values.size - count :]
-        return 1 + float(largest.sum()) / len(survival)
+    def _expected(self) -> dict[ShapeFamily, float]:
+        """Return the expected tokens of a row by family."""
+        survival = self._survival()
+        sums = {0: np.zeros(1)}  # by K: of the largest survivals
+        for k in {family.k for family in self.families} - {0}:
+            largest = np.sort(survival[:, :k].astype(np.float32), axis=None)[::-1]
+            sums[k] = np.concatenate([[0.0], largest.cumsum(dtype=np.float64)])
+        return {
+            family: 1
+            + sums[family.k][int(family.share * (len(sums[family.k]) - 1))] / len(survival)
+            for family in self.families
+        }
 
-    def _fit(self, strength: float = 4.0) -> None:
-        """Take a Newton step of the logistic regression of each depth.
+    def _fit(self) -> None:
+        """Fit the logistic regression of each depth to the window, by Newton's method.
 
-        A quadratic penalty of `strength` observations holds the fit to where it began.
+        A quadratic penalty, as of `PRIOR` observations, holds the fit to where it began.
         """
-        calibration = self.settings.calibration or Calibration.identity(self.k)
+        start = self.settings.calibration or Calibration.identity(self.k)
+        start_scale, start_bias = (np.array(v[: self.k]) for v in (start.scale, start.bias))
         rows = slice(min(self._rows_seen, self.settings.window))
         x = np.nan_to_num(self._confidence[rows])
         tested, hit = self._tested[rows], self._hit[rows]
-        p = 1 / (1 + np.exp(-(x * self.scale + self.bias)))
-        error, weight = np.where(tested, hit - p, 0.0), np.where(tested, p * (1 - p), 0.0)
-        gradient_scale = (error * x).sum(0) - strength * (self.scale - calibration.scale)
-        gradient_bias = error.sum(0) - strength * (self.bias - calibration.bias)
-        a = (weight * x * x).sum(0) + strength
-        b, c = (weight * x).sum(0), weight.sum(0) + strength
-        determinant = a * c - b * b
-        step = (c * gradient_scale - b * gradient_bias) / determinant
-        shift = (a * gradient_bias - b * gradient_scale) / determinant
-        self.scale = self.scale + step.clip(-0.5, 0.5)
-        self.bias = self.bias + shift.clip(-0.5, 0.5)
+        for _ in range(NEWTON_STEPS):
+            p = 1 / (1 + np.exp(-(x * self.scale + self.bias)))
+            error, weight = np.where(tested, hit - p, 0.0), np.where(tested, p * (1 - p), 0.0)
+            gradient_scale = (error * x).sum(0) - PRIOR * (self.scale - start_scale)
+            gradient_bias = error.sum(0) - PRIOR * (self.bias - start_bias)
+            a = (weight * x * x).sum(0) + PRIOR
+            b, c = (weight * x).sum(0), weight.sum(0) + PRIOR
+            determinant = a * c - b * b
+            scale_step = (c * gradient_scale - b * gradient_bias) / determinant
+            bias_step = (a * gradient_bias - b * gradient_scale) / determinant
+            self.scale = self.scale + scale_step.clip(-1, 1)
+            self.bias = self.bias + bias_step.clip(-1, 1)

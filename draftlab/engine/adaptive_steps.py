@@ -44,6 +44,7 @@ class AdaptiveSteps:
         self.policy: AdaptivePolicy | None = None
         self._shape = StepShape(drafter.k)
         self._steps_behind = 0  # steps without the head since its cache was extended
+        self._results: list[tuple[tuple[Tensor, ...], list[bool]]] = []  # not shown to the policy
 
     def measure(self, requests: Collection[Request]) -> None:
         """Measure the costs of all shapes before the first requests; later calls do nothing."""
@@ -61,8 +62,14 @@ class AdaptiveSteps:
         costs = measure_step_costs(
             self.run,
             self.batch,
-            families,
-            [size for size in self._sizes() if size <= slots],
+            {
+                family: [
+                    size
+                    for size in self._sizes()
+                    if size <= slots and (family.share == 1 or size >= self.settings.least_rows)
+                ]
+                for family in families
+            },
             length=max(length, 1),
             num_blocks=self.num_blocks,
         )
@@ -95,6 +102,8 @@ class AdaptiveSteps:
         padded = rows
         if self.batch.device.type == "cuda":
             padded = min(GraphedStep.padded_size(rows), self.batch.num_slots)
+        if self.policy.due:
+            self._show_results()
         family, calibrated = self.policy.choose(padded)
         if calibrated:
             self._write_calibration()
@@ -107,10 +116,21 @@ class AdaptiveSteps:
         return self._shape
 
     def observe(self, results: tuple[Tensor, ...], current: list[bool]) -> None:
-        """Show the policy a step's results (`unpack_results`) of the rows that still run."""
-        rows = len(current)  # a graph's batch may be padded
-        _, accepted, num_drafts, _, confidence = (x[:rows].numpy() for x in results)
-        self.policy.observe(accepted, num_drafts * current, confidence)
+        """Take in a step's results (`unpack_results`).
+
+        Args:
+            current: which of the first rows still run; a graph's batch may be padded.
+        """
+        if results[-1].shape[1]:  # a prefill or a step without drafts tells nothing
+            self._results.append((results, current))
+
+    def _show_results(self) -> None:
+        """Show the policy the results of the steps since the last time."""
+        for results, current in self._results:
+            rows = len(current)
+            _, accepted, num_drafts, _, confidence = (x[:rows].numpy() for x in results)
+            self.policy.observe(accepted, num_drafts * current, confidence)
+        self._results.clear()
 
     def _write_calibration(self) -> None:
         """Copy the policy's calibration to the device."""

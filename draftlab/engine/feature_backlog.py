@@ -57,14 +57,15 @@ class FeatureBacklog:
         """Let the drafter extend its cache by the pairs of slots int64 [B]."""
         counts = self.count[index]
         real = torch.arange(self.capacity, device=index.device) < counts[:, None]
-        drafter.extend_cache(
-            VerifiedFeatures(
-                self.tokens[index],
-                self.features[index],
-                self.positions[index].where(real, -1),
-                counts.clamp(min=1),
-                self.batch.block_table[index],
-                self.batch.keys[index],
-            )
+        verified = VerifiedFeatures(
+            self.tokens[index],
+            self.features[index],
+            self.positions[index].where(real, -1),
+            counts.clamp(min=1),
+            self.batch.block_table[index],
+            self.batch.keys[index],
         )
+        if not index.is_cuda:  # no static shapes: drop columns of padding
+            verified = verified.first_columns(int(verified.counts.max()))
+        drafter.extend_cache(verified)
         self.clear(index)

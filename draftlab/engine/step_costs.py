@@ -51,8 +51,7 @@ class StepCosts:
 def measure_step_costs(
     run: Callable[[tuple[int, ...], StepShape], object],
     batch: InputBatch,
-    families: Sequence[ShapeFamily],
-    sizes: Sequence[int],
+    sizes: Mapping[ShapeFamily, Sequence[int]],
     *,
     length: int,
     num_blocks: int,
@@ -64,23 +63,21 @@ def measure_step_costs(
 
     Args:
         run: launches a step of slots.
-        families, sizes: shapes and numbers of rows to measure.
+        sizes: the numbers of rows to measure each family at; families without any are left out.
         num_blocks: blocks of the pool beside block 0.
     """
     width = batch.block_table.shape[1]
-    measured: dict[ShapeFamily, dict[int, float]] = {family: {} for family in families}
-    for rows in sizes:
-        slots = tuple(range(rows))
-        blocks = torch.arange(rows * width, device=batch.device) % num_blocks + 1
-        batch.block_table[:rows] = blocks.view(rows, width).int()
-        for family in families:
-            times = []
-            for repeat in range(REPEATS + 2):  # the first ones compile and capture
-                batch.length[:rows], batch.stored[:rows] = length, family.k
-                elapsed = _elapsed(lambda: run(slots, family.shape(rows)), batch.device)  # noqa: B023
-                if repeat >= 2:
-                    times.append(elapsed)
-            measured[family][rows] = float(np.median(times))
+    blocks = torch.arange(batch.num_slots * width, device=batch.device) % num_blocks + 1
+    batch.block_table[:-1] = blocks.view(-1, width).int()
+    measured: dict[ShapeFamily, dict[int, float]] = {}
+    for family, rows in ((family, rows) for family, each in sizes.items() for rows in each):
+        slots, shape, times = tuple(range(rows)), family.shape(rows), []
+        for repeat in range(REPEATS + 2):  # the first ones compile and capture
+            batch.length[:rows], batch.stored[:rows] = length, family.k
+            elapsed = _elapsed(lambda: run(slots, shape), batch.device)  # noqa: B023
+            if repeat >= 2:
+                times.append(elapsed)
+        measured.setdefault(family, {})[rows] = float(np.median(times))
     for buffer in (batch.block_table, batch.length, batch.stored, batch.newest):
         buffer.zero_()
     return StepCosts(measured)

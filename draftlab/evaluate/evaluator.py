@@ -17,6 +17,7 @@ from draftlab.engine.reference import ReferenceEngine
 from draftlab.errors import UserError
 from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.bandwidth import copy_rate
+from draftlab.evaluate.calibration.calibrate_rows import calibrate_rows
 from draftlab.evaluate.certificate.result import Sampled
 from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig, NamedHead
 from draftlab.evaluate.measure import ENGINE_NAMES, measure_draftlab
@@ -25,6 +26,7 @@ from draftlab.evaluate.metrics import (
     device_name,
     environment,
     equality_fields,
+    share_equal,
     timing_fields,
 )
 from draftlab.evaluate.results import Lossless, Report, Row
@@ -119,9 +121,10 @@ class Evaluator:
                 results.append(measure_vllm(workload))
             except UserError as error:  # draftlab's rows may have taken hours
                 failure = error.what
+        calibrations = calibrate_rows(workload, results[0]) if workload.settings.calibrate else []
         certificates = self._certify()
         rows = [
-            _with_certificate(self._row(one, t, config), certificates)
+            _with_certificate(self._row(one, t, config, results[0]), certificates)
             for one in results
             for t in workload.settings.temperatures
             for config in workload.configs_at(t)
@@ -146,6 +149,7 @@ class Evaluator:
             adviser=advise(rows, [probe for one in results for probe in one.probes], load),
             rows=rows,
             load=load,
+            calibrations=calibrations,
         )
 
     def _products(self) -> str | None:
@@ -228,7 +232,14 @@ class Evaluator:
             "copy_rate_gb_s": rate and round(rate / 1e9, 1),
         }
 
-    def _row(self, results: EngineResults, temperature: float, config: DecodingConfig) -> Row:
+    def _row(
+        self,
+        results: EngineResults,
+        temperature: float,
+        config: DecodingConfig,
+        draftlab: EngineResults,
+    ) -> Row:
+        """Return a row of `results`; `draftlab` are the results of draftlab's engine."""
         workload, settings, head = self.workload, self.workload.settings, config.head
         greedy, dtype = temperature == 0, workload.target.dtype
         generations = results.generations[temperature, config]
@@ -253,6 +264,11 @@ class Evaluator:
             **acceptance_fields(generations, greedy=greedy, rows=len(workload.sampled_configs)),
             **timing_fields(results.timings.get((temperature, config), [])),
             **(equality_fields(generations, plain, dtype) if head and greedy else {}),
+            prompts_equal_draftlab=share_equal(
+                generations, draftlab.generations[temperature, config]
+            )
+            if greedy and results is not draftlab
+            else None,
             warnings=(self.warnings + k_warnings(head, config.k) if head else [])
             + results.warnings,
         )

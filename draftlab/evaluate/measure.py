@@ -30,7 +30,8 @@ def new_engine(
     Args:
         batch: requests decoded at once.
         pool: the KV cache that all paged engines share.
-        expect: whether to compute expected acceptance; a step is slightly cheaper without it.
+        expect: whether to compute expected acceptance, and with `calibrate` each draft's
+            confidence; a step is slightly cheaper without them.
     """
     target, settings, drafter = workload.target, workload.settings, None
     if config.head is not None:
@@ -41,7 +42,7 @@ def new_engine(
             draft_temperature=settings.draft_temperature,
             greedy_below=settings.greedy_below,
             verification=settings.verification,
-            confidence=config.adaptive,
+            confidence=config.adaptive or (settings.calibrate and expect),
             fresh_noise=config.adaptive,
         )
     size = {"batch": batch, "max_length": workload.max_length}

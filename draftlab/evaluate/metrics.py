@@ -132,8 +132,7 @@ def equality_fields(
 
     Equal tokens prove L2 in float32. In other dtypes they only show closeness (L3).
     """
-    pairs = zip(plain, generations, strict=True)
-    equal = float(np.mean([a.token_ids == b.token_ids for a, b in pairs]))
+    equal = share_equal(generations, plain)
     exact = dtype == torch.float32 and equal == 1.0
     lossless = Lossless(
         level="L2" if exact else "L3",
@@ -141,6 +140,12 @@ def equality_fields(
         n=len(generations),
     )
     return {"prompts_equal": equal, "lossless": lossless}
+
+
+def share_equal(generations: Sequence[Generation], others: Sequence[Generation]) -> float:
+    """Return the share of prompts with the same tokens in both, which have the same order."""
+    pairs = zip(generations, others, strict=True)
+    return float(np.mean([a.token_ids == b.token_ids for a, b in pairs]))
 
 
 def device_name(device: torch.device) -> str:

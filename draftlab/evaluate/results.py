@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from draftlab.engine.counters import COUNTER_FIELDS, Counters
 from draftlab.errors import UserError
+from draftlab.evaluate.calibration.result import Calibration
 from draftlab.files import read_json, write_json
 from draftlab.settings import describe_errors
 
@@ -137,6 +138,9 @@ class Row(BaseModel):
     `batch` belongs to the pass that counts. Times are in milliseconds and repeat the first entry
     of `timings`. The acceptance fields are None for drafter "none". A field that was not measured
     is None.
+
+    At T = 0 `prompts_equal` is the share of prompts whose answer equals plain decoding token by
+    token; in vLLM's rows `prompts_equal_draftlab` is the share whose answer equals draftlab's.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -184,6 +188,7 @@ class Row(BaseModel):
     timings: list[Timing] = []
     self_check: SelfCheck | None = None
     prompts_equal: float | None = None
+    prompts_equal_draftlab: float | None = None
     repetition_rate: float | None
     lossless: Lossless | None = None
     warnings: list[str] = []
@@ -226,6 +231,7 @@ class Report(BaseModel):
     adviser: dict[str, Any] | None = None
     rows: list[Row]
     load: list[LoadPoint] = []
+    calibrations: list[Calibration] = []
 
     def write(self, path: Path) -> None:
         """Write the report atomically, with the key `schema` first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from draftlab.settings import Settings, SingleOrList
 from draftlab.target_model.settings import VllmSettings
@@ -93,6 +93,9 @@ class EvalSettings(Settings):
     certify: bool = False
     """Also test that drafting changes no output: equal tokens at temperature 0, an equal
     distribution above."""
+    calibrate: bool = False
+    """Also calibrate each head's confidence: fit, on half of the prompts, the probability that the
+    first k drafts are accepted, and measure its error on the others."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the sampling noise."""
     packed: bool = True
@@ -101,6 +104,13 @@ class EvalSettings(Settings):
     parity runs. It has no effect on a GPU or for layers without packed products."""
     vllm: VllmSettings = VllmSettings()
     """Settings of the engine vllm."""
+
+    @field_validator("calibrate")
+    @classmethod
+    def _states_confidence(cls, calibrate: bool, info: ValidationInfo) -> bool:
+        if calibrate and info.data.get("engine") == "reference":
+            raise ValueError("expected the engine paged or vllm: reference states no confidence")
+        return calibrate
 
     @model_validator(mode="after")
     def _adaptive_needs_load(self) -> EvalSettings:

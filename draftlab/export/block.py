@@ -10,9 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from draftlab.errors import UserError
 from draftlab.export.launch_text import block_sglang_text, is_hub_id, llamacpp_text, vllm_text
 from draftlab.export.layout import Export, Layout
+from draftlab.export.serving_tables import SPS, STS
 from draftlab.export.speculators import LAYOUT_VERSION, proposal_config
 from draftlab.export.vllm_sglang import HeadFolderLayout
 from draftlab.heads.family import get_family
@@ -27,6 +30,7 @@ _NEUTRAL = {
 }
 """Keys of a target's config that scale embeddings or logits, with the value that changes nothing.
 Servers apply none of them to a block head, except `logit_scale` in vLLM."""
+CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")
 _SCALED_EMBEDDINGS = "gemma"
 """Targets with this in their model_type multiply embeddings by √H without a key that says so."""
 
@@ -51,6 +55,24 @@ class BlockNative(HeadFolderLayout):
                 f"{head.draft_vocab_size:,} of {head.vocab_size:,} tokens",
                 do="use --to vllm, or train a head with the whole vocabulary",
             )
+        if self.program == "SGLang" and export.serving and export.k != head.k_trained:
+            raise UserError(
+                f"SGLang drafts all {head.k_trained} slots of the block and wants a temperature "
+                f"for each; the calibration has {export.k}",
+                where="export.k",
+                do=f"`draftlab eval --calibrate --k {head.k_trained}`, and export with that K",
+            )
+
+    def tensors(self, tensors: dict[str, Tensor], export: Export) -> dict[str, Tensor]:
+        return bake_temperature(tensors, export)
+
+    def json_files(self, export: Export) -> dict[str, dict[str, Any]]:
+        files = super().json_files(export)
+        serving = export.serving
+        if serving is None or serving.temperatures is None or self.program != "SGLang":
+            return files
+        rates = {SPS: serving.sps_json()} if serving.step_rates else {}
+        return files | {STS: serving.sts_json()} | rates
 
     def launch(self, export: Export, path: Path) -> str:
         if self.program == "SGLang":
@@ -69,6 +91,9 @@ class BlockSpeculators(Layout):
 
     def check(self, export: Export) -> None:
         check_block(export, "the speculators layout")
+
+    def tensors(self, tensors: dict[str, Tensor], export: Export) -> dict[str, Tensor]:
+        return bake_temperature(tensors, export)
 
     def config(self, export: Export) -> dict[str, Any]:
         head = export.head.model_copy(update={"max_position_embeddings": export.positions})
@@ -102,6 +127,18 @@ class BlockSpeculators(Layout):
 
     def launch(self, export: Export, path: Path) -> str:
         return vllm_text(export, path, alone=is_hub_id(export.target_name))
+
+
+def bake_temperature(tensors: dict[str, Tensor], export: Export) -> dict[str, Tensor]:
+    """Return the tensors with the confidence head divided by the temperature to bake, if any.
+
+    σ((w · x + b) / T) = σ(w/T · x + b/T), so that the only error is the rounding to the dtype.
+    """
+    temperature = export.serving and export.serving.baked_temperature
+    if not temperature:
+        return tensors
+    baked = {name: (tensors[name].float() / temperature).to(export.dtype) for name in CONFIDENCE}
+    return tensors | baked
 
 
 def check_block(export: Export, program: str) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from draftlab.errors import UserError
 
 _EXPORT_FILES = re.compile(
-    r"config\.json|launch\.md|README\.md|model(-\d+-of-\d+)?\.safetensors"
-    r"|model\.safetensors\.index\.json|.*\.gguf"
+    r"(config|calibration|sts|sps)\.json|launch\.md|README\.md"
+    r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|.*\.gguf"
 )
 """Names of the files that an export holds."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from draftlab.export.gguf import OUT_TYPES
 from draftlab.export.layout import Export
+from draftlab.export.serving_tables import STS
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.version import package_version
@@ -51,6 +52,9 @@ def vllm_text(export: Export, path: Path, *, alone: bool = False) -> str:
     family = get_family(export.head.family)
     config = {"model": str(path), "method": family.vllm_method, "num_speculative_tokens": export.k}
     config |= family.vllm_options
+    serving = export.serving
+    if serving and serving.source and serving.source.is_vllm and serving.schedule:
+        config["num_speculative_tokens_per_batch_size"] = serving.schedule
     parallel = family.drafting == "parallel"
     options = json.dumps(config, ensure_ascii=False)
     override, more = generation_override(export.target), ""
@@ -81,7 +85,55 @@ def vllm_text(export: Export, path: Path, *, alone: bool = False) -> str:
             ".\nWhether Llama 4's attention is tempered vLLM does not ask the target's config, by "
             "which this head was trained: hence the last option"
         )
-    return f"# Serving this head with vLLM\n\n{text}\nDrafts: {drafts}.\n"
+    return f"# Serving this head with vLLM\n\n{text}\nDrafts: {drafts}.\n{vllm_load_text(export)}"
+
+
+def vllm_load_text(export: Export) -> str:
+    """Return what vLLM can do under load: drafts by batch size, and by confidence (servers §13)."""
+    serving = export.serving
+    if serving is None:
+        return ""
+    parts = []
+    if serving.schedule and serving.source:
+        schedule = json.dumps({"num_speculative_tokens_per_batch_size": serving.schedule})[1:-1]
+        if serving.source.is_vllm:
+            parts.append(
+                "The drafts by batch size (first, last, drafts) were measured in "
+                f"{serving.source}, and hold for that device and target alone.\n"
+            )
+        else:
+            parts.append(
+                f"Drafts by batch size (first, last, drafts), measured in {serving.source}:\n\n"
+                f"{code_block(schedule)}\n"
+                "The command above leaves them out, since the time of a step is your server's: "
+                "`draftlab eval --calibrate --engine vllm --timing-batches 1,8,32 --k 1,3,5` "
+                "measures them in vLLM.\n"
+            )
+    if serving.temperatures:
+        parts.append(
+            '`"enable_adaptive_verification": true` in the speculative config lets vLLM verify the '
+            f"drafts with the largest confidence, as many as pay. {_baked_text(export)}\n"
+        )
+    return "\n## Under load\n\n" + "\n".join(parts) if parts else ""
+
+
+def _baked_text(export: Export) -> str:
+    """Return how good the confidence of a server is that reads no temperatures."""
+    serving = export.serving
+    if serving is None:
+        return ""
+    positions, baked = serving.calibration.positions, serving.baked_temperature
+    before = max(p.error_before for p in positions)
+    if baked is None:
+        return (
+            f"It reads no temperatures, and the head's own confidence errs by up to {before:.3f}; "
+            "`--bake-temperature` writes a calibrated one."
+        )
+    after = max(p.error_common_temperature or 0.0 for p in positions)
+    return (
+        f"The confidence head is divided by the temperature {baked:.3g}: its error is at most "
+        f"{after:.3f}, and was {before:.3f}."
+    )
 
 
 def sglang_text(export: Export, path: Path, *, algorithm: str = "EAGLE3") -> str:
@@ -101,16 +153,30 @@ def sglang_text(export: Export, path: Path, *, algorithm: str = "EAGLE3") -> str
 
 def block_sglang_text(export: Export, path: Path) -> str:
     """Return launch.md for SGLang of a block head, whose whole block it drafts (servers §12)."""
+    serving = export.serving
+    temperatures = serving is not None and serving.temperatures is not None
     command = code_block(
         f"python -m sglang.launch_server --model-path {shlex.quote(export.target_name)} \\",
         f"  --speculative-algorithm {get_family(export.head.family).vllm_method.upper()} \\",
         f"  --speculative-draft-model-path {shlex.quote(str(path))} \\",
-        f"  --speculative-num-draft-tokens {export.head.k_trained + 1}",
+        f"  --speculative-num-draft-tokens {export.head.k_trained + 1}" + " \\" * temperatures,
+        *(
+            [f"  --speculative-dspark-confidence-sts-path {shlex.quote(str(path / STS))}"]
+            * temperatures
+        ),
     )
+    load = ""
+    if serving and temperatures and serving.step_rates:
+        load = (
+            "\n## Under load\n\nsts.json calibrates the confidence. SGLang verifies fewer drafts "
+            "only with a table of step rates, `--speculative-dspark-sps-table-path`. sps.json is "
+            f"one of {serving.source}: it shows the form. SGLang's profiler "
+            "(`sglang.benchmark.dspark_sps_profiler`) measures yours.\n"
+        )
     return (
         f"# Serving this head with SGLang\n\n{command}\nDrafts: {export.head.k_trained} tokens a "
-        "step, all in one pass. SGLang counts the token it drafts from, hence one more in the last "
-        "option.\n"
+        "step, all in one pass. SGLang counts the token it drafts from, hence one more in "
+        f"--speculative-num-draft-tokens.\n{load}"
     )
 
 
@@ -130,14 +196,33 @@ def llamacpp_text(export: Export, path: Path) -> str:
         f"{convert} {head} --target-model-dir {target} --outtype {outtype} \\",
         "  --outfile head.gguf",
         f"llama-server -m target.gguf -md head.gguf --spec-type draft-{method} \\",
-        f"  --spec-draft-n-max {export.k} --spec-draft-p-min 0 --jinja",
+        f"  --spec-draft-n-max {export.k} --spec-draft-p-min {_cutoff(export)} --jinja",
     )
     return (
         "# Serving this head with llama.cpp\n\nIn a folder of llama.cpp (the converter reads "
         f"tokenizer and sizes from the target):\n\n{commands}\n"
         f"Drafts: at most {export.k} tokens a step, {passes}. The converter refuses tokenizers "
         "that it does not know by their hash; `draftlab export --to llamacpp --gguf` tells it of "
-        "those that split text as Llama 3's or Qwen 2's do.\n"
+        f"those that split text as Llama 3's or Qwen 2's do.\n{_cutoff_text(export)}"
+    )
+
+
+def _cutoff(export: Export) -> str:
+    return f"{export.serving.cutoff:.2g}" if export.serving else "0"
+
+
+def _cutoff_text(export: Export) -> str:
+    """Return what llama.cpp's threshold saves and loses; empty without a calibration."""
+    serving = export.serving
+    if serving is None or not serving.cutoff:
+        return ""
+    one = serving.calibration
+    (saving,) = (s for s in one.cutoff_savings if s.threshold == one.cutoff)
+    own = f" {_baked_text(export)}" if serving.baked_temperature else ""
+    return (
+        f"\nA draft ends before the first token with a confidence below {_cutoff(export)}. On "
+        f"other prompts that left out {100 * saving.not_verified:.1f} % of the drafts and "
+        f"{100 * saving.lost:.1f} % of the accepted ones, at T = {one.temperature:g}.{own}\n"
     )
 
 

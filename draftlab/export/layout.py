@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.export.serving_tables import CALIBRATION, ServingTables
 from draftlab.export.settings import check_program
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
@@ -32,6 +33,7 @@ class Export:
         target_name: its Hub id, or its folder.
         k: tokens that a server drafts by default.
         dtype: of floating tensors.
+        serving: calibration and step times for servers; None: none were given.
     """
 
     head: HeadConfig
@@ -39,6 +41,7 @@ class Export:
     target_name: str
     k: int
     dtype: torch.dtype
+    serving: ServingTables | None = None
 
     @property
     def positions(self) -> int:
@@ -76,6 +79,10 @@ class Layout(ABC):
     def tensors(self, tensors: dict[str, Tensor], export: Export) -> dict[str, Tensor]:
         """Return the head's tensors, with `EMBEDDINGS` if `ships_embeddings`, under its names."""
         return tensors
+
+    def json_files(self, export: Export) -> dict[str, dict[str, Any]]:
+        """Return the JSON files beside config.json that servers read, by name."""
+        return {CALIBRATION: export.serving.as_json()} if export.serving else {}
 
     @abstractmethod
     def launch(self, export: Export, path: Path) -> str:

@@ -38,7 +38,16 @@ class ExportSettings(Settings):
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Dtype of floating tensors; None: the dtype the head is stored in."""
     k: int | None = Field(default=None, ge=1)
-    """Speculative tokens a server drafts by default; None: as many as the head was trained for."""
+    """Speculative tokens a server drafts by default; None: as many as it was
+    calibrated for, else trained for."""
+    calibration: str | None = None
+    """A report of `draftlab eval --calibrate` of this head, or its folder: its temperatures,
+    thresholds and drafts by batch size go into launch commands and files. None: no report."""
+    calibration_temperature: float | None = Field(default=None, ge=0)
+    """Sampling temperature whose calibration is written; None: the first of the report."""
+    bake_temperature: bool = False
+    """Divide the weights of a DSpark head's confidence by the common temperature of `calibration`,
+    for servers that read no temperatures (vLLM, llama.cpp)."""
     max_shard: str = MAX_SHARD
     """Size above which weights go into several files, such as 5GB or 500MB."""
     gguf: bool = False
@@ -54,6 +63,13 @@ class ExportSettings(Settings):
             except UserError as error:
                 raise ValueError("; ".join(filter(None, (error.what, error.do)))) from None
         return formats
+
+    @field_validator("bake_temperature")
+    @classmethod
+    def _calibrated(cls, bake: bool, info: ValidationInfo) -> bool:
+        if bake and info.data.get("calibration") is None:
+            raise ValueError("expected export.calibration to have the temperature, found none")
+        return bake
 
     @field_validator("max_shard")
     @classmethod

@@ -13,6 +13,7 @@ from draftlab.export.compare import compare_tensors, first_difference
 from draftlab.export.destination import atomic_folder, check_destination
 from draftlab.export.launch_text import is_hub_id, readme_text
 from draftlab.export.layout import CONFIG, LAUNCH, README, Export, Layout, layout_for
+from draftlab.export.serving_tables import calibrated_k, read_serving_tables
 from draftlab.export.settings import MAX_SHARD, check_program
 from draftlab.export.weight_files import common_dtype, floating_dtype, read_file, write_weights
 from draftlab.files import read_json, same_fingerprint, write_json, write_text
@@ -36,6 +37,9 @@ def write_export(
     k: int | None = None,
     dtype: torch.dtype | str | None = None,
     max_shard: str = MAX_SHARD,
+    calibration: Path | None = None,
+    calibration_temperature: float | None = None,
+    bake_temperature: bool = False,
     monitor: Monitor | None = None,
     trust_remote_code: bool = False,
 ) -> Path:
@@ -47,9 +51,13 @@ def write_export(
         out: folder to write; an earlier export there is replaced on success.
         program: "speculators", "vllm", "sglang" or "llamacpp".
         target_name: the target's Hub id; anything else is written as the resolved `target_folder`.
-        k: tokens that a server drafts; None: the head's k_trained.
+        k: tokens that a server drafts; None: the calibration's largest K, or the head's k_trained.
         dtype: of floating tensors; None: the dtype of the head's files.
         max_shard: size above which the weights are split into several files, such as "5GB".
+        calibration: a report with a calibration of this head, for servers.
+        calibration_temperature: sampling temperature whose calibration is used; None: the report's
+            first.
+        bake_temperature: divide the confidence head by the common temperature.
         monitor: prints which defaults were chosen.
         trust_remote_code: whether code shipped with the target may run.
 
@@ -66,7 +74,10 @@ def write_export(
     check_destination(destination)
     head = load_config(head_folder)
     layout = layout_for(program, head.family)
-    if k is None:
+    if k is None and calibration is not None:
+        k = calibrated_k(calibration, head_folder)
+        log(f"export: {k} speculative tokens, as the head was calibrated for")
+    elif k is None:
         k = head.k_trained
         log(f"export: {k} speculative tokens, as the head was trained for")
     elif k < 1:
@@ -81,7 +92,14 @@ def write_export(
     if not is_hub_id(target_name):  # readers open what is written here
         target_name = str(Path(target_folder).resolve())
     target_config = _target_config(head, target_folder)
-    export = Export(head, target_config, target_name, k, floating_dtype(dtype))
+    serving = calibration and read_serving_tables(
+        calibration,
+        head_folder,
+        k,
+        temperature=calibration_temperature,
+        bake=bake_temperature,
+    )
+    export = Export(head, target_config, target_name, k, floating_dtype(dtype), serving or None)
     if k >= export.positions:
         raise UserError(
             f"expected fewer speculative tokens than the target's {export.positions} positions, "
@@ -94,6 +112,8 @@ def write_export(
     with atomic_folder(destination) as folder:
         write_weights(tensors, folder, max_shard)
         write_json(folder / CONFIG, layout.config(export))
+        for name, content in layout.json_files(export).items():
+            write_json(folder / name, content)
         write_text(folder / LAUNCH, layout.launch(export, destination))
         write_text(folder / README, readme_text(head, export.target_name, layout.title))
         del tensors  # the comparison reads them again
@@ -127,13 +147,14 @@ def verify_export(
     Raises:
         UserError: the first difference, or a file that cannot be read.
     """
-    config = read_json(out / CONFIG, kind="export's config.json")
-    if difference := first_difference(layout.config(export), config):
-        raise UserError(
-            f"the export's config differs: {difference}",
-            where=out / CONFIG,
-            do="`draftlab export` writes the export again",
-        )
+    for name, expected in ({CONFIG: layout.config(export)} | layout.json_files(export)).items():
+        found = read_json(out / name, kind=f"export's {name}")
+        if difference := first_difference(expected, found):
+            raise UserError(
+                f"the export's {name} differs: {difference}",
+                where=out / name,
+                do="`draftlab export` writes the export again",
+            )
     compare_tensors(
         _export_tensors(layout, export, head_folder, target_folder, trust_remote_code), out
     )

@@ -47,7 +47,11 @@ class Peagle(Eagle3):
         from draftlab.train.objectives.parallel import parallel_outputs, parallel_weights
 
         return Objective(
-            parallel_outputs, parallel_weights, fast_forward=FastParallel, sampling=DEPTH_SAMPLING
+            parallel_outputs,
+            parallel_weights,
+            fast_forward=FastParallel,
+            sampling=DEPTH_SAMPLING,
+            drafting="slots",
         )
 
     def layouts(self) -> dict[str, Layout | str]:

@@ -15,6 +15,7 @@ from draftlab.evaluate.results import Report, Row
 from draftlab.export.destination import atomic_folder
 from draftlab.export.launch_text import is_hub_id
 from draftlab.export.layout import layout_for
+from draftlab.export.serving_tables import CALIBRATION, STS
 from draftlab.export.settings import ExportSettings
 from draftlab.export.write import write_export
 from draftlab.files import read_json, write_json, write_text
@@ -157,6 +158,9 @@ def _export(
         k=exports.k,
         dtype=exports.dtype,
         max_shard=exports.max_shard,
+        calibration=Path(exports.calibration).expanduser() if exports.calibration else None,
+        calibration_temperature=exports.calibration_temperature,
+        bake_temperature=exports.bake_temperature,
         monitor=monitor,
         trust_remote_code=workspace.target.trust_remote_code,
     )
@@ -169,7 +173,9 @@ def _export(
         launch = launch.replace(str(target.resolve()), "TARGET")
     write_text(folder / LAUNCH, launch)
     # The export has been compared with the head; later only the last part of a path has a meaning.
-    write_json(folder / NATIVE, without_private_values(read_json(folder / NATIVE)))
+    for name in (NATIVE, CALIBRATION, STS):
+        if (folder / name).exists():
+            write_json(folder / name, without_private_values(read_json(folder / name)))
     return launch
 
 

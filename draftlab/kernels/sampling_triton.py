@@ -34,9 +34,10 @@ def load_logits(pointers, mask):
 @triton.jit
 def row_logits(logits, query_start, row, row_stride, depth_stride):
     """Return the pointer to a row's first logits; query_start: None if rows lie evenly."""
-    if query_start is None:
-        return logits + row * row_stride
-    return logits + tl.load(query_start + row) * depth_stride
+    start = row * row_stride
+    if query_start is not None:
+        start = tl.load(query_start + row) * depth_stride
+    return logits + start
 
 
 @triton.jit

@@ -195,6 +195,9 @@ def export_head(
         k=settings.k,
         dtype=settings.dtype,
         max_shard=settings.max_shard,
+        calibration=Path(settings.calibration).expanduser() if settings.calibration else None,
+        calibration_temperature=settings.calibration_temperature,
+        bake_temperature=settings.bake_temperature,
         monitor=monitor,
         trust_remote_code=target_settings.trust_remote_code,
     )

@@ -141,7 +141,7 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
     Raises:
         UserError: boundaries, a mask token or a draft vocabulary outside the target, an
             export format without such heads, record.dtype=fp8
-            without boundaries, or data workers with record.online.
+            without boundaries, or data workers or train.replay with record.online.
     """
     family = get_family(recipe.head.family)
     _check_boundaries(recipe, config.num_hidden_layers)
@@ -194,6 +194,13 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
             f"states and no other process can pack them, found {recipe.train.data_workers}",
             where="train.data_workers",
             do="set it to 0, or leave it out",
+        )
+    if recipe.record.online and recipe.train.replay is not None:
+        raise UserError(
+            "expected one of record.online and train.replay, which both run the target beside the "
+            "training; found both",
+            where="train.replay",
+            do="leave one of the two out",
         )
 
 

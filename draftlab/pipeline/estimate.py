@@ -29,6 +29,8 @@ from draftlab.train.distributed.ranks import idle_note
 
 TIME_FACTORS = (2, 4)
 """A stage takes this many times the least time."""
+REPLAYED_STEP = 2.0
+"""Positions between the decode steps that `train.replay` replays: a modest acceptance length."""
 CHECKPOINTS = 3
 """Checkpoints on the disk while training writes one and still keeps two (`train/checkpoint.py`)."""
 USABLE_MEMORY = 0.9
@@ -239,13 +241,19 @@ def _store(
 def _head(recipe: Recipe, head: HeadSize, target: TargetSize, gpu: Gpu | None) -> Estimate:
     settings, online = recipe.train, recipe.record.online
     positions = settings.steps * settings.batch_rows * settings.row_tokens
+    flops = positions * (head.flops + online * 2 * target.active)
+    if (replay := settings.replay) is not None:
+        replayed = positions * (1 - replay.start) * replay.share
+        # The head drafts, and the target reads the conversation with the drafts of each step.
+        tokens = replayed * (1 + (settings.ttt_steps - 1) / REPLAYED_STEP)
+        flops += replayed * head.flops / 3 + tokens * 2 * target.active
     return Estimate(
         "head",
         f"{_count(head.trained)} parameters to train on {_count(positions)} positions",
         disk=(CHECKPOINTS * 12 + 2) * head.trained,  # weights, two moments; 16 bits at the end
-        # With record.online both are on one GPU, unless target.device names another.
-        memory=head.memory + online * target.bytes / recipe.target.gpus,
-        seconds=gpu and positions * (head.flops + online * 2 * target.active) / gpu.products / 1e12,
+        # Both are on one GPU then, unless target.device names another.
+        memory=head.memory + (online or replay is not None) * target.bytes / recipe.target.gpus,
+        seconds=gpu and flops / gpu.products / 1e12,
     )
 
 

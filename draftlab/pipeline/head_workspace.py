@@ -11,6 +11,7 @@ from typing import Any
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report
 from draftlab.evaluate.settings import EvalSettings
+from draftlab.export.serving_tables import report_path
 from draftlab.export.settings import ExportSettings
 from draftlab.files import check_folder, known_sha256
 from draftlab.heads.folder import CONFIG, WEIGHTS
@@ -33,6 +34,14 @@ def input_files(settings: EvalSettings) -> dict[str, str]:
         f"eval.compare.{source}.sha256": known_sha256(find_head(source) / WEIGHTS)
         for source in settings.compare
     }
+
+
+def export_files(settings: ExportSettings) -> dict[str, str]:
+    """Return content hashes of the files that an export reads beside the head, if they exist."""
+    if settings.calibration is None:
+        return {}
+    path = report_path(Path(settings.calibration).expanduser())
+    return {"export.calibration.sha256": known_sha256(path)} if path.is_file() else {}
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,8 @@ class HeadWorkspace:
                 do="name one, such as --to vllm",
             )
         folder = out or self.folder / "export"
-        with self._lock(out), self._recorded("export", flatten(settings, "export."), out):
+        inputs = flatten(settings, "export.") | export_files(settings)
+        with self._lock(out), self._recorded("export", inputs, out):
             return [
                 export_head(
                     self.head,

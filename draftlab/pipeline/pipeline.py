@@ -27,7 +27,7 @@ from draftlab.pipeline.api import evaluate_head, export_head
 from draftlab.pipeline.check_recipe import check_before_run, missing_input
 from draftlab.pipeline.estimate import estimate_table
 from draftlab.pipeline.family_defaults import with_family_defaults
-from draftlab.pipeline.head_workspace import input_files
+from draftlab.pipeline.head_workspace import export_files, input_files
 from draftlab.pipeline.provenance import write_provenance
 from draftlab.pipeline.recipe import Recipe, flatten, to_yaml
 from draftlab.pipeline.recording import Recording
@@ -82,6 +82,7 @@ class Pipeline:
                 "prompts.sha256": known_sha256(prompt_file(self.recipe.prompts.source)),
             },
             "eval": input_files(self.recipe.eval),
+            "export": export_files(self.recipe.export),
         }
         initial = self.recipe.head.init
         if initial is not None:
@@ -270,6 +271,7 @@ class Pipeline:
             self.folder / "train",
             monitor=self.monitor,
             ranks=self.ranks,
+            target=self.recording.target if self.recipe.train.replay is not None else None,
         )
 
     def _eval(self, folder: Path) -> None:

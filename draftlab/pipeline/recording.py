@@ -195,23 +195,26 @@ class Recording:
     def open_store(self, ranks: Ranks | None) -> Store:
         """Return the recorded store; with record.online, one that computes states when read.
 
-        Unless the store computes states, the target is freed: training gets the whole memory.
+        Unless training needs the target (record.online, train.replay), it is freed: training gets
+        the whole memory.
 
         Raises:
-            UserError: record.online with several ranks and a target on a named device or on
-                several GPUs.
+            UserError: training needs the target with several ranks, and the target is on a named
+                device or on several GPUs.
         """
-        if not self.recipe.record.online:
+        online, settings = self.recipe.record.online, self.recipe.target
+        needed = "record.online" * online or "train.replay" * (self.recipe.train.replay is not None)
+        if not needed:
             self._free("target", "target_metadata", "prompts")
-            return Store.open(self.run / STAGES["store"].artefact)
-        settings = self.recipe.target
-        if ranks and (settings.gpus > 1 or settings.device not in ("auto", "cuda", "cpu")):
+        elif ranks and (settings.gpus > 1 or settings.device not in ("auto", "cuda", "cpu")):
             raise UserError(
-                f"record.online gives each of {ranks.size} processes the whole target on its "
+                f"{needed} gives each of {ranks.size} processes the whole target on its "
                 f"own GPU; found target.gpus {settings.gpus}, target.device {settings.device}",
                 where="target",
-                do="leave both at their defaults, train with one process, or record first",
+                do=f"leave both at their defaults, train with one process, or leave {needed} out",
             )
+        if not online:
+            return Store.open(self.run / STAGES["store"].artefact)
         plan, samples = self._plan(Monitor())  # its lines were printed with the manifest
         recorded = Manifest.read(self.run / STAGES["store"].artefact / MANIFEST)
         # They are part of the key of checkpoints, which an older version may have written.

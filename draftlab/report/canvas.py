@@ -44,6 +44,23 @@ def new_figure(*titles: str, height: float = HEIGHT) -> Figure:
     return figure
 
 
+def new_grid(title: str, count: int, *, columns: int) -> Figure:
+    """Return a figure, 4.8 inches wide, of `count` square axes in rows of `columns`."""
+    rows = -(-count // columns)
+    height = 0.75 + rows * (WIDTH / columns + 0.05)
+    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(
+        "\n".join(textwrap.wrap(title, 46)), fontsize=10, x=0.02, ha="left", fontweight="bold"
+    )
+    for i in range(1, count + 1):
+        axes = figure.add_subplot(rows, columns, i)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="both", color="#E4E4E4", linewidth=0.8)
+        axes.set_axisbelow(True)
+    return figure
+
+
 def line_style(number: int, *, sampled: bool) -> dict[str, Any]:
     """Return colour, marker and line style: argmax drafts are dashed, with hollow markers."""
     colour = COLOURS[number % len(COLOURS)]

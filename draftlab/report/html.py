@@ -11,7 +11,7 @@ from typing import Any
 
 from draftlab.evaluate.results import Report, Row
 from draftlab.files import atomic_path, write_text
-from draftlab.report import break_even, verdict
+from draftlab.report import break_even, calibration, verdict
 from draftlab.report import formatting as fmt
 from draftlab.report.conditions import report_conditions, row_labels, warnings
 from draftlab.report.formatting import NONE
@@ -177,6 +177,7 @@ def render_html(report: Report, images: Sequence[tuple[str, bytes]]) -> str:
         dash=NONE,
         advice_check=fmt.advice_check(report),
         break_even=break_even.tables(report),
+        calibrations=calibration.tables(report),
         alpha_by_position=report.environment.get("alpha_by_position", {}),
         certificates=fmt.certificates(report),
         load_tables=load_tables(report.load),

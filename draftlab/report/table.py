@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftlab.evaluate.results import Report, Row, Timing
-from draftlab.report import break_even
+from draftlab.report import break_even, calibration
 from draftlab.report import formatting as fmt
 from draftlab.report.conditions import condition_lines, report_conditions, warnings
 from draftlab.report.formatting import NONE
@@ -161,6 +161,9 @@ def print_report(report: Report, console: Console, printed: Sequence[str] = ()) 
     console.print(key_value_grid([("conditions", lines)]))
     advice = [(f"advice, {name}:", text) for name, text in fmt.advice(report)]
     if items := advice + [(f"{name}:", text) for name, text in break_even.lines(report)]:
+        console.print()
+        console.print(key_value_grid(items, "bold"))
+    if items := [(f"confidence, {name}:", text) for name, text in calibration.lines(report)]:
         console.print()
         console.print(key_value_grid(items, "bold"))
     for head, certificate in fmt.certificates(report):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
-from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,11 +19,11 @@ from draftlab.heads.initial import start_from
 from draftlab.kernels.cuda_device import out_of_memory_error
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
+from draftlab.target_model.model import Target
 from draftlab.target_model.parts import TargetParts
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.batch.loader import BatchLoader, MicroBatch
-from draftlab.train.batch.order import batches
-from draftlab.train.batch.packer import OptimizerStep, Packer
+from draftlab.train.batch.packer import Packer
 from draftlab.train.batch.packing import uses_one_row
 from draftlab.train.best_head import BestHead
 from draftlab.train.checkpoint import (
@@ -36,13 +35,14 @@ from draftlab.train.checkpoint import (
 )
 from draftlab.train.distillation_module import DistillationModule, product_dtype
 from draftlab.train.distributed.ending import EndingSignal
-from draftlab.train.distributed.ranks import Ranks, assign_micro_batches, idle_note
+from draftlab.train.distributed.ranks import Ranks, idle_note
 from draftlab.train.distributed.wrap import wrap
 from draftlab.train.flops import mean_context, measure_mfu
 from draftlab.train.metrics import MetricsLog, Window, speed_line
 from draftlab.train.objectives.loss import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
 from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
+from draftlab.train.replay import Replay
 from draftlab.train.settings import TrainSettings
 from draftlab.train.validation import Validation, split_records, validate
 from draftlab.train.verification import ShardVerification
@@ -63,6 +63,7 @@ class Trainer:
         initial: a trained head to start from.
         tracked_config: all settings of the run, for trackers.
         ranks: processes that train together; None: those of the launcher's environment.
+        target_model: the target, for `train.replay`.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Trainer:
         initial: DraftHead | None = None,
         tracked_config: Mapping[str, Any] | None = None,
         ranks: Ranks | None = None,
+        target_model: Target | None = None,
     ) -> None:
         self.store, self.settings, self.seed = store, settings, seed
         self.folder, self.monitor, self.tracked_config = folder, monitor, tracked_config or {}
@@ -106,6 +108,9 @@ class Trainer:
             head.embed_tokens.to(self.dtype)  # they are read in this dtype anyway
         self.target = DraftTeacher.for_training(parts, head, self.dtype)
         module = DistillationModule(head, self.target, settings, self.dtype)
+        self.replay: Replay | None = None
+        if settings.replay is not None:
+            self.replay = Replay(target_model, head, self.target, self.dtype)
         self.backend = wrap(module, settings, self.ranks)
         self.keys = training_keys(settings, config, vocabulary, store, seed, initial)
         self.key = self.keys[0]
@@ -180,7 +185,8 @@ class Trainer:
             self.validate()
             if self.best.stops_training(self.step):
                 return
-        with closing(self.loader.micro_batches(self._optimizer_steps())) as micro_batches:
+        steps = self.loader.steps(self.training, first=self.step)
+        with closing(self.loader.micro_batches(steps)) as micro_batches:
             for micro in micro_batches:
                 self.timer.mark("data")
                 if micro.first:
@@ -206,15 +212,6 @@ class Trainer:
                 if self.step % settings.checkpoint_every == 0:
                     self.save()
 
-    def _optimizer_steps(self) -> Iterator[OptimizerStep]:
-        """Yield this process's share of the remaining optimizer steps."""
-        settings, lengths = self.settings, [self.store.lengths[i] for i in self.training]
-        order = batches(lengths, settings.row_tokens, settings.batch_rows, seed=self.seed)
-        for step, rows in islice(enumerate(order), self.step, settings.steps):
-            records = [[self.training[i] for i in row] for row in rows]
-            micro_batches = assign_micro_batches(records, settings.micro_rows, self.ranks)
-            yield OptimizerStep(step, micro_batches)
-
     def _start_step(self, micro: MicroBatch) -> None:
         """Sum an optimizer step's counts over all ranks; processes wait for each other here."""
         *counts, tokens = self.ending.sum([*micro.counts, micro.tokens])
@@ -235,7 +232,11 @@ class Trainer:
 
     def _accumulate(self, micro: MicroBatch) -> None:
         """Add a micro-batch's gradients; the loss is normalised by the counts of the whole step."""
-        idle, batches_of_passes = micro.batch.idle, list(micro.batch.split())
+        whole = micro.batch
+        if self.replay is not None:
+            whole = self.replay.apply(self.backend.unwrap(), whole)
+            self.timer.mark("replay")
+        idle, batches_of_passes = whole.idle, list(whole.split())
         weights = [0.0] * len(self.weights) if idle else self.weights
         for number, batch in enumerate(batches_of_passes, 1):
             last = micro.last and number == len(batches_of_passes)

@@ -71,7 +71,14 @@ def measure(workload: Workload, *, synthetic: bool) -> list[LoadPoint]:
     for concurrency in workload.settings.concurrency:
         started = time.perf_counter()
         measure_load(workload, results, concurrency, pool, make)
-        print(f"{concurrency} at once: {time.perf_counter() - started:.0f} s", flush=True)
+        texts = (
+            f"{p.configuration} {p.goodput_tok_s:,.0f} (AL {p.acceptance_length or 1:.2f}, "
+            f"{p.step_ms or 0:.2f} ms)"
+            for p in results.load
+            if p.concurrency == concurrency
+        )
+        seconds = time.perf_counter() - started
+        print(f"{concurrency} at once, {seconds:.0f} s: {'; '.join(texts)}", flush=True)
     return with_load_cliff_warnings(results.load)
 
 

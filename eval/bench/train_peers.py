@@ -134,7 +134,12 @@ def _flat(work: Work, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Ten
     return tokens, spans > 0, features, last
 
 
-def _imported(library: str, *modules: str) -> list[Any]:
+def import_peer(library: str, *modules: str) -> list[Any]:
+    """Import modules of another trainer.
+
+    Raises:
+        UserError: one of them cannot be imported.
+    """
     try:
         return [importlib.import_module(module) for module in modules]
     except ImportError as error:
@@ -153,7 +158,7 @@ def _speculators(variants: Set[str], work: Work, device: torch.device, dtype: to
             f"found speculators:{','.join(sorted(variants))}"
         )
     name = {"peagle": "PEagle", "dspark": "DSpark", "eagle3": "Eagle3"}[family]
-    models, config, greedy, losses = _imported(
+    models, config, greedy, losses = import_peer(
         "speculators",
         f"speculators.models.{family}",
         "speculators.config",
@@ -240,6 +245,26 @@ def _speculators(variants: Set[str], work: Work, device: torch.device, dtype: to
     return Peer(model, forward, update)
 
 
+def specforge_model(
+    config: LlamaConfig, t2d: Tensor, d2t: Tensor, num_steps: int, device: torch.device
+) -> Any:
+    """Return SpecForge's OnlineEagle3Model with a new draft model of a layer config."""
+    eagle3, draft = import_peer(
+        "SpecForge", "specforge.algorithms.eagle3.model", "specforge.modeling.draft.llama3_eagle"
+    )
+    attention = "flex_attention" if device.type == "cuda" else "sdpa"
+    config.draft_vocab_size, config.pretraining_tp = len(d2t), 1
+    model = draft.LlamaForCausalLMEagle3(config, attention_backend=attention).to(device)
+    model.t2d.copy_(t2d)
+    model.d2t.copy_(d2t)
+    return eagle3.OnlineEagle3Model(model, num_steps, attention_backend=attention)
+
+
+def shifted(x: Tensor) -> Tensor:
+    """Return x [B, S, …] one position earlier, with zeros at the end."""
+    return F.pad(x[:, 1:], (0, 0) * (x.dim() - 2) + (0, 1))
+
+
 def _specforge(variants: Set[str], work: Work, device: torch.device, dtype: torch.dtype) -> Peer:
     shape = work.shape
     if shape.family != "eagle3":
@@ -251,27 +276,16 @@ def _specforge(variants: Set[str], work: Work, device: torch.device, dtype: torc
         raise UserError(
             f"expected specforge[:compact], found specforge:{','.join(sorted(variants))}"
         )
-    eagle3, draft, optimizers = _imported(
-        "SpecForge",
-        "specforge.algorithms.eagle3.model",
-        "specforge.modeling.draft.llama3_eagle",
-        "specforge.optimizer",
-    )
-    attention = "flex_attention" if device.type == "cuda" else "sdpa"
-    config = _llama(shape)
-    config.draft_vocab_size, config.pretraining_tp = shape.draft_vocab, 1
-    model = draft.LlamaForCausalLMEagle3(config, attention_backend=attention).to(device)
-    model.t2d.copy_(work.head.t2d)
-    model.d2t.copy_(work.head.d2t)
+    online = specforge_model(_llama(shape), work.head.t2d, work.head.d2t, shape.steps, device)
+    model = online.draft_model
     _filled(model, work)
     model.freeze_embedding()
     model.to(dtype)
-    online = eagle3.OnlineEagle3Model(model, shape.steps, attention_backend=attention)
+    (optimizers,) = import_peer("SpecForge", "specforge.optimizer")
     optimizer = optimizers.BF16Optimizer(model, RATE, max_grad_norm=1.0, lr_scheduler="constant")
     tokens, mask, features, last = _flat(work, device)
     lm_head = torch.zeros(shape.vocab, shape.hidden, device=device, dtype=dtype)
     lm_head[work.head.t2d.to(device)] = work.target.weight.to(dtype)
-    shifted = lambda x: F.pad(x[:, 1:], (0, 0) * (x.dim() - 2) + (0, 1))  # noqa: E731
     with torch.no_grad():
         normed = shifted(work.target.norm(last)).to(dtype)
     inputs = {

@@ -65,13 +65,23 @@ CHAIN = {
     "learning rate × 1.5": "train.learning_rate=12e-3",
     "learning rate × 2/3": "train.learning_rate=5.3e-3",
     "acceptance weighting, gamma 0.9": "train.acceptance_weighting=0.9 train.gamma=0.9",
+    "replay": "train.replay.share=0.5",
     "whole vocabulary": "draft_vocab.size=null",
     "eagle": EAGLE,
     "eagle, one step": f"{EAGLE} train.ttt_steps=1",
     "eagle, no noise": f"{EAGLE} train.noise=0",
     "eagle, no regression": f"{EAGLE} train.regression=0 train.distillation=1",
 }
-SHARED = ("base", "norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm", "lk", "wsd")
+SHARED = (
+    "base",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "qk_norm",
+    "lk",
+    "wsd",
+    "replay",
+)
 PARALLEL = {name: CHAIN[name] for name in SHARED} | {
     "norm_before_residual, lk": "head.norm_before_residual=true train.loss=lk",
     "gamma 0.8": "train.acceptance_weighting=0 train.gamma=0.8",
@@ -79,6 +89,7 @@ PARALLEL = {name: CHAIN[name] for name in SHARED} | {
     "gamma 1": "train.acceptance_weighting=0 train.gamma=1",
 }
 VARIANTS = CHAIN | PARALLEL
+GREEDY = Sampling()
 
 
 class PrintMonitor(Monitor):
@@ -179,9 +190,18 @@ def measure(
 
 
 def decode(
-    folder: Path, recipe: Recipe, target: Target, tokenizer: Any, prompts: int, k: int
+    folder: Path,
+    recipe: Recipe,
+    target: Target,
+    tokenizer: Any,
+    prompts: int,
+    k: int,
+    sampling: Sampling = GREEDY,
 ) -> tuple[DraftHead, list[Counters]]:
-    """Decode a recipe's first held-out prompts with a head at T = 0; return both."""
+    """Decode a recipe's first held-out prompts with a head; return it and each prompt's counters.
+
+    Above T = 0 drafts are sampled from the head.
+    """
     head = load_head(
         folder,
         target_tensors=target.parts.shared_tensors,
@@ -192,12 +212,12 @@ def decode(
     suite = load_suite(recipe.eval.suite, tokenizer, Monitor(), max_prompt_tokens=longest)
     stops = stop_ids(tokenizer, target.folder)
     requests = [
-        Request(i, ids, recipe.eval.max_new_tokens, Sampling(), stops)
+        Request(i, ids, recipe.eval.max_new_tokens, sampling, stops)
         for i, ids in suite.prompts[:prompts]
     ]
     engine = Engine(
         target,
-        new_drafter(head, k, draft_probs=False),
+        new_drafter(head, k, draft_probs=sampling.temperature > 0),
         batch=recipe.eval.batch,
         max_length=target.max_length,
         cpu_prepacked=True,

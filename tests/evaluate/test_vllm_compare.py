@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from draftlab.errors import UserError
 from draftlab.evaluate.evaluator import EvalSettings, Evaluator, NamedHead
+from draftlab.evaluate.measure import measure_draftlab
 from draftlab.evaluate.results import Report
 from draftlab.evaluate.vllm_compare import check_settings
 from draftlab.evaluate.workload import EngineResults, Workload
@@ -63,6 +65,26 @@ def test_vllm_has_the_same_rows_with_its_own_counters(report: Report) -> None:
     # p4 accepts 0 of 3 in each of 8 steps, p5 accepts 1 in 4, p6 accepts 2 in 3
     assert (drafted.drafts, drafted.accepted_at) == (15, [7, 3, 0])
     assert drafted.speedup == pytest.approx(vllm_rows[0].tpot_ms / drafted.tpot_ms)
+
+
+def test_vllm_rows_count_answers_equal_to_draftlabs(
+    evaluator: Evaluator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change_one_answer(workload: Workload) -> EngineResults:
+        results = measure_draftlab(workload)
+        generations = {
+            key: [replace(answers[0], token_ids=(0,)), *answers[1:]] if key[1].k == 3 else answers
+            for key, answers in results.generations.items()
+        }
+        return replace(results, engine="vllm", generations=generations)
+
+    monkeypatch.setattr("draftlab.evaluate.vllm_compare.measure_vllm", change_one_answer)
+    write_report(evaluator.run(), tmp_path)
+    rows = Report.read(tmp_path / "report.json").rows
+    assert [row.prompts_equal_draftlab for row in rows] == [None] * 3 + [1, 1, pytest.approx(2 / 3)]
+    page = (tmp_path / "report.html").read_text()
+    assert "<th>equal to draftlab</th>" in page
+    assert "<td>0.667</td>" in page
 
 
 def test_labels_and_advice_name_the_engine(report: Report) -> None:

@@ -101,7 +101,7 @@ class ScriptedPolicy:
 
     def __init__(self, script: list[tuple[int, float]], k: int) -> None:
         self.families = [ShapeFamily(*entry) for entry in script]
-        self.scale, self.bias, self.steps = np.ones(k), np.zeros(k), 0
+        self.scale, self.bias, self.steps, self.due = np.ones(k), np.zeros(k), 0, False
 
     def choose(self, rows: int) -> tuple[ShapeFamily, bool]:
         self.steps += 1

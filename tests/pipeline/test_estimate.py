@@ -280,6 +280,19 @@ def test_online_recording_stores_nothing_and_needs_the_target_in_training(llama_
     assert more == pytest.approx(passes, rel=0.01)
 
 
+def test_replay_needs_the_target_and_time_in_training(llama_8b: Path) -> None:
+    h200 = {"gpu": "H200"}
+    plain, replay = (
+        {row.name: row for row in estimate_stages(recipe(llama_8b, train=train, hardware=h200))}
+        for train in ({}, {"replay": {"start": 0.5, "share": 0.5}})
+    )
+    assert replay["head"].memory == plain["head"].memory + plain["target"].memory
+    train = recipe(llama_8b).train
+    replayed = 0.25 * train.steps * train.batch_rows * train.row_tokens
+    least = 2 * 8.03e9 * replayed / 989e12  # the conversations alone
+    assert replay["head"].seconds - plain["head"].seconds > least
+
+
 def test_prompts_of_unknown_number(llama_8b: Path, tmp_path: Path) -> None:
     settings = recipe(llama_8b, prompts={"source": "no.jsonl"})
     lines = list(estimate_table(settings, tmp_path, STAGES))

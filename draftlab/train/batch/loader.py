@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
+from draftlab.train.batch.order import batches
 from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import Batch, map_tensors
 from draftlab.train.batch.workers import WorkerPool
-
-if TYPE_CHECKING:
-    from draftlab.train.distributed.ranks import Ranks
+from draftlab.train.distributed.ranks import Ranks, assign_micro_batches
 
 MAX_DEFAULT_WORKERS = 4
 """One worker alone keeps up with small heads; the copies of large heads are bound by memory."""
@@ -65,13 +65,23 @@ class BatchLoader:
     """
 
     def __init__(self, packer: Packer, ranks: Ranks) -> None:
-        self.packer, self.device = packer, ranks.device
+        self.packer, self.ranks, self.device = packer, ranks, ranks.device
         self.on_gpu = self.device.type == "cuda"
         self.num_workers = _choose_num_workers(packer, ranks)
 
     def describe(self) -> str:
         """Return what packs batches, for the console."""
         return count_text(self.num_workers, "data worker") if self.num_workers else "threads"
+
+    def steps(self, records: Sequence[int], *, first: int) -> Iterator[OptimizerStep]:
+        """Yield this process's share of the optimizer steps on some records, from a step on."""
+        settings, store = self.packer.settings, self.packer.store
+        lengths = [store.lengths[i] for i in records]
+        order = batches(lengths, settings.row_tokens, settings.batch_rows, seed=self.packer.seed)
+        for step, rows in islice(enumerate(order), first, settings.steps):
+            chosen = [[records[i] for i in row] for row in rows]
+            micro_batches = assign_micro_batches(chosen, settings.micro_rows, self.ranks)
+            yield OptimizerStep(step, micro_batches)
 
     def micro_batches(self, steps: Iterable[OptimizerStep]) -> Generator[MicroBatch, None, None]:
         """Yield the micro-batches of the steps in order, on the device, loaded ahead.

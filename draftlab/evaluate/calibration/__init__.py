@@ -1,0 +1,1 @@
+"""Calibration of confidence: the probability that the first k drafts of a step are accepted."""

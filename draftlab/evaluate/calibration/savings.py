@@ -1,0 +1,63 @@
+"""What is saved if drafts with a small chance are not verified, and what is lost."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.special import expit
+
+from draftlab.evaluate.calibration.blocks import DraftBlocks
+from draftlab.evaluate.calibration.result import Saving
+from draftlab.evaluate.statistics import ratio_interval
+
+THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
+LARGEST_LOSS = 0.02
+"""Share of the accepted drafts that the chosen cutoff loses at most."""
+CUTOFFS = np.arange(0.0, 1.0, 0.01)
+
+
+def verified_by_survival(blocks: DraftBlocks, survival: np.ndarray, threshold: float) -> np.ndarray:
+    """Return the drafts that are verified, int64 [N]: those with at least this survival [N, K]."""
+    return ((survival >= threshold) & blocks.has_draft).sum(1)
+
+
+def verified_by_cutoff(blocks: DraftBlocks, threshold: float) -> np.ndarray:
+    """Return the drafts before the first whose raw confidence is below the threshold, int64 [N]."""
+    confident = (expit(blocks.confidence) >= threshold) & blocks.has_draft
+    return np.cumprod(confident, axis=1).sum(1)
+
+
+def saving(blocks: DraftBlocks, verified: np.ndarray, threshold: float) -> Saving:
+    """Return what verifying the first `verified` drafts [N] of each block saves and loses."""
+    _, prompt = np.unique(blocks.prompt, return_inverse=True)
+    drafts, accepted, skipped, lost = (
+        np.bincount(prompt, values)
+        for values in (
+            blocks.num_drafts,
+            blocks.accepted,
+            blocks.num_drafts - verified,
+            lost_drafts(blocks, verified),
+        )
+    )
+    return Saving(
+        threshold=threshold,
+        not_verified=skipped.sum() / drafts.sum(),
+        not_verified_ci=ratio_interval(skipped, drafts),
+        lost=lost.sum() / max(accepted.sum(), 1.0),
+        lost_ci=ratio_interval(lost, accepted) if accepted.any() else (0.0, 0.0),
+    )
+
+
+def lost_drafts(blocks: DraftBlocks, verified: np.ndarray) -> np.ndarray:
+    """Return the accepted drafts behind the first `verified` ones, int64 [N]."""
+    return (blocks.accepted - verified).clip(0)
+
+
+def largest_cutoff(blocks: DraftBlocks, largest_loss: float = LARGEST_LOSS) -> float:
+    """Return the largest of `CUTOFFS` that loses at most this share of the accepted drafts."""
+    allowed = largest_loss * blocks.accepted.sum()
+    kept = [
+        cutoff
+        for cutoff in CUTOFFS
+        if lost_drafts(blocks, verified_by_cutoff(blocks, cutoff)).sum() <= allowed
+    ]
+    return round(float(max(kept)), 2)

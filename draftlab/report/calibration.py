@@ -1,0 +1,114 @@
+"""Texts and cells of calibrations, for the console and the HTML page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from draftlab.evaluate.calibration.result import CalibratedPosition, Calibration, Saving
+from draftlab.evaluate.results import Report
+from draftlab.report import formatting as fmt
+
+SHOWN_THRESHOLD = 0.2
+"""Threshold of the survival that the console's line has."""
+
+
+def name(report: Report, one: Calibration) -> str:
+    """Return "reference, T = 0.8, sampled drafts, K = 4"; heads and K only where they differ."""
+    heads = {c.head for c in report.calibrations}
+    names = [one.head] * (len(heads) > 1)
+    text = fmt.conditions_text(one.temperature, one.draft_probs, None, *names)
+    several_k = len({c.k for c in report.calibrations}) > 1
+    return text + f", K = {one.k}" * several_k
+
+
+def lines(report: Report) -> list[tuple[str, str]]:
+    """Return (conditions, text) for each calibration."""
+    return [(name(report, one), _text(one)) for one in report.calibrations]
+
+
+def _text(one: Calibration) -> str:
+    worst = max(one.positions, key=lambda p: p.error_after)
+    before = max(p.error_before for p in one.positions)
+    (saving,) = (s for s in one.survival_savings if s.threshold == SHOWN_THRESHOLD)
+    return (
+        f"the {one.source} errs by at most {before:.3f} before and {worst.error_after:.3f} after "
+        f"calibration (a perfect predictor shows {worst.error_perfect:.3f} there), over "
+        f"{fmt.count(one.blocks)} steps of {fmt.count(one.prompts)} other prompts; verifying only "
+        f"drafts that survive with probability {saving.threshold:g} leaves out "
+        f"{_percent(saving.not_verified)} of the drafts and {_percent(saving.lost)} of the accepted"
+    )
+
+
+def tables(report: Report) -> list[dict[str, Any]]:
+    """Return what the HTML page shows of each calibration."""
+    return [
+        {
+            "title": name(report, one),
+            "text": _text(one),
+            "half": f"Fitted on {fmt.count(one.fitted_blocks)} steps of "
+            f"{fmt.count(one.fitted_prompts)} prompts of {one.suite}, chosen at random with seed "
+            f"0; measured on {fmt.count(one.blocks)} steps of the other {fmt.count(one.prompts)}.",
+            "positions": range(1, one.k + 1),
+            "rows": _rows(one),
+            "savings": [
+                ("the first calibrated survival below", one.survival_savings),
+                ("the first raw confidence below", one.cutoff_savings),
+            ],
+            "saving": _saving,
+        }
+        for one in report.calibrations
+    ]
+
+
+def _rows(one: Calibration) -> list[tuple[str, list[str]]]:
+    """Return the name and the cells of each line of the table of positions."""
+
+    def cells(text: Any) -> list[str]:
+        return [text(position) for position in one.positions]
+
+    def number(field: str, digits: int = 3) -> Any:
+        return lambda p: fmt.number(getattr(p, field), digits)
+
+    def interval(p: CalibratedPosition) -> str:
+        return f"{p.error_after_ci[0]:.3f} … {p.error_after_ci[1]:.3f}"
+
+    rows = [
+        ("steps", cells(lambda p: fmt.count(p.blocks))),
+        ("share accepted", cells(lambda p: fmt.number(p.survived / p.blocks, 3))),
+        ("error, raw", cells(number("error_before"))),
+        ("error, calibrated", cells(number("error_after"))),
+        ("– 95 % interval", cells(interval)),
+    ]
+    if one.common_temperature is not None:
+        rows += [
+            ("error, a temperature a position", cells(number("error_temperature"))),
+            ("error, one temperature", cells(number("error_common_temperature"))),
+        ]
+    rows += [
+        ("error of a perfect predictor", cells(number("error_perfect"))),
+        ("– at most (97.5 %)", cells(number("error_perfect_high"))),
+        ("share of variance explained", cells(number("skill", 2))),
+        ("slope", cells(number("slope", 2))),
+        ("intercept", cells(number("intercept", 2))),
+    ]
+    if one.common_temperature is not None:
+        title = f"temperature (one: {one.common_temperature:.2f})"
+        rows.append((title, cells(number("temperature", 2))))
+    return rows
+
+
+def _saving(one: Saving) -> tuple[str, str, str]:
+    """Return threshold, drafts that are not verified, and accepted drafts that are lost."""
+    return (
+        f"{one.threshold:g}",
+        f"{_percent(one.not_verified)} {_percents(one.not_verified_ci)}",
+        f"{_percent(one.lost)} {_percents(one.lost_ci)}",
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _percents(interval: tuple[float, float]) -> str:
+    return f"[{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"

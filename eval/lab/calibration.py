@@ -1,0 +1,126 @@
+"""Measure how well the confidence of chain, P-EAGLE and DSpark heads can be calibrated.
+
+    python eval/lab/calibration.py --out DIR
+
+Each family trains a head for the embedded target on the first of the package's prompts, all at the
+same time on one GPU, and is then evaluated with `calibrate` on all other prompts, which no training
+saw. The table has, for each head, temperature and kind of drafts, the largest error of a position
+before and after the calibration, and that of a perfect predictor with as many steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from draftlab.evaluate.calibration.result import Calibration
+from draftlab.evaluate.results import Report
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = {
+    "chain": "quickstart.yaml",
+    "peagle": "quickstart_peagle.yaml",
+    "dspark": "quickstart_dspark.yaml",
+}
+K = 6
+GOAL = 0.015
+"""Largest error of a position after the calibration."""
+
+
+def split_prompts(out: Path, count: int) -> None:
+    """Write train.jsonl with the first prompts, and other.jsonl with all others."""
+    folder = Path(str(resources.files("draftlab"))) / "embedded" / "prompts"
+    head, held_out = (
+        (folder / f"{name}.jsonl").read_text().splitlines() for name in ("head", "heldout")
+    )
+    (out / "train.jsonl").write_text("\n".join(head[:count]) + "\n")
+    (out / "other.jsonl").write_text("\n".join(head[count:] + held_out) + "\n")
+
+
+def command(family: str, options: argparse.Namespace) -> list[str]:
+    """Return the command that trains and evaluates a head."""
+    settings = {
+        "target.dtype": "float32",
+        "prompts.source": options.out / "train.jsonl",
+        "regenerate.samples": 2,
+        "regenerate.batch": 1024,
+        "train.ttt_steps": K,
+        "train.steps": options.steps,
+        "train.batch_rows": options.rows,
+        "eval.suite": options.out / "other.jsonl",
+        "eval.max_prompts": options.evaluated,
+        "eval.k": K,
+        "eval.batch": 512,
+        "eval.draft_probs": "both",
+        "eval.compare": "[]",
+        "eval.timing_prompts": 0,
+        "eval.calibrate": "true",
+        "export.formats": "[]",
+        "name": f"calibration-{family}",
+    }
+    words = [f"{key}={value}" for key, value in settings.items()]
+    recipe = ROOT / "recipes" / RECIPES[family]
+    return [sys.executable, "-m", "draftlab.cli", "run", str(recipe), *words]
+
+
+def line(one: Calibration) -> str:
+    """Return a row of the table."""
+    drafts = "sampled" if one.draft_probs and one.temperature else "argmax"
+    errors = [p.error_after for p in one.positions]
+    worst = one.positions[errors.index(max(errors))]
+    own = "–"
+    if one.common_temperature is not None:
+        own = f"{max(p.error_temperature or 0.0 for p in one.positions):.4f}"
+    lengths = 1 + sum(p.survived / p.blocks for p in one.positions)
+    return (
+        f"| {one.head.removeprefix('calibration-')} | {one.temperature:g} | {drafts} "
+        f"| {lengths:.2f} | {one.blocks:,} | {max(p.error_before for p in one.positions):.4f} "
+        f"| {max(errors):.4f} | {worst.error_perfect:.4f} | {worst.error_perfect_high:.4f} "
+        f"| {own} | {'yes' if max(errors) <= GOAL else 'NO'} |"
+    )
+
+
+def main() -> int:
+    """Train, evaluate and print the table; return 1 if a run failed or an error is too large."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of runs and reports")
+    parser.add_argument("--prompts", type=int, default=512, help="prompts to train on")
+    parser.add_argument("--evaluated", type=int, default=3000, help="other prompts to evaluate")
+    parser.add_argument("--steps", type=int, default=300, help="training steps")
+    parser.add_argument("--rows", type=int, default=16, help="rows of 384 tokens a step")
+    parser.add_argument("--families", nargs="+", choices=RECIPES, default=list(RECIPES))
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    split_prompts(options.out, options.prompts)
+    running = {}
+    for family in options.families:
+        with (options.out / f"{family}.log").open("w") as log:
+            running[family] = subprocess.Popen(
+                command(family, options),
+                cwd=options.out,  # its folder of runs
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                stdout=log,
+                stderr=log,
+            )
+    failed = [family for family, process in running.items() if process.wait() != 0]
+    for family in failed:
+        print(f"{family} failed:\n" + (options.out / f"{family}.log").read_text()[-2000:])
+    print("| head | T | drafts | AL | steps | error before | after | perfect | perfect, 97.5 % "
+          "| after, temperatures alone | ≤ 0.015 |\n" + "|---" * 11 + "|")  # fmt: skip
+    passed = not failed
+    for family in options.families:
+        path = options.out / "runs" / f"calibration-{family}" / "eval" / "report.json"
+        for one in Report.read(path).calibrations if path.exists() else []:
+            print(line(one))
+            passed &= all(p.error_after <= GOAL for p in one.positions)
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Calibrations of simulated steps: errors as small as possible, denominators, and refusals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from draftlab.engine.counters import Counters
+from draftlab.engine.sampling import Generation
+from draftlab.errors import UserError
+from draftlab.evaluate.calibration import savings
+from draftlab.evaluate.calibration.blocks import MAX_LOGIT, DraftBlocks
+from draftlab.evaluate.calibration.calibrate import calibrate
+from draftlab.evaluate.calibration.result import Calibration
+from tests.helpers.draft_blocks import simulate
+
+ROW: dict[str, Any] = {
+    "engine": "draftlab",
+    "head": "a head",
+    "head_sha256": None,
+    "temperature": 0.0,
+    "draft_probs": False,
+    "suite": "toy",
+    "suite_sha256": "0" * 64,
+}
+
+
+def of(blocks: DraftBlocks, source: str = "draft probability") -> Calibration:
+    return calibrate(blocks, source, k=blocks.k, **ROW)
+
+
+def test_a_calibrated_confidence_errs_like_a_perfect_one() -> None:
+    one = of(simulate([0.4, 0.6, 0.8, 1.2], [0.6, 0.3, -0.2, -0.5], blocks=80_000))
+    assert one.prompts == one.fitted_prompts == 100
+    assert one.blocks + one.fitted_blocks == 80_000
+    for position in one.positions:
+        assert position.error_before > 2 * position.error_perfect_high
+        assert position.error_after < 1.3 * position.error_perfect_high
+        low, high = position.error_after_ci
+        assert low < position.error_after < high
+        assert position.temperature is position.error_temperature is None
+    assert one.common_temperature is None
+
+
+def test_a_heads_own_confidence_also_gets_temperatures() -> None:
+    one = of(simulate([0.5] * 3, [0.0] * 3, blocks=80_000), "confidence head")
+    assert one.common_temperature == pytest.approx(2.0, rel=0.07)
+    for position in one.positions:
+        assert position.temperature == pytest.approx(2.0, rel=0.13)
+        assert position.error_temperature < 0.5 * position.error_before
+        assert position.error_common_temperature < 0.5 * position.error_before
+
+
+def test_positions_that_are_shifted_by_one_are_noticed() -> None:
+    """A true confidence needs no fit; at the wrong position it errs, and it tells nothing."""
+    blocks = simulate([1.0] * 4, [0.0] * 4, blocks=40_000)
+    shifted = DraftBlocks(
+        np.roll(blocks.confidence, 1, axis=1), blocks.num_drafts, blocks.accepted, blocks.prompt
+    )
+    right, wrong = of(blocks), of(shifted)
+    for position in right.positions:
+        assert position.error_before < 1.5 * position.error_perfect_high
+    assert wrong.positions[0].error_before > 5 * wrong.positions[0].error_perfect_high
+    assert wrong.positions[0].skill < 0.02
+    assert right.positions[0].skill > 0.2
+    late = DraftBlocks(
+        blocks.confidence, blocks.num_drafts, (blocks.accepted - 1).clip(0), blocks.prompt
+    )
+    assert min(p.error_before for p in of(late).positions) > 0.05
+
+
+def test_denominators_are_the_steps_that_had_the_draft() -> None:
+    blocks = simulate([1.0] * 3, [0.0] * 3, blocks=6000, short=0.5)
+    one = of(blocks)
+    _, held_out = blocks.split()
+    for k, position in enumerate(one.positions):
+        steps = list(zip(held_out.num_drafts.tolist(), held_out.accepted.tolist(), strict=True))
+        assert position.blocks == sum(n > k for n, _ in steps)
+        assert position.survived == sum(n > k and a > k for n, a in steps)
+        for bins in (position.before, position.after):
+            assert sum(b.count for b in bins) == position.blocks
+            total = sum(b.count * b.observed for b in bins)
+            assert total == pytest.approx(position.survived)
+    assert one.positions[0].blocks > one.positions[2].blocks
+
+
+def test_the_halves_are_of_prompts() -> None:
+    blocks = simulate([1.0], [0.0], blocks=1000, prompts=21)
+    first, second = blocks.split()
+    assert not set(first.prompt) & set(second.prompt)
+    assert (first.num_prompts, second.num_prompts) == (11, 10)
+    order = np.random.default_rng(3).permutation(1000)
+    again, _ = blocks.select(order).split()
+    assert set(again.prompt) == set(first.prompt)
+    assert set(blocks.split(seed=1)[0].prompt) != set(first.prompt)
+
+
+def generation(steps: list[tuple[int, int]], confidence: list[tuple[float, ...]]) -> Generation:
+    k = 2
+    return Generation(
+        "x", (), "length", Counters(k), (0.0,) * k, tuple(steps), 0.0, 0.0,
+        confidence=tuple(confidence),
+    )  # fmt: skip
+
+
+def test_blocks_of_generations() -> None:
+    inf = float("inf")
+    blocks = DraftBlocks.from_generations(
+        [
+            generation([(2, 1), (0, 0), (1, 1)], [(0.5, -1.0), (), (inf,)]),
+            generation([(2, 2)], [(-inf, 3.0)]),
+        ]
+    )
+    assert blocks.prompt.tolist() == [0, 0, 1]
+    assert blocks.num_drafts.tolist() == [2, 1, 2]
+    assert blocks.accepted.tolist() == [1, 1, 2]
+    expected = [[0.5, -1.0], [MAX_LOGIT, math.nan], [-MAX_LOGIT, 3.0]]
+    np.testing.assert_array_equal(blocks.confidence, expected)
+    rows, survived = blocks.survivors(1)
+    assert (rows.tolist(), survived.tolist()) == ([0, 2], [False, True])
+    none = DraftBlocks.from_generations([generation([], [])])
+    assert (len(none), none.k) == (0, 2)
+    with pytest.raises(ValueError, match="confidence for each verified draft"):
+        DraftBlocks.from_generations([generation([(1, 0)], [(math.nan,)])])
+    with pytest.raises(ValueError, match="accepted <= num_drafts"):
+        DraftBlocks(np.zeros((1, 2)), np.array([1]), np.array([2]), np.array([0]))
+
+
+def test_savings_by_hand() -> None:
+    """Three blocks of three drafts: the first accepts all, the second one, the third none."""
+    confidence = np.array([[2.0, 2.0, 2.0], [2.0, -2.0, 2.0], [-2.0, 2.0, 2.0]])
+    blocks = DraftBlocks(confidence, np.array([3, 3, 2]), np.array([3, 1, 0]), np.array([0, 1, 2]))
+    verified = savings.verified_by_cutoff(blocks, 0.5)
+    assert verified.tolist() == [3, 1, 0]
+    saving = savings.saving(blocks, verified, 0.5)
+    assert (saving.not_verified, saving.lost) == (4 / 8, 0.0)
+    survival = np.array([[0.9, 0.6, 0.3], [0.9, 0.2, 0.1], [0.1, 0.1, 0.1]])
+    verified = savings.verified_by_survival(blocks, survival, 0.5)
+    assert verified.tolist() == [2, 1, 0]
+    saving = savings.saving(blocks, verified, 0.5)
+    assert (saving.not_verified, saving.lost) == (5 / 8, 1 / 4)
+    assert savings.largest_cutoff(blocks) == 0.88  # σ(2) = 0.8808
+    assert savings.verified_by_cutoff(blocks, 0.0).tolist() == [3, 3, 2]
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(UserError, match=r"at least 100 steps .* found \d+ \(\d+ with all 2"):
+        of(simulate([1.0] * 2, [0.0] * 2, blocks=150, prompts=10))
+    with pytest.raises(UserError, match="found 0"):
+        of(simulate([1.0] * 2, [0.0] * 2, blocks=400, prompts=1))
+    one_draft = simulate([1.0] * 2, [0.0] * 2, blocks=1000)
+    short = DraftBlocks(
+        one_draft.confidence,
+        np.ones(1000, dtype=np.int64),
+        one_draft.accepted.clip(0, 1),
+        one_draft.prompt,
+    )
+    with pytest.raises(UserError, match="0 with all 2 drafts"):
+        of(short)
+
+
+def test_a_calibration_is_read_back_and_checked() -> None:
+    one = of(simulate([1.0] * 2, [0.0] * 2, blocks=2000), "confidence head")
+    fields = one.model_dump(mode="json")
+    assert Calibration.model_validate(fields) == one
+    assert (len(one.slopes), len(one.intercepts)) == (2, 2)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"k": 3}, "expected 3 calibrated positions, found 2"),
+        ({"source": "draft probability"}, "temperatures above 0"),
+        ({"common_temperature": None}, "temperatures above 0"),
+        ({"common_temperature": -1.0}, "temperatures above 0"),
+        ({"cutoff": 1.0}, "less than 1"),
+    ]
+    for change, message in changes:
+        with pytest.raises(ValidationError, match=message):
+            Calibration.model_validate(fields | change)

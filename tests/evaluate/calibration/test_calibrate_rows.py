@@ -1,0 +1,123 @@
+"""Calibrations of decoded rows: one for each, of all its steps, and without a change of tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from draftlab.cli import app
+from draftlab.evaluate.decoding_config import NamedHead
+from draftlab.evaluate.evaluator import Evaluator
+from draftlab.evaluate.results import Report
+from draftlab.evaluate.settings import EvalSettings
+from draftlab.heads.block import BlockHead
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DraftHead
+from draftlab.heads.peagle import PeagleHead
+from draftlab.target_model.model import Target
+from tests.helpers.evaluation import suite
+from tests.helpers.greedy_answers import STOPS
+from tests.helpers.monitors import RecordingMonitor
+
+
+def evaluate(
+    target: Target, heads: dict[str, DraftHead], prompts: int, **settings: Any
+) -> tuple[Report, list[str]]:
+    monitor = RecordingMonitor()
+    defaults = {"max_new_tokens": 24, "batch": 16, "timing_prompts": 0, "k": 3, "max_prompts": None}
+    report = Evaluator(
+        target,
+        [NamedHead(name, head) for name, head in heads.items()],
+        suite(prompts),
+        STOPS,
+        EvalSettings.model_validate(defaults | settings),
+        monitor=monitor,
+    ).run()
+    return report, monitor.lines
+
+
+def test_every_drafting_row_is_calibrated(
+    target: Target,
+    head: Eagle3Head,
+    parallel_head: PeagleHead,
+    block_heads: dict[str, BlockHead],
+) -> None:
+    heads = {"chain": head, "parallel": parallel_head} | block_heads
+    report, _ = evaluate(target, heads, 40, calibrate=True)
+    drafted = [row for row in report.rows if row.head]
+    keys = ("engine", "head", "temperature", "k", "draft_probs", "suite", "suite_sha256")
+    assert [[getattr(c, key) for key in keys] for c in report.calibrations] == [
+        [getattr(row, key) for key in keys] for row in drafted
+    ]
+    for row, one in zip(drafted, report.calibrations, strict=True):
+        assert one.blocks + one.fitted_blocks == row.drafts
+        assert one.prompts == one.fitted_prompts == 20
+        own = row.head in ("dspark", "causal")
+        assert one.source == ("confidence head" if own else "draft probability")
+        assert one.head_sha256 is None  # it is in no folder
+        for k, position in enumerate(one.positions):
+            assert position.survived <= row.accepted_at[k]
+            assert 0 <= position.error_after <= 1
+    plain, _ = evaluate(target, heads, 40)
+    assert plain.calibrations == []
+    assert [row.counters for row in plain.rows] == [row.counters for row in report.rows]
+
+
+def test_confidence_at_temperature_0_tells_what_is_accepted(
+    target: Target, head: Eagle3Head
+) -> None:
+    report, _ = evaluate(target, {"chain": head}, 120, calibrate=True, temperatures=0)
+    (one,) = report.calibrations
+    first = one.positions[0]
+    assert first.skill is not None
+    assert first.skill > 0.05
+    assert first.error_after < 2 * first.error_perfect_high
+
+
+def test_the_reference_engine_states_no_confidence() -> None:
+    with pytest.raises(ValidationError, match="reference states no confidence"):
+        EvalSettings(engine="reference", calibrate=True)
+
+
+def test_too_few_steps_are_reported_and_left_out(target: Target, head: Eagle3Head) -> None:
+    report, lines = evaluate(target, {"chain": head}, 4, calibrate=True, temperatures=0)
+    assert report.calibrations == []
+    (line,) = (line for line in lines if "not calibrated" in line)
+    assert line.startswith("warning: chain, K=3, argmax drafts at T = 0 is not calibrated")
+    assert "eval.max_prompts" in line
+
+
+@pytest.mark.slow
+def test_the_reference_head_is_calibrated_and_exported(tmp_path: Path) -> None:
+    def draftlab(*words: object) -> str:
+        result = CliRunner().invoke(app, [str(word) for word in words])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    head = ("--head", "reference", "--target", "embedded")
+    options = ("--max-prompts", 32, "--timing-prompts", 0, "--temps", "0,0.8", "--batch", 32)
+    text = draftlab("eval", *head, "--calibrate", *options, "--out", tmp_path / "eval")
+    assert "confidence, T = 0:" in text
+    report = Report.read(tmp_path / "eval" / "report.json")
+    conditions = [(one.temperature, one.draft_probs) for one in report.calibrations]
+    assert conditions == [(0.0, False), (0.8, False), (0.8, True)]
+    for one in report.calibrations:
+        for position in one.positions:
+            assert position.error_after < 2.5 * position.error_perfect_high
+            assert position.skill is not None
+            assert position.skill > 0.1
+    assert (tmp_path / "eval" / "reliability_3.png").exists()
+    draftlab(
+        "export", *head, "--to", "llamacpp", "--calibration", tmp_path / "eval",
+        "--calibration-temperature", 0.8, "--out", tmp_path / "out",
+    )  # fmt: skip
+    facts = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    assert facts["k"] == 4
+    assert facts["slopes"] == report.calibrations[1].slopes
+    launch = (tmp_path / "out" / "launch.md").read_text()
+    assert f"--spec-draft-p-min {report.calibrations[1].cutoff:.2g} " in launch

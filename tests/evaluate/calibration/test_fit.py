@@ -1,0 +1,126 @@
+"""Fits from left to right: known parameters, and independent searches for the same optimum."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+
+from draftlab.evaluate.calibration.blocks import DraftBlocks
+from draftlab.evaluate.calibration.fit import (
+    TEMPERATURES,
+    fit_common_temperature,
+    fit_logistic,
+    fit_temperatures,
+    survival,
+)
+from tests.evaluate.calibration.test_error import plain_error
+from tests.helpers.draft_blocks import simulate
+
+SLOPES, INTERCEPTS = [0.5, 1.0, 1.6], [0.4, -0.3, 0.1]
+
+
+def test_slopes_and_intercepts_are_recovered() -> None:
+    slopes, intercepts = fit_logistic(simulate(SLOPES, INTERCEPTS, blocks=60_000))
+    assert slopes == pytest.approx(SLOPES, rel=0.08)
+    assert intercepts == pytest.approx(INTERCEPTS, abs=0.08)
+
+
+def test_a_fit_maximises_the_likelihood_of_the_prefix() -> None:
+    """Against a search without gradients, over Bernoulli variables written one by one."""
+    blocks = simulate(SLOPES, INTERCEPTS, blocks=400)
+    slopes, intercepts = fit_logistic(blocks)
+    prefix = [1.0] * 400
+    for k in range(3):
+        logits, survived = blocks.confidence[:, k].tolist(), (blocks.accepted > k).tolist()
+
+        def loss(
+            x: np.ndarray,
+            logits: list[float] = logits,
+            survived: list[bool] = survived,
+            prefix: list[float] = prefix,
+        ) -> float:
+            total = 1e-3 * ((x[0] - 1) ** 2 + x[1] ** 2)
+            for s, y, before in zip(logits, survived, prefix, strict=True):
+                p = before / (1 + math.exp(-(x[0] * s + x[1])))
+                total -= math.log(p if y else 1 - p)
+            return total
+
+        found = minimize(loss, (0.8, 0.1), method="Nelder-Mead", options={"xatol": 1e-6})
+        assert (slopes[k], intercepts[k]) == pytest.approx(tuple(found.x), abs=2e-3)
+        prefix = [
+            p / (1 + math.exp(-(slopes[k] * s + intercepts[k])))
+            for p, s in zip(prefix, logits, strict=True)
+        ]
+
+
+def test_temperatures_are_those_of_a_search_over_the_grid() -> None:
+    blocks = simulate([0.5, 0.8, 0.25], [0.0] * 3, blocks=3000)
+    expected, prefix = [], [1.0] * 3000
+    for k in range(3):
+        logits, survived = blocks.confidence[:, k].tolist(), (blocks.accepted > k).tolist()
+        errors = {}
+        for i in range(41):
+            t = 10 ** (-1 + i / 20)
+            chances = [p / (1 + math.exp(-s / t)) for p, s in zip(prefix, logits, strict=True)]
+            errors[t] = plain_error(chances, survived)
+        best = min(errors, key=lambda t: errors[t])
+        expected.append(best)
+        prefix = [p / (1 + math.exp(-s / best)) for p, s in zip(prefix, logits, strict=True)]
+    assert fit_temperatures(blocks) == pytest.approx(expected)
+    assert len(TEMPERATURES) == 41
+    assert (TEMPERATURES[0], TEMPERATURES[-1]) == pytest.approx((0.1, 10))
+
+
+def test_temperatures_are_recovered() -> None:
+    blocks = simulate([1 / 2.0] * 4, [0.0] * 4, blocks=60_000)
+    assert fit_temperatures(blocks) == pytest.approx([2.0] * 4, rel=0.13)  # one step of the grid
+    assert fit_common_temperature(blocks) == pytest.approx(2.0, rel=0.06)
+
+
+def test_missing_drafts_are_not_rejections() -> None:
+    """Blocks with fewer drafts say nothing about later ones; counted as rejected they would."""
+    whole = simulate(SLOPES, INTERCEPTS, blocks=60_000)
+    short = simulate(SLOPES, INTERCEPTS, blocks=60_000, short=0.6, seed=1)
+    for fitted in (fit_logistic(whole), fit_logistic(short)):
+        assert fitted[0] == pytest.approx(SLOPES, rel=0.12)
+        assert fitted[1] == pytest.approx(INTERCEPTS, abs=0.12)
+    rejected = DraftBlocks(
+        short.confidence, np.full_like(short.num_drafts, 3), short.accepted, short.prompt
+    )
+    assert fit_logistic(rejected)[1][2] < INTERCEPTS[2] - 0.3
+
+
+def test_missing_entries_do_not_change_a_fit() -> None:
+    blocks = simulate(SLOPES, INTERCEPTS, blocks=2000, short=0.5)
+    odd = blocks.confidence.copy()
+    odd[~blocks.has_draft] = np.nan
+    other = DraftBlocks(odd, blocks.num_drafts, blocks.accepted, blocks.prompt)
+    assert fit_logistic(other) == fit_logistic(blocks)
+    assert fit_temperatures(other) == fit_temperatures(blocks)
+    assert fit_common_temperature(other) == fit_common_temperature(blocks)
+
+
+def test_a_confidence_of_another_size_does_not_stop_the_search() -> None:
+    """Logits twenty times too large are as good a predictor, with a slope of a twentieth."""
+    blocks = simulate([1.0] * 3, [0.0] * 3, blocks=20_000)
+    large = DraftBlocks(
+        20 * blocks.confidence + 5, blocks.num_drafts, blocks.accepted, blocks.prompt
+    )
+    slopes, intercepts = fit_logistic(large)
+    assert slopes == pytest.approx([0.05] * 3, rel=0.1)
+    assert intercepts == pytest.approx([-0.25] * 3, abs=0.1)
+
+
+@pytest.mark.parametrize("accepted", [0, 2])
+def test_equal_outcomes_have_a_finite_fit(accepted: int) -> None:
+    n = 300
+    confidence = np.random.default_rng(0).normal(size=(n, 2))
+    blocks = DraftBlocks(confidence, np.full(n, 2), np.full(n, accepted), np.arange(n))
+    slopes, intercepts = fit_logistic(blocks)
+    predicted = survival(confidence, slopes, intercepts)[:, 0].mean()
+    assert abs(predicted - accepted / 2) < 0.02
+    assert all(np.isfinite([*slopes, *intercepts]))
+    assert all(slope >= 0 for slope in slopes)

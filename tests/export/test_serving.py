@@ -1,0 +1,353 @@
+"""What servers read of a calibration: files, launch commands, the baked temperature, refusals."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from draftlab.cli import app
+from draftlab.errors import UserError
+from draftlab.evaluate.calibration.calibrate import calibrate
+from draftlab.evaluate.calibration.result import Calibration
+from draftlab.evaluate.results import Row
+from draftlab.export.settings import ExportSettings
+from draftlab.export.step_tables import MeasuredSteps, batch_schedule, measured_steps, step_rates
+from draftlab.heads.folder import load_config
+from draftlab.pipeline.head_workspace import export_files
+from tests.export.test_block_exports import DFLASH, DSPARK
+from tests.helpers import sample_report as sample
+from tests.helpers.draft_blocks import simulate
+from tests.helpers.export_toys import export, read_tensors
+from tests.helpers.server_files import drafts_by_batch, read_sps, read_sts
+
+K = 7
+NAME = "runs/quickstart/head"
+"""The head's name in `sample_report`."""
+WEIGHT, BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
+VLLM = {"engine": "vllm (V2)", "engine_version": "0.33.0", "device": "NVIDIA H100"}
+STEPS = {
+    1: {0: 5.0, 3: 6.0, K: 6.1},
+    8: {0: 5.5, 3: 7.0, K: 9.5},
+    64: {0: 9.0, 3: 25.0, K: 60.0},
+}
+"""Milliseconds of a step by batch and K: drafting stops paying at 64."""
+
+
+def timed_rows(temperature: float = 0.0, **changes: Any) -> list[Row]:
+    rows = [sample.baseline(temperature, **changes)]
+    rows += [sample.row(temperature=temperature, keep=0.6, k=k, **changes) for k in (3, K)]
+    for batch, steps in STEPS.items():
+        rows = [sample.with_timing(row, steps[row.k], batch, steps[0]) for row in rows]
+    return rows
+
+
+def calibration(head: Path, own: bool = True, **changes: Any) -> Calibration:
+    blocks = simulate([0.5] * K, [0.1] * K, blocks=3000)
+    fields = {
+        "engine": "draftlab",
+        "head": NAME,
+        "head_sha256": hashlib.sha256((head / "model.safetensors").read_bytes()).hexdigest(),
+        "temperature": 0.0,
+        "k": K,
+        "draft_probs": False,
+        "suite": "toy",
+        "suite_sha256": "0" * 64,
+    }
+    source = "confidence head" if own else "draft probability"
+    return calibrate(blocks, source, **fields | changes)
+
+
+def write_report(
+    folder: Path, calibrations: Sequence[Calibration], rows: list[Row] | None = None
+) -> Path:
+    report = sample.report(timed_rows() if rows is None else rows)
+    report = report.model_copy(update={"calibrations": list(calibrations)})
+    folder.mkdir(exist_ok=True)
+    report.write(folder / "report.json")
+    return folder
+
+
+@pytest.fixture
+def head(make_head: Callable[..., Path]) -> Path:
+    return make_head(**DSPARK, dtype=torch.float32)
+
+
+def command(folder: Path, start: str) -> list[str]:
+    """Return the words of the first command in launch.md that starts so."""
+    for block in (folder / "launch.md").read_text().split("```\n")[1::2]:
+        text = block.replace("\\\n", " ")
+        for line in text.splitlines():
+            if line.startswith(start):
+                return shlex.split(line)
+    raise AssertionError(f"no command {start}")
+
+
+def test_sglang_reads_a_temperature_for_each_slot(head: Path, target: Path, tmp_path: Path) -> None:
+    one = calibration(head)
+    report = write_report(tmp_path / "eval", [one])
+    out = export(head, target, tmp_path / "out", "sglang", calibration=report)
+    temperatures = read_sts(out / "sts.json", K)
+    assert temperatures == [p.temperature for p in one.positions]
+    words = command(out, "python -m sglang")
+    path = words[words.index("--speculative-dspark-confidence-sts-path") + 1]
+    assert Path(path) == (out / "sts.json").resolve()
+    assert words[words.index("--speculative-num-draft-tokens") + 1] == str(K + 1)
+    # Steps of another engine: the table names it, and the command leaves it out.
+    rates = read_sps(out / "sps.json")
+    assert rates == {n: 1e3 / STEPS[b][k] for b in STEPS for k in (3, K) if (n := b * (k + 1))}
+    source = json.loads((out / "sps.json").read_text())["measured_in"]
+    assert source.startswith("draftlab's engine, not yours (draftlab-eager 0.1.0")
+    assert "--speculative-dspark-sps-table-path" not in words
+    assert "draftlab's engine, not yours" in (out / "launch.md").read_text()
+    facts = json.loads((out / "calibration.json").read_text())
+    assert facts["slopes"] == one.slopes
+    assert (
+        facts["report_sha256"] == hashlib.sha256((report / "report.json").read_bytes()).hexdigest()
+    )
+    assert facts["baked_temperature"] is None
+    with pytest.raises(ValueError, match="each draft of the block"):
+        read_sts(out / "sts.json", K - 1)
+
+
+@pytest.mark.parametrize("program", ["vllm", "llamacpp", "speculators", "sglang"])
+def test_a_baked_temperature_divides_the_logits(
+    head: Path, target: Path, tmp_path: Path, program: str
+) -> None:
+    one = calibration(head)
+    baked = one.common_temperature
+    assert baked not in (None, 1.0)
+    report = write_report(tmp_path / "eval", [one])
+    options = {"calibration": report, "bake_temperature": True}
+    out = export(head, target, tmp_path / "out", program, **options)
+    before, after = read_tensors(head), read_tensors(out)
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) == (name not in (WEIGHT, BIAS))
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(50, before[WEIGHT].shape[1], dtype=torch.float64, generator=generator)
+    raw = inputs @ before[WEIGHT][0].double() + before[BIAS].double()
+    served = inputs @ after[WEIGHT][0].double() + after[BIAS].double()
+    torch.testing.assert_close(served, raw / baked, rtol=1e-5, atol=1e-5)
+    facts = json.loads((out / "calibration.json").read_text())
+    assert facts["baked_temperature"] == baked
+    if program == "sglang":  # it divides by its own temperatures again
+        for k, t in enumerate(read_sts(out / "sts.json", K)):
+            expected = raw / one.positions[k].temperature
+            torch.testing.assert_close(served / t, expected, rtol=1e-5, atol=1e-5)
+    else:
+        assert f"divided by the temperature {baked:.3g}" in (out / "launch.md").read_text()
+
+
+def test_llamacpp_stops_a_draft_at_the_cutoff(head: Path, target: Path, tmp_path: Path) -> None:
+    one = calibration(head)
+    assert 0 < one.cutoff < 0.9
+    report = write_report(tmp_path / "eval", [one])
+
+    def p_min(**options: Any) -> float:
+        out = export(head, target, tmp_path / "out", "llamacpp", **options)
+        words = command(out, "llama-server")
+        return float(words[words.index("--spec-draft-p-min") + 1])
+
+    assert p_min() == 0
+    assert p_min(calibration=report) == one.cutoff
+    odds = one.cutoff / (1 - one.cutoff)
+    divided = odds ** (1 / one.common_temperature)
+    baked = p_min(calibration=report, bake_temperature=True)
+    assert baked == pytest.approx(divided / (1 + divided), abs=0.006)
+
+
+def test_vllm_has_the_schedule_that_vllm_measured(
+    make_head: Callable[..., Path], target: Path, tmp_path: Path
+) -> None:
+    head = make_head()
+    one = calibration(head, own=False)
+    rows = timed_rows() + timed_rows(**VLLM)
+    report = write_report(tmp_path / "eval", [one], rows)
+    out = export(head, target, tmp_path / "out", "vllm", calibration=report)
+    words = command(out, "vllm serve")
+    config = json.loads(words[words.index("--speculative-config") + 1])
+    assert config["num_speculative_tokens"] == K
+    entries = config["num_speculative_tokens_per_batch_size"]
+    drafts = drafts_by_batch(entries, K, 100)
+    speedups = {(t.batch, row.k): t.speedup for row in rows[3:] if row.k for t in row.timings}
+    for batch in STEPS:
+        best = max((0, 3, K), key=lambda k, b=batch: speedups.get((b, k), 1.0))
+        assert drafts[batch - 1] == best
+    assert drafts[0] == K
+    assert drafts[63:] == [0] * 37
+    assert "measured in vllm (V2) 0.33.0 on NVIDIA H100" in (out / "launch.md").read_text()
+    # Of draftlab's engine the command has no schedule, and the text names the engine.
+    report = write_report(tmp_path / "eval", [one])
+    out = export(head, target, tmp_path / "out", "vllm", calibration=report)
+    text = (out / "launch.md").read_text()
+    words = command(out, "vllm serve")
+    config = json.loads(words[words.index("--speculative-config") + 1])
+    assert "num_speculative_tokens_per_batch_size" not in config
+    assert "draftlab's engine, not yours" in text
+    assert '"num_speculative_tokens_per_batch_size": [[1, ' in text
+    assert not {"sts.json", "sps.json"} & {p.name for p in out.iterdir()}
+
+
+def steps(milliseconds: dict[int, dict[int, float]]) -> list[MeasuredSteps]:
+    """Return steps of which each emits 1 + K / 2 tokens."""
+    return [
+        MeasuredSteps(batch, k, ms, by_k[0] / ms * (1 + k / 2) if k else None)
+        for batch, by_k in milliseconds.items()
+        for k, ms in by_k.items()
+    ]
+
+
+def test_schedules_and_rates_need_two_batches() -> None:
+    costs = {1: {0: 5.0, 3: 6.0, K: 7.0}, 8: {0: 5.0, 3: 7.0, K: 20.0}, 64: {0: 5.0, 3: 13.0}}
+    assert batch_schedule(steps({1: costs[1]}), K) == ()
+    assert step_rates(steps({1: {0: 5.0, 3: 6.0}})) is None
+    assert batch_schedule(steps(costs), K) == ((1, 2, K), (3, 22, 3), (23, 64, 0))
+    assert batch_schedule(steps(costs), 3) == ((1, 22, 3), (23, 64, 0))  # equal neighbours
+    assert batch_schedule([], K) == ()
+
+
+def test_load_comes_before_timed_batches(head: Path) -> None:
+    one = calibration(head)
+    load = [
+        sample.load_point(concurrency=concurrency, k=k, head=NAME if k else None, engine=engine)
+        for engine in ("draftlab-eager", "another")
+        for concurrency in (1, 16)
+        for k in (0, 3)
+    ]
+    report = sample.report(timed_rows()).model_copy(update={"load": load})
+    source, found = measured_steps(report, one)
+    assert source is not None
+    assert source.engine == "draftlab-eager"
+    assert {(s.batch, s.k) for s in found} == {(1, 3), (16, 3)}
+    of_vllm = report.model_copy(update={"rows": timed_rows() + timed_rows(**VLLM)})
+    source, found = measured_steps(of_vllm, one)
+    assert source is not None
+    assert source.is_vllm
+    assert {s.batch for s in found} == set(STEPS)
+    assert measured_steps(sample.report(), one) == (None, [])
+
+
+def test_adaptive_verification_is_named_for_heads_with_a_confidence(
+    head: Path, target: Path, tmp_path: Path
+) -> None:
+    report = write_report(tmp_path / "eval", [calibration(head)])
+    out = export(head, target, tmp_path / "out", "vllm", calibration=report)
+    text = (out / "launch.md").read_text()
+    assert '"enable_adaptive_verification": true' in text
+    assert "--bake-temperature" in text
+    plain = export(head, target, tmp_path / "plain", "vllm")
+    assert "Under load" not in (plain / "launch.md").read_text()
+    assert not (plain / "calibration.json").exists()
+
+
+def test_the_calibration_of_the_wanted_temperature_is_taken(
+    head: Path, target: Path, tmp_path: Path
+) -> None:
+    both = [
+        calibration(head),
+        calibration(head, temperature=0.8, draft_probs=True),
+        calibration(head, temperature=0.8),
+    ]
+    report = write_report(tmp_path / "eval", both)
+
+    def used(**options: Any) -> tuple[float, bool]:
+        out = export(head, target, tmp_path / "out", "vllm", calibration=report, **options)
+        facts = json.loads((out / "calibration.json").read_text())
+        return facts["temperature"], facts["draft_probs"]
+
+    assert used() == (0.0, False)
+    assert used(calibration_temperature=0.8) == (0.8, False)
+    with pytest.raises(UserError, match=r"temperature 0\.5, found 0, 0\.8"):
+        used(calibration_temperature=0.5)
+
+
+def test_reports_that_do_not_fit_are_refused(head: Path, target: Path, tmp_path: Path) -> None:
+    def refused(
+        calibrations: list[Calibration], message: str, program: str = "vllm", **options: Any
+    ) -> None:
+        report = write_report(tmp_path / "eval", calibrations)
+        with pytest.raises(UserError, match=message):
+            export(head, target, tmp_path / "out", program, calibration=report, **options)
+        assert not (tmp_path / "out").exists()
+
+    one = calibration(head)
+    refused([], "calibration of this head's weights, found none")
+    other = one.model_copy(update={"head_sha256": "0" * 64, "head": "another"})
+    refused([other], r"found those of other weights \(another\)")
+    refused([one], "with k 4, found 7", k=4)
+    four = calibration(head).model_copy(update={"k": 4, "positions": one.positions[:4]})
+    refused([four], "SGLang drafts all 7 slots", "sglang", k=4)
+    fitted = calibration(head, own=False)
+    refused([fitted], "head with a confidence of its own", bake_temperature=True)
+    (tmp_path / "eval" / "report.json").write_text("{}")
+    with pytest.raises(UserError, match=r"expected a report\.json of draftlab"):
+        export(head, target, tmp_path / "out", "vllm", calibration=tmp_path / "eval")
+    with pytest.raises(UserError):
+        export(head, target, tmp_path / "out", "vllm", calibration=tmp_path / "nowhere")
+
+
+def test_changed_files_are_noticed_and_replaced(head: Path, target: Path, tmp_path: Path) -> None:
+    from draftlab.export.layout import Export, layout_for
+    from draftlab.export.serving_tables import read_serving_tables
+    from draftlab.export.write import verify_export
+
+    report = write_report(tmp_path / "eval", [calibration(head)])
+    out = export(head, target, tmp_path / "out", "sglang", calibration=report)
+    config = load_config(head)
+    serving = read_serving_tables(report, head, K)
+    target_config = json.loads((target / "config.json").read_text())
+    exported = Export(config, target_config, "org/target", K, torch.float32, serving)
+    layout = layout_for("sglang", "dspark")
+    verify_export(out, layout, exported, head, target)
+    fields = json.loads((out / "sts.json").read_text())
+    fields["temperatures"][2] *= 1.01
+    (out / "sts.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=r"sts\.json differs: temperatures"):
+        verify_export(out, layout, exported, head, target)
+    export(head, target, out, "sglang", calibration=report)  # an earlier export is replaced
+    verify_export(out, layout, exported, head, target)
+    export(head, target, out, "sglang")
+    assert not (out / "sts.json").exists()
+
+
+def test_the_options_of_the_command(head: Path, target: Path, tmp_path: Path) -> None:
+    report = write_report(tmp_path / "eval", [calibration(head)])
+    words = ["export", "--head", head, "--target", target, "--to", "llamacpp", "--out"]
+    words += [tmp_path / "out", "--calibration", report, "--bake-temperature"]
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    assert "--spec-draft-p-min 0." in (tmp_path / "out" / "launch.md").read_text()
+    assert "export: 7 speculative tokens, as the head was calibrated for" in result.stderr
+    words = ["export", "--head", head, "--target", target, "--to", "vllm", "--bake-temperature"]
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 2
+    assert "expected export.calibration to have the temperature" in result.stderr
+
+
+def test_a_changed_report_makes_an_export_again(head: Path, tmp_path: Path) -> None:
+    settings = ExportSettings(calibration=str(tmp_path / "eval"))
+    assert export_files(ExportSettings()) == export_files(settings) == {}
+    report = write_report(tmp_path / "eval", [calibration(head)])
+    before = export_files(settings)
+    named = ExportSettings(calibration=str(report / "report.json"))
+    assert export_files(named) == before != {}
+    write_report(tmp_path / "eval", [])
+    assert export_files(settings).keys() == before.keys()
+    assert export_files(settings) != before
+
+
+def test_dflash_has_no_temperatures(
+    make_head: Callable[..., Path], target: Path, tmp_path: Path
+) -> None:
+    head = make_head(**DFLASH)
+    report = write_report(tmp_path / "eval", [calibration(head, own=False)])
+    out = export(head, target, tmp_path / "out", "sglang", calibration=report)
+    assert not {"sts.json", "sps.json"} & {p.name for p in out.iterdir()}
+    assert "sts" not in (out / "launch.md").read_text()

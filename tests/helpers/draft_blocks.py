@@ -1,0 +1,39 @@
+"""Simulated verify steps whose acceptance given their confidence is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.special import expit
+
+from draftlab.evaluate.calibration.blocks import DraftBlocks
+
+
+def simulate(
+    slopes: Sequence[float],
+    intercepts: Sequence[float],
+    *,
+    blocks: int = 20_000,
+    prompts: int = 200,
+    short: float = 0.0,
+    seed: int = 0,
+) -> DraftBlocks:
+    """Return blocks whose draft k is accepted with probability σ(slope_k · s_k + intercept_k).
+
+    Args:
+        short: share of the blocks that have a random, smaller number of drafts.
+        seed: seed of a local generator.
+    """
+    generator = np.random.default_rng(seed)
+    k = len(slopes)
+    confidence = generator.normal(0.9, 1.6, (blocks, k))
+    chance = expit(confidence * np.array(slopes) + np.array(intercepts))
+    run = np.cumprod(generator.random((blocks, k)) < chance, axis=1).sum(1)
+    num_drafts = np.where(generator.random(blocks) < short, generator.integers(1, k + 1, blocks), k)
+    return DraftBlocks(
+        confidence,
+        num_drafts,
+        np.minimum(run, num_drafts),
+        generator.integers(0, prompts, blocks),
+    )

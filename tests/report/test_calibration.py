@@ -1,0 +1,99 @@
+"""Calibrations in the console, on the page and as reliability diagrams."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from draftlab.evaluate.calibration.calibrate import calibrate
+from draftlab.evaluate.calibration.result import Calibration
+from draftlab.evaluate.results import Report
+from draftlab.report import plots
+from draftlab.report.plot_calibration import FEWEST
+from draftlab.report.table import print_report
+from tests.helpers import sample_report as sample
+from tests.helpers.draft_blocks import simulate
+from tests.report.test_html import page
+
+
+def calibration(k: int = 4, source: str = "draft probability", **changes: Any) -> Calibration:
+    fields = {
+        "engine": "draftlab",
+        "head": "runs/quickstart/head",
+        "head_sha256": None,
+        "temperature": 0.0,
+        "draft_probs": False,
+        "suite": "toy <b>",
+        "suite_sha256": "0" * 64,
+    }
+    blocks = simulate([0.5] * k, [0.3] * k, blocks=4000)
+    return calibrate(blocks, source, k=k, **fields | changes)
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    both = [
+        calibration(),
+        calibration(7, "confidence head", temperature=0.8, draft_probs=True),
+    ]
+    return sample.report().model_copy(update={"calibrations": both})
+
+
+def test_a_report_keeps_its_calibrations(report: Report, tmp_path: Path) -> None:
+    report.write(tmp_path / "report.json")
+    assert Report.read(tmp_path / "report.json") == report
+    assert sample.report().calibrations == []
+
+
+def test_the_console_has_a_line_for_each(report: Report) -> None:
+    console = Console(width=400, file=io.StringIO(), force_terminal=False)
+    print_report(report, console)
+    text = console.file.getvalue()
+    first, second = report.calibrations
+    worst = max(first.positions, key=lambda p: p.error_after)
+    assert "confidence, T = 0, K = 4:" in text
+    assert f"after calibration (a perfect predictor shows {worst.error_perfect:.3f} there)" in text
+    assert f"{worst.error_after:.3f} after" in text
+    assert f"over {first.blocks:,} steps of 100 other prompts" in text
+    assert "confidence, T = 0.8, sampled drafts, K = 7:" in text
+    saving = next(s for s in second.survival_savings if s.threshold == 0.2)
+    assert f"leaves out {100 * saving.not_verified:.1f} % of the drafts" in text
+
+
+def test_the_page_has_errors_and_savings(report: Report) -> None:
+    html = page(report)
+    first, second = report.calibrations
+    tables = {table[0][0].strip(): table for table in html.tables if table[0][0].strip() == "k"}
+    assert len(tables) == 1  # the last of both
+    rows = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in tables["k"]}
+    for name, field in (
+        ("error, raw", "error_before"),
+        ("error, calibrated", "error_after"),
+        ("error, a temperature a position", "error_temperature"),
+        ("error, one temperature", "error_common_temperature"),
+        ("error of a perfect predictor", "error_perfect"),
+    ):
+        assert rows[name] == [f"{getattr(p, field):.3f}" for p in second.positions]
+    assert rows["steps"] == [f"{p.blocks:,}" for p in second.positions]
+    savings = html.rows("accepted drafts lost")
+    assert len(savings) == len(first.survival_savings) + len(first.cutoff_savings)
+    assert "toy <b>" in html.text
+    assert "Confidence of the drafts" not in page(sample.report()).text
+
+
+def test_a_diagram_for_each_position(report: Report) -> None:
+    figures = {p.name: p.figure for p in plots.plots(report) if p.name.startswith("reliability")}
+    assert list(figures) == ["reliability_1", "reliability_2"]
+    for figure, one in zip(figures.values(), report.calibrations, strict=True):
+        assert len(figure.axes) == one.k
+        for axes, position in zip(figure.axes, one.positions, strict=True):
+            _, before, after = axes.lines
+            for line, bins in ((before, position.before), (after, position.after)):
+                drawn = [b for b in bins if b.count >= FEWEST]
+                assert list(line.get_xdata()) == [b.predicted for b in drawn]
+                assert list(line.get_ydata()) == [b.observed for b in drawn]
+    assert not [p for p in plots.plots(sample.report()) if p.name.startswith("reliability")]
