@@ -17,8 +17,8 @@ SCHEMA_VERSION = 4
 READABLE_VERSIONS = (1, 2, 3, 4)
 """Later versions only add fields: version 2 timings, self_check and speedup_ci; version 3 the
 acceptance of the timed prompts, what a certificate tested, and the level of a self-check; version
-4 the measurements under load. Up to version 2 timed answers ignored stop tokens, and TPOT was the
-mean over prompts."""
+4 the measurements under load and the calibrations. Up to version 2 timed answers ignored stop
+tokens, and TPOT was the mean over prompts."""
 
 
 class Lossless(BaseModel):

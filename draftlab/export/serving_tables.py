@@ -85,11 +85,14 @@ class ServingTables:
         fields = one.model_dump(
             mode="json", exclude={"positions", "survival_savings", "cutoff_savings"}
         )
+        positions = [p.model_dump(mode="json") for p in one.positions]
         names = {
             "slopes": "slope",
             "intercepts": "intercept",
+            "betas": "beta",
             "temperatures": "temperature",
             "error_before": "error_before",
+            "error_logistic": "error_logistic",
             "error_after": "error_after",
             "error_temperature": "error_temperature",
             "error_common_temperature": "error_common_temperature",
@@ -98,7 +101,7 @@ class ServingTables:
             "schema": SCHEMA,
             "report_sha256": self.report_sha256,
             **fields,
-            **{key: [getattr(p, name) for p in one.positions] for key, name in names.items()},
+            **{key: [p[name] for p in positions] for key, name in names.items()},
             "baked_temperature": self.baked_temperature,
             "schedule": [list(entry) for entry in self.schedule],
             "steps_measured_in": self.source and str(self.source),

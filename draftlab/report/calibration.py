@@ -76,6 +76,7 @@ def _rows(one: Calibration) -> list[tuple[str, list[str]]]:
         ("steps", cells(lambda p: fmt.count(p.blocks))),
         ("share accepted", cells(lambda p: fmt.number(p.survived / p.blocks, 3))),
         ("error, raw", cells(number("error_before"))),
+        ("error, slope and intercept", cells(number("error_logistic"))),
         ("error, calibrated", cells(number("error_after"))),
         ("– 95 % interval", cells(interval)),
     ]
@@ -90,6 +91,7 @@ def _rows(one: Calibration) -> list[tuple[str, list[str]]]:
         ("share of variance explained", cells(number("skill", 2))),
         ("slope", cells(number("slope", 2))),
         ("intercept", cells(number("intercept", 2))),
+        ("a, b, c", cells(lambda p: ", ".join(f"{value:.2f}" for value in p.beta))),
     ]
     if one.common_temperature is not None:
         title = f"temperature (one: {one.common_temperature:.2f})"

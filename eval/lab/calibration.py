@@ -47,7 +47,7 @@ def command(family: str, options: argparse.Namespace) -> list[str]:
     settings = {
         "target.dtype": "float32",
         "prompts.source": options.out / "train.jsonl",
-        "regenerate.samples": 2,
+        "regenerate.samples": 4,
         "regenerate.batch": 1024,
         "train.ttt_steps": K,
         "train.steps": options.steps,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ class _Predictions:
     """Survival [N, K] of the blocks that no fit has seen, by each predictor."""
 
     before: np.ndarray
+    logistic: np.ndarray
     after: np.ndarray
     temperatures: np.ndarray | None = None
     common: np.ndarray | None = None
@@ -51,19 +52,20 @@ def calibrate(blocks: DraftBlocks, source: Source, **conditions: Any) -> Calibra
     raw = [1.0] * blocks.k, [0.0] * blocks.k
     slopes, intercepts = fit.fit_logistic(fitted)
     confidence = held_out.confidence
+    betas = fit.fit_betas(fitted, fit.survival(fitted.confidence, slopes, intercepts))
+    products = fit.survival(confidence, slopes, intercepts)
     predictions = _Predictions(
-        fit.survival(confidence, *raw), fit.survival(confidence, slopes, intercepts)
+        fit.survival(confidence, *raw), products, fit.corrected_survival(products, betas)
     )
     temperatures: list[float] | None = None
     common: float | None = None
     if source == "confidence head":
         temperatures = fit.fit_temperatures(fitted)
         common = fit.fit_common_temperature(fitted)
-        predictions = _Predictions(
-            predictions.before,
-            predictions.after,
-            np.cumprod(expit(confidence / np.array(temperatures)), axis=1),
-            np.cumprod(expit(confidence / common), axis=1),
+        predictions = replace(
+            predictions,
+            temperatures=np.cumprod(expit(confidence / np.array(temperatures)), axis=1),
+            common=np.cumprod(expit(confidence / common), axis=1),
         )
     return Calibration(
         source=source,
@@ -78,6 +80,7 @@ def calibrate(blocks: DraftBlocks, source: Source, **conditions: Any) -> Calibra
                 predictions,
                 slope=slopes[k],
                 intercept=intercepts[k],
+                beta=betas[k],
                 temperature=temperatures and temperatures[k],
             )
             for k in range(blocks.k)
@@ -112,6 +115,7 @@ def _position(
         blocks=len(rows),
         survived=int(survived.sum()),
         error_before=error.calibration_error(before, survived),
+        error_logistic=error.calibration_error(predictions.logistic[rows, k], survived),
         error_after=error.calibration_error(after, survived),
         error_after_ci=error.error_interval(after, survived, held_out.prompt[rows]),
         error_temperature=error_of(predictions.temperatures),

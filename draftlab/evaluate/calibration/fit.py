@@ -3,7 +3,8 @@
 A draft's calibrated probability is σ(slope · s + intercept), with s its raw confidence's logit. The
 survival of position k is the product over the drafts up to k. Each position is fitted on whether
 the first k + 1 drafts were accepted, with the fits of the positions before it kept, so that errors
-of a prefix do not add up.
+of a prefix do not add up. The drafts of a step depend on each other, which a product cannot say;
+beta calibration (Kull et al., 2017) corrects the product at each position.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from scipy.special import expit, logit
 from draftlab.evaluate.calibration.blocks import DraftBlocks
 from draftlab.evaluate.calibration.error import calibration_error
 
+Beta = tuple[float, float, float]
+"""Coefficients (a, b, c) of beta calibration: σ(a · ln p − b · ln(1 − p) + c)."""
+IDENTITY: Beta = (1.0, 1.0, 0.0)
 TEMPERATURES = np.logspace(-1, 1, 41)
 """Temperatures that are tried, those of SGLang's fit (servers §13)."""
 RIDGE = 1e-3
@@ -37,6 +41,50 @@ def survival(
         slopes, intercepts: of each position.
     """
     return np.cumprod(expit(confidence * np.array(slopes) + np.array(intercepts)), axis=1)
+
+
+def corrected_survival(products: np.ndarray, betas: Sequence[Beta]) -> np.ndarray:
+    """Return products [N, K] after beta calibration; no position survives likelier than the last.
+
+    Args:
+        products: `survival`.
+        betas: of each position.
+    """
+    columns = [
+        expit(_beta_features(products[:, k]) @ np.array(beta)) for k, beta in enumerate(betas)
+    ]
+    return np.minimum.accumulate(np.stack(columns, axis=1), axis=1)
+
+
+def _beta_features(products: np.ndarray) -> np.ndarray:
+    """Return (ln p, −ln(1 − p), 1) of probabilities [N], [N, 3]."""
+    p = products.clip(_SMALLEST, 1 - _SMALLEST)
+    return np.stack([np.log(p), -np.log1p(-p), np.ones_like(p)], axis=1)
+
+
+def fit_betas(blocks: DraftBlocks, products: np.ndarray) -> list[Beta]:
+    """Return each position's beta calibration of the products [N, K], by maximum likelihood."""
+    betas: list[Beta] = []
+    for position in range(blocks.k):
+        rows, survived = blocks.survivors(position)
+        features = _beta_features(products[rows, position])
+
+        def loss(
+            beta: np.ndarray, features: np.ndarray = features, survived: np.ndarray = survived
+        ) -> tuple[float, np.ndarray]:
+            logits = features @ beta
+            distance = beta - np.array(IDENTITY)
+            value = np.logaddexp(0.0, np.where(survived, -logits, logits)).sum()
+            gradient = features.T @ (expit(logits) - survived)
+            return (
+                value + RIDGE * float(distance @ distance),
+                gradient + 2 * RIDGE * distance,
+            )
+
+        bounds = ((0.0, None), (0.0, None), (None, None))
+        fitted = minimize(loss, IDENTITY, jac=True, method="L-BFGS-B", bounds=bounds)
+        betas.append((float(fitted.x[0]), float(fitted.x[1]), float(fitted.x[2])))
+    return betas
 
 
 def fit_logistic(blocks: DraftBlocks) -> tuple[list[float], list[float]]:

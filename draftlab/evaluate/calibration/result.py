@@ -37,9 +37,12 @@ class CalibratedPosition(_Part):
     Attributes:
         blocks, survived: blocks that had this draft, and those of them with the event.
         slope, intercept: the calibrated chance of the draft is σ(slope · s + intercept).
+        beta: (a, b, c) of σ(a · ln p − b · ln(1 − p) + c), the calibrated survival, with p the
+            product of these chances up to this draft.
         temperature: of sequential temperature scaling, σ(s / temperature); None: the head has no
             confidence of its own.
-        error_before, error_after: of the raw confidence, and with slope and intercept.
+        error_before, error_after: of the raw confidence, and of the calibrated survival.
+        error_logistic: of the product of slopes and intercepts alone.
         error_after_ci: 95 % interval over prompts.
         error_temperature: with the temperatures; error_common_temperature: with the common one.
         before, after: the reliability of both.
@@ -49,8 +52,10 @@ class CalibratedPosition(_Part):
     survived: int
     slope: float
     intercept: float
+    beta: tuple[float, float, float]
     temperature: float | None = None
     error_before: float
+    error_logistic: float
     error_after: float
     error_after_ci: tuple[float, float]
     error_temperature: float | None = None

@@ -7,10 +7,14 @@ import math
 import numpy as np
 import pytest
 from scipy.optimize import minimize
+from scipy.special import expit
 
 from draftlab.evaluate.calibration.blocks import DraftBlocks
+from draftlab.evaluate.calibration.error import calibration_error, perfect_error
 from draftlab.evaluate.calibration.fit import (
     TEMPERATURES,
+    corrected_survival,
+    fit_betas,
     fit_common_temperature,
     fit_logistic,
     fit_temperatures,
@@ -78,6 +82,52 @@ def test_temperatures_are_recovered() -> None:
     blocks = simulate([1 / 2.0] * 4, [0.0] * 4, blocks=60_000)
     assert fit_temperatures(blocks) == pytest.approx([2.0] * 4, rel=0.13)  # one step of the grid
     assert fit_common_temperature(blocks) == pytest.approx(2.0, rel=0.06)
+
+
+def dependent(blocks: int) -> DraftBlocks:
+    """Return steps whose drafts share a luck that no confidence shows."""
+    generator = np.random.default_rng(4)
+    confidence = generator.normal(0.5, 1.5, (blocks, 3))
+    luck = generator.normal(0.0, 2.0, (blocks, 1))
+    run = generator.random((blocks, 3)) < expit(confidence + luck)
+    accepted = np.cumprod(run, axis=1).sum(1)
+    return DraftBlocks(confidence, np.full(blocks, 3), accepted, generator.integers(0, 99, blocks))
+
+
+def test_a_product_of_dependent_chances_is_corrected() -> None:
+    blocks, other = dependent(60_000).split()
+    slopes, intercepts = fit_logistic(blocks)
+    betas = fit_betas(blocks, survival(blocks.confidence, slopes, intercepts))
+    products = survival(other.confidence, slopes, intercepts)
+    corrected = corrected_survival(products, betas)
+    assert (np.diff(corrected, axis=1) <= 0).all()
+    rows, survived = other.survivors(2)
+    before = calibration_error(products[rows, 2], survived)
+    after = calibration_error(corrected[rows, 2], survived)
+    _, high = perfect_error(corrected[rows, 2])
+    assert before > 1.5 * high
+    assert after < high
+
+
+def test_beta_calibration_maximises_its_likelihood() -> None:
+    blocks = dependent(500)
+    products = survival(blocks.confidence, [1.0] * 3, [0.0] * 3)
+    for k, beta in enumerate(fit_betas(blocks, products)):
+        chances, survived = products[:, k].tolist(), (blocks.accepted > k).tolist()
+
+        def loss(
+            x: np.ndarray, chances: list[float] = chances, survived: list[bool] = survived
+        ) -> float:
+            total = 1e-3 * ((x[0] - 1) ** 2 + (x[1] - 1) ** 2 + x[2] ** 2)
+            for p, y in zip(chances, survived, strict=True):
+                odds = p ** x[0] / (1 - p) ** x[1] * math.exp(x[2])
+                total -= math.log((odds if y else 1) / (1 + odds))
+            return total if min(x[:2]) >= 0 else math.inf
+
+        found = minimize(loss, (0.8, 0.8, 0.1), method="Nelder-Mead", options={"maxiter": 2000})
+        assert loss(np.array(beta)) <= found.fun + 1e-4
+    exact = corrected_survival(products, [(1.0, 1.0, 0.0)] * 3)
+    np.testing.assert_allclose(exact, products, rtol=1e-9)
 
 
 def test_missing_drafts_are_not_rejections() -> None:
