@@ -131,11 +131,11 @@ class Attention(nn.Module):
     def query(self, x: Tensor, angles: Angles) -> Tensor:
         """Return rotated queries [..., heads, head_dim]."""
         query = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        return rotate(query if self.q_norm is None else self.q_norm(query), angles)
+        return rotate(query if self.q_norm is None else self.q_norm(query).to(query.dtype), angles)
 
     def key_value(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Return rotated keys [..., kv heads, head_dim], and values with x's leading dimensions."""
         shape = (self.num_kv_heads, self.head_dim)
         key = self.k_proj(x).unflatten(-1, shape)
-        key = rotate(key if self.k_norm is None else self.k_norm(key), angles)
+        key = rotate(key if self.k_norm is None else self.k_norm(key).to(key.dtype), angles)
         return key, self.v_proj(x).unflatten(-1, shape)

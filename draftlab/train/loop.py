@@ -110,7 +110,7 @@ class Trainer:
         module = DistillationModule(head, self.target, settings, self.dtype)
         self.replay: Replay | None = None
         if settings.replay is not None:
-            self.replay = Replay(target_model, head, self.target, self.dtype)
+            self.replay = Replay(target_model, module)
         self.backend = wrap(module, settings, self.ranks)
         self.keys = training_keys(settings, config, vocabulary, store, seed, initial)
         self.key = self.keys[0]
@@ -234,7 +234,7 @@ class Trainer:
         """Add a micro-batch's gradients; the loss is normalised by the counts of the whole step."""
         whole = micro.batch
         if self.replay is not None:
-            whole = self.replay.apply(self.backend.unwrap(), whole)
+            whole = self.replay.apply(whole)
             self.timer.mark("replay")
         idle, batches_of_passes = whole.idle, list(whole.split())
         weights = [0.0] * len(self.weights) if idle else self.weights

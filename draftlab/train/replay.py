@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.heads.head import DraftHead
 from draftlab.kernels.distill_plan import plan_rows
 from draftlab.store.batches import cut_batches
 from draftlab.store.extraction import summarise_logits
@@ -32,7 +31,7 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.token_tree import branches
 from draftlab.train.batch.loss_rows import StepRows, step_rows
 from draftlab.train.batch.packing import Batch, map_tensors
-from draftlab.train.objectives.loss import DraftTeacher
+from draftlab.train.distillation_module import DistillationModule
 
 MAX_TOKENS_PER_PASS = 16384
 """Most positions of a pass of the target, padding included, unless a conversation has more."""
@@ -63,42 +62,41 @@ class Replay:
 
     Args:
         target: the target model; without it there is no replay.
-        teacher: the head's teacher, which knows the draft vocabulary.
-        dtype: of the head's products.
+        module: the head that is trained, not sharded, and its teacher.
 
     Raises:
         UserError: the target or the head's family has no replay.
     """
 
-    def __init__(
-        self, target: Target | None, head: DraftHead, teacher: DraftTeacher, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, target: Target | None, module: DistillationModule) -> None:
         reason = None
         if target is None:
             reason = "the trainer was given no target model"
         elif target.recurrent:
             reason = "this target has recurrent layers, which read one continuation at a time"
-        elif head.family.objective().drafting is None:
-            reason = f"the family {head.config.family} does not say how it drafts in training"
+        elif module.objective.drafting is None:
+            reason = (
+                f"the family {module.head.config.family} does not say how it drafts in training"
+            )
         if target is None or reason:
             raise UserError(
                 f"expected a target and a head whose drafts can be replayed; {reason}",
                 where="train.replay",
                 do="leave it out",
             )
-        self.target, self.target_ids, self.dtype = target, teacher.target_ids, dtype
+        self.target, self.module = target, module
 
-    def apply(self, head: DraftHead, batch: Batch) -> Batch:
-        """Return a batch in which the rows of rejected drafts read the drafts of this head."""
+    def apply(self, batch: Batch) -> Batch:
+        """Return a batch in which the rows of rejected drafts read the head's present drafts."""
         if batch.replayed is None or batch.idle:
             return batch
         reach = _reach(batch)
-        drafts = self.drafts(head, batch, np.where(batch.replayed.cpu().numpy(), reach, 0))
+        drafts = self.drafts(batch, np.where(batch.replayed.cpu().numpy(), reach, 0))
         found = rejected_drafts(batch, drafts.cpu().numpy(), reach)
         return self._with_branches(batch, found) if found else batch
 
     @torch.no_grad()
-    def drafts(self, head: DraftHead, batch: Batch, reach: np.ndarray) -> Tensor:
+    def drafts(self, batch: Batch, reach: np.ndarray) -> Tensor:
         """Return the head's argmax drafts, int64 [B, S, L]; −1 where no row is run.
 
         Args:
@@ -108,17 +106,17 @@ class Replay:
         steps = step_rows(torch.from_numpy(reach), shape[-1])
         batch = replace(batch, passes=(map_tensors(steps, lambda t: t.to(device)),))
         tokens, table = batch.tokens.flatten(), torch.full(shape, -1, device=device)
-        flat, objective = table.flatten(0, 1), head.family.objective()
-        forward = objective.forward
-        if objective.drafting == "chain":
-            forward = partial(forward, drafts=table)
-        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
+        module, flat = self.module, table.flatten(0, 1)
+        head, target_ids, forward = module.head, module.target.target_ids, module.head_forward
+        if module.objective.drafting == "chain":
+            forward = partial(module.objective.forward, drafts=table)
+        with torch.autocast(device.type, module.dtype, enabled=module.dtype != torch.float32):
             for k, step in enumerate(forward(head, batch)):
                 anchor = step.teacher_index - 1 - k
                 before = flat[anchor, k - 1] if k else tokens[step.teacher_index]
                 for rows in torch.arange(len(anchor), device=device).split(ROWS):
                     best = head.logits(step.output[rows], before[rows]).argmax(-1)
-                    flat[anchor[rows], k] = self.target_ids[best]
+                    flat[anchor[rows], k] = target_ids[best]
         return table
 
     def _with_branches(self, batch: Batch, found: list[Branch]) -> Batch:

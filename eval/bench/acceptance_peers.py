@@ -88,8 +88,6 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         torch.compiler.reset()  # another model's compilations count towards a limit
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
         self.times = [self._now()]
 
     def _now(self) -> float:

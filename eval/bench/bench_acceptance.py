@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
@@ -44,6 +45,7 @@ from draftlab.export.importing import import_head
 from draftlab.files import write_json, write_text
 from draftlab.heads.folder import load_head
 from draftlab.heads.head import DraftHead
+from draftlab.kernels.cuda_device import free_memory
 from draftlab.pipeline.pipeline import Pipeline
 from draftlab.pipeline.recipe import Recipe, load_recipe
 from draftlab.pipeline.stages import STAGES
@@ -169,6 +171,9 @@ class Bench:
         if time.monotonic() > self.end:
             raise TimeoutError(f"no time is left for {name} {family}, seed {seed}")
         print(f"--- {name}, {family}, seed {seed}", flush=True)
+        if self.target.device.type == "cuda":
+            free_memory()
+            torch.cuda.reset_peak_memory_stats(self.target.device)
         trained, options, counters = train(folder), self.options, {}
         recipe = self.recipe(family, seed)
         for temperature in TEMPERATURES:

@@ -19,8 +19,10 @@ from draftlab.heads.head import DraftHead, initialise_head
 from draftlab.progress import Monitor
 from draftlab.store.samples import Sample
 from draftlab.store.store import Record
+from draftlab.target_model.loading import load_target
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import TargetParts
+from draftlab.target_model.settings import TargetSettings
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train import replay
 from draftlab.train.batch.packing import Batch, pack
@@ -83,9 +85,13 @@ def head_of(target: Target, family: str = "eagle3", **changes: Any) -> DraftHead
     return head
 
 
-def replayed(target: Target, head: DraftHead, batch: Batch) -> Batch:
+def module_of(head: DraftHead, target: Target) -> DistillationModule:
     teacher = DraftTeacher.of(target.parts, head)
-    return Replay(target, head, teacher, torch.float32).apply(head, batch)
+    return DistillationModule(head, teacher, TrainSettings(ttt_steps=STEPS), torch.float32)
+
+
+def replayed(target: Target, head: DraftHead, batch: Batch) -> Batch:
+    return Replay(target, module_of(head, target)).apply(batch)
 
 
 def packed(rows: list[list[Record]], **options: Any) -> Batch:
@@ -116,12 +122,7 @@ def test_the_loss_is_that_of_single_sequences(
     assert after.counts == batch.counts
     assert loss_of(target, after) == pytest.approx(expected, rel=1e-5)
     assert loss_of(target, batch) != pytest.approx(expected, rel=1e-3)
-    module = DistillationModule(
-        head := head_of(target),
-        DraftTeacher.of(target.parts, head),
-        TrainSettings(ttt_steps=STEPS),
-        torch.float32,
-    )
+    module = module_of(head_of(target), target)
     fast, _ = module(after, [GAMMA**k for k in range(STEPS)])
     assert fast.item() == pytest.approx(expected, rel=1e-5)
 
@@ -195,6 +196,30 @@ def test_a_batch_without_replayed_records_stays(target: Target, records: list[Re
     assert after is batch
     batch = pack([records], 512, STEPS)
     assert replayed(target, head, batch) is batch
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_replays_as_a_cpu_does(
+    family: str, target: Target, records: list[Record], tmp_path: Path
+) -> None:
+    batch, losses = packed([records], one_row=True), []
+    on_gpu = load_target(TargetSettings(path=str(target.folder), device="cuda"))
+    for device, model, dtype in (
+        ("cpu", target, torch.float32),
+        ("cuda", on_gpu, torch.float32),
+        ("cuda", on_gpu, torch.bfloat16),
+    ):
+        head = head_of(target, family).to(device)
+        teacher = DraftTeacher.of(model.parts, head)
+        module = DistillationModule(head, teacher, TrainSettings(ttt_steps=STEPS), dtype)
+        after = Replay(model, module).apply(batch.to(torch.device(device)))
+        assert after.tokens.shape[1] > batch.tokens.shape[1]
+        loss, _ = module(after, head.family.objective().step_weights(GAMMA, after.counts))
+        losses.append(loss.item())
+    # A draft may differ where two logits are nearly equal.
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert losses[2] == pytest.approx(losses[0], rel=5e-2)
 
 
 def train(
