@@ -24,6 +24,7 @@ from draftlab.engine.step_costs import ShapeFamily, StepCosts
 
 Array = np.ndarray
 PRIOR, NEWTON_STEPS = 4.0, 4
+FIRST_INTERVAL = 8
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class AdaptiveVerification:
         calibration: from earlier measurements, where the fit to the engine's own steps begins;
             None: the confidence as it is.
         shares: shares of a batch's drafts that a step may verify, beside all of them.
-        interval: steps between two decisions.
+        interval: most steps between two decisions; the first ones follow sooner.
         window: recent rows of steps that survival is estimated from.
         margin: a shape is left for another one only if that promises so much more.
         least_rows: rows from which on shares of the drafts are considered; with fewer rows a step
@@ -62,11 +63,11 @@ class AdaptiveVerification:
 
     calibration: Calibration | None = None
     shares: tuple[float, ...] = (0.75, 0.5)
-    interval: int = 32
-    window: int = 1024
+    interval: int = 128
+    window: int = 512
     margin: float = 0.01
     least_rows: int = 8
-    explore_every: int = 32
+    explore_every: int = 8
     cycle: bool = False
 
 
@@ -111,8 +112,8 @@ class AdaptivePolicy:
         self._tested = np.zeros(shape, dtype=bool)
         self._hit = np.zeros(shape, dtype=bool)
         self._rows_seen = 0
-        self._steps = self._undrafted = 0
-        self._rows = 0
+        self._steps = self._undrafted = self._next_decision = self._rows = 0
+        self._interval = FIRST_INTERVAL
         self._current: ShapeFamily | None = None
 
     @property
@@ -123,18 +124,17 @@ class AdaptivePolicy:
     @property
     def due(self) -> bool:
         """True if the next choice is a decision, which reads what was observed."""
-        early = self._steps in (8, 16)  # the first estimates should not wait
-        return self._current is None or early or self._steps % self.settings.interval == 0
+        return self._steps >= self._next_decision
 
     def observe(self, accepted: Array, num_drafts: Array, confidence: Array) -> None:
-        """Take in the results of a step.
+        """Take in the results of rows of steps, the latest last.
 
         Args:
             accepted, num_drafts: int [B]; rows with num_drafts ≤ 0 verified nothing.
             confidence: float [B, k] of the drafts that were stored, k ≤ K.
         """
-        rows = num_drafts > 0
-        count, k = int(rows.sum()), confidence.shape[1]
+        rows = np.flatnonzero(num_drafts > 0)[-self.settings.window :]
+        count, k = len(rows), confidence.shape[1]
         if not count or not k:
             return
         depth = np.arange(self.k)
@@ -158,17 +158,25 @@ class AdaptivePolicy:
         self._rows = rows
         if due and self._rows_seen:
             self._fit()
-        self._current = self._best(rows)
-        self._undrafted = 0 if self._current.k else self._undrafted + due
+        explores = self._undrafted >= self.settings.explore_every
+        self._current = self._least() if explores else self._best(rows)
+        if due:
+            self._undrafted = 0 if self._current.k else self._undrafted + 1
+            if self._rows_seen and not explores:
+                self._interval = min(2 * self._interval, self.settings.interval)
+            wait = FIRST_INTERVAL if explores else self._interval
+            self._next_decision = self._steps - 1 + wait
         return self._current, due
+
+    def _least(self) -> ShapeFamily:
+        """Return the family with the fewest drafts."""
+        return min((f for f in self.families if f.k), key=lambda f: (f.k, -f.share))
 
     def _best(self, rows: int) -> ShapeFamily:
         """Return the family with the most tokens a millisecond; all drafts until some were seen."""
         everything = ShapeFamily(self.k)
         if self._rows_seen < min(8 * rows, self.settings.window):
             return everything
-        if self._undrafted >= self.settings.explore_every:
-            return min((f for f in self.families if f.k), key=lambda f: (f.k, -f.share))
         expected = self._expected()
         rates = {
             family: expected[family] / self.costs.ms(family, rows)

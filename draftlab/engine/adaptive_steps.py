@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -125,11 +126,14 @@ class AdaptiveSteps:
             self._results.append((results, current))
 
     def _show_results(self) -> None:
-        """Show the policy the results of the steps since the last time."""
-        for results, current in self._results:
-            rows = len(current)
-            _, accepted, num_drafts, _, confidence = (x[:rows].numpy() for x in results)
-            self.policy.observe(accepted, num_drafts * current, confidence)
+        """Show the policy the results of the steps since the last time, one K after the other."""
+        for _, group in groupby(self._results, lambda one: one[0][-1].shape[1]):
+            parts = [
+                (accepted[rows], num_drafts[rows] * torch.tensor(current), confidence[rows])
+                for (_, accepted, num_drafts, _, confidence), current in group
+                for rows in [slice(len(current))]
+            ]
+            self.policy.observe(*(torch.cat(each).numpy() for each in zip(*parts, strict=True)))
         self._results.clear()
 
     def _write_calibration(self) -> None:

@@ -133,10 +133,14 @@ def decode_under_load(
 
 
 def _warm_up(engine: Decoder, stream: Stream) -> None:
-    """Compile and capture what steps of a full batch need; no other size of batch is measured."""
+    """Compile and capture what a full batch needs; no other size of batch is measured.
+
+    The answers of the stream end after different numbers of tokens, so that prompts are admitted
+    alone and together, as they will be: a prompt of another shape compiles kernels of its own.
+    """
     requests = [
-        replace(request, max_new_tokens=WARM_UP_TOKENS, stop_ids=frozenset())
-        for request in stream.measured[: len(stream.starting)]
+        replace(request, max_new_tokens=2 + i % WARM_UP_TOKENS, stop_ids=frozenset())
+        for i, request in enumerate(stream.starting + stream.measured)
     ]
-    with closing(engine.generate(requests)) as generations:
-        next(generations)
+    for _ in engine.generate(requests):
+        pass
