@@ -19,6 +19,7 @@ from draftlab.cli.eval import eval_
 from draftlab.cli.export import export, import_
 from draftlab.cli.hub import push
 from draftlab.cli.store import store_app
+from draftlab.errors import UserError
 
 if TYPE_CHECKING:
     from draftlab.pipeline.pipeline import Pipeline
@@ -187,24 +188,20 @@ def record(
     force: Force = False,
     plan: Plan = False,
     gpus: Gpus = 1,
-    join: Annotated[
-        bool, typer.Option("--join", help="Help another process that records this run.")
-    ] = False,
+    join: Annotated[bool, typer.Option("--join", hidden=True)] = False,
     debug: Debug = False,
 ) -> None:
-    """Record the target's hidden states for the answers; write store/.
-
-    Processes that `accelerate launch` or `torchrun` started share the work. More processes can
-    --join at any time, on every machine that sees the run folder.
-    """
+    """Record the target's hidden states for the answers; write store/."""
     with guard(debug):
-        from draftlab.pipeline.gpu_workers import launched_worker_overrides
-
-        worker = launched_worker_overrides()
-        if (join or worker is not None) and not plan:
-            _pipeline(recipe, [*(overrides or []), *(worker or [])]).join_recording()
-        else:
-            _make(("store",), recipe, overrides, force, plan, gpus=gpus)
+        if join or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError(
+                "expected one process that records, found "
+                + ("--join" if join else "several that were launched together"),
+                where="draftlab record",
+                do="--gpus N records on the GPUs of this machine, --ray ADDRESS on those of a "
+                "cluster",
+            )
+        _make(("store",), recipe, overrides, force, plan, gpus=gpus)
 
 
 @app.command()

@@ -10,9 +10,9 @@ has other inputs, the run is refused, and the message names the settings. Stages
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 
 from draftlab.files import known_sha256
-from draftlab.formatting import count_text
 from draftlab.heads.folder import WEIGHTS, save_head
 from draftlab.heads.head import DraftHead
 from draftlab.pipeline.api import evaluate_head, export_head
@@ -35,6 +34,7 @@ from draftlab.pipeline.resolve import find_head
 from draftlab.pipeline.run_folder import RUNS, Run, Status, lock
 from draftlab.pipeline.stages import STAGES, Stage
 from draftlab.pipeline.training import train_head
+from draftlab.pipeline.worker_pool import LocalPool, WorkerPool, worker_devices
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import resolve_target
@@ -174,7 +174,8 @@ class Pipeline:
         self.check(statuses, plan=False)
         if any(s.stage.name == "answers" and s.state != "done" for s in statuses):
             _ = self.recording.prompts  # a broken file must not leave a run folder
-        with lock(run.folder):
+        pool = self._new_pool()
+        with lock(run.folder), pool or nullcontext():
             statuses = run.plan(*last)
             if not force:
                 run.refuse_changes(statuses)
@@ -195,12 +196,14 @@ class Pipeline:
                     for key, (in_run, in_recipe) in status.changes.items():
                         self.monitor.say(f"{stage.name}: {key} was {in_run!r}, is {in_recipe!r}")
                     run.remove(stage)
-                self._run_stage(stage)
+                if pool is not None and stage.name not in ("answers", "store"):
+                    pool.close()  # the next stages need the memory
+                self._run_stage(stage, pool)
 
-    def _run_stage(self, stage: Stage) -> None:
+    def _run_stage(self, stage: Stage, pool: WorkerPool | None) -> None:
         functions = {
-            "answers": lambda path: self.recording.answer(path, self._answer_gpus),
-            "store": lambda path: self.recording.record(path, self._gpus),
+            "answers": lambda path: self.recording.answer(path, pool),
+            "store": lambda path: self.recording.record(path, pool),
             "head": self._head,
             "eval": self._eval,
             "export": self._export,
@@ -211,47 +214,18 @@ class Pipeline:
             functions[stage.name](artefact)
         self.monitor.say(f"{stage.name}: done in {time.perf_counter() - start:.0f} s")
 
-    @property
-    def _gpus(self) -> int:
-        """Return the number of GPUs for answers and store: also those that wait to train."""
+    def _new_pool(self) -> WorkerPool | None:
+        """Return the workers that answer and record; None: this process does.
+
+        They start when they are needed. The GPUs of processes that wait to train work, too.
+        """
+        count = self.gpus
         if self.ranks is not None and self.recipe.target.gpus == 1:
-            return self.ranks.local_gpus
-        return self.gpus
-
-    @property
-    def _answer_gpus(self) -> int:
-        """Return the number of GPUs for answers: of a launched `record` all of this machine.
-
-        The processes on the other GPUs wait for the answers, before they load the target.
-        """
-        if self.ranks is not None or num_launched() == 1 or self.recipe.target.gpus > 1:
-            return self._gpus
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        others = num_launched() - local
-        self.monitor.say(
-            f"answers: {count_text(local, 'process')} of this machine"
-            + (f"; the {others} on other machines wait, and record afterwards" if others else "")
-        )
-        return local
-
-    def join_recording(self) -> None:
-        """Record shards of this run beside another process, after waiting for its answers.
-
-        Any number of processes may join and leave, on every machine that sees the run folder.
-
-        Raises:
-            UserError: the run's answers have other settings than this recipe.
-        """
-        seconds = 0
-        while (status := self.run.status(STAGES["answers"])).state != "done":
-            self.run.refuse_changes([status])
-            if seconds % 300 == 0:
-                path = self.folder / STAGES["answers"].artefact
-                question = f" ({seconds // 60} minutes so far; does another process write it?)"
-                self.monitor.say(f"waiting for {path}{question if seconds else ''}")
-            seconds += 1
-            time.sleep(1)
-        self.recording.join(self.folder / STAGES["store"].artefact)
+            count = self.ranks.local_gpus
+        if count == 1:
+            return None
+        devices = worker_devices(count, self.recipe.target.device)
+        return LocalPool(self.recipe, self.folder, devices, self.monitor)
 
     def _head(self, folder: Path) -> None:
         if self.ranks is not None:

@@ -163,7 +163,7 @@ def contents() -> dict[str, str]:
         if path.is_symlink():
             files[str(path)] = f"→ {os.readlink(path)}"
         elif path.is_file() and path != LOG and path.parent not in older:
-            if path.match("record-*.log") and path.stat().st_size:
+            if path.match("worker-*.log") and path.stat().st_size:
                 continue
             data = path.read_bytes()
             if path.name == "metrics.jsonl":
