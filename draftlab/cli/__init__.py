@@ -18,6 +18,7 @@ from draftlab.cli.doctor import doctor
 from draftlab.cli.eval import eval_
 from draftlab.cli.export import export, import_
 from draftlab.cli.hub import push
+from draftlab.cli.ray import connected, refuse_both
 from draftlab.cli.store import store_app
 from draftlab.errors import UserError
 
@@ -52,13 +53,24 @@ Force = Annotated[
     typer.Option("--force", help="Run stages with changed settings again, and all later stages."),
 ]
 Gpus = Annotated[
-    int,
+    int | None,
     typer.Option(help="Number of GPUs that share the work. Each loads the whole target.", min=1),
 ]
 TrainGpus = Annotated[
-    int,
+    int | None,
     typer.Option(
-        "--gpus", help="Number of GPUs that train together, with one process each.", min=1
+        "--gpus",
+        help="Number of GPUs that train together, with one process each. By default one, with "
+        "--ray all of the cluster.",
+        min=1,
+    ),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        help='Run on all nodes of a Ray cluster: "auto", or HOST:PORT of its head node.',
+        metavar="ADDRESS",
     ),
 ]
 Plan = Annotated[
@@ -87,7 +99,8 @@ def _make(
     force: bool,
     plan: bool,
     *,
-    gpus: int = 1,
+    gpus: int | None = None,
+    ray: str | None = None,
     rehearse: bool = False,
 ) -> Pipeline | None:
     """Run stages; with `plan` print the plan instead and return None."""
@@ -103,7 +116,8 @@ def _make(
         typer.echo("`draftlab recipe show` with the same arguments prints every setting")
         pipeline.check(statuses, plan=True)
         return None
-    pipeline.make(*stages, force=force)
+    with connected(ray) as pipeline.cluster:
+        pipeline.make(*stages, force=force)
     return pipeline
 
 
@@ -141,7 +155,8 @@ def run(
             "architecture.",
         ),
     ] = False,
-    gpus: TrainGpus = 1,
+    gpus: TrainGpus = None,
+    ray: Ray = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -151,12 +166,14 @@ def run(
     one evaluates.
     """
     with guard(debug):
-        if gpus > 1 and not (plan or rehearse):
+        if (gpus or 1) > 1 and not (plan or rehearse or ray):
             raise typer.Exit(
                 _launch(("run",), recipe, overrides, force, debug, gpus, as_json=as_json)
             )
         stages = ("head", "eval", "export")
-        pipeline = _make(stages, recipe, overrides, force, plan, gpus=gpus, rehearse=rehearse)
+        pipeline = _make(
+            stages, recipe, overrides, force, plan, gpus=gpus, ray=ray, rehearse=rehearse
+        )
         if pipeline and pipeline.is_main:
             from draftlab.evaluate.results import Report
 
@@ -173,12 +190,14 @@ def prepare(
     overrides: Overrides = None,
     force: Force = False,
     plan: Plan = False,
-    gpus: Gpus = 1,
+    gpus: Gpus = None,
+    ray: Ray = None,
     debug: Debug = False,
 ) -> None:
     """Let the target answer the prompts of RECIPE; write answers.jsonl."""
     with guard(debug):
-        _make(("answers",), recipe, overrides, force, plan, gpus=gpus)
+        refuse_both(gpus, ray)
+        _make(("answers",), recipe, overrides, force, plan, gpus=gpus, ray=ray)
 
 
 @app.command()
@@ -187,7 +206,8 @@ def record(
     overrides: Overrides = None,
     force: Force = False,
     plan: Plan = False,
-    gpus: Gpus = 1,
+    gpus: Gpus = None,
+    ray: Ray = None,
     join: Annotated[bool, typer.Option("--join", hidden=True)] = False,
     debug: Debug = False,
 ) -> None:
@@ -201,7 +221,8 @@ def record(
                 do="--gpus N records on the GPUs of this machine, --ray ADDRESS on those of a "
                 "cluster",
             )
-        _make(("store",), recipe, overrides, force, plan, gpus=gpus)
+        refuse_both(gpus, ray)
+        _make(("store",), recipe, overrides, force, plan, gpus=gpus, ray=ray)
 
 
 @app.command()
@@ -210,7 +231,8 @@ def train(
     overrides: Overrides = None,
     force: Force = False,
     plan: Plan = False,
-    gpus: TrainGpus = 1,
+    gpus: TrainGpus = None,
+    ray: Ray = None,
     debug: Debug = False,
 ) -> None:
     """Train a head; write head/. Missing answers and states are computed first.
@@ -219,9 +241,9 @@ def train(
     `accelerate launch` started train together.
     """
     with guard(debug):
-        if gpus > 1 and not plan:
+        if (gpus or 1) > 1 and not (plan or ray):
             raise typer.Exit(_launch(("train",), recipe, overrides, force, debug, gpus))
-        pipeline = _make(("head",), recipe, overrides, force, plan, gpus=gpus)
+        pipeline = _make(("head",), recipe, overrides, force, plan, gpus=gpus, ray=ray)
         if pipeline and pipeline.is_main:
             monitor.say(f"head: {pipeline.folder.resolve() / 'head'}; next: draftlab eval")
 

@@ -16,12 +16,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from draftlab.files import known_sha256
-from draftlab.heads.folder import WEIGHTS, save_head
-from draftlab.heads.head import DraftHead
+from draftlab.heads.folder import WEIGHTS
 from draftlab.pipeline.api import evaluate_head, export_head
 from draftlab.pipeline.check_recipe import check_before_run, missing_input
 from draftlab.pipeline.estimate import estimate_table
@@ -33,13 +31,16 @@ from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.resolve import find_head
 from draftlab.pipeline.run_folder import RUNS, Run, Status, lock
 from draftlab.pipeline.stages import STAGES, Stage
-from draftlab.pipeline.training import train_head
+from draftlab.pipeline.training import train_and_save
 from draftlab.pipeline.worker_pool import LocalPool, WorkerPool, worker_devices
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import resolve_target
 from draftlab.text.prompts import prompt_file
 from draftlab.train.distributed.ranks import Ranks, num_launched
+
+if TYPE_CHECKING:
+    from draftlab.pipeline.ray_cluster import RayCluster
 
 
 @dataclass
@@ -50,7 +51,9 @@ class Pipeline:
         recipe: the recipe.
         monitor: receives lines and progress.
         runs: folder of all runs.
-        gpus: number of GPUs that answer and record, each with a process and the whole target.
+        gpus: number of GPUs that answer and record, each with a process and the whole target; on
+            a cluster the number of processes that train together. None: one, or all of the cluster.
+        cluster: the Ray cluster that does the work; None: this machine.
 
     Attributes:
         ranks: the processes that train together in `make`; None: only this one.
@@ -59,7 +62,8 @@ class Pipeline:
     recipe: Recipe
     monitor: Monitor
     runs: Path = RUNS
-    gpus: int = 1
+    gpus: int | None = None
+    cluster: RayCluster | None = None
     ranks: Ranks | None = field(default=None, init=False)
     _training: bool = field(default=False, init=False)
     _default_note: str = field(default="", init=False)
@@ -111,7 +115,7 @@ class Pipeline:
     def estimate(self, *last: str) -> Iterator[str]:
         """Yield a table of disk, memory and time for the stages up to those named `last`."""
         names = [status.stage.name for status in self.plan(*last)]
-        yield from estimate_table(self.recipe, self.runs, names, self.gpus)
+        yield from estimate_table(self.recipe, self.runs, names, self.gpus or 1)
         if "head" in names and self._default_note:
             yield f"  {self._default_note}"
 
@@ -126,7 +130,7 @@ class Pipeline:
         """
         names = [s.stage.name for s in statuses if s.state not in ("done", "unneeded")]
         self.recording.trains = "head" in names
-        for warning in check_before_run(self.recipe, names, plan=plan):
+        for warning in check_before_run(self.recipe, names, plan=plan, here=self.cluster is None):
             self.monitor.say(warning)
 
     def make(self, *last: str, force: bool = False) -> Path:
@@ -166,7 +170,7 @@ class Pipeline:
         """Wait until rank 0 trains, and train with it; for all other ranks."""
         self.monitor = Monitor()
         while ranks.broadcast(None) == "head":
-            self._train()
+            self._train(self.folder / STAGES["head"].artefact)
 
     def _run_stages(self, *last: str, force: bool) -> None:
         run = self.run
@@ -219,7 +223,10 @@ class Pipeline:
 
         They start when they are needed. The GPUs of processes that wait to train work, too.
         """
-        count = self.gpus
+        if self.cluster is not None:
+            self.monitor.say(self.cluster.describe())
+            return self.cluster.new_pool(self.recipe, self.folder, self.monitor)
+        count = self.gpus or 1
         if self.ranks is not None and self.recipe.target.gpus == 1:
             count = self.ranks.local_gpus
         if count == 1:
@@ -232,21 +239,31 @@ class Pipeline:
             self.ranks.broadcast("head")
         if self._default_note:
             self.monitor.say(self._default_note)
+        if self.cluster is not None:
+            from draftlab.pipeline.ray_training import train
+
+            train(self.cluster, self.recipe, self.folder, self.monitor, self.gpus)
+            return
         self._training = True
-        save_head(folder, self._train(), torch.bfloat16)
+        self._train(folder)
         self._training = False
 
-    def _train(self) -> DraftHead:
-        return train_head(
+    def _train(self, folder: Path) -> None:
+        train_and_save(
             self.recipe,
-            self.recording.open_store(self.ranks),
-            self.recording.tokenizer,
-            self.folder / "train",
+            self.recording,
+            self.folder,
+            folder,
             monitor=self.monitor,
             ranks=self.ranks,
         )
 
     def _eval(self, folder: Path) -> None:
+        if self.cluster is not None:
+            from draftlab.pipeline.ray_training import evaluate
+
+            evaluate(self.cluster, self.recipe, self.folder, folder, self.monitor)
+            return
         evaluate_head(
             self.recipe.target,
             self.folder / STAGES["head"].artefact,

@@ -1,0 +1,43 @@
+"""A Ray cluster of several nodes on this machine, and draftlab as its driver."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ray.cluster_utils import Cluster
+
+NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
+HEAD = {**NODE, "num_cpus": 0, "include_dashboard": False}
+ROOT = Path(__file__).parents[2]
+
+
+@contextmanager
+def ray_cluster(num_nodes: int) -> Iterator[Cluster]:
+    """Start a head node without CPUs, and nodes with one CPU each."""
+    cluster = Cluster(initialize_head=True, head_node_args=HEAD, shutdown_at_exit=False)
+    try:
+        for _ in range(num_nodes):
+            cluster.add_node(**NODE)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def start_driver(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Start the command line in a process of its own, in a working directory."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "draftlab.cli", *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
