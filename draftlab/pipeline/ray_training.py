@@ -206,7 +206,11 @@ def _evaluate(task: StageTask, folder: Path) -> None:
     except Exception as error:
         traceback.print_exc()
         if not isinstance(error, UserError):
-            error = UserError(f"{type(error).__name__}: {error}", where=node_log(task.run, node))
+            error = UserError(
+                f"{type(error).__name__}: {error}",
+                where=node_log(task.run, node),
+                do="the node's log has the traceback of this bug or fault of the machine",
+            )
         task.queue.put(
             ("error", UserError(f"node {node}: {error.what}", where=error.where, do=error.do))
         )

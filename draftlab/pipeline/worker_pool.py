@@ -91,7 +91,10 @@ class CallHandler:
         except Exception as error:
             traceback.print_exc()
             if not isinstance(error, UserError):
-                error = UserError(f"{type(error).__name__}: {error}")
+                error = UserError(
+                    f"{type(error).__name__}: {error}",
+                    do="the worker's log has the traceback of this bug or fault of the machine",
+                )
             return Outcome(lines=self._monitor.take(), error=error)
         return Outcome(value, self._monitor.take())
 

@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from ray.cluster_utils import Cluster
 
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
@@ -41,3 +42,20 @@ def start_driver(folder: Path, *arguments: str, **options: Any) -> subprocess.Po
         text=True,
         **options,
     )
+
+
+def processes(node: Any) -> list[psutil.Process]:
+    """Return the processes of draftlab's actors and tasks on a node."""
+    found = []
+    for process in node.all_processes.get("raylet", ()):
+        with suppress(psutil.Error):
+            children = psutil.Process(process.process.pid).children(recursive=True)
+            found += [child for child in children if _is_busy(child)]
+    return found
+
+
+def _is_busy(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        title = " ".join(process.cmdline())
+        return title.startswith("ray::") and not title.startswith("ray::IDLE")
+    return False
