@@ -111,7 +111,7 @@ def _make(
         statuses = pipeline.plan(*stages)
         for line in plan_lines(statuses, force=force):
             typer.echo(line)
-        for line in pipeline.estimate(*stages):
+        for line in pipeline.estimate(*stages, on_cluster=ray is not None):
             typer.echo(line)
         typer.echo("`draftlab recipe show` with the same arguments prints every setting")
         pipeline.check(statuses, plan=True)

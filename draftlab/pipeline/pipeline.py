@@ -22,9 +22,10 @@ from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS
 from draftlab.pipeline.api import evaluate_head, export_head
 from draftlab.pipeline.check_recipe import check_before_run, missing_input
-from draftlab.pipeline.estimate import estimate_table
+from draftlab.pipeline.estimate_table import estimate_table
 from draftlab.pipeline.family_defaults import with_family_defaults
 from draftlab.pipeline.head_workspace import input_files
+from draftlab.pipeline.local_pool import LocalPool, worker_devices
 from draftlab.pipeline.provenance import write_provenance
 from draftlab.pipeline.recipe import Recipe, flatten, to_yaml
 from draftlab.pipeline.recording import Recording
@@ -32,7 +33,7 @@ from draftlab.pipeline.resolve import find_head
 from draftlab.pipeline.run_folder import RUNS, Run, Status, lock
 from draftlab.pipeline.stages import STAGES, Stage
 from draftlab.pipeline.training import train_and_save
-from draftlab.pipeline.worker_pool import LocalPool, WorkerPool, worker_devices
+from draftlab.pipeline.worker_pool import WorkerPool
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import resolve_target
@@ -112,10 +113,16 @@ class Pipeline:
             for status in run.plan(*last)
         ]
 
-    def estimate(self, *last: str) -> Iterator[str]:
-        """Yield a table of disk, memory and time for the stages up to those named `last`."""
+    def estimate(self, *last: str, on_cluster: bool = False) -> Iterator[str]:
+        """Yield a table of disk, memory and time for the stages up to those named `last`.
+
+        Args:
+            on_cluster: whether all machines of `hardware` work together.
+        """
+        hardware = self.recipe.hardware
+        working = hardware.gpus * hardware.nodes if on_cluster else self.gpus or 1
         names = [status.stage.name for status in self.plan(*last)]
-        yield from estimate_table(self.recipe, self.runs, names, self.gpus or 1)
+        yield from estimate_table(self.recipe, self.runs, names, working)
         if "head" in names and self._default_note:
             yield f"  {self._default_note}"
 

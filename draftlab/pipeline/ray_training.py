@@ -23,8 +23,8 @@ from ray.util.queue import Empty, Queue
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
 from draftlab.pipeline.api import evaluate_head
-from draftlab.pipeline.ray_cluster import (
-    RayCluster,
+from draftlab.pipeline.ray_cluster import RayCluster
+from draftlab.pipeline.ray_nodes import (
     alive_nodes,
     enter_node,
     node_log,

@@ -88,7 +88,7 @@ class NodeKills:
     def start(self) -> Any:
         """Start the driver, which prints into a log."""
         with open(LOG, "w") as log:
-            return start_driver(Path(), *COMMAND, "--ray", self.cluster.address, stdout=log)
+            return start_driver(Path(), *COMMAND, "--ray", self.cluster.address, output=log)
 
     def wait(self, driver: Any, stage: str, delay: float) -> bool:
         """Wait until a stage has begun, and a time in it; return whether the driver still runs."""
@@ -144,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.chdir(new_workshop(folder))
     write_prompts(Path("prompts.jsonl"), [f"def f{i}(use): the user {i}" for i in range(48)])
     with open(LOG, "w") as log:
-        undisturbed = start_driver(Path(), *COMMAND, stdout=log)
+        undisturbed = start_driver(Path(), *COMMAND, output=log)
     if undisturbed.wait():
         raise SystemExit(f"the undisturbed run failed: {LOG.read_text()}")
     expected, lives = contents(), 0

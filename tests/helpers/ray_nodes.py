@@ -30,17 +30,18 @@ def ray_cluster(num_nodes: int) -> Iterator[Cluster]:
         cluster.shutdown()
 
 
-def start_driver(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+def start_driver(
+    folder: Path, *arguments: str, output: Any = subprocess.PIPE
+) -> subprocess.Popen[str]:
     """Start the command line in a process of its own, in a working directory."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "draftlab.cli", *arguments],
         cwd=folder,
         env=environment,
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
-        **options,
     )
 
 

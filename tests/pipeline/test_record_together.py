@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from draftlab.errors import UserError
+from draftlab.pipeline.local_pool import LocalPool, worker_devices
 from draftlab.pipeline.recipe import load_recipe
-from draftlab.pipeline.worker_pool import LocalPool, worker_devices
 from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings

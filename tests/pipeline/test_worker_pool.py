@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from draftlab.errors import UserError
-from draftlab.pipeline.worker_pool import Outcome, Worker, WorkerLostError, WorkerPool
+from draftlab.pipeline.local_pool import WorkerLostError
+from draftlab.pipeline.worker_pool import Outcome, Worker, WorkerPool
 from tests.helpers.monitors import RecordingMonitor
 
 

@@ -1,0 +1,87 @@
+"""The nodes of a Ray cluster: what they have, and how a process starts its work on one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from draftlab.errors import UserError
+from draftlab.pipeline.recipe import Recipe
+
+
+def alive_nodes() -> list[dict[str, Any]]:
+    """Return the nodes of the cluster that are alive, as `ray.nodes` describes them."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def target_resources(recipe: Recipe) -> dict[str, float]:
+    """Return the resources of a process that holds the target, as options of Ray.
+
+    On a CPU it has one thread, so that the rounding of its sums is the same on every cluster.
+    """
+    gpus = recipe.target.gpus if recipe.target.device == "cuda" else 0
+    return {"num_cpus": 1, "num_gpus": gpus}
+
+
+def num_places(resources: dict[str, float]) -> int:
+    """Return how many processes with such resources the nodes hold when nothing else runs."""
+    names = {"num_cpus": "CPU", "num_gpus": "GPU"}
+    return sum(
+        min(
+            int(node["Resources"].get(names[option], 0) // amount)
+            for option, amount in resources.items()
+            if amount
+        )
+        for node in alive_nodes()
+    )
+
+
+def node_name() -> str:
+    """Return the name of the node that this process runs on."""
+    return f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:6]}"
+
+
+def node_log(run: Path, node: str) -> Path:
+    """Return the log of a node in a run folder."""
+    return run / "logs" / f"{node}.log"
+
+
+def enter_node(run: Path, folder: str) -> str:
+    """Prepare a process on a node: from now on it prints into the node's log.
+
+    Args:
+        folder: the driver's working directory, to which the paths of a recipe refer.
+
+    Returns:
+        The name of the node.
+
+    Raises:
+        UserError: the node does not see the run folder.
+    """
+    node = node_name()
+    if not (run / "recipe.yaml").is_file():
+        raise UserError(
+            f"expected node {node} to see the run folder, found nothing there",
+            where=run,
+            do="run in a folder of a file system that all nodes mount at the same path",
+        )
+    os.chdir(folder)
+    log = node_log(run, node)
+    log.parent.mkdir(exist_ok=True)
+    with open(log, "a", encoding="utf-8") as file:  # all processes of the node append
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    return node
+
+
+def print_to_log(line: str) -> None:
+    """Print a line with the time and the process into the log of this node."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {os.getpid()} {line}", flush=True)
