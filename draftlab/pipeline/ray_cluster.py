@@ -10,8 +10,9 @@ the later stages.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,8 @@ class RayCluster:
                 "other node",
             ) from None
         try:
-            yield cls(bool(ray.cluster_resources().get("GPU")))
+            with redirect_stdout(sys.stderr):  # Ray prints what ends nodes and processes
+                yield cls(bool(ray.cluster_resources().get("GPU")))
         finally:
             ray.shutdown()
 

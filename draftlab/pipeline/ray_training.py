@@ -19,6 +19,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.queue import Empty, Queue
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
@@ -127,7 +128,7 @@ def _fit(recipe: Recipe, run: Path, monitor: Monitor, num_ranks: int) -> None:
     monitor.say(f"ray: {count_text(num_ranks, 'process')} with a {kind} each will train")
     storage = run / ".ray-train"  # Ray Train's own notes, which nothing reads again
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
-    queue = Queue(actor_options={"num_cpus": 0})
+    queue = _new_queue()
     trainer = TorchTrainer(
         _train_rank,
         train_loop_config={"task": StageTask(recipe, run, os.getcwd(), queue)},
@@ -183,7 +184,7 @@ def evaluate(
         UserError: as `evaluate_head`, with the name of the node.
     """
     recipe, run = cluster.on_cluster(recipe), run.resolve()
-    queue = Queue(actor_options={"num_cpus": 0})
+    queue = _new_queue()
     task = StageTask(recipe, run, os.getcwd(), queue)
     remote = ray.remote(**target_resources(recipe))(_evaluate)
     _relay(queue, monitor, lambda: ray.get(remote.remote(task, folder.resolve())))
@@ -214,6 +215,12 @@ def _evaluate(task: StageTask, folder: Path) -> None:
         task.queue.put(
             ("error", UserError(f"node {node}: {error.what}", where=error.where, do=error.do))
         )
+
+
+def _new_queue() -> Queue:
+    """Return a queue on the node of this process, which no other node takes away."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
 
 
 def _relay(queue: Queue, monitor: Monitor, work: Callable[[], Any]) -> None:

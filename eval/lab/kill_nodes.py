@@ -80,6 +80,7 @@ class NodeKills:
         if driver.poll() != 0:
             driver.kill()
             self.fault(f"the command ended with {driver.wait()}")
+            return
         actual = contents()
         for path in sorted(self.expected.keys() | actual.keys()):
             if self.expected.get(path) != actual.get(path):
@@ -124,7 +125,9 @@ class NodeKills:
     def fault(self, text: str) -> None:
         """Record and print a fault, with the driver's log."""
         self.faults.append(text)
-        print(f"FAULT: {text}\n{LOG.read_text()[-3000:]}", flush=True)
+        print(f"FAULT: {text}", flush=True)
+        if len(self.faults) == 1:
+            print(LOG.read_text(), flush=True)
 
 
 def current_stage_or_last() -> str:
