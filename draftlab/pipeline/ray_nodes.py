@@ -84,4 +84,5 @@ def enter_node(run: Path, folder: str) -> str:
 
 def print_to_log(line: str) -> None:
     """Print a line with the time and the process into the log of this node."""
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {os.getpid()} {line}", flush=True)
+    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {os.getpid()} {line}\n"
+    os.write(1, text.encode())  # Ray Train replaces `print`

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.queue import Empty, Queue
@@ -101,7 +102,7 @@ def train(
         try:
             _fit(recipe, run.resolve(), monitor, num_ranks or _num_gpus(recipe))
             return
-        except TrainingFailedError as error:
+        except (TrainingFailedError, RayActorError) as error:
             failures += 1
             reason = _first_line(error)
             if failures == FAILURES:
