@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,23 +234,29 @@ def _relay(queue: Queue, monitor: Monitor, work: Callable[[], Any]) -> None:
         Exception: what the work raised, if no error came.
     """
     errors: list[UserError] = []
-    with ThreadPoolExecutor(1, "ray") as pool:
-        future: Future[Any] = pool.submit(work)
-        ended = False
-        while not ended:
-            ended = future.done()  # what was sent before is shown below
-            try:
-                while True:
-                    kind, *arguments = queue.get(timeout=POLL_S)
-                    if kind == "error":
-                        errors += arguments
-                    else:
-                        getattr(monitor, kind)(*arguments)
-            except Empty:
-                pass
-        if errors:
-            raise errors[0]
-        future.result()
+    future: Future[Any] = Future()
+    # Unlike a pool's, this thread does not keep an interrupted process waiting.
+    threading.Thread(target=_run_into, args=(future, work), daemon=True).start()
+    ended = False
+    while not ended:
+        ended = future.done()  # what was sent before is shown below
+        with suppress(Empty):
+            while True:
+                kind, *arguments = queue.get(timeout=POLL_S)
+                if kind == "error":
+                    errors += arguments
+                else:
+                    getattr(monitor, kind)(*arguments)
+    if errors:
+        raise errors[0]
+    future.result()
+
+
+def _run_into(future: Future[Any], work: Callable[[], Any]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _first_line(error: Exception) -> str:
