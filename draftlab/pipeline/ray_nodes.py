@@ -23,10 +23,19 @@ def alive_nodes() -> list[dict[str, Any]]:
 def target_resources(recipe: Recipe) -> dict[str, float]:
     """Return the resources of a process that holds the target, as options of Ray.
 
-    On a CPU it has one thread, so that the rounding of its sums is the same on every cluster.
+    Ray gives a process as many threads as CPUs. Without a GPU it has one, so that the rounding of
+    its sums is the same on every cluster.
     """
-    gpus = recipe.target.gpus if recipe.target.device == "cuda" else 0
-    return {"num_cpus": 1, "num_gpus": gpus}
+    if recipe.target.device == "cpu":
+        return {"num_cpus": 1, "num_gpus": 0}
+    gpus = recipe.target.gpus
+    return {"num_cpus": gpus * cpus_per_gpu(), "num_gpus": gpus}
+
+
+def cpus_per_gpu() -> int:
+    """Return how many CPUs every node has for each of its GPUs; 0: a node has fewer than GPUs."""
+    resources = [node["Resources"] for node in alive_nodes()]
+    return min((int(r.get("CPU", 0) // r["GPU"]) for r in resources if r.get("GPU")), default=0)
 
 
 def num_places(resources: dict[str, float]) -> int:

@@ -30,6 +30,7 @@ from draftlab.pipeline.api import evaluate_head
 from draftlab.pipeline.ray_cluster import RayCluster
 from draftlab.pipeline.ray_nodes import (
     alive_nodes,
+    cpus_per_gpu,
     enter_node,
     node_log,
     print_to_log,
@@ -138,7 +139,7 @@ def _fit(recipe: Recipe, run: Path, monitor: Monitor, num_ranks: int) -> None:
         scaling_config=ScalingConfig(
             num_workers=num_ranks,
             use_gpu=uses_gpu,
-            resources_per_worker={"CPU": 1, **({"GPU": 1} if uses_gpu else {})},
+            resources_per_worker={"CPU": cpus_per_gpu(), "GPU": 1} if uses_gpu else {"CPU": 1},
         ),
         run_config=RunConfig(
             name=run.name,

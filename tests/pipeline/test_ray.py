@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("ray", reason="needs the extra draftlab[ray]")
 from draftlab.errors import UserError
 from draftlab.pipeline.ray_cluster import RayCluster
+from draftlab.pipeline.ray_nodes import num_places, target_resources
 from draftlab.pipeline.recipe import load_recipe
 from tests.helpers.ray_nodes import NODE, processes, ray_cluster, start_driver
 from tests.helpers.small_run import (
@@ -164,8 +165,6 @@ def test_the_first_error_names_its_node(cluster: Any, tmp_path: Path) -> None:
     assert driver.wait() == 2, driver.text
     assert re.search(r"error: node \S+: expected finite numbers", driver.text), driver.text
     assert len(re.findall("will train", driver.text)) == 1  # such an error is not repeated
-    driver = Driver(tmp_path, "record", *command, "record.boundaries=[1,2]", "target.dtype=float16")
-    assert driver.wait() == 0, driver.text
 
 
 @pytest.mark.slow
@@ -198,6 +197,21 @@ def test_devices_are_those_of_the_cluster(tmp_path: Path) -> None:
     named = load_recipe(tmp_path / "small.yaml", ["target.device=cuda:1"])
     with pytest.raises(UserError, match=r"expected target\.device auto, cpu or cuda"):
         RayCluster(True).on_cluster(named)
+
+
+def test_processes_fit_into_single_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}},
+        {"Alive": True, "Resources": {"CPU": 33.0, "GPU": 7.0}},
+        {"Alive": True, "Resources": {"CPU": 16.0}},
+        {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}},
+    ]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    recipe = load_recipe(new_workshop(tmp_path) / "small.yaml", ["target.gpus=4"])
+    resources = target_resources(RayCluster(True).on_cluster(recipe))
+    assert resources == {"num_cpus": 16, "num_gpus": 4}  # of 33 CPUs for 7 GPUs: 4 for each
+    assert num_places(resources) == 3
+    assert num_places(target_resources(RayCluster(False).on_cluster(recipe))) == 64 + 33 + 16
 
 
 def test_draftlab_needs_no_ray() -> None:
