@@ -10,6 +10,7 @@ the later stages.
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -25,6 +26,8 @@ from draftlab.pipeline.ray_pool import RayPool
 from draftlab.pipeline.recipe import Recipe
 from draftlab.progress import Monitor
 
+CONNECT_S = 10.0
+"""Seconds in which the head node has to answer."""
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 """Variables of all processes on the cluster, as `draftlab.cli` sets them."""
 
@@ -57,6 +60,7 @@ class RayCluster:
                 do="run draftlab on a node of the cluster, which sees the run folder",
             )
         try:
+            _check_address(address)
             ray.init(
                 address,
                 log_to_driver=False,
@@ -105,3 +109,10 @@ class RayCluster:
     def new_pool(self, recipe: Recipe, run: Path, monitor: Monitor) -> RayPool:
         """Return a pool of actors that hold the target."""
         return RayPool(self.on_cluster(recipe), run, monitor)
+
+
+def _check_address(address: str) -> None:
+    """Raise an `OSError` at once if nothing answers at HOST:PORT; Ray would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
