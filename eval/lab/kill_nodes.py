@@ -61,6 +61,7 @@ class NodeKills:
     def life(self, most: int) -> None:
         """Run the command on the cluster until it ends, with a few kills; compare the files."""
         shutil.rmtree("runs", ignore_errors=True)
+        self.replace_dead_nodes()
         kills = min(most, self.random.randint(1, 3))
         driver = self.start()
         for stage in sorted(self.random.choices(STAGES, k=kills), key=STAGES.index):
@@ -121,6 +122,13 @@ class NodeKills:
             self.random.choice(alive).kill()
             return True
         return False
+
+    def replace_dead_nodes(self) -> None:
+        """Replace nodes that ended by themselves: Ray gives up those that a busy machine slows."""
+        for node in [node for node in self.cluster.worker_nodes if node.dead_processes()]:
+            print("a node has ended by itself", flush=True)
+            self.cluster.remove_node(node, allow_graceful=False)
+            self.cluster.add_node(**NODE)
 
     def fault(self, text: str) -> None:
         """Record and print a fault, with the driver's log."""

@@ -14,7 +14,12 @@ import psutil
 from ray.cluster_utils import Cluster
 
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000}
-HEAD = {**NODE, "num_cpus": 0, "include_dashboard": False}
+HEAD = {
+    **NODE,
+    "num_cpus": 0,
+    "include_dashboard": False,
+    "_system_config": {"health_check_timeout_ms": 60_000},  # nodes of a busy machine are slow
+}
 ROOT = Path(__file__).parents[2]
 
 
