@@ -35,7 +35,7 @@ from draftlab.version import package_version
 CHECK_S = 2.0
 """Seconds between two looks at the cluster's nodes."""
 FAILED_STARTS = 3
-"""Actors that may fail to start, one after another, before the run ends."""
+"""Times that all actors that start may fail, before the run ends."""
 
 
 @ray.remote(max_restarts=0)
@@ -115,8 +115,7 @@ class RayPool(WorkerPool):
 
     def start_workers(self, num_tasks: int) -> None:
         """Start actors where the cluster has room, if there is work for them."""
-        for future in [future for future in self._starting if future.done()]:
-            self._add(future, self._starting.pop(future))
+        self._add_started()
         if time.monotonic() < self._next_check:
             return
         self._next_check = time.monotonic() + CHECK_S
@@ -131,21 +130,33 @@ class RayPool(WorkerPool):
             needs = ", ".join(f"{name} {value:g}" for name, value in self._resources.items())
             self.monitor.say(f"ray: waiting for a node with {needs}")
 
-    def _add(self, future: Future[tuple[str, str, UserError | None]], actor: Any) -> None:
-        """Add an actor that has started."""
-        try:
-            node, version, problem = future.result()
-        except self.lost as error:
+    def _add_started(self) -> None:
+        """Add the actors that have started.
+
+        Raises:
+            UserError: none can start, or a node is not as it should be.
+        """
+        done = [future for future in self._starting if future.done()]
+        errors = []
+        for future in done:
+            actor = self._starting.pop(future)
+            try:
+                self._add(actor, *future.result())
+            except self.lost as error:
+                errors.append(error)
+        if len(errors) < len(done):
+            self._failed_starts, self._waits = 0, False
+        elif errors:  # those of a node that is lost fail together
             self._failed_starts += 1
-            if self._failed_starts == FAILED_STARTS:
-                raise UserError(
-                    f"expected processes on the cluster to start, found that they end: {error}",
-                    where="--ray",
-                    do="install draftlab and its packages on all nodes; Ray's own logs, in "
-                    "/tmp/ray/session_latest/logs of the node, say more",
-                ) from None
-            return
-        self._failed_starts, self._waits = 0, False
+        if self._failed_starts == FAILED_STARTS:
+            raise UserError(
+                f"expected processes on the cluster to start, found that they end: {errors[0]}",
+                where="--ray",
+                do="install draftlab and its packages on all nodes; Ray's own logs, in "
+                "/tmp/ray/session_latest/logs of the node, say more",
+            )
+
+    def _add(self, actor: Any, node: str, version: str, problem: UserError | None) -> None:
         if problem is None and version != package_version():
             problem = UserError(
                 f"expected draftlab {package_version()} on node {node}, found {version}",

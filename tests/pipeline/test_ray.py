@@ -10,16 +10,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("ray", reason="needs the extra draftlab[ray]")
+from ray.exceptions import RayActorError
+
 from draftlab.errors import UserError
 from draftlab.pipeline.ray_cluster import RayCluster
 from draftlab.pipeline.ray_nodes import num_places, target_resources
+from draftlab.pipeline.ray_pool import RayPool
 from draftlab.pipeline.recipe import load_recipe
+from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.ray_nodes import NODE, processes, ray_cluster, start_driver
 from tests.helpers.small_run import (
     contents,
@@ -212,6 +217,29 @@ def test_processes_fit_into_single_nodes(tmp_path: Path, monkeypatch: pytest.Mon
     assert resources == {"num_cpus": 16, "num_gpus": 4}  # of 33 CPUs for 7 GPUs: 4 for each
     assert num_places(resources) == 3
     assert num_places(target_resources(RayCluster(False).on_cluster(recipe))) == 64 + 33 + 16
+
+
+def test_nodes_without_draftlab_end_the_run_and_a_lost_node_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.nodes", list)
+    recipe = load_recipe(new_workshop(tmp_path) / "small.yaml", ["target.device=cpu"])
+    pool = RayPool(recipe, tmp_path, RecordingMonitor())
+
+    def fail(count: int) -> None:
+        for _ in range(count):
+            future: Future[Any] = Future()
+            future.set_exception(RayActorError(error_msg="no module draftlab"))
+            pool._starting[future] = None
+
+    fail(8)
+    pool.start_workers(1)
+    assert pool.monitor.lines == ["ray: waiting for a node with num_cpus 1, num_gpus 0"]
+    fail(1)
+    pool.start_workers(1)
+    fail(1)
+    with pytest.raises(UserError, match="no module draftlab"):
+        pool.start_workers(1)
 
 
 def test_draftlab_needs_no_ray() -> None:
