@@ -20,6 +20,8 @@ HEAD = {
     "include_dashboard": False,
     "_system_config": {"health_check_timeout_ms": 60_000},  # nodes of a busy machine are slow
 }
+TITLES = ("ray::_TargetActor", "ray::RayTrainWorker", "ray::_evaluate")
+"""How the processes of draftlab call themselves; Ray's own end their node with them."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -62,6 +64,5 @@ def processes(node: Any) -> list[psutil.Process]:
 
 def _is_busy(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        title = " ".join(process.cmdline())
-        return title.startswith("ray::") and not title.startswith("ray::IDLE")
+        return process.cmdline()[0].startswith(TITLES)
     return False
