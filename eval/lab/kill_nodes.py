@@ -62,17 +62,16 @@ class NodeKills:
         """Run the command on the cluster until it ends, with a few kills; compare the files."""
         shutil.rmtree("runs", ignore_errors=True)
         self.replace_dead_nodes()
-        kills = min(most, self.random.randint(1, 3))
+        kills = min(most, self.random.randint(2, 3))
         driver = self.start()
         for stage in sorted(self.random.choices(STAGES, k=kills), key=STAGES.index):
             kind = KINDS[self.turn % len(KINDS)]
             delay = self.random.uniform(0, LONGEST_S[stage])
             if not self.wait(driver, stage, delay):
                 break
-            here = current_stage()
             if self.kill(kind, driver):
                 self.turn += 1
-                self.kills[f"{kind} in {here}"] += 1
+                self.kills[f"{kind} in {current_stage()}"] += 1
                 if kind == "driver":
                     driver = self.start()
         end = time.monotonic() + PATIENCE_S
@@ -115,7 +114,10 @@ class NodeKills:
             self.cluster.remove_node(self.random.choice(busy), allow_graceful=False)
             self.cluster.add_node(**NODE)
             return True
-        alive = [process for node in nodes for process in processes(node)]
+        alive: list[psutil.Process] = []
+        while not alive and driver.poll() is None:  # between stages there are none
+            alive = [process for node in nodes for process in processes(node)]
+            time.sleep(POLL_S)
         if not alive:
             return False
         with suppress(psutil.NoSuchProcess):
