@@ -163,7 +163,7 @@ def run(
     """Run all stages of RECIPE, up to a measured and exported head, and print the report.
 
     Complete stages are not run again. With --gpus all GPUs answer, record and train, and the first
-    one evaluates.
+    one evaluates; with --ray those of a cluster do.
     """
     with guard(debug):
         if (gpus or 1) > 1 and not (plan or rehearse or ray):

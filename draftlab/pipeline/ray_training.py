@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -45,6 +46,8 @@ from draftlab.train.checkpoint import checkpoints
 from draftlab.train.distributed.ranks import TIMEOUT, LostRankError, Ranks
 
 POLL_S = 0.2
+PROGRESS_S = 0.5
+"""Least time between two reports of progress."""
 FAILURES = 3
 """Times that training may fail without a new checkpoint before the run ends."""
 
@@ -74,7 +77,7 @@ class QueueMonitor(Monitor):
     """
 
     def __init__(self, queue: Queue | None) -> None:
-        self._queue = queue
+        self._queue, self._last = queue, 0.0
 
     def say(self, line: str) -> None:
         print_to_log(line)
@@ -82,7 +85,9 @@ class QueueMonitor(Monitor):
             self._queue.put(("say", line))
 
     def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
-        if self._queue is not None:
+        now = time.monotonic()
+        if self._queue is not None and (done >= total or now - self._last > PROGRESS_S):
+            self._last = now
             self._queue.put(("progress", stage, done, total, detail))
 
 
