@@ -42,6 +42,8 @@ LONGEST_S = {"start": 15.0, "answers": 30.0, "store": 2.0, "head": 50.0, "eval":
 """Longest wait in a stage before a kill, in seconds: about the time that it takes."""
 PATIENCE_S, POLL_S = 600.0, 0.02
 LOG = Path("driver.log")
+GIVES_UP = "without a new checkpoint"
+"""What training says when it ends after several failures in a row."""
 
 
 class NodeKills:
@@ -56,13 +58,13 @@ class NodeKills:
         self.cluster, self.expected, self.random = cluster, expected, random.Random(seed)
         self.kills: Counter[str] = Counter()
         self.faults: list[str] = []
-        self.turn = 0
+        self.turn = self.gave_up = 0
 
     def life(self, most: int) -> None:
         """Run the command on the cluster until it ends, with a few kills; compare the files."""
         shutil.rmtree("runs", ignore_errors=True)
         self.replace_dead_nodes()
-        kills = min(most, self.random.randint(2, 3))
+        kills = min(most, self.random.randint(4, 7))
         driver = self.start()
         for stage in sorted(self.random.choices(STAGES, k=kills), key=STAGES.index):
             kind = KINDS[self.turn % len(KINDS)]
@@ -77,6 +79,9 @@ class NodeKills:
         end = time.monotonic() + PATIENCE_S
         while driver.poll() is None and time.monotonic() < end:
             time.sleep(POLL_S)
+            if driver.poll() == 2 and GIVES_UP in LOG.read_text():  # after several kills in a row
+                self.gave_up += 1
+                driver = self.start()
         if driver.poll() != 0:
             driver.kill()
             self.fault(f"the command ended with {driver.wait()}")
@@ -169,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{kills.kills.total()} kills, {lives} complete runs", flush=True)
             if len(kills.faults) > 20:
                 raise SystemExit("too many faults")
-    print(dict(sorted(kills.kills.items())))
+    print(f"{dict(sorted(kills.kills.items()))}; training gave up {kills.gave_up} times")
     print(
         f"{kills.kills.total()} kills, {lives} complete runs, {len(kills.faults)} faults; "
         f"same bytes: {not kills.faults}"
