@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from draftlab.cli.console import Debug, Json, guard, monitor, output, plan_lines, show_report
+from draftlab.cli.console import Debug, Json, guard, monitor, output, show_report
 from draftlab.cli.doctor import doctor
 from draftlab.cli.eval import eval_
 from draftlab.cli.export import export, import_
 from draftlab.cli.hub import push
-from draftlab.cli.ray import connected, refuse_both
+from draftlab.cli.ray import refuse_both
+from draftlab.cli.stages import (
+    Force,
+    Gpus,
+    Overrides,
+    Plan,
+    Ray,
+    RecipeArg,
+    TrainGpus,
+    launch_verb,
+    make,
+)
 from draftlab.cli.store import store_app
 from draftlab.errors import UserError
-
-if TYPE_CHECKING:
-    from draftlab.pipeline.pipeline import Pipeline
 
 # OpenMP reads these when torch is imported. Threads that spin while they wait slow a busy machine.
 # Values that the user has set are kept.
@@ -40,105 +47,6 @@ app = typer.Typer(
 recipe_app = typer.Typer(help="Print recipes and their settings.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
 app.add_typer(store_app, name="store")
-
-RecipeArg = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", metavar="RECIPE")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="Settings that replace the recipe's, such as train.steps=200 target=org/name."
-    ),
-]
-Force = Annotated[
-    bool,
-    typer.Option("--force", help="Run stages with changed settings again, and all later stages."),
-]
-Gpus = Annotated[
-    int | None,
-    typer.Option(help="Number of GPUs that share the work. Each loads the whole target.", min=1),
-]
-TrainGpus = Annotated[
-    int | None,
-    typer.Option(
-        "--gpus",
-        help="Number of GPUs that train together, with one process each. By default one, with "
-        "--ray all of the cluster.",
-        min=1,
-    ),
-]
-Ray = Annotated[
-    str | None,
-    typer.Option(
-        "--ray",
-        help='Run on all nodes of a Ray cluster: "auto", or HOST:PORT of its head node.',
-        metavar="ADDRESS",
-    ),
-]
-Plan = Annotated[
-    bool,
-    typer.Option("--plan", help="Print which stages would run and what they need; run nothing."),
-]
-
-
-def _pipeline(recipe: Path, overrides: list[str] | None, *, rehearse: bool = False) -> Pipeline:
-    from draftlab.pipeline.recipe import load_recipe
-
-    loaded = load_recipe(recipe, overrides or [])  # mistakes are reported before torch is imported
-    from draftlab.pipeline.pipeline import Pipeline
-
-    if rehearse:
-        from draftlab.pipeline.rehearsal import REHEARSALS, rehearsal_recipe
-
-        return Pipeline(rehearsal_recipe(loaded, REHEARSALS, monitor), monitor, REHEARSALS)
-    return Pipeline(loaded, monitor)
-
-
-def _make(
-    stages: tuple[str, ...],
-    recipe: Path,
-    overrides: list[str] | None,
-    force: bool,
-    plan: bool,
-    *,
-    gpus: int | None = None,
-    ray: str | None = None,
-    rehearse: bool = False,
-) -> Pipeline | None:
-    """Run stages; with `plan` print the plan instead and return None."""
-    pipeline = _pipeline(recipe, overrides, rehearse=rehearse)
-    pipeline.gpus = gpus
-    if plan:
-        typer.echo(f"run folder: {pipeline.folder}")
-        statuses = pipeline.plan(*stages)
-        for line in plan_lines(statuses, force=force):
-            typer.echo(line)
-        for line in pipeline.estimate(*stages, on_cluster=ray is not None):
-            typer.echo(line)
-        typer.echo("`draftlab recipe show` with the same arguments prints every setting")
-        pipeline.check(statuses, plan=True)
-        return None
-    with connected(ray) as pipeline.cluster:
-        pipeline.make(*stages, force=force)
-    return pipeline
-
-
-def _launch(
-    verb: tuple[str, ...],
-    recipe: Path,
-    overrides: list[str] | None,
-    force: bool,
-    debug: bool,
-    gpus: int,
-    *,
-    as_json: bool = False,
-) -> int:
-    """Run a verb in one process for each GPU; return the exit code."""
-    from draftlab.cli.launch import launch
-    from draftlab.pipeline.recipe import load_recipe
-    from draftlab.train.distributed.ranks import check_gpus
-
-    check_gpus(gpus, load_recipe(recipe, overrides or []).train.device)
-    options = ["--force"] * force + ["--json"] * as_json + ["--debug"] * debug
-    return launch([*verb, str(recipe), *(overrides or []), *options], gpus, monitor)
 
 
 @app.command()
@@ -168,10 +76,10 @@ def run(
     with guard(debug):
         if (gpus or 1) > 1 and not (plan or rehearse or ray):
             raise typer.Exit(
-                _launch(("run",), recipe, overrides, force, debug, gpus, as_json=as_json)
+                launch_verb(("run",), recipe, overrides, force, debug, gpus, as_json=as_json)
             )
         stages = ("head", "eval", "export")
-        pipeline = _make(
+        pipeline = make(
             stages, recipe, overrides, force, plan, gpus=gpus, ray=ray, rehearse=rehearse
         )
         if pipeline and pipeline.is_main:
@@ -197,7 +105,7 @@ def prepare(
     """Let the target answer the prompts of RECIPE; write answers.jsonl."""
     with guard(debug):
         refuse_both(gpus, ray)
-        _make(("answers",), recipe, overrides, force, plan, gpus=gpus, ray=ray)
+        make(("answers",), recipe, overrides, force, plan, gpus=gpus, ray=ray)
 
 
 @app.command()
@@ -222,7 +130,7 @@ def record(
                 "cluster",
             )
         refuse_both(gpus, ray)
-        _make(("store",), recipe, overrides, force, plan, gpus=gpus, ray=ray)
+        make(("store",), recipe, overrides, force, plan, gpus=gpus, ray=ray)
 
 
 @app.command()
@@ -242,8 +150,8 @@ def train(
     """
     with guard(debug):
         if (gpus or 1) > 1 and not (plan or ray):
-            raise typer.Exit(_launch(("train",), recipe, overrides, force, debug, gpus))
-        pipeline = _make(("head",), recipe, overrides, force, plan, gpus=gpus, ray=ray)
+            raise typer.Exit(launch_verb(("train",), recipe, overrides, force, debug, gpus))
+        pipeline = make(("head",), recipe, overrides, force, plan, gpus=gpus, ray=ray)
         if pipeline and pipeline.is_main:
             monitor.say(f"head: {pipeline.folder.resolve() / 'head'}; next: draftlab eval")
 
