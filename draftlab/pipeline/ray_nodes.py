@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ import ray
 
 from draftlab.errors import UserError
 from draftlab.pipeline.recipe import Recipe
+
+VISIBLE_S = 120.0
+"""Longest time until a file system shows what another node wrote, in seconds."""
+POLL_S = 0.2
 
 
 def alive_nodes() -> list[dict[str, Any]]:
@@ -89,6 +94,26 @@ def enter_node(run: Path, folder: str) -> str:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
     return node
+
+
+def wait_for_files(folder: Path, names: Sequence[str]) -> None:
+    """Wait until this node sees files that a process on another node has written.
+
+    A network file system may show them late.
+
+    Raises:
+        UserError: one does not appear.
+    """
+    end = time.monotonic() + VISIBLE_S
+    while hidden := [name for name in names if not (folder / name).is_file()]:
+        if time.monotonic() > end:
+            raise UserError(
+                f"expected the file {hidden[0]}, which another node has written, found nothing "
+                f"after {VISIBLE_S:g} s",
+                where=folder,
+                do="run in a folder of a file system that all nodes mount at the same path",
+            )
+        time.sleep(POLL_S)
 
 
 def print_to_log(line: str) -> None:

@@ -36,6 +36,7 @@ from draftlab.pipeline.ray_nodes import (
     node_log,
     print_to_log,
     target_resources,
+    wait_for_files,
 )
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.recording import Recording
@@ -109,6 +110,7 @@ def train(
         failures, last = (failures, last) if found[-1:] == last else (0, found[-1:])
         try:
             _fit(recipe, run.resolve(), monitor, num_ranks or _num_gpus(recipe))
+            wait_for_files(run / STAGES["head"].artefact, STAGES["head"].files)
             return
         except (TrainingFailedError, RayActorError) as error:
             failures += 1
@@ -197,6 +199,7 @@ def evaluate(
     task = StageTask(recipe, run, os.getcwd(), queue)
     remote = ray.remote(**target_resources(recipe))(_evaluate)
     _relay(queue, monitor, lambda: ray.get(remote.remote(task, folder.resolve())))
+    wait_for_files(folder, STAGES["eval"].files)
 
 
 def _evaluate(task: StageTask, folder: Path) -> None:

@@ -40,6 +40,11 @@ RecordShards = Callable[[Sequence[int]], Iterator[int]]
 It yields numbers of tokens as they are computed. It may leave shards out whose process died."""
 
 
+_VISIBLE_S = 2.0
+"""Wait before shards without a receipt are handed out again, in seconds. A network file system
+shows what other machines wrote after some time."""
+
+
 def record(
     target: Target | TargetMetadata,
     samples: Sequence[Sample],
@@ -90,7 +95,9 @@ def record(
                     record_shards = partial(_record_here, *arguments)
                 while missing:
                     _record_missing(record_shards, receipts.plan, missing, monitor)
-                    missing = receipts.missing()
+                    if missing := receipts.missing():
+                        time.sleep(_VISIBLE_S)
+                        missing = receipts.missing()
             receipts.complete()
         receipts.clear()
     store = Store.open(folder, identity)

@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 
 from draftlab.errors import UserError
 from draftlab.pipeline.ray_cluster import RayCluster
-from draftlab.pipeline.ray_nodes import num_places, target_resources
+from draftlab.pipeline.ray_nodes import num_places, target_resources, wait_for_files
 from draftlab.pipeline.ray_pool import RayPool
 from draftlab.pipeline.recipe import load_recipe
 from tests.helpers.monitors import RecordingMonitor
@@ -240,6 +240,18 @@ def test_nodes_without_draftlab_end_the_run_and_a_lost_node_does_not(
     fail(1)
     with pytest.raises(UserError, match="no module draftlab"):
         pool.start_workers(1)
+
+
+def test_files_of_other_nodes_may_appear_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = threading.Timer(0.3, (tmp_path / "report.json").touch)
+    writer.start()
+    wait_for_files(tmp_path, ["report.json"])
+    writer.join()
+    monkeypatch.setattr("draftlab.pipeline.ray_nodes.VISIBLE_S", 0.1)
+    with pytest.raises(UserError, match=r"expected the file head\.json"):
+        wait_for_files(tmp_path, ["report.json", "head.json"])
 
 
 def test_draftlab_needs_no_ray() -> None:
