@@ -64,5 +64,5 @@ def processes(node: Any) -> list[psutil.Process]:
 
 def _is_busy(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return process.cmdline()[0].startswith(TITLES)
+        return "".join(process.cmdline()[:1]).startswith(TITLES)  # a process that ends has none
     return False
