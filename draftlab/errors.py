@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 
 class UserError(Exception):
@@ -19,3 +20,11 @@ class UserError(Exception):
         super().__init__(
             "\n".join(line for line in (what, f"at: {where}" if where else "", do) if line)
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let another process raise it with all its parts."""
+        return _restore, (type(self), self.what, self.where, self.do)
+
+
+def _restore(kind: type[UserError], what: str, where: str, do: str) -> UserError:
+    return kind(what, where=where, do=do)

@@ -80,19 +80,18 @@ _LOCKS_NEEDED = (
 
 
 @contextmanager
-def atomic_path(path: Path, *, exclusive: bool = False) -> Iterator[Path]:
+def atomic_path(path: Path, *, writer: str | None = None) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success fsync that file and rename it to `path`.
 
     After a crash `path` holds either the old file or the new one, never a half-written one. What
     is at the temporary path is removed first: it may be a link that leads out of the folder.
 
     Args:
-        exclusive: no other process writes this file. The next writer then replaces what a killed
-            one left.
+        writer: part of the temporary file's name; None: the number of this process, which
+            processes on other machines may have as well.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer = "" if exclusive else f".{os.getpid()}"
-    temporary = path.with_name(f".{path.name}{writer}.tmp")
+    temporary = path.with_name(f".{path.name}.{writer or os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
@@ -131,15 +130,14 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def try_lock(descriptor: int, path: Path, *, shared: bool = False, wait: bool = False) -> bool:
+def try_lock(descriptor: int, path: Path, *, wait: bool = False) -> bool:
     """Lock an open file until it is closed; return whether no other process holds the lock.
 
     Raises:
         UserError: the file system has no locks.
     """
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(descriptor, kind | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     except OSError as error:
@@ -152,7 +150,7 @@ def try_lock(descriptor: int, path: Path, *, shared: bool = False, wait: bool = 
 
 
 @contextmanager
-def locked(path: Path, *, shared: bool = False) -> Iterator[bool]:
+def locked(path: Path) -> Iterator[bool]:
     """Lock a file, which is made if need be; yield whether no other process holds the lock.
 
     The operating system releases the lock when the process dies. The file is opened for writing: an
@@ -160,7 +158,7 @@ def locked(path: Path, *, shared: bool = False) -> Iterator[bool]:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        yield try_lock(descriptor, path, shared=shared)
+        yield try_lock(descriptor, path)
     finally:
         os.close(descriptor)
 
@@ -209,19 +207,19 @@ def check_folder(path: Path) -> None:
     )
 
 
-def write_text(path: Path, text: str, *, exclusive: bool = False) -> None:
+def write_text(path: Path, text: str, *, writer: str | None = None) -> None:
     """Write a text file atomically (see `atomic_path`)."""
     with (
-        atomic_path(path, exclusive=exclusive) as temporary,
+        atomic_path(path, writer=writer) as temporary,
         open(temporary, "x", encoding="utf-8") as file,  # which follows no link
     ):
         file.write(text)
 
 
-def write_json(path: Path, value: Any, *, exclusive: bool = False) -> None:
+def write_json(path: Path, value: Any, *, writer: str | None = None) -> None:
     """Write indented JSON atomically (see `atomic_path`)."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    write_text(path, text, exclusive=exclusive)
+    write_text(path, text, writer=writer)
 
 
 def read_json(path: Path, *, kind: str = "JSON file") -> Any:

@@ -29,7 +29,12 @@ def end_with_parent() -> None:
     on which a training writes a checkpoint. Without `worker_environment` nothing happens.
     """
     if parent := int(os.environ.pop(PARENT, "0")):
-        threading.Thread(target=_wait_for_end, args=(parent,), daemon=True).start()
+        end_with(parent)
+
+
+def end_with(parent: int) -> None:
+    """Have this process end when its parent, whose id is given, has ended."""
+    threading.Thread(target=_wait_for_end, args=(parent,), daemon=True).start()
 
 
 def _wait_for_end(parent: int) -> None:

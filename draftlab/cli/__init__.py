@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from draftlab.cli.console import Debug, Json, guard, monitor, output, plan_lines, show_report
+from draftlab.cli.console import Debug, Json, guard, monitor, output, show_report
 from draftlab.cli.doctor import doctor
 from draftlab.cli.eval import eval_
 from draftlab.cli.export import export, import_
 from draftlab.cli.hub import push
+from draftlab.cli.ray import refuse_both
+from draftlab.cli.stages import (
+    Force,
+    Gpus,
+    Overrides,
+    Plan,
+    Ray,
+    RecipeArg,
+    TrainGpus,
+    launch_verb,
+    make,
+)
 from draftlab.cli.store import store_app
-
-if TYPE_CHECKING:
-    from draftlab.pipeline.pipeline import Pipeline
+from draftlab.errors import UserError
 
 # OpenMP reads these when torch is imported. Threads that spin while they wait slow a busy machine.
 # Values that the user has set are kept.
@@ -39,92 +48,6 @@ recipe_app = typer.Typer(help="Print recipes and their settings.", no_args_is_he
 app.add_typer(recipe_app, name="recipe")
 app.add_typer(store_app, name="store")
 
-RecipeArg = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", metavar="RECIPE")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        help="Settings that replace the recipe's, such as train.steps=200 target=org/name."
-    ),
-]
-Force = Annotated[
-    bool,
-    typer.Option("--force", help="Run stages with changed settings again, and all later stages."),
-]
-Gpus = Annotated[
-    int,
-    typer.Option(help="Number of GPUs that share the work. Each loads the whole target.", min=1),
-]
-TrainGpus = Annotated[
-    int,
-    typer.Option(
-        "--gpus", help="Number of GPUs that train together, with one process each.", min=1
-    ),
-]
-Plan = Annotated[
-    bool,
-    typer.Option("--plan", help="Print which stages would run and what they need; run nothing."),
-]
-
-
-def _pipeline(recipe: Path, overrides: list[str] | None, *, rehearse: bool = False) -> Pipeline:
-    from draftlab.pipeline.recipe import load_recipe
-
-    loaded = load_recipe(recipe, overrides or [])  # mistakes are reported before torch is imported
-    from draftlab.pipeline.pipeline import Pipeline
-
-    if rehearse:
-        from draftlab.pipeline.rehearsal import REHEARSALS, rehearsal_recipe
-
-        return Pipeline(rehearsal_recipe(loaded, REHEARSALS, monitor), monitor, REHEARSALS)
-    return Pipeline(loaded, monitor)
-
-
-def _make(
-    stages: tuple[str, ...],
-    recipe: Path,
-    overrides: list[str] | None,
-    force: bool,
-    plan: bool,
-    *,
-    gpus: int = 1,
-    rehearse: bool = False,
-) -> Pipeline | None:
-    """Run stages; with `plan` print the plan instead and return None."""
-    pipeline = _pipeline(recipe, overrides, rehearse=rehearse)
-    pipeline.gpus = gpus
-    if plan:
-        typer.echo(f"run folder: {pipeline.folder}")
-        statuses = pipeline.plan(*stages)
-        for line in plan_lines(statuses, force=force):
-            typer.echo(line)
-        for line in pipeline.estimate(*stages):
-            typer.echo(line)
-        typer.echo("`draftlab recipe show` with the same arguments prints every setting")
-        pipeline.check(statuses, plan=True)
-        return None
-    pipeline.make(*stages, force=force)
-    return pipeline
-
-
-def _launch(
-    verb: tuple[str, ...],
-    recipe: Path,
-    overrides: list[str] | None,
-    force: bool,
-    debug: bool,
-    gpus: int,
-    *,
-    as_json: bool = False,
-) -> int:
-    """Run a verb in one process for each GPU; return the exit code."""
-    from draftlab.cli.launch import launch
-    from draftlab.pipeline.recipe import load_recipe
-    from draftlab.train.distributed.ranks import check_gpus
-
-    check_gpus(gpus, load_recipe(recipe, overrides or []).train.device)
-    options = ["--force"] * force + ["--json"] * as_json + ["--debug"] * debug
-    return launch([*verb, str(recipe), *(overrides or []), *options], gpus, monitor)
-
 
 @app.command()
 def run(
@@ -140,22 +63,25 @@ def run(
             "architecture.",
         ),
     ] = False,
-    gpus: TrainGpus = 1,
+    gpus: TrainGpus = None,
+    ray: Ray = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Run all stages of RECIPE, up to a measured and exported head, and print the report.
 
     Complete stages are not run again. With --gpus all GPUs answer, record and train, and the first
-    one evaluates.
+    one evaluates; with --ray those of a cluster do.
     """
     with guard(debug):
-        if gpus > 1 and not (plan or rehearse):
+        if (gpus or 1) > 1 and not (plan or rehearse or ray):
             raise typer.Exit(
-                _launch(("run",), recipe, overrides, force, debug, gpus, as_json=as_json)
+                launch_verb(("run",), recipe, overrides, force, debug, gpus, as_json=as_json)
             )
         stages = ("head", "eval", "export")
-        pipeline = _make(stages, recipe, overrides, force, plan, gpus=gpus, rehearse=rehearse)
+        pipeline = make(
+            stages, recipe, overrides, force, plan, gpus=gpus, ray=ray, rehearse=rehearse
+        )
         if pipeline and pipeline.is_main:
             from draftlab.evaluate.results import Report
 
@@ -172,12 +98,14 @@ def prepare(
     overrides: Overrides = None,
     force: Force = False,
     plan: Plan = False,
-    gpus: Gpus = 1,
+    gpus: Gpus = None,
+    ray: Ray = None,
     debug: Debug = False,
 ) -> None:
     """Let the target answer the prompts of RECIPE; write answers.jsonl."""
     with guard(debug):
-        _make(("answers",), recipe, overrides, force, plan, gpus=gpus)
+        refuse_both(gpus, ray)
+        make(("answers",), recipe, overrides, force, plan, gpus=gpus, ray=ray)
 
 
 @app.command()
@@ -186,25 +114,23 @@ def record(
     overrides: Overrides = None,
     force: Force = False,
     plan: Plan = False,
-    gpus: Gpus = 1,
-    join: Annotated[
-        bool, typer.Option("--join", help="Help another process that records this run.")
-    ] = False,
+    gpus: Gpus = None,
+    ray: Ray = None,
+    join: Annotated[bool, typer.Option("--join", hidden=True)] = False,
     debug: Debug = False,
 ) -> None:
-    """Record the target's hidden states for the answers; write store/.
-
-    Processes that `accelerate launch` or `torchrun` started share the work. More processes can
-    --join at any time, on every machine that sees the run folder.
-    """
+    """Record the target's hidden states for the answers; write store/."""
     with guard(debug):
-        from draftlab.pipeline.gpu_workers import launched_worker_overrides
-
-        worker = launched_worker_overrides()
-        if (join or worker is not None) and not plan:
-            _pipeline(recipe, [*(overrides or []), *(worker or [])]).join_recording()
-        else:
-            _make(("store",), recipe, overrides, force, plan, gpus=gpus)
+        if join or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError(
+                "expected one process that records, found "
+                + ("--join" if join else "several that were launched together"),
+                where="draftlab record",
+                do="--gpus N records on the GPUs of this machine, --ray ADDRESS on those of a "
+                "cluster",
+            )
+        refuse_both(gpus, ray)
+        make(("store",), recipe, overrides, force, plan, gpus=gpus, ray=ray)
 
 
 @app.command()
@@ -213,7 +139,8 @@ def train(
     overrides: Overrides = None,
     force: Force = False,
     plan: Plan = False,
-    gpus: TrainGpus = 1,
+    gpus: TrainGpus = None,
+    ray: Ray = None,
     debug: Debug = False,
 ) -> None:
     """Train a head; write head/. Missing answers and states are computed first.
@@ -222,9 +149,9 @@ def train(
     `accelerate launch` started train together.
     """
     with guard(debug):
-        if gpus > 1 and not plan:
-            raise typer.Exit(_launch(("train",), recipe, overrides, force, debug, gpus))
-        pipeline = _make(("head",), recipe, overrides, force, plan, gpus=gpus)
+        if (gpus or 1) > 1 and not (plan or ray):
+            raise typer.Exit(launch_verb(("train",), recipe, overrides, force, debug, gpus))
+        pipeline = make(("head",), recipe, overrides, force, plan, gpus=gpus, ray=ray)
         if pipeline and pipeline.is_main:
             monitor.say(f"head: {pipeline.folder.resolve() / 'head'}; next: draftlab eval")
 

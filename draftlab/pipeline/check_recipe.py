@@ -37,12 +37,15 @@ from draftlab.train.trackers import check_trackers
 from draftlab.vllm.process import find_python
 
 
-def check_before_run(recipe: Recipe, stages: Collection[str], *, plan: bool = False) -> list[str]:
+def check_before_run(
+    recipe: Recipe, stages: Collection[str], *, plan: bool = False, here: bool = True
+) -> list[str]:
     """Check what would otherwise fail after hours of work.
 
     Args:
         stages: names of the stages that run.
         plan: whether only files of this machine are read, and nothing is downloaded.
+        here: whether this machine's devices and packages do the work.
 
     Returns:
         Warnings of `check_tokenizer`, if one of the stages renders text.
@@ -55,7 +58,8 @@ def check_before_run(recipe: Recipe, stages: Collection[str], *, plan: bool = Fa
     for stage in stages:
         if error := input_error(recipe, stage):
             raise error
-    _check_machine(recipe, stages)
+    if here:
+        _check_machine(recipe, stages)
     config = target_config(recipe.target)
     check_shapes(recipe, config.get_text_config())
     family, rows = get_family(recipe.head.family), config.get_text_config().vocab_size

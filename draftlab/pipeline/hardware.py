@@ -30,9 +30,11 @@ GPUS = {
 
 
 class HardwareSettings(Settings):
-    """The machine that a recipe is for. Only the estimates of `--plan` use it."""
+    """The machines that a recipe is for. Only the estimates of `--plan` use it."""
 
     gpu: Literal["A100", "B200", "H100", "H200", "L40S", "RTX4090"] | None = None
-    """Its kind of GPU; None: `--plan` estimates sizes without times."""
+    """Their kind of GPU; None: `--plan` estimates sizes without times."""
     gpus: int = Field(default=1, ge=1)
-    """Its number of GPUs."""
+    """Number of GPUs of each."""
+    nodes: int = Field(default=1, ge=1)
+    """Number of machines, which work together with --ray."""

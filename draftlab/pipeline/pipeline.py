@@ -10,36 +10,38 @@ has other inputs, the run is refused, and the message names the settings. Stages
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from draftlab.files import known_sha256
-from draftlab.formatting import count_text
-from draftlab.heads.folder import WEIGHTS, save_head
-from draftlab.heads.head import DraftHead
+from draftlab.heads.folder import WEIGHTS
 from draftlab.pipeline.api import evaluate_head, export_head
 from draftlab.pipeline.check_recipe import check_before_run, missing_input
-from draftlab.pipeline.estimate import estimate_table
+from draftlab.pipeline.estimate_table import estimate_table
 from draftlab.pipeline.family_defaults import with_family_defaults
 from draftlab.pipeline.head_workspace import export_files, input_files
+from draftlab.pipeline.local_pool import LocalPool, worker_devices
 from draftlab.pipeline.provenance import write_provenance
 from draftlab.pipeline.recipe import Recipe, flatten, to_yaml
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.resolve import find_head
 from draftlab.pipeline.run_folder import RUNS, Run, Status, lock
 from draftlab.pipeline.stages import STAGES, Stage
-from draftlab.pipeline.training import train_head
+from draftlab.pipeline.training import train_and_save
+from draftlab.pipeline.worker_pool import WorkerPool
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import resolve_target
 from draftlab.text.prompts import prompt_file
 from draftlab.train.distributed.ranks import Ranks, num_launched
+
+if TYPE_CHECKING:
+    from draftlab.pipeline.ray_cluster import RayCluster
 
 
 @dataclass
@@ -50,7 +52,9 @@ class Pipeline:
         recipe: the recipe.
         monitor: receives lines and progress.
         runs: folder of all runs.
-        gpus: number of GPUs that answer and record, each with a process and the whole target.
+        gpus: number of GPUs that answer and record, each with a process and the whole target; on
+            a cluster the number of processes that train together. None: one, or all of the cluster.
+        cluster: the Ray cluster that does the work; None: this machine.
 
     Attributes:
         ranks: the processes that train together in `make`; None: only this one.
@@ -59,7 +63,8 @@ class Pipeline:
     recipe: Recipe
     monitor: Monitor
     runs: Path = RUNS
-    gpus: int = 1
+    gpus: int | None = None
+    cluster: RayCluster | None = None
     ranks: Ranks | None = field(default=None, init=False)
     _training: bool = field(default=False, init=False)
     _default_note: str = field(default="", init=False)
@@ -109,10 +114,16 @@ class Pipeline:
             for status in run.plan(*last)
         ]
 
-    def estimate(self, *last: str) -> Iterator[str]:
-        """Yield a table of disk, memory and time for the stages up to those named `last`."""
+    def estimate(self, *last: str, on_cluster: bool = False) -> Iterator[str]:
+        """Yield a table of disk, memory and time for the stages up to those named `last`.
+
+        Args:
+            on_cluster: whether all machines of `hardware` work together.
+        """
+        hardware = self.recipe.hardware
+        working = hardware.gpus * hardware.nodes if on_cluster else self.gpus or 1
         names = [status.stage.name for status in self.plan(*last)]
-        yield from estimate_table(self.recipe, self.runs, names, self.gpus)
+        yield from estimate_table(self.recipe, self.runs, names, working)
         if "head" in names and self._default_note:
             yield f"  {self._default_note}"
 
@@ -127,7 +138,7 @@ class Pipeline:
         """
         names = [s.stage.name for s in statuses if s.state not in ("done", "unneeded")]
         self.recording.trains = "head" in names
-        for warning in check_before_run(self.recipe, names, plan=plan):
+        for warning in check_before_run(self.recipe, names, plan=plan, here=self.cluster is None):
             self.monitor.say(warning)
 
     def make(self, *last: str, force: bool = False) -> Path:
@@ -167,7 +178,7 @@ class Pipeline:
         """Wait until rank 0 trains, and train with it; for all other ranks."""
         self.monitor = Monitor()
         while ranks.broadcast(None) == "head":
-            self._train()
+            self._train(self.folder / STAGES["head"].artefact)
 
     def _run_stages(self, *last: str, force: bool) -> None:
         run = self.run
@@ -175,7 +186,8 @@ class Pipeline:
         self.check(statuses, plan=False)
         if any(s.stage.name == "answers" and s.state != "done" for s in statuses):
             _ = self.recording.prompts  # a broken file must not leave a run folder
-        with lock(run.folder):
+        pool = self._new_pool()
+        with lock(run.folder), pool or nullcontext():
             statuses = run.plan(*last)
             if not force:
                 run.refuse_changes(statuses)
@@ -196,12 +208,14 @@ class Pipeline:
                     for key, (in_run, in_recipe) in status.changes.items():
                         self.monitor.say(f"{stage.name}: {key} was {in_run!r}, is {in_recipe!r}")
                     run.remove(stage)
-                self._run_stage(stage)
+                if pool is not None and stage.name not in ("answers", "store"):
+                    pool.close()  # the next stages need the memory
+                self._run_stage(stage, pool)
 
-    def _run_stage(self, stage: Stage) -> None:
+    def _run_stage(self, stage: Stage, pool: WorkerPool | None) -> None:
         functions = {
-            "answers": lambda path: self.recording.answer(path, self._answer_gpus),
-            "store": lambda path: self.recording.record(path, self._gpus),
+            "answers": lambda path: self.recording.answer(path, pool),
+            "store": lambda path: self.recording.record(path, pool),
             "head": self._head,
             "eval": self._eval,
             "export": self._export,
@@ -212,69 +226,52 @@ class Pipeline:
             functions[stage.name](artefact)
         self.monitor.say(f"{stage.name}: done in {time.perf_counter() - start:.0f} s")
 
-    @property
-    def _gpus(self) -> int:
-        """Return the number of GPUs for answers and store: also those that wait to train."""
+    def _new_pool(self) -> WorkerPool | None:
+        """Return the workers that answer and record; None: this process does.
+
+        They start when they are needed. The GPUs of processes that wait to train work, too.
+        """
+        if self.cluster is not None:
+            self.monitor.say(self.cluster.describe())
+            return self.cluster.new_pool(self.recipe, self.folder, self.monitor)
+        count = self.gpus or 1
         if self.ranks is not None and self.recipe.target.gpus == 1:
-            return self.ranks.local_gpus
-        return self.gpus
-
-    @property
-    def _answer_gpus(self) -> int:
-        """Return the number of GPUs for answers: of a launched `record` all of this machine.
-
-        The processes on the other GPUs wait for the answers, before they load the target.
-        """
-        if self.ranks is not None or num_launched() == 1 or self.recipe.target.gpus > 1:
-            return self._gpus
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        others = num_launched() - local
-        self.monitor.say(
-            f"answers: {count_text(local, 'process')} of this machine"
-            + (f"; the {others} on other machines wait, and record afterwards" if others else "")
-        )
-        return local
-
-    def join_recording(self) -> None:
-        """Record shards of this run beside another process, after waiting for its answers.
-
-        Any number of processes may join and leave, on every machine that sees the run folder.
-
-        Raises:
-            UserError: the run's answers have other settings than this recipe.
-        """
-        seconds = 0
-        while (status := self.run.status(STAGES["answers"])).state != "done":
-            self.run.refuse_changes([status])
-            if seconds % 300 == 0:
-                path = self.folder / STAGES["answers"].artefact
-                question = f" ({seconds // 60} minutes so far; does another process write it?)"
-                self.monitor.say(f"waiting for {path}{question if seconds else ''}")
-            seconds += 1
-            time.sleep(1)
-        self.recording.join(self.folder / STAGES["store"].artefact)
+            count = self.ranks.local_gpus
+        if count == 1:
+            return None
+        devices = worker_devices(count, self.recipe.target.device)
+        return LocalPool(self.recipe, self.folder, devices, self.monitor)
 
     def _head(self, folder: Path) -> None:
         if self.ranks is not None:
             self.ranks.broadcast("head")
         if self._default_note:
             self.monitor.say(self._default_note)
+        if self.cluster is not None:
+            from draftlab.pipeline.ray_training import train
+
+            train(self.cluster, self.recipe, self.folder, self.monitor, self.gpus)
+            return
         self._training = True
-        save_head(folder, self._train(), torch.bfloat16)
+        self._train(folder)
         self._training = False
 
-    def _train(self) -> DraftHead:
-        return train_head(
+    def _train(self, folder: Path) -> None:
+        train_and_save(
             self.recipe,
-            self.recording.open_store(self.ranks),
-            self.recording.tokenizer,
-            self.folder / "train",
+            self.recording,
+            self.folder,
+            folder,
             monitor=self.monitor,
             ranks=self.ranks,
-            target=self.recording.target if self.recipe.train.replay is not None else None,
         )
 
     def _eval(self, folder: Path) -> None:
+        if self.cluster is not None:
+            from draftlab.pipeline.ray_training import evaluate
+
+            evaluate(self.cluster, self.recipe, self.folder, folder, self.monitor)
+            return
         evaluate_head(
             self.recipe.target,
             self.folder / STAGES["head"].artefact,

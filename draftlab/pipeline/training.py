@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from draftlab.heads.folder import load_head
+from draftlab.heads.folder import load_head, save_head
 from draftlab.heads.head import DraftHead
 from draftlab.heads.initial import fingerprint
 from draftlab.kernels.cuda_device import free_memory, use_device
 from draftlab.pipeline.head_spec import draft_vocabulary, head_config, mask_token
 from draftlab.pipeline.recipe import Recipe
+from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.resolve import find_head
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
@@ -25,6 +26,29 @@ from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.loop import Trainer
 from draftlab.train.validation import Validation
 from draftlab.version import git_commit
+
+
+def train_and_save(
+    recipe: Recipe,
+    recording: Recording,
+    run: Path,
+    folder: Path,
+    *,
+    monitor: Monitor,
+    ranks: Ranks | None,
+) -> None:
+    """Train the head of a recipe on the store of its run; the first rank writes it to a folder."""
+    head = train_head(
+        recipe,
+        recording.open_store(ranks),
+        recording.tokenizer,
+        run / "train",
+        monitor=monitor,
+        ranks=ranks,
+        target=recording.target if recipe.train.replay is not None else None,
+    )
+    if ranks is None or ranks.is_main:
+        save_head(folder, head, torch.bfloat16)
 
 
 def train_head(

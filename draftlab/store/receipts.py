@@ -1,16 +1,14 @@
-"""Claims and receipts: who works on which shard of a plan, and which shards are committed.
+"""Receipts: which shards of a plan are committed.
 
 The plan in the manifest decides the shards. A shard is committed when its receipt, a small JSON
-file with the hashes of the plan and of the shard, is next to it. Any number of processes may work
-on one plan: each claims the next shard that is neither committed nor claimed. A claim is a file
-lock, which the operating system releases when the process dies.
+file with the hashes of the plan and of the shard, is next to it. One process holds the lock of the
+store's folder, publishes the plan and completes the store. It records the shards, or has other
+processes record them.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,77 +22,40 @@ from draftlab.files import (
     read_json,
     remove_leftovers,
     sha256_text,
-    try_lock,
     write_json,
-    write_text,
 )
 from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Manifest, Shard
 from draftlab.store.record_index import RECORDS
 from draftlab.store.recording_plan import check_same_recording
 
-MOUNTS = Path("/proc/self/mounts")
-LOCK, HOST = ".lock", ".recording-host"
+LOCK = ".lock"
 _BLANK: dict[str, Any] = {"bytes": None, "sha256": None, "not_finite": {}, "fp8_errors": []}
 """Fields of a shard that the plan leaves blank and the receipt has."""
 
 
 @contextmanager
-def lock_folder(folder: Path, *, shared: bool) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder's file `.lock`, which stays there.
 
     The operating system releases it when the process dies.
 
     Raises:
-        UserError: another process holds the lock, and one of the two does not share it; or the
-            file system's locks do not work, or not between machines, and another machine records.
+        UserError: another process holds the lock, or the file system's locks do not work.
     """
     check_locks(folder)
-    with locked(folder / LOCK, shared=shared) as is_free:
+    with locked(folder / LOCK) as is_free:
         if not is_free:
             raise UserError(
                 "another process is recording into this store",
                 where=folder,
-                do="wait for it, or have several share the work (draftlab record --join)",
+                do="wait for it; --gpus N shares the work on one machine, --ray on several",
             )
-        if has_local_locks(folder):
-            _check_host(folder)
         yield
 
 
-def has_local_locks(folder: Path) -> bool:
-    """Return whether the mount of a folder keeps file locks to each machine."""
-    best, local = "", False
-    for line in MOUNTS.read_text().splitlines() if MOUNTS.is_file() else ():
-        _, mount, kind, options, *_ = line.split(" ")
-        mount = mount.replace("\\040", " ")
-        if len(mount) >= len(best) and folder.resolve().is_relative_to(mount):
-            named = set(options.split(",")) & {
-                "lustre": {"localflock"},
-                "nfs": {"nolock", "local_lock=flock", "local_lock=all"},
-                "nfs4": {"local_lock=flock", "local_lock=all"},
-            }.get(kind, set())
-            best, local = mount, bool(named)
-    return local
-
-
-def _check_host(folder: Path) -> None:
-    """Note this machine in the folder; raise a `UserError` if another one is noted."""
-    path, here = folder / HOST, socket.gethostname()
-    if not path.exists():
-        write_text(path, here)
-    elif (other := path.read_text(encoding="utf-8")) != here:
-        raise UserError(
-            f"expected to record on {other}, found {here}: file locks of this file system are "
-            "local to each machine, so two would remove each other's work",
-            where=path,
-            do="record on one machine, or mount the file system with locks between machines "
-            f"(Lustre: flock); if nothing records on {other} any more, remove this file",
-        )
-
-
 class Receipts:
-    """The claims and receipts of a plan's shards.
+    """The receipts of a plan's shards.
 
     Args:
         folder: the store's folder.
@@ -107,21 +68,15 @@ class Receipts:
         self._version: tuple[int, int] | None = None
 
     @classmethod
-    def from_published(cls, folder: Path) -> Receipts | None:
-        """Return the receipts of the plan in a folder; None if the store is complete."""
+    def from_published(cls, folder: Path) -> Receipts:
+        """Return the receipts of the plan that another process has published in a folder."""
         version = _manifest_version(folder)
-        manifest = Manifest.read(folder / MANIFEST)
-        if manifest.complete:
-            return None
-        receipts = cls(folder, manifest)
+        receipts = cls(folder, Manifest.read(folder / MANIFEST))
         receipts._version = version
         return receipts
 
     def publish(self) -> None:
-        """Write the plan, for helpers and for a resumed recording.
-
-        An equal plan is not written again, because helpers of an earlier leader work on it.
-        """
+        """Write the plan, for other processes and for a resumed recording, unless it is there."""
         path = self.folder / MANIFEST
         if not path.exists() or Manifest.read(path).dump() != self.plan.dump():
             self.plan.write(self.folder)
@@ -131,13 +86,19 @@ class Receipts:
         """Return the path of a shard's receipt."""
         return (self.folder / shard.file).with_suffix(".json")
 
-    def _claim_path(self, shard: Shard) -> Path:
-        return self.folder / f".{shard.file}.claim"
+    def commit(self, shard: Shard, fields: dict[str, Any], writer: str | None = None) -> None:
+        """Write a shard's receipt with the fields that the plan leaves blank.
 
-    def commit(self, shard: Shard, fields: dict[str, Any]) -> None:
-        """Write a shard's receipt with the fields that the plan leaves blank."""
+        Args:
+            writer: see `atomic_path`.
+        """
         receipt = {"plan": self.key, **_BLANK, **fields}
-        write_json(self.receipt_path(shard), receipt, exclusive=True)
+        write_json(self.receipt_path(shard), receipt, writer=writer)
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the shards that are not committed."""
+        shards = enumerate(self.plan.shards)
+        return [number for number, shard in shards if not self.is_committed(shard)]
 
     def is_committed(self, shard: Shard) -> bool:
         """Return whether a shard has a receipt of this plan and the size in the receipt."""
@@ -157,32 +118,26 @@ class Receipts:
             return None  # other processes may remove it at any time
         return receipt if receipt.get("plan") == self.key else None
 
-    def claim(self, shard: Shard, *, wait: bool) -> int | None:
-        """Claim a shard that is not committed, and remove the receipt of an earlier file.
-
-        Args:
-            wait: wait until the process that has the claim commits the shard or dies.
-
-        Returns:
-            A file descriptor that holds the claim until it is closed; None if another process has
-            the claim, or the shard is committed.
-        """
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        descriptor = os.open(self._claim_path(shard), flags, 0o666)
-        if not try_lock(descriptor, self._claim_path(shard), wait=wait):
-            os.close(descriptor)
-            return None
-        # Another process may have completed the store and removed receipts; its manifest is new.
-        replaced = _manifest_version(self.folder) != self._version
-        if replaced and Manifest.read(self.folder / MANIFEST).complete:
-            # That process has removed all claims, and this one was made afterwards.
-            self._claim_path(shard).unlink(missing_ok=True)
-        if replaced or self.is_committed(shard):
-            os.close(descriptor)
-            return None
-        # It is the receipt of an older file, not of the next one.
+    def discard(self, shard: Shard) -> None:
+        """Remove a shard's receipt, which is that of an older file, before the shard is written."""
         self.receipt_path(shard).unlink(missing_ok=True)
-        return descriptor
+
+    def check_plan(self) -> None:
+        """Check that the folder still has this plan.
+
+        A writer may outlive the process that gave it work, for as long as nobody has noticed that
+        a machine lost its network.
+
+        Raises:
+            UserError: the store is complete, or another recording has begun.
+        """
+        if _manifest_version(self.folder) != self._version:
+            raise UserError(
+                "expected the plan of this recording, found that another process has completed or "
+                "replaced it",
+                where=self.folder / MANIFEST,
+                do="run the command again",
+            )
 
     def complete(self) -> None:
         """Write the manifest of the complete store, with the fields of all receipts.
@@ -206,12 +161,15 @@ class Receipts:
         self.plan.model_copy(update={"complete": True, "shards": shards}).write(self.folder)
 
     def clear(self) -> None:
-        """Remove receipts and claims after the store is complete."""
+        """Remove receipts after the store is complete."""
         for shard in self.plan.shards:
             self.receipt_path(shard).unlink(missing_ok=True)
-        (self.folder / HOST).unlink(missing_ok=True)
+        (self.folder / ".recording-host").unlink(missing_ok=True)  # of an older version
         remove_leftovers(self.folder, ".locks.*.tmp")  # of `check_locks`
-        # Claims, and what killed processes of this and of older versions left.
+        self.remove_temporary()
+
+    def remove_temporary(self) -> None:
+        """Remove what killed processes of this and of older versions left."""
         for path in self.folder.glob(".shard-*"):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

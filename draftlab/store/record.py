@@ -2,7 +2,7 @@
 
 The plan (which sample is in which shard and in which forward pass) is written into the manifest
 before anything is computed. A killed recording therefore continues after its last committed shard,
-and ends with the bytes of an uninterrupted one, however many processes share the work
+and ends with the bytes of an uninterrupted one, whichever processes record the shards
 (`store/receipts.py`). Forward passes, copies from the device and writes to the disk overlap
 (`store/extraction.py`, `store/shard_writer.py`).
 """
@@ -11,33 +11,38 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Literal
+
+import numpy as np
 
 from draftlab.errors import UserError
 from draftlab.formatting import count_text, size_text
 from draftlab.progress import Monitor
 from draftlab.store.extraction import HiddenStateExtractor, StateSource
-from draftlab.store.manifest import MANIFEST, Manifest, Shard, StoreIdentity
+from draftlab.store.manifest import Manifest, StoreIdentity
 from draftlab.store.receipts import Receipts, lock_folder, resume_plan
 from draftlab.store.recording_plan import check_same_recording, plan_recording
 from draftlab.store.samples import Sample
-from draftlab.store.settings import RecordSettings
+from draftlab.store.settings import NotFinitePolicy, RecordSettings
 from draftlab.store.shard_writer import ShardWriters
 from draftlab.store.store import Store
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 
-Role = Literal["alone", "lead", "help"]
-"""Role of a process in a recording. alone: it does all the work. lead: it makes the plan, shares
-the work and completes the store. help: it records shards of a plan that another process makes."""
-
 OpenStateSource = Callable[[Manifest], AbstractContextManager[StateSource]]
 """Opens what computes the states of a plan."""
 
-_POLL_S = 0.2
+RecordShards = Callable[[Sequence[int]], Iterator[int]]
+"""A function that has other processes record shards of the published plan, given by their numbers.
+It yields numbers of tokens as they are computed. It may leave shards out whose process died."""
+
+
+_VISIBLE_S = 2.0
+"""Wait before shards without a receipt are handed out again, in seconds. A network file system
+shows what other machines wrote after some time."""
 
 
 def record(
@@ -48,9 +53,9 @@ def record(
     identity: StoreIdentity,
     *,
     monitor: Monitor,
-    role: Role = "alone",
     open_source: OpenStateSource | None = None,
-) -> Store | None:
+    record_shards: RecordShards | None = None,
+) -> Store:
     """Record samples into a store, or continue an interrupted recording.
 
     Whole shards are kept. For a complete store, shards that are missing or have another size are
@@ -63,43 +68,144 @@ def record(
         settings: see `RecordSettings`; dtype and boundaries (unless None) must be the identity's.
         identity: of the store, with its boundaries chosen (`StoreIdentity.of`).
         monitor: receives what is truncated or dropped, and the progress in tokens.
-        role: what this process does. One process leads; any number of helpers may come and go.
         open_source: opens what computes the states; required for a `TargetMetadata`, and by
             default the target.
-
-    Returns:
-        The store; None for a helper.
+        record_shards: records the shards in place of this process.
 
     Raises:
         UserError: there is nothing to record, a sample does not fit the vocabulary, states are not
             finite, the disk is too small, or the folder holds another recording or is in use.
     """
-    open_source = open_source or _extractor_of(target)
-    plan, recorded = plan_recording(
-        target, samples, settings, identity, monitor=Monitor() if role == "help" else monitor
-    )
+    if record_shards is None:
+        open_source = open_source or _extractor_of(target)
+    plan, recorded = plan_recording(target, samples, settings, identity, monitor=monitor)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with lock_folder(folder, shared=role != "alone"):
-        if role == "help":
-            if receipts := _wait_for_plan(folder, plan, monitor):
-                with open_source(receipts.plan) as source:
-                    _record_missing(source, recorded, receipts, settings, monitor)
-            return None
+    with lock_folder(folder):
         receipts = Receipts(folder, resume_plan(folder, plan, monitor))
+        receipts.remove_temporary()
         if not receipts.plan.complete:
-            missing = [shard for shard in receipts.plan.shards if not receipts.is_committed(shard)]
+            missing = receipts.missing()
             _check_disk(receipts.plan, missing, folder, monitor)
             receipts.publish()
-            with open_source(receipts.plan) as source:
-                _record_missing(source, recorded, receipts, settings, monitor)
-                # Wait for the shards of other processes, and record those of processes that die.
-                _record_missing(source, recorded, receipts, settings, monitor, wait=True)
+            with ExitStack() as stack:
+                if record_shards is None:
+                    source = stack.enter_context(open_source(receipts.plan))
+                    arguments = (source, recorded, receipts, settings.not_finite, monitor)
+                    record_shards = partial(_record_here, *arguments)
+                while missing:
+                    _record_missing(record_shards, receipts.plan, missing, monitor)
+                    if missing := receipts.missing():
+                        time.sleep(_VISIBLE_S)
+                        missing = receipts.missing()
             receipts.complete()
         receipts.clear()
     store = Store.open(folder, identity)
     _report_state_quality(store.manifest, monitor)
     return store
+
+
+def _record_missing(
+    record_shards: RecordShards, plan: Manifest, missing: Sequence[int], monitor: Monitor
+) -> None:
+    """Record shards, and report the progress and the speed."""
+    total, done, started = sum(plan.shards[n].tokens for n in missing), 0, time.monotonic()
+    with closing(record_shards(missing)) as computed:
+        for tokens in computed:
+            done += tokens
+            rate = done / max(time.monotonic() - started, 1e-9)
+            monitor.progress("record", done, total, f"{rate:,.0f} tokens/s")
+    seconds = time.monotonic() - started
+    size = done * plan.identity.bytes_per_token
+    monitor.say(f"recorded {done / seconds:,.0f} tokens/s, {size / seconds / 1e6:,.0f} MB/s")
+
+
+def _record_here(
+    source: StateSource,
+    samples: Sequence[Sample],
+    receipts: Receipts,
+    policy: NotFinitePolicy,
+    monitor: Monitor,
+    missing: Sequence[int],
+) -> Iterator[int]:
+    """Record shards in this process; yield the number of tokens of each batch."""
+    started = time.monotonic()
+    with ShardRecorder(source, samples, receipts, policy) as recorder:
+        for number in missing:
+            yield from recorder.record(number)
+    waited = recorder.writers.seconds_waited / (time.monotonic() - started)
+    monitor.say(f"the target waited for the disk {waited:.0%} of the time")
+
+
+class ShardRecorder:
+    """Records shards of a plan: threads write a shard while the next ones are computed.
+
+    A context manager. Leaving it waits until all shards are committed; an exception abandons the
+    unfinished ones.
+
+    Args:
+        source: computes the states.
+        samples: of the whole plan, in stored order.
+        receipts: of the published plan.
+        policy: what to do about states that are not finite.
+    """
+
+    def __init__(
+        self,
+        source: StateSource,
+        samples: Sequence[Sample],
+        receipts: Receipts,
+        policy: NotFinitePolicy,
+    ) -> None:
+        self.source, self.samples, self.receipts = source, samples, receipts
+        self.writers = ShardWriters(receipts, policy)
+        self._ends = np.cumsum([shard.records for shard in receipts.plan.shards]).tolist()
+
+    def __enter__(self) -> ShardRecorder:
+        self.writers.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.writers.__exit__(kind, *error)
+
+    def record(self, number: int) -> Iterator[int]:
+        """Compute a shard and hand it to the writers; yield the number of tokens of each batch.
+
+        Raises:
+            UserError: states are not finite, or this or an earlier shard could not be written.
+        """
+        shard = self.receipts.plan.shards[number]
+        samples = self.samples[self._ends[number] - shard.records : self._ends[number]]
+        with self.writers.shard(shard, samples) as put:
+            futures = self.source.batches(shard, samples)
+            for batch, future in zip(shard.batches, futures, strict=True):
+                put(future)
+                yield sum(shard.lengths[i] for i in batch)
+
+
+def open_recorder(
+    target: Target | TargetMetadata,
+    samples: Sequence[Sample],
+    folder: Path,
+    settings: RecordSettings,
+    identity: StoreIdentity,
+    open_source: OpenStateSource | None,
+    stack: ExitStack,
+) -> ShardRecorder:
+    """Return a recorder of the plan that another process, which calls `record`, has published.
+
+    Args:
+        target, samples, folder, settings, identity, open_source: as for `record`.
+        stack: ends the recorder.
+
+    Raises:
+        UserError: the plan is not that of these samples and settings.
+    """
+    plan, recorded = plan_recording(target, samples, settings, identity, monitor=Monitor())
+    receipts = Receipts.from_published(folder)
+    check_same_recording(receipts.plan, plan, folder)
+    source = stack.enter_context((open_source or _extractor_of(target))(receipts.plan))
+    return stack.enter_context(ShardRecorder(source, recorded, receipts, settings.not_finite))
 
 
 def _extractor_of(target: Target | TargetMetadata) -> OpenStateSource:
@@ -108,58 +214,10 @@ def _extractor_of(target: Target | TargetMetadata) -> OpenStateSource:
     return lambda plan: nullcontext(HiddenStateExtractor(target, plan))
 
 
-def _wait_for_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Receipts | None:
-    """Wait for the leader's plan and return its receipts; None if the store is complete."""
-    path = folder / MANIFEST
-    if not path.exists():
-        monitor.say(f"waiting for the leading process to write the plan of {folder}")
-    while not path.exists():
-        time.sleep(_POLL_S)
-    receipts = Receipts.from_published(folder)
-    if receipts is not None:
-        check_same_recording(receipts.plan, plan, folder)
-    return receipts
-
-
-def _record_missing(
-    source: StateSource,
-    samples: Sequence[Sample],
-    receipts: Receipts,
-    settings: RecordSettings,
-    monitor: Monitor,
-    *,
-    wait: bool = False,
-) -> None:
-    """Record the shards that are not committed and, unless `wait`, not claimed by others."""
-    total, done, started = receipts.plan.counts.tokens, 0, time.monotonic()
-    end = 0
-    with ShardWriters(receipts, settings.not_finite) as writers:
-        for shard in receipts.plan.shards:
-            start, end = end, end + shard.records
-            claim = None if receipts.is_committed(shard) else receipts.claim(shard, wait=wait)
-            if claim is None:
-                total -= shard.tokens
-                continue
-            shard_samples = samples[start:end]
-            with writers.shard(shard, shard_samples, claim) as put:
-                futures = source.batches(shard, shard_samples)
-                for batch, future in zip(shard.batches, futures, strict=True):
-                    put(future)
-                    done += sum(shard.lengths[i] for i in batch)
-                    rate = done / max(time.monotonic() - started, 1e-9)
-                    monitor.progress("record", done, total, f"{rate:,.0f} tokens/s")
-    if done:
-        seconds = time.monotonic() - started
-        monitor.say(
-            f"recorded {done / seconds:,.0f} tokens/s, "
-            f"{writers.bytes_written / seconds / 1e6:,.0f} MB/s; the target waited for the disk "
-            f"{writers.seconds_waited / seconds:.0%} of the time"
-        )
-
-
-def _check_disk(plan: Manifest, missing: list[Shard], folder: Path, monitor: Monitor) -> None:
+def _check_disk(plan: Manifest, missing: Sequence[int], folder: Path, monitor: Monitor) -> None:
     needed = sum(
-        shard.tokens * plan.identity.bytes_per_token + 8 * shard.records + 1024 for shard in missing
+        shard.tokens * plan.identity.bytes_per_token + 8 * shard.records + 1024
+        for shard in (plan.shards[number] for number in missing)
     )
     free = shutil.disk_usage(folder).free
     if free < needed:

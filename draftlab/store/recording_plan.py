@@ -45,7 +45,7 @@ def plan_recording(
             of one do not match its spans or the vocabulary.
     """
     _check_identity(target, settings, identity)
-    padding_reason = None if isinstance(target, TargetMetadata) else target.padding_reason
+    padding_reason = target.padding_reason
     if padding_reason is not None:
         monitor.say(f"forward passes are of right-padded rows: the target {padding_reason}")
     padded, max_length = padding_reason is not None, _max_length(target, settings, monitor)

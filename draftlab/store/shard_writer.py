@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ class ShardWriters:
 
     def __init__(self, receipts: Receipts, policy: NotFinitePolicy) -> None:
         self.receipts, self.policy = receipts, policy
+        # Another writer of the same shard, on any machine, has another temporary file.
+        self._writer = uuid4().hex
         self.bytes_written, self.seconds_waited = 0, 0.0
         self._free = threading.Semaphore(SHARDS_AT_ONCE)
         self._stopped = threading.Event()
@@ -62,23 +64,14 @@ class ShardWriters:
 
     @contextmanager
     def shard(
-        self, shard: Shard, samples: Sequence[Sample], claim: int
+        self, shard: Shard, samples: Sequence[Sample]
     ) -> Iterator[Callable[[StatesFuture], None]]:
-        """Yield a function that accepts the batches of a shard in the order of its plan.
-
-        Args:
-            claim: file descriptor (`Receipts.claim`), closed when the shard is committed or
-                abandoned.
-        """
-        try:
-            with self._waiting():
-                while not self._free.acquire(timeout=_POLL_S):
-                    self._collect_results()
-        except BaseException:
-            os.close(claim)
-            raise
+        """Yield a function that accepts the batches of a shard in the order of its plan."""
+        with self._waiting():
+            while not self._free.acquire(timeout=_POLL_S):
+                self._collect_results()
         batches: queue.Queue[StatesFuture] = queue.Queue(QUEUED_BATCHES)
-        future = self._pool.submit(self._write, shard, samples, batches, claim)
+        future = self._pool.submit(self._write, shard, samples, batches)
         future.add_done_callback(lambda _: self._free.release())
         self._futures.append(future)
 
@@ -106,20 +99,13 @@ class ShardWriters:
             self._futures.remove(future)
 
     def _write(
-        self,
-        shard: Shard,
-        samples: Sequence[Sample],
-        batches: queue.Queue[StatesFuture],
-        claim: int,
+        self, shard: Shard, samples: Sequence[Sample], batches: queue.Queue[StatesFuture]
     ) -> int:
         """Fill, write and commit one shard, and return its size in bytes."""
-        try:
-            buffer = ShardBuffer(shard, samples, self.receipts.plan.identity, self.policy)
-            for batch in shard.batches:
-                buffer.add(batch, self._next(batches))
-            return self._commit(buffer)
-        finally:
-            os.close(claim)
+        buffer = ShardBuffer(shard, samples, self.receipts.plan.identity, self.policy)
+        for batch in shard.batches:
+            buffer.add(batch, self._next(batches))
+        return self._commit(buffer)
 
     def _next(self, batches: queue.Queue[StatesFuture]) -> StatesFuture:
         while not self._stopped.is_set():
@@ -133,8 +119,10 @@ class ShardWriters:
         shard = buffer.shard
         path = self.receipts.folder / shard.file
         try:
-            with atomic_path(path, exclusive=True) as temporary:
+            with atomic_path(path, writer=self._writer) as temporary:
                 size, digest = write_shard(buffer.tensors, temporary)
+                self.receipts.discard(shard)
+                self.receipts.check_plan()
         except OSError as error:
             raise UserError(
                 f"a shard could not be written: {error}",
@@ -142,7 +130,7 @@ class ShardWriters:
                 do="free disk space; the same command goes on after the last whole shard",
             ) from None
         fields = {"bytes": size, "sha256": digest, **buffer.receipt_fields()}
-        self.receipts.commit(shard, fields)
+        self.receipts.commit(shard, fields, self._writer)
         return size
 
 

@@ -27,6 +27,8 @@ class TargetMetadata:
 
     Args:
         settings: of the target; as `load_target` reads them.
+        padding_reason: `Target.padding_reason`, as another process that runs the layers says;
+            vLLM needs no padding.
 
     Attributes:
         device: device of norm and lm_head.
@@ -35,9 +37,9 @@ class TargetMetadata:
         UserError: the checkpoint is missing or its config does not load.
     """
 
-    def __init__(self, settings: TargetSettings) -> None:
+    def __init__(self, settings: TargetSettings, padding_reason: str | None = None) -> None:
         self.folder: Path = resolve_target(settings)
-        self.name, self.settings = settings.path, settings
+        self.name, self.settings, self.padding_reason = settings.path, settings, padding_reason
         self.device = resolve_device(settings.device)
         try:
             config = AutoConfig.from_pretrained(

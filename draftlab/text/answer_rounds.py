@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from threading import Event
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.text.answer_message import AnswerParser
-from draftlab.text.answer_workers import Decode
 from draftlab.text.chat_template import RenderError, encode_prompt, omitted_roles
 from draftlab.text.conversations import Answer, Conversation
+from draftlab.text.decode import Decode
 from draftlab.text.settings import RegenerateSettings
 
 
@@ -61,10 +60,12 @@ def no_room(max_length: int) -> str:
 
 @dataclass(frozen=True)
 class AnswerGenerator:
-    """Generates the answers of one chunk at a time; `stopped` makes it return early.
+    """Generates the answers of one chunk at a time.
 
     Attributes:
-        count_answer: called with the number of tokens of each answer.
+        seed: of the sampling noise.
+        stops: ids of the tokens that end an answer.
+        max_length: maximum length of a prompt and its answer together, in tokens.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -72,15 +73,19 @@ class AnswerGenerator:
     seed: int
     stops: frozenset[int]
     max_length: int
-    count_answer: Callable[[int], None]
-    stopped: Event = field(default_factory=Event)
 
     @cached_property
     def _parser(self) -> AnswerParser:
         return AnswerParser(self.tokenizer)
 
-    def answer(self, chunk: list[Draft], decode: Decode) -> None:
-        """Generate the answers of a chunk, round by round."""
+    def answer(
+        self, chunk: list[Draft], decode: Decode, count_answer: Callable[[int], None]
+    ) -> None:
+        """Generate the answers of a chunk, round by round.
+
+        Args:
+            count_answer: called with the number of tokens of each answer.
+        """
         for number in range(max(len(draft.rounds) for draft in chunk)):
             pending: dict[str, tuple[Draft, Request]] = {}
             for draft in chunk:
@@ -91,14 +96,12 @@ class AnswerGenerator:
             requests = [request for _, request in pending.values()]
             max_length = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
             for generation in decode(requests, max_length):
-                if self.stopped.is_set():
-                    return
                 draft, request = pending[generation.id]
                 if generation.finish == "no_room":
                     draft.end = NO_ROOM_ON_SERVER
                     continue
                 self._add_answer(draft, request, generation)
-                self.count_answer(len(generation.token_ids))
+                count_answer(len(generation.token_ids))
 
     def _request(self, draft: Draft, number: int) -> Request | None:
         """Return the request of round `number`; None once a round could not be answered."""

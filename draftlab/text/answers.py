@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +24,6 @@ from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.text.answer_file import AnswerCounts, AnswerFile, DroppedPrompt
 from draftlab.text.answer_rounds import AnswerGenerator, Draft, no_room
-from draftlab.text.answer_workers import Decode, engine_decode, map_in_order
 from draftlab.text.chat_template import (
     RenderError,
     encode_prompt,
@@ -40,11 +38,15 @@ from draftlab.text.conversations import (
     split_rounds,
     write_conversations,
 )
+from draftlab.text.decode import Decode, engine_decode
 from draftlab.text.prompts import select_answered
 from draftlab.text.reasons import Reasons
 from draftlab.text.server_answers import ServerAnswers
 from draftlab.text.settings import RegenerateSettings
 
+AnswerChunks = Callable[[Sequence[list[Draft]]], Iterator[tuple[int, list[Draft]]]]
+"""A function that has other processes answer chunks. It yields the number of each chunk and the
+answered chunk, in any order."""
 MANY_UNFINISHED = 0.25
 """Share of answers that reached their length limit, from which on a line warns of it."""
 
@@ -59,7 +61,7 @@ def regenerate(
     seed: int,
     monitor: Monitor,
     decode: Decode | None = None,
-    extra_decoders: Sequence[Decode] = (),
+    answer_chunks: AnswerChunks | None = None,
 ) -> None:
     """Generate the answers to the prompts and write them to `path` (JSONL), in prompt order.
 
@@ -72,8 +74,8 @@ def regenerate(
         target: may be None with `enabled: false`; `TargetMetadata` requires `decode`.
         seed: the seed of the sampling noise.
         decode: replaces the target's engine, as `settings.backend` says.
-        extra_decoders: work in parallel to it. Each decodes whole chunks, so the answers do not
-            depend on which one decodes a chunk.
+        answer_chunks: answers the chunks in place of this process. The answers do not depend on
+            who answers a chunk.
 
     Raises:
         UserError: the file has answers generated in another way, or no prompt can be answered.
@@ -88,7 +90,8 @@ def regenerate(
             "expected a target to answer the prompts, found none",
             do="set regenerate.enabled=false for given answers",
         )
-    decode = decode or engine_decode(target, settings.batch, monitor)
+    if decode is None and answer_chunks is None:
+        decode = engine_decode(target, settings.batch, monitor)
     stops, max_length = stop_ids(tokenizer, target.folder), target.max_length
     server: dict[str, Any] = {}
     if isinstance(decode, ServerAnswers):
@@ -121,14 +124,14 @@ def regenerate(
     left_out = Reasons()
     with answers.open_partial(ids, settings.piece) as (counts, file):
         throughput = _Throughput(monitor, num_turns, counts.answers)
-        generator = AnswerGenerator(
-            tokenizer, settings, seed, stops, max_length, throughput.add_answer
-        )
         starts = range(counts.lines, len(drafts), settings.piece)
         chunks = [drafts[start : start + settings.piece] for start in starts]
         del drafts
-        decoders = [decode, *extra_decoders]
-        finished = map_in_order(generator.answer, chunks, decoders, generator.stopped.set)
+        if answer_chunks is not None:
+            finished = _in_order(answer_chunks, chunks, throughput)
+        else:
+            generator = AnswerGenerator(tokenizer, settings, seed, stops, max_length)
+            finished = _answer_here(generator, chunks, decode, throughput)
         with closing(finished):
             for chunk in finished:
                 conversations = [_finished(draft) for draft in chunk]
@@ -161,6 +164,35 @@ def regenerate(
         f"{counts.conversations:,} conversations; {counts.unfinished:,} reached their "
         f"length limit unfinished; {throughput.rate:,.0f} tokens/s"
     )
+
+
+def _answer_here(
+    generator: AnswerGenerator,
+    chunks: Sequence[list[Draft]],
+    decode: Decode,
+    throughput: _Throughput,
+) -> Iterator[list[Draft]]:
+    """Yield the chunks after this process has answered them."""
+    for chunk in chunks:
+        generator.answer(chunk, decode, throughput.add_answer)
+        yield chunk
+
+
+def _in_order(
+    answer_chunks: AnswerChunks, chunks: Sequence[list[Draft]], throughput: _Throughput
+) -> Iterator[list[Draft]]:
+    """Yield the chunks in their order after other processes have answered them."""
+    early: dict[int, list[Draft]] = {}
+    following = 0
+    with closing(answer_chunks(chunks)) as answered:
+        for number, chunk in answered:
+            for draft in chunk:
+                for answer in draft.answers:
+                    throughput.add_answer(len(answer.token_ids))
+            early[number] = chunk
+            while following in early:
+                yield early.pop(following)
+                following += 1
 
 
 def _finished(draft: Draft) -> Conversation | DroppedPrompt:
@@ -238,12 +270,11 @@ def _start_drafts(
 
 
 class _Throughput:
-    """Counts finished answers and tokens, and reports the progress. Threads may share it."""
+    """Counts finished answers and tokens, and reports the progress."""
 
     def __init__(self, monitor: Monitor, total: int, done: int) -> None:
         self.monitor, self.total, self.done = monitor, total, done
         self.tokens, self.started = 0, time.perf_counter()
-        self._lock = Lock()
 
     @property
     def rate(self) -> float:
@@ -252,7 +283,6 @@ class _Throughput:
 
     def add_answer(self, tokens: int) -> None:
         """Count one answer."""
-        with self._lock:
-            self.done += 1
-            self.tokens += tokens
-            self.monitor.progress("answers", self.done, self.total, f"{self.rate:,.0f} tokens/s")
+        self.done += 1
+        self.tokens += tokens
+        self.monitor.progress("answers", self.done, self.total, f"{self.rate:,.0f} tokens/s")

@@ -149,7 +149,7 @@ class MetricsLog:
             for line, row in rows
             if row["step"] <= step - (step == steps and "validation" in row)
         ]
-        write_text(self.path, "".join(valid), exclusive=True)
+        write_text(self.path, "".join(valid), writer="trainer")
         return any(row["step"] == step and "validation" in row for _, row in rows)
 
 

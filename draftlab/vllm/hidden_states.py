@@ -193,10 +193,10 @@ def _new_folder(size: int) -> Iterator[Path]:
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError, UserError):  # it was removed meanwhile, or is in use
             if time.time() - folder.stat().st_ctime > _LOCKED_AFTER_S:
-                with lock_folder(folder, shared=False):
+                with lock_folder(folder):
                     shutil.rmtree(folder)
     with (
         tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent) as name,
-        lock_folder(Path(name), shared=False),
+        lock_folder(Path(name)),
     ):
         yield Path(name)

@@ -154,17 +154,15 @@ def wait(children: Sequence[int], until: Callable[[], bool] = lambda: False) -> 
 def contents() -> dict[str, str]:
     """Return a hash of every file in the current folder, and the links.
 
-    Times are left out, and checkpoints before the last step: a SIGTERM writes further ones. So is
-    the log of a killed recording worker, which the other processes name.
+    Times are left out, and checkpoints before the last step: a SIGTERM writes further ones. So are
+    logs: that of a killed worker stays if it says something.
     """
     files = {}
     older = sorted(RUN.glob("train/checkpoints/step-*"))[:-1]
     for path in sorted(Path().rglob("*")):
         if path.is_symlink():
             files[str(path)] = f"→ {os.readlink(path)}"
-        elif path.is_file() and path != LOG and path.parent not in older:
-            if path.match("record-*.log") and path.stat().st_size:
-                continue
+        elif path.is_file() and path.suffix != ".log" and path.parent not in older:
             data = path.read_bytes()
             if path.name == "metrics.jsonl":
                 rows = [json.loads(line) for line in data.splitlines()]

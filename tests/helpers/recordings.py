@@ -13,7 +13,7 @@ import torch
 
 from draftlab.progress import Monitor
 from draftlab.store.online import OnlineStore
-from draftlab.store.record import RecordSettings, Role, record
+from draftlab.store.record import RecordSettings, RecordShards, record
 from draftlab.store.recording_plan import plan_recording
 from draftlab.store.samples import Sample
 from draftlab.store.store import Store, StoreIdentity
@@ -59,9 +59,9 @@ def record_store(
     folder: Path,
     samples: list[Sample] | None = None,
     monitor: Monitor | None = None,
-    role: Role = "alone",
+    record_shards: RecordShards | None = None,
     **changes: object,
-) -> Store | None:
+) -> Store:
     """Record samples (default: `make_samples()`) with small shards."""
     settings = RecordSettings(**(_SETTINGS | changes))
     return record(
@@ -71,11 +71,11 @@ def record_store(
         settings,
         identity_of(target, settings.dtype),
         monitor=monitor or Monitor(),
-        role=role,
+        record_shards=record_shards,
     )
 
 
-def fork_recorder(target: Target, folder: Path, role: Role = "alone", pause: float = 0.0) -> int:
+def fork_recorder(target: Target, folder: Path, pause: float = 0.0) -> int:
     """Fork a process that records with pauses (seconds) between batches, and return its id."""
 
     class SlowMonitor(Monitor):
@@ -87,7 +87,7 @@ def fork_recorder(target: Target, folder: Path, role: Role = "alone", pause: flo
         return child
     try:
         torch.set_num_threads(1)
-        record_store(target, folder, monitor=SlowMonitor(), role=role)
+        record_store(target, folder, monitor=SlowMonitor())
         os._exit(0)
     except BaseException:
         os._exit(1)

@@ -12,8 +12,10 @@ import torch
 from transformers import Llama4Config, LlamaConfig
 
 from draftlab.files import write_json
+from draftlab.formatting import size_text
 from draftlab.pipeline import pipeline
-from draftlab.pipeline.estimate import CHECKPOINTS, estimate_stages, estimate_table
+from draftlab.pipeline.estimate import CHECKPOINTS, estimate_stages
+from draftlab.pipeline.estimate_table import _shared, estimate_table
 from draftlab.pipeline.hardware import GPUS
 from draftlab.pipeline.head_spec import planned_head, target_config
 from draftlab.pipeline.recipe import Recipe, load_recipe, parse_recipe
@@ -54,6 +56,34 @@ def recipe(folder: Path, **settings: Any) -> Recipe:
     """Return a recipe for the target in a folder."""
     target = {"path": str(folder), "dtype": "bfloat16"} | settings.pop("target", {})
     return parse_recipe(RECIPE | {"target": target} | settings)
+
+
+def test_several_nodes_share_the_times_and_the_bottleneck_is_named(
+    llama_8b: Path, tmp_path: Path
+) -> None:
+    settings = recipe(
+        llama_8b,
+        hardware={"gpu": "H200", "gpus": 8, "nodes": 4},
+        train={"batch_rows": 16, "steps": 20000},
+    )
+    one = {row.name: row.seconds for row in estimate_stages(settings)}
+    shared = {row.name: _shared(row, settings, 32).seconds for row in estimate_stages(settings)}
+    for name, share in (("answers", 32), ("store", 32), ("head", 16), ("eval", 1)):
+        assert shared[name] == pytest.approx(one[name] / share)
+    halves = recipe(llama_8b, target={"gpus": 8}, hardware={"gpu": "H200"})
+    (row,) = (row for row in estimate_stages(halves) if row.name == "store")
+    assert _shared(row, halves, 32).seconds == pytest.approx(row.seconds / 4)
+    lines = "\n".join(estimate_table(settings, tmp_path, list(STAGES), 32))
+    assert "estimate (4 × 8 × H200; 32 work together)" in lines
+    assert "bottleneck: head takes " in lines
+    store = next(row for row in estimate_stages(settings) if row.name == "store")
+    rate = store.disk / (2 * shared["store"])
+    assert f"file system: up to writing {size_text(rate)}/s, then reading " in lines
+    alone = "\n".join(estimate_table(settings, tmp_path, list(STAGES)))
+    assert "bottleneck" not in alone
+    arguments = ("run", "r.yaml", "--plan", "hardware={gpu: H200, gpus: 8, nodes: 4}")
+    (tmp_path / "r.yaml").write_text(f"target: {llama_8b}\nprompts: {{source: embedded}}\n")
+    assert "32 work together" in draftlab(tmp_path, *arguments, "--ray", "auto").output
 
 
 def test_a_targets_size(llama_8b: Path) -> None:

@@ -14,9 +14,7 @@ from safetensors.torch import load_file
 
 from draftlab import Monitor, Pipeline, Report, evaluate_head, export_head, find_run, load_recipe
 from draftlab.errors import UserError
-from draftlab.pipeline import check_recipe, recording, training
-from draftlab.pipeline import pipeline as pipeline_
-from draftlab.pipeline.recording import Recording
+from draftlab.pipeline import check_recipe, recording, target_worker, training
 from draftlab.pipeline.run_folder import lock
 from draftlab.store.store import Store
 from draftlab.target_model.model import Target
@@ -145,7 +143,7 @@ def test_the_target_is_freed_where_others_need_the_memory(
     monkeypatch.setattr(check_recipe, "find_python", lambda _: Path())
     settings = ["record.backend=vllm"] if stage == "store" else []
     run = pipeline("name=freed", *settings)
-    models, alive, load_target = [], [], recording.load_target
+    models, alive, load_target = [], [], target_worker.load_target
 
     def load(settings: TargetSettings) -> Target:
         target = load_target(settings)
@@ -156,8 +154,8 @@ def test_the_target_is_freed_where_others_need_the_memory(
         alive.extend(model() for model in models)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recording, "load_target", load)
-    module, function = (recording, "record") if stage == "store" else (pipeline_, "train_head")
+    monkeypatch.setattr(target_worker, "load_target", load)
+    module, function = (recording, "record") if stage == "store" else (training, "train_head")
     monkeypatch.setattr(module, function, stop)
     with pytest.raises(KeyboardInterrupt):
         run.make(stage)
@@ -415,18 +413,3 @@ def test_a_run_is_independent_of_its_folder(tmp_path: Path) -> None:
     again, first = (folder / "runs/small" for folder in (tmp_path / "again", finished()))
     assert contents(again / "head") == contents(first / "head")
     assert contents(again / "store") == contents(first / "store")
-
-
-@pytest.mark.parametrize(("launched", "waiting"), [("2", ""), ("6", "; the 4 on other machines")])
-def test_a_launched_recording_answers_with_the_processes_of_its_machine(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, launched: str, waiting: str
-) -> None:
-    numbers: list[int] = []
-    monkeypatch.setattr(Recording, "answer", lambda self, path, gpus: numbers.append(gpus))
-    monitor = RecordingMonitor()
-    pipeline("name=alone", monitor=monitor).make("answers")
-    monkeypatch.setenv("WORLD_SIZE", launched)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    pipeline("name=launched", monitor=monitor).make("answers")
-    assert numbers == [1, 2]
-    assert f"answers: 2 processes of this machine{waiting}" in monitor.text

@@ -9,8 +9,8 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from draftlab.store import receipts as receipts_module
 from draftlab.store import shard_writer
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.receipts import Receipts
-from draftlab.store.record import RecordSettings
+from draftlab.store.record import RecordSettings, open_recorder
 from draftlab.store.recording_plan import plan_recording
 from draftlab.store.samples import Sample
 from draftlab.store.store import Store
@@ -173,41 +173,67 @@ def test_an_interruption_leaves_no_thread_and_no_partial_shard(
     inode = manifest.stat().st_ino
     with pytest.raises(KeyboardInterrupt):
         record_store(target, tmp_path, monitor=InterruptingMonitor())
-    assert manifest.stat().st_ino == inode  # helpers see that the recording goes on
+    assert manifest.stat().st_ino == inode  # workers see that the recording goes on
     record_store(target, tmp_path)
     assert file_hashes(tmp_path) == expected_hashes
 
 
-def test_processes_share_a_plan_and_write_the_same_bytes(
+def other_process(target: Target, folder: Path, numbers: Sequence[int]) -> int:
+    """Fork a process that records shards of the published plan, and return its id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        torch.set_num_threads(1)
+        settings = RecordSettings(dtype="float32", shard_tokens=100, batch_tokens=96)
+        arguments = (make_samples(), folder, settings, identity_of(target), None)
+        with ExitStack() as stack:
+            recorder = open_recorder(target, *arguments, stack)
+            for number in numbers:
+                list(recorder.record(number))
+        os._exit(0)
+    except BaseException:
+        os._exit(1)
+
+
+def test_other_processes_write_the_same_bytes_and_lost_shards_are_recorded_again(
     target: Target, tmp_path: Path, expected_hashes: dict[str, str]
 ) -> None:
-    # Helpers that start first wait for the plan.
-    helpers = [fork_recorder(target, tmp_path, "help", 0.05) for _ in range(2)]
-    time.sleep(0.2)
-    lead = fork_recorder(target, tmp_path, "lead", 0.05)
-    assert exit_codes(lead, *helpers) == [0, 0, 0]
+    calls: list[list[int]] = []
+
+    def record_shards(numbers: Sequence[int]) -> Iterator[int]:
+        calls.append(list(numbers))
+        children = [other_process(target, tmp_path, numbers[half::2]) for half in range(2)]
+        yield 100
+        if len(calls) == 1:
+            os.kill(children[1], signal.SIGKILL)
+        exit_codes(*children)
+
+    record_store(target, tmp_path, record_shards=record_shards)
     assert file_hashes(tmp_path) == expected_hashes
+    assert len(calls) == 2
+    assert set(calls[1]) == set(calls[0][1::2])
 
 
-def test_a_helper_leaves_no_claim_in_a_store_that_was_completed_meanwhile(
-    target: Target, tmp_path: Path, expected_hashes: dict[str, str]
-) -> None:
-    """Another process completes the store between this one's look at the receipts and its claim."""
+def test_a_writer_whose_plan_was_replaced_changes_no_shard(target: Target, tmp_path: Path) -> None:
     settings = RecordSettings(dtype="float32", shard_tokens=100, batch_tokens=96)
     identity = identity_of(target)
     plan, _ = plan_recording(target, make_samples(), settings, identity, monitor=Monitor())
     Receipts(tmp_path, plan).publish()
-    receipts = Receipts.from_published(tmp_path)
-    assert receipts is not None
+    stack = ExitStack()
+    recorder = open_recorder(target, make_samples(), tmp_path, settings, identity, None, stack)
     record_store(target, tmp_path)
-    assert receipts.claim(plan.shards[0], wait=False) is None
-    assert file_hashes(tmp_path) == expected_hashes
+    before = file_hashes(tmp_path)
+    list(recorder.record(0))
+    with pytest.raises(UserError, match="completed or replaced"):
+        stack.close()
+    assert file_hashes(tmp_path) == before
 
 
 def test_a_receipt_that_the_leader_removes_is_no_error(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A helper may look for a receipt while the leader completes the store."""
+    """A worker may look for a receipt while the leader completes the store."""
     settings = RecordSettings(dtype="float32", shard_tokens=100, batch_tokens=96)
     identity = identity_of(target)
     plan, _ = plan_recording(target, make_samples(), settings, identity, monitor=Monitor())
@@ -224,7 +250,7 @@ def test_a_receipt_that_the_leader_removes_is_no_error(
 
 
 def test_shards_of_a_former_plan_complete_no_store(target: Target, tmp_path: Path) -> None:
-    """A helper of a recording that was removed may still write into the folder."""
+    """A worker of a recording that was removed may still write into the folder."""
     settings = RecordSettings(dtype="float32", shard_tokens=100, batch_tokens=96)
     identity = identity_of(target)
     plan, _ = plan_recording(target, make_samples(), settings, identity, monitor=Monitor())
@@ -241,46 +267,24 @@ def test_shards_of_a_former_plan_complete_no_store(target: Target, tmp_path: Pat
     assert not Manifest.read(tmp_path / MANIFEST).complete
 
 
-def test_killed_helpers_and_leaders_are_replaced(
-    target: Target, tmp_path: Path, expected_hashes: dict[str, str]
-) -> None:
-    lead = fork_recorder(target, tmp_path, "lead", 0.15)
-    helper = fork_recorder(target, tmp_path, "help", 0.15)
-    deadline = time.monotonic() + 30
-    while not list(tmp_path.glob("shard-*.json")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.kill(helper, signal.SIGKILL)
-    assert exit_codes(helper, lead) == [-signal.SIGKILL, 0]
-    assert file_hashes(tmp_path) == expected_hashes
-
-    (tmp_path / "shard-00001.safetensors").unlink()
-    (tmp_path / "shard-00000.safetensors").unlink()
-    lead = fork_recorder(target, tmp_path, "lead", 0.15)
-    time.sleep(0.05)
-    os.kill(lead, signal.SIGKILL)
-    exit_codes(lead)
-    helpers = [fork_recorder(target, tmp_path, "help") for _ in range(3)]
-    assert exit_codes(*helpers) == [0, 0, 0]
-    assert exit_codes(fork_recorder(target, tmp_path, "lead")) == [0]
-    assert file_hashes(tmp_path) == expected_hashes
-
-
-def test_a_process_that_works_alone_excludes_others(target: Target, tmp_path: Path) -> None:
-    lead = fork_recorder(target, tmp_path, "lead", 0.1)
+def test_a_process_excludes_others(target: Target, tmp_path: Path) -> None:
+    child = fork_recorder(target, tmp_path, 0.1)
     while not (tmp_path / "manifest.json").exists():
         time.sleep(0.01)
     with pytest.raises(UserError, match="another process is recording") as caught:
         record_store(target, tmp_path)
-    assert "--join" in caught.value.do
-    assert exit_codes(lead) == [0]
+    assert "--ray" in caught.value.do
+    assert exit_codes(child) == [0]
 
 
-def test_a_helper_with_other_samples_is_refused(target: Target, tmp_path: Path) -> None:
+def test_a_recorder_with_other_samples_is_refused(target: Target, tmp_path: Path) -> None:
     record_store(target, tmp_path)
     manifest = tmp_path / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"complete": False}))
+    settings = RecordSettings(dtype="float32", shard_tokens=100, batch_tokens=96)
+    arguments = (make_samples(11), tmp_path, settings, identity_of(target), None)
     with pytest.raises(UserError, match="other samples"):
-        record_store(target, tmp_path, make_samples(11), role="help")
+        open_recorder(target, *arguments, ExitStack())
 
 
 def test_killed_at_random_times(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ import torch
 from draftlab.engine import kv_pool
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
-from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings
-from draftlab.text import answer_workers
-from draftlab.text.answer_workers import WorkerProcess, engine_decode, start_answer_workers
+from draftlab.text.answer_rounds import AnswerGenerator, Draft
 from draftlab.text.chat_template import prompt_ids
 from draftlab.text.conversations import Conversation, read_conversations
+from draftlab.text.decode import engine_decode
 from draftlab.text.settings import RegenerateSettings
 from tests.helpers.fake_decoder import (
     SETTINGS,
@@ -196,53 +197,34 @@ def test_the_engines_greedy_answer_equals_the_models_and_resumes(tmp_path: Path)
     assert resumed.read_bytes() == complete.read_bytes()
 
 
-@pytest.mark.parametrize("num_extra", [1, 3])
-def test_several_decoders_write_the_same_bytes(tmp_path: Path, num_extra: int):
-    monitor, decoders = RecordingMonitor(), [FakeDecoder() for _ in range(num_extra + 1)]
+def test_chunks_answered_elsewhere_are_written_in_order(tmp_path: Path):
+    monitor, decoder = RecordingMonitor(), FakeDecoder()
     alone, together = tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
     generate(alone, prompts=prompts(30))
-    extra = {"extra_decoders": decoders[1:], "monitor": monitor}
-    generate(together, decoders[0], prompts=prompts(30), **extra)
+    generator = AnswerGenerator(toy_tokenizer(), SETTINGS, 1, frozenset({STOP}), 512)
+
+    def answer_chunks(chunks: list[list[Draft]]) -> Iterator[tuple[int, list[Draft]]]:
+        for number in sorted(range(len(chunks)), key=lambda number: (number % 3, -number)):
+            chunk = copy.deepcopy(chunks[number])
+            generator.answer(chunk, decoder, lambda _: None)
+            yield number, chunk
+
+    elsewhere = {"decode": None, "answer_chunks": answer_chunks, "monitor": monitor}
+    generate(together, prompts=prompts(30), **elsewhere)
     assert together.read_bytes() == alone.read_bytes()
-    assert sum(len(decoder.requests) for decoder in decoders) == 40  # each request once
+    assert len(decoder.requests) == 40
     assert monitor.last_progress[:3] == ("answers", 40, 40)
 
 
-def test_chunks_before_a_failing_decoder_are_kept(tmp_path: Path):
+def test_chunks_before_a_failing_one_are_kept(tmp_path: Path):
     alone, path = tmp_path / "alone.jsonl", tmp_path / "answers.jsonl"
     generate(alone, prompts=prompts(30))
-    extra = [FakeDecoder(fail_after=5), FakeDecoder()]
     with pytest.raises(KeyboardInterrupt):
-        generate(path, prompts=prompts(30), extra_decoders=extra)
-    generate(path, prompts=prompts(30))
+        generate(path, FakeDecoder(fail_after=15), prompts=prompts(30))
+    decoder = FakeDecoder()
+    generate(path, decoder, prompts=prompts(30))
     assert path.read_bytes() == alone.read_bytes()
-
-
-def test_a_worker_process_writes_the_same_bytes_and_its_errors_reach_the_user(tmp_path: Path):
-    folder = toy_target_folder(tmp_path / "target", layers=1, hidden=32, max_length=128)
-    target_settings = TargetSettings(path=str(folder), device="cpu")
-    arguments = {
-        "target": load_target(target_settings),
-        "tokenizer": load_tokenizer(target_settings),
-        "prompts": prompts(12),
-        "settings": SETTINGS.model_copy(update={"temperatures": (0.0,)}),
-        "decode": None,
-    }
-    request, alone, together = Request("a", (1, 2), 3, Sampling()), tmp_path / "a", tmp_path / "b"
-    monitor = RecordingMonitor()
-    with start_answer_workers(target_settings, ["cpu"], SETTINGS.batch, monitor) as workers:
-        generate(alone, **arguments)
-        generate(together, **arguments, extra_decoders=workers)
-        assert together.read_bytes() == alone.read_bytes()
-        workers[0]._process.kill()
-        with pytest.raises(UserError, match="killed by SIGKILL"):
-            next(workers[0]([request], 16))
-    missing = TargetSettings(path=str(tmp_path / "nowhere"), device="cpu")
-    with (
-        start_answer_workers(missing, ["cpu"], 1, monitor) as workers,
-        pytest.raises(UserError, match=r"on cpu failed: .*nowhere"),
-    ):
-        next(workers[0]([request], 16))
+    assert len(decoder.requests) < 40
 
 
 @pytest.fixture
@@ -261,36 +243,4 @@ def test_short_memory_is_reported_once(tmp_path: Path, short_memory: str) -> Non
     for _ in range(2):  # two pieces of the prompts
         assert len(list(decode(requests, 16))) == 4
     (line,) = monitor.lines
-    assert short_memory in line
-
-
-class Wire:
-    """A connection that delivers given messages."""
-
-    def __init__(self, messages: list[Any]) -> None:
-        self.messages, self.sent = iter(messages), []
-        self.send = self.sent.append
-
-    def recv(self) -> Any:
-        try:
-            return next(self.messages)
-        except StopIteration:
-            raise EOFError from None
-
-
-def test_a_worker_process_reports_short_memory(
-    tmp_path: Path, short_memory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both ends run in this process, one after the other."""
-    folder = toy_target_folder(tmp_path / "target", layers=1, hidden=32, max_length=128)
-    requests = [Request(str(i), (1, 2), 3, Sampling()) for i in range(4)]
-    monkeypatch.setattr(answer_workers.signal, "signal", lambda *_: None)
-    child = Wire([(requests, 16)])
-    answer_workers._serve(child, TargetSettings(path=str(folder), device="cpu"), 4)
-    worker = WorkerProcess.__new__(WorkerProcess)  # without a process
-    worker.device, worker.monitor = "cuda:1", RecordingMonitor()
-    worker._connection = Wire(child.sent)
-    assert len(list(worker(requests, 16))) == 4
-    (line,) = worker.monitor.lines
-    assert line.startswith("cuda:1: KV cache: ")
     assert short_memory in line

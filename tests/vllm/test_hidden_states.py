@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.store.record import Role, record
+from draftlab.store.record import record
 from draftlab.store.samples import Sample
 from draftlab.store.settings import RecordSettings
 from draftlab.store.store import Store
@@ -43,10 +42,9 @@ def record_with_vllm(
     folder: Path,
     samples: list[Sample] | None = None,
     monitor: Monitor | None = None,
-    role: Role = "alone",
     settings: RecordSettings = SETTINGS,
     **identity: Any,
-) -> Store | None:
+) -> Store:
     monitor = monitor or Monitor()
     return record(
         metadata,
@@ -55,7 +53,6 @@ def record_with_vllm(
         settings,
         identity_of(metadata, settings.dtype, **identity),
         monitor=monitor,
-        role=role,
         open_source=partial(VllmStateSource, metadata, settings, monitor),
     )
 
@@ -144,30 +141,6 @@ def test_a_recording_is_resumed_with_vllm_and_not_with_transformers(
     assert setups == []  # a complete store starts no vLLM
     with pytest.raises(UserError, match="backend: expected None, found vllm"):
         record_store(target, tmp_path)
-
-
-def test_processes_share_a_recording_each_with_its_own_vllm(
-    metadata: TargetMetadata,
-    target: Target,
-    tmp_path: Path,
-    record_with_stand_in: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    record_with_stand_in(tmp_path / "alone")
-    folders = []
-
-    def start(setup: dict[str, Any], *_: Any) -> StandIn:
-        folders.append(setup["states_folder"])
-        return StandIn(target, [setup])
-
-    monkeypatch.setattr(hidden_states, "VllmProcess", start)
-    arguments = (metadata, tmp_path / "shared", None, None)
-    helper = threading.Thread(target=record_with_vllm, args=(*arguments, "help"))
-    helper.start()
-    record_with_vllm(*arguments, "lead")
-    helper.join()
-    assert file_hashes(tmp_path / "shared") == file_hashes(tmp_path / "alone")
-    assert 1 <= len(set(folders)) == len(folders) <= 2
 
 
 def test_states_that_are_not_finite_are_refused_or_skipped(

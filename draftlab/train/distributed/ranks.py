@@ -35,6 +35,10 @@ _THREADS_END = 0.1
 LAUNCH_HINT = "start them with `draftlab train RECIPE --gpus N`, torchrun or accelerate launch"
 
 
+class LostRankError(UserError):
+    """Another rank has died."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among the ranks of a training.
@@ -136,7 +140,7 @@ class Ranks:
 
     @contextmanager
     def report_lost_rank(self) -> Iterator[None]:
-        """Raise a UserError where a collective fails since another rank died."""
+        """Raise a `LostRankError` where a collective fails since another rank died."""
         try:
             yield
         except RuntimeError as error:
@@ -144,7 +148,7 @@ class Ranks:
             lost = isinstance(error, dist.DistError) or "gloo/" in str(error)
             if self.size == 1 or not lost:
                 raise
-            raise UserError(
+            raise LostRankError(
                 f"rank {self.rank} of {self.size} lost another process: {error}",
                 do="look in that process's log why it ended; the same command resumes from the "
                 "last checkpoint",

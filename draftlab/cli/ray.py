@@ -1,0 +1,53 @@
+"""The option --ray: the cluster that runs a recipe."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from draftlab.errors import UserError
+
+if TYPE_CHECKING:
+    from draftlab.pipeline.ray_cluster import RayCluster
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[RayCluster | None]:
+    """Connect this process to a Ray cluster for the duration of the block; without one yield None.
+
+    Raises:
+        UserError: Ray is not installed, or this process was launched with others.
+    """
+    if address is None:
+        yield None
+        return
+    from draftlab.train.distributed.ranks import num_launched
+
+    if num_launched() > 1:
+        raise UserError(
+            "expected one process that uses the cluster, found several launched together",
+            where="--ray",
+            do="start it without torchrun or accelerate launch: Ray starts the processes",
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(
+            "expected Ray, found that it is not installed",
+            where="--ray",
+            do="pip install 'draftlab[ray]' on all nodes",
+        )
+    from draftlab.pipeline.ray_cluster import RayCluster
+
+    with RayCluster.connect(address) as cluster:
+        yield cluster
+
+
+def refuse_both(gpus: int | None, address: str | None) -> None:
+    """Raise a `UserError` if both --gpus and --ray are given to a verb that does not train."""
+    if gpus is not None and address is not None:
+        raise UserError(
+            "expected --gpus or --ray, found both",
+            where="--gpus",
+            do="with --ray all GPUs of the cluster answer and record",
+        )

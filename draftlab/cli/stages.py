@@ -1,0 +1,113 @@
+"""What the verbs that run stages share: their options, and how they run a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from draftlab.cli.console import monitor, plan_lines
+from draftlab.cli.ray import connected
+
+if TYPE_CHECKING:
+    from draftlab.pipeline.pipeline import Pipeline
+
+RecipeArg = Annotated[Path, typer.Argument(help="The recipe, a YAML file.", metavar="RECIPE")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Settings that replace the recipe's, such as train.steps=200 target=org/name."
+    ),
+]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Run stages with changed settings again, and all later stages."),
+]
+Gpus = Annotated[
+    int | None,
+    typer.Option(help="Number of GPUs that share the work. Each loads the whole target.", min=1),
+]
+TrainGpus = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus",
+        help="Number of GPUs that train together, with one process each. By default one, with "
+        "--ray all of the cluster.",
+        min=1,
+    ),
+]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        help='Run on all nodes of a Ray cluster: "auto", or HOST:PORT of its head node.',
+        metavar="ADDRESS",
+    ),
+]
+Plan = Annotated[
+    bool,
+    typer.Option("--plan", help="Print which stages would run and what they need; run nothing."),
+]
+
+
+def new_pipeline(recipe: Path, overrides: list[str] | None, *, rehearse: bool = False) -> Pipeline:
+    from draftlab.pipeline.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])  # mistakes are reported before torch is imported
+    from draftlab.pipeline.pipeline import Pipeline
+
+    if rehearse:
+        from draftlab.pipeline.rehearsal import REHEARSALS, rehearsal_recipe
+
+        return Pipeline(rehearsal_recipe(loaded, REHEARSALS, monitor), monitor, REHEARSALS)
+    return Pipeline(loaded, monitor)
+
+
+def make(
+    stages: tuple[str, ...],
+    recipe: Path,
+    overrides: list[str] | None,
+    force: bool,
+    plan: bool,
+    *,
+    gpus: int | None = None,
+    ray: str | None = None,
+    rehearse: bool = False,
+) -> Pipeline | None:
+    """Run stages; with `plan` print the plan instead and return None."""
+    pipeline = new_pipeline(recipe, overrides, rehearse=rehearse)
+    pipeline.gpus = gpus
+    if plan:
+        typer.echo(f"run folder: {pipeline.folder}")
+        statuses = pipeline.plan(*stages)
+        for line in plan_lines(statuses, force=force):
+            typer.echo(line)
+        for line in pipeline.estimate(*stages, on_cluster=ray is not None):
+            typer.echo(line)
+        typer.echo("`draftlab recipe show` with the same arguments prints every setting")
+        pipeline.check(statuses, plan=True)
+        return None
+    with connected(ray) as pipeline.cluster:
+        pipeline.make(*stages, force=force)
+    return pipeline
+
+
+def launch_verb(
+    verb: tuple[str, ...],
+    recipe: Path,
+    overrides: list[str] | None,
+    force: bool,
+    debug: bool,
+    gpus: int,
+    *,
+    as_json: bool = False,
+) -> int:
+    """Run a verb in one process for each GPU; return the exit code."""
+    from draftlab.cli.launch import launch
+    from draftlab.pipeline.recipe import load_recipe
+    from draftlab.train.distributed.ranks import check_gpus
+
+    check_gpus(gpus, load_recipe(recipe, overrides or []).train.device)
+    options = ["--force"] * force + ["--json"] * as_json + ["--debug"] * debug
+    return launch([*verb, str(recipe), *(overrides or []), *options], gpus, monitor)

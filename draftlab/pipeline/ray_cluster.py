@@ -1,0 +1,118 @@
+"""A Ray cluster that runs the stages of a recipe (`--ray ADDRESS`).
+
+The process that the user started is the driver: it plans, hands out tasks and writes what is small.
+Actors hold the target, one on each `target.gpus` GPUs of the cluster, or one on each CPU where no
+node has a GPU. All nodes see the run folder at the same path. An actor writes its shards there, as
+a worker on one machine does; answers go back to the driver (`ray_pool.py`). `ray_training.py` has
+the later stages.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from draftlab.errors import UserError
+from draftlab.formatting import count_text
+from draftlab.pipeline.ray_nodes import alive_nodes
+from draftlab.pipeline.ray_pool import RayPool
+from draftlab.pipeline.recipe import Recipe
+from draftlab.progress import Monitor
+
+CONNECT_S = 10.0
+"""Seconds in which the head node has to answer."""
+ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+"""Variables of all processes on the cluster, as `draftlab.cli` sets them."""
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """A cluster that this process is connected to.
+
+    Attributes:
+        has_gpus: whether a node has a GPU; otherwise CPUs do the work.
+    """
+
+    has_gpus: bool
+
+    @classmethod
+    @contextmanager
+    def connect(cls, address: str) -> Iterator[RayCluster]:
+        """Connect this process to the cluster for the duration of the block.
+
+        Args:
+            address: "auto", the cluster of this machine; or HOST:PORT of its head node.
+
+        Raises:
+            UserError: there is no such cluster, or another version of Ray or Python runs there.
+        """
+        if address.startswith("ray://"):
+            raise UserError(
+                f"expected the address of a head node such as 10.0.0.1:6379, found {address}",
+                where="--ray",
+                do="run draftlab on a node of the cluster, which sees the run folder",
+            )
+        try:
+            _check_address(address)
+            ray.init(
+                address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env={"env_vars": ENVIRONMENT},
+            )
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise UserError(
+                f"expected a Ray cluster, found none that can be used: {error}",
+                where=f"--ray {address}",
+                do="start one with `ray start --head`, and `ray start --address HOST:6379` on each "
+                "other node",
+            ) from None
+        try:
+            with redirect_stdout(sys.stderr):  # Ray prints what ends nodes and processes
+                yield cls(bool(ray.cluster_resources().get("GPU")))
+        finally:
+            ray.shutdown()
+
+    def on_cluster(self, recipe: Recipe) -> Recipe:
+        """Return the recipe with the devices that its processes on the cluster see.
+
+        Raises:
+            UserError: a setting names a device by its number, or a GPU where there is none.
+        """
+        devices = {"target": recipe.target.device, "train": recipe.train.device}
+        for section, device in devices.items():
+            if device not in ("auto", "cpu", "cuda") or (device == "cuda" and not self.has_gpus):
+                raise UserError(
+                    f"expected {section}.device auto, cpu or cuda on a Ray cluster"
+                    f"{'' if self.has_gpus else ' without GPUs'}, found {device}",
+                    do="use auto: Ray gives each process its own GPU",
+                )
+            devices[section] = "cuda" if self.has_gpus and device != "cpu" else "cpu"
+        target = recipe.target.model_copy(update={"device": devices["target"]})
+        train = recipe.train.model_copy(update={"device": devices["train"]})
+        return recipe.model_copy(update={"target": target, "train": train})
+
+    def describe(self) -> str:
+        """Return a line with the nodes and what they have."""
+        nodes = alive_nodes()
+        kind = "GPU" if self.has_gpus else "CPU"
+        total = sum(int(node["Resources"].get(kind, 0)) for node in nodes)
+        return f"ray: {count_text(len(nodes), 'node')} with {count_text(total, kind)} in all"
+
+    def new_pool(self, recipe: Recipe, run: Path, monitor: Monitor) -> RayPool:
+        """Return a pool of actors that hold the target."""
+        return RayPool(self.on_cluster(recipe), run, monitor)
+
+
+def _check_address(address: str) -> None:
+    """Raise an `OSError` at once if nothing answers at HOST:PORT; Ray would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()

@@ -1,0 +1,274 @@
+"""Training by Ray Train and evaluation on a node of a Ray cluster.
+
+The ranks run the loop that torchrun's run. Ray Train places them, and starts them again from the
+last checkpoint when a node is lost. What rank 0 reports comes through a queue to the console.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.queue import Empty, Queue
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from draftlab.errors import UserError
+from draftlab.formatting import count_text
+from draftlab.pipeline.api import evaluate_head
+from draftlab.pipeline.ray_cluster import RayCluster
+from draftlab.pipeline.ray_nodes import (
+    alive_nodes,
+    cpus_per_gpu,
+    enter_node,
+    node_log,
+    print_to_log,
+    target_resources,
+    wait_for_files,
+)
+from draftlab.pipeline.recipe import Recipe
+from draftlab.pipeline.recording import Recording
+from draftlab.pipeline.stages import STAGES
+from draftlab.pipeline.training import train_and_save
+from draftlab.progress import Monitor
+from draftlab.train.checkpoint import checkpoints
+from draftlab.train.distributed.ranks import TIMEOUT, LostRankError, Ranks
+
+POLL_S = 0.2
+PROGRESS_S = 0.5
+"""Least time between two reports of progress."""
+FAILURES = 3
+"""Times that training may fail without a new checkpoint before the run ends."""
+
+
+@dataclass(frozen=True)
+class StageTask:
+    """What a process on a node needs for a stage.
+
+    Attributes:
+        recipe: with the devices on the cluster.
+        run: the run folder, absolute.
+        folder: the driver's working directory.
+        queue: takes what the driver's console shows.
+    """
+
+    recipe: Recipe
+    run: Path
+    folder: str
+    queue: Queue
+
+
+class QueueMonitor(Monitor):
+    """Passes lines and progress to the driver, and lines to the node's log.
+
+    Args:
+        queue: None: nothing is passed on, as of all ranks but the first.
+    """
+
+    def __init__(self, queue: Queue | None) -> None:
+        self._queue, self._last = queue, 0.0
+
+    def say(self, line: str) -> None:
+        print_to_log(line)
+        if self._queue is not None:
+            self._queue.put(("say", line))
+
+    def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
+        now = time.monotonic()
+        if self._queue is not None and (done >= total or now - self._last > PROGRESS_S):
+            self._last = now
+            self._queue.put(("progress", stage, done, total, detail))
+
+
+def train(
+    cluster: RayCluster, recipe: Recipe, run: Path, monitor: Monitor, num_ranks: int | None
+) -> None:
+    """Train the head of a recipe and write it into the run folder.
+
+    Args:
+        num_ranks: processes that train together; None: one on each GPU, or one on a CPU.
+
+    Raises:
+        UserError: as training does, with the name of the node; or it fails again and again.
+    """
+    recipe = cluster.on_cluster(recipe)
+    failures, last = 0, None
+    while True:
+        found = checkpoints(run / "train" / "checkpoints")
+        failures, last = (failures, last) if found[-1:] == last else (0, found[-1:])
+        try:
+            _fit(recipe, run.resolve(), monitor, num_ranks or _num_gpus(recipe))
+            wait_for_files(run / STAGES["head"].artefact, STAGES["head"].files)
+            return
+        except (TrainingFailedError, RayActorError) as error:
+            failures += 1
+            reason = _first_line(error)
+            if failures == FAILURES:
+                raise UserError(
+                    f"training failed {FAILURES} times without a new checkpoint: {reason}",
+                    where=run / "logs",
+                    do="the logs of the nodes say why",
+                ) from None
+            monitor.say(
+                f"train: a process was lost ({reason}); it goes on from the last checkpoint"
+            )
+
+
+def _num_gpus(recipe: Recipe) -> int:
+    if recipe.train.device == "cpu":
+        return 1
+    return max(1, sum(int(node["Resources"].get("GPU", 0)) for node in alive_nodes()))
+
+
+def _fit(recipe: Recipe, run: Path, monitor: Monitor, num_ranks: int) -> None:
+    """Run Ray Train once."""
+    uses_gpu = recipe.train.device == "cuda"
+    kind = "GPU" if uses_gpu else "CPU"
+    monitor.say(f"ray: {count_text(num_ranks, 'process')} with a {kind} each will train")
+    storage = run / ".ray-train"  # Ray Train's own notes, which nothing reads again
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    queue = _new_queue()
+    trainer = TorchTrainer(
+        _train_rank,
+        train_loop_config={"task": StageTask(recipe, run, os.getcwd(), queue)},
+        scaling_config=ScalingConfig(
+            num_workers=num_ranks,
+            use_gpu=uses_gpu,
+            resources_per_worker={"CPU": cpus_per_gpu(), "GPU": 1} if uses_gpu else {"CPU": 1},
+        ),
+        run_config=RunConfig(
+            name=run.name,
+            storage_path=str(storage),
+            failure_config=FailureConfig(max_failures=0),  # `train` decides
+        ),
+        torch_config=TorchConfig(timeout_s=int(TIMEOUT.total_seconds())),
+    )
+    try:
+        # In another thread Ray Train leaves the signals of this process alone.
+        _relay(queue, monitor, trainer.fit)
+    finally:
+        shutil.rmtree(storage, ignore_errors=True)
+
+
+def _train_rank(config: dict[str, Any]) -> None:
+    """Train as one rank."""
+    task: StageTask = config["task"]
+    node = enter_node(task.run, task.folder)
+    rank = ray.train.get_context().get_world_rank()
+    monitor = QueueMonitor(task.queue if rank == 0 else None)
+    try:
+        ranks = Ranks.join(task.recipe.train.device)
+        recording = Recording(task.recipe, task.run, monitor)
+        head = task.run / STAGES["head"].artefact
+        train_and_save(task.recipe, recording, task.run, head, monitor=monitor, ranks=ranks)
+        ranks.leave()
+    except Exception as error:
+        traceback.print_exc()
+        if isinstance(error, UserError) and not isinstance(error, LostRankError):
+            named = UserError(f"node {node}: {error.what}", where=error.where, do=error.do)
+            task.queue.put(("error", named))
+        first = str(error).partition("\n")[0]
+        raise RuntimeError(f"node {node}, rank {rank}: {type(error).__name__}: {first}") from None
+
+
+def evaluate(
+    cluster: RayCluster, recipe: Recipe, run: Path, folder: Path, monitor: Monitor
+) -> None:
+    """Evaluate the head of a run on a node that has room for the target.
+
+    Args:
+        folder: for the report.
+
+    Raises:
+        UserError: as `evaluate_head`, with the name of the node.
+    """
+    recipe, run = cluster.on_cluster(recipe), run.resolve()
+    queue = _new_queue()
+    task = StageTask(recipe, run, os.getcwd(), queue)
+    remote = ray.remote(**target_resources(recipe))(_evaluate)
+    _relay(queue, monitor, lambda: ray.get(remote.remote(task, folder.resolve())))
+    wait_for_files(folder, STAGES["eval"].files)
+
+
+def _evaluate(task: StageTask, folder: Path) -> None:
+    """Evaluate the head; for a process on a node."""
+    node = enter_node(task.run, task.folder)
+    monitor = QueueMonitor(task.queue)
+    monitor.say(f"ray: node {node} evaluates")
+    try:
+        evaluate_head(
+            task.recipe.target,
+            task.run / STAGES["head"].artefact,
+            task.recipe.eval,
+            folder,
+            monitor=monitor,
+            head_name=task.recipe.name,
+        )
+    except Exception as error:
+        traceback.print_exc()
+        if not isinstance(error, UserError):
+            error = UserError(
+                f"{type(error).__name__}: {error}",
+                where=node_log(task.run, node),
+                do="the node's log has the traceback of this bug or fault of the machine",
+            )
+        task.queue.put(
+            ("error", UserError(f"node {node}: {error.what}", where=error.where, do=error.do))
+        )
+
+
+def _new_queue() -> Queue:
+    """Return a queue on the node of this process, which no other node takes away."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
+
+
+def _relay(queue: Queue, monitor: Monitor, work: Callable[[], Any]) -> None:
+    """Show what comes through a queue while some work runs in another thread.
+
+    Raises:
+        UserError: the first error that came through the queue.
+        Exception: what the work raised, if no error came.
+    """
+    errors: list[UserError] = []
+    future: Future[Any] = Future()
+    # Unlike a pool's, this thread does not keep an interrupted process waiting.
+    threading.Thread(target=_run_into, args=(future, work), daemon=True).start()
+    ended = False
+    while not ended:
+        ended = future.done()  # what was sent before is shown below
+        with suppress(Empty):
+            while True:
+                kind, *arguments = queue.get(timeout=POLL_S)
+                if kind == "error":
+                    errors += arguments
+                else:
+                    getattr(monitor, kind)(*arguments)
+    if errors:
+        raise errors[0]
+    future.result()
+
+
+def _run_into(future: Future[Any], work: Callable[[], Any]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of Ray Train's message that says something."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines[1:] if line), lines[0] if lines else "")

@@ -1,0 +1,49 @@
+"""What decodes the requests of answers: by default the target's own engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from draftlab.engine.engine import Engine
+from draftlab.engine.sampling import Generation, Request
+from draftlab.progress import Monitor
+from draftlab.target_model.metadata import TargetMetadata
+from draftlab.target_model.model import Target
+
+Decode = Callable[[Sequence[Request], int], Iterator[Generation]]
+"""A function that decodes requests, in any order. Its second argument is the maximum length of a
+prompt and its answer together, in tokens."""
+
+
+class _FirstLine(Monitor):
+    """Passes on the first line only: every piece of the prompts has an engine of its own."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._pass_on: Callable[[str], None] | None = say
+
+    def say(self, line: str) -> None:
+        pass_on, self._pass_on = self._pass_on, None
+        if pass_on is not None:
+            pass_on(line)
+
+
+def engine_decode(
+    target: Target | TargetMetadata, batch: int, monitor: Monitor | None = None
+) -> Decode:
+    """Return a `Decode` that runs the target's own engine on `batch` requests at once.
+
+    Args:
+        monitor: told once if memory is short for so many requests.
+    """
+    if isinstance(target, TargetMetadata):
+        raise ValueError("expected a loaded target or `decode`, found the target's metadata only")
+    first_line = _FirstLine((monitor or Monitor()).say)
+
+    def decode(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
+        size = min(batch, len(requests))
+        engine = Engine(
+            target, batch=size, max_length=max_length, cpu_prepacked=True, monitor=first_line
+        )
+        return engine.generate(requests)
+
+    return decode
