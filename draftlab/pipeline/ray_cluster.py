@@ -10,8 +10,10 @@ the later stages.
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
@@ -61,12 +63,13 @@ class RayCluster:
             )
         try:
             _check_address(address)
-            ray.init(
-                address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                runtime_env={"env_vars": ENVIRONMENT},
-            )
+            with _kept_signals():
+                ray.init(
+                    address,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    runtime_env={"env_vars": ENVIRONMENT},
+                )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             raise UserError(
                 f"expected a Ray cluster, found none that can be used: {error}",
@@ -116,3 +119,12 @@ def _check_address(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+
+
+@contextmanager
+def _kept_signals() -> Iterator[None]:
+    """Put back this process's handler of SIGTERM, which Ray replaces by its own."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
