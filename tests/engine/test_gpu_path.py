@@ -84,7 +84,7 @@ def steps(
     batch.set_requests(index[:2], [requests[i] for i in ROWS])
     for slot, request in enumerate(requests):
         batch.length[slot], batch.newest[slot] = 1, request.prompt_ids[0]
-        batch.drafts[slot] = torch.tensor(drafts)
+        batch.drafts[slot], batch.stored[slot] = torch.tensor(drafts), K
         batch.set_blocks(slot, [1 + slot * width + i for i in range(width)])
     if batch.draft_logits is not None:
         batch.draft_log_sum.fill_(float(torch.tensor(200.0).log()))  # logits are 0
