@@ -40,7 +40,7 @@ class AdaptiveSteps:
         self.step, self.drafter, self.settings = step, drafter, settings
         self.run, self.num_blocks = run, num_blocks
         self.batch = step.input_batch
-        width = drafter.head.fc.in_features
+        width = len(drafter.boundaries) * step.target.hidden_size
         step.backlog = FeatureBacklog(self.batch, width, drafter.dtype)
         self.policy: AdaptivePolicy | None = None
         self._shape = StepShape(drafter.k)

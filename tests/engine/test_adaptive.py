@@ -18,7 +18,7 @@ from draftlab.engine.step_costs import ShapeFamily, StepCosts
 from draftlab.target_model.fused_decoder import FusedDecoder
 from draftlab.target_model.model import Target
 from tests.engine.test_lossless_engine import poor_drafter
-from tests.helpers.decoding import DSPARK, PARALLEL, untrained_head
+from tests.helpers.decoding import DFLASH, DSPARK, EAGLE, PARALLEL, untrained_head
 from tests.helpers.engines import JOINT_VOCAB, ScriptedPolicy, joint_p_value
 from tests.helpers.zoo import zoo_target
 
@@ -37,11 +37,19 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return zoo_target(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=4, seed=1)
 
 
-FAMILIES = {"chain": {}, "parallel": PARALLEL, "dspark": DSPARK}
+FAMILIES = {
+    "chain": {},
+    "eagle": EAGLE,
+    "parallel": PARALLEL,
+    "dflash": DFLASH,
+    "dspark": DSPARK,
+}
 
 
 def drafter_of(target: Target, kind: str, **options: Any) -> Any:
-    family = FAMILIES[kind] and FAMILIES[kind] | {"mask_token_id": target.vocab_size - 1}
+    family = FAMILIES[kind]
+    if "mask_token_id" in family:
+        family = family | {"mask_token_id": target.vocab_size - 1}
     head = untrained_head(target, 3, target.vocab_size, **family)
     return new_drafter(head.eval().requires_grad_(False), 3, **options)
 
@@ -68,7 +76,7 @@ def adaptive_engine(target: Target, drafter: Any, *, compact: bool, **options: A
 
 
 @pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize("kind", ["chain", "parallel", "dspark"])
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_tokens_do_not_depend_on_the_shapes(kind: str, compact: bool, target: Target) -> None:
     """Greedy tokens are plain decoding's, with steps of every shape, evictions included."""
     plain = decode(Engine(target, batch=4, max_length=64), requests())
@@ -97,7 +105,7 @@ class DraftRecorder:
         engine.step.store_drafts = recorded
 
 
-@pytest.mark.parametrize("kind", ["chain", "parallel", "dspark"])
+@pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("fault", [None, "the backlog is dropped"])
 def test_drafts_after_steps_without_the_head(
     kind: str, fault: str | None, target: Target, monkeypatch: pytest.MonkeyPatch
@@ -107,7 +115,7 @@ def test_drafts_after_steps_without_the_head(
     expected = DraftRecorder(always)
     decode(always, requests())
     engine = adaptive_engine(target, drafter_of(target, kind, **OPTIONS), compact=True)
-    width, dtype = engine.drafter.head.fc.in_features, engine.drafter.dtype
+    width, dtype = engine.step.backlog.features.shape[-1], engine.drafter.dtype
     engine.step.backlog = FeatureBacklog(engine.input_batch, width, dtype, capacity=4)
     engine.adaptive.policy = ScriptedPolicy([(0, 1)] * 6 + [(3, 1)] * 2, 3)
     if fault:
