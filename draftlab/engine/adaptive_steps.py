@@ -49,7 +49,7 @@ class AdaptiveSteps:
 
     def measure(self, requests: Collection[Request]) -> None:
         """Measure the costs of all shapes before the first requests; later calls do nothing."""
-        if self.policy is not None:
+        if self.policy is not None or not requests:
             return
         cycle = self.settings.cycle
         budgets = self.step.compacts or cycle

@@ -156,12 +156,12 @@ class Engine:
             UserError: a prompt is empty or leaves no room for an answer, or memory runs out.
         """
         check_prompts(requests, self.max_length)
-        if self.adaptive is not None:
-            with use_device(self.target.device):
-                self.adaptive.measure(requests)
         with out_of_memory_error(
             "decoding", "lower regenerate.batch, eval.batch or eval.timing_batches, or the lengths"
         ):
+            if self.adaptive is not None:
+                with use_device(self.target.device):
+                    self.adaptive.measure(requests)
             yield from self._generate(requests)
 
     def _generate(self, requests: Collection[Request]) -> Iterator[Generation]:

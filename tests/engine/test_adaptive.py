@@ -184,6 +184,7 @@ def test_costs_are_measured_and_leave_nothing_behind(target: Target) -> None:
         adaptive=AdaptiveVerification(interval=2),
     )
     plain = decode(Engine(target, batch=4, max_length=64), requests())
+    assert decode(engine, []) == {}
     assert decode(engine, requests()) == plain
     costs = engine.adaptive.policy.costs
     assert set(costs.measured) == {ShapeFamily(k) for k in (0, 1, 2, 3)}
