@@ -58,7 +58,8 @@ class AdaptiveVerification:
         least_rows: rows from which on shares of the drafts are considered; with fewer rows a step
             reads weights for longer than it multiplies, whatever it verifies.
         explore_every: decisions without drafts after which drafts are tried again.
-        cycle: take every shape in turn, whatever it costs, as tests of losslessness need it.
+        cycle: take every shape in turn, whatever it costs, as tests of losslessness need it. Each
+            has two steps: the first one proposes the drafts that the second one can verify.
     """
 
     calibration: Calibration | None = None
@@ -150,7 +151,7 @@ class AdaptivePolicy:
         """Return the family of the next step of `rows` rows, and whether calibration changed."""
         if self.settings.cycle:
             self._steps += 1
-            return self.families[self._steps % len(self.families)], False
+            return self.families[self._steps // 2 % len(self.families)], False
         due = self.due
         self._steps += 1
         if not due and rows == self._rows:

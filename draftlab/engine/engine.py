@@ -259,7 +259,7 @@ class Engine:
                     num_drafts,
                     probability,
                     self.max_length,
-                    confidence,
+                    confidence if stated else None,
                 )
                 if sequence.finish:
                     scheduler.remove(sequence)

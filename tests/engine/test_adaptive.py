@@ -14,7 +14,9 @@ from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.feature_backlog import FeatureBacklog
 from draftlab.engine.sampling import Request, Sampling
+from draftlab.engine.step import StepShape
 from draftlab.engine.step_costs import ShapeFamily, StepCosts
+from draftlab.kernels.step_layout import unpack_results
 from draftlab.target_model.fused_decoder import FusedDecoder
 from draftlab.target_model.model import Target
 from tests.engine.test_lossless_engine import poor_drafter
@@ -250,3 +252,36 @@ def test_drafting_is_tried_again() -> None:
     show(policy, 0.5, 0.0, steps=20, k=1)
     choices = [policy.choose(8)[0].k for _ in range(400)]
     assert choices.count(1) in range(32, 49)  # 8 steps of every 72
+
+
+def test_every_step_states_the_confidence_of_its_drafts(target: Target) -> None:
+    """Also steps without drafts have an entry, so that `confidence` and `steps` match."""
+    engine = adaptive_engine(target, drafter_of(target, "chain", **OPTIONS), compact=False)
+    for generation in engine.generate(requests(3)):
+        assert (0, 0) in generation.steps
+        assert [len(c) for c in generation.confidence] == [n for n, _ in generation.steps]
+
+
+def test_a_cycle_verifies_all_drafts_of_every_shape(target: Target) -> None:
+    """A step can verify no more than the step before has proposed."""
+    engine = Engine(
+        target,
+        drafter_of(target, "chain", **OPTIONS),
+        batch=4,
+        max_length=64,
+        adaptive=AdaptiveVerification(cycle=True),
+    )
+    steps: list[tuple[StepShape, Tensor]] = []
+    run = engine._run_step
+
+    def recorded(slots: tuple[int, ...], shape: StepShape, *, limited: bool) -> Tensor:
+        result = run(slots, shape, limited=limited)
+        steps.append((shape, unpack_results(result, confidence=True)[2]))
+        return result
+
+    engine._run_step = recorded
+    decode(engine, [Request(str(i), (2, 3, 4), 40) for i in range(4)])
+    shapes = {family.shape(4) for family in engine.adaptive.policy.families}
+    most = {shape: 4 * shape.k if shape.budget is None else shape.budget for shape in shapes}
+    verified = {shape: max(int(n.sum()) for s, n in steps if s == shape) for shape in shapes}
+    assert verified == most
