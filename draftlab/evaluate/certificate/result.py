@@ -60,8 +60,10 @@ class Sampled:
         probs = f"draft probabilities {'on' if self.draft_probs else 'off'}"
         if self.draft_temperature:
             probs += f" (drafts at T = {self.draft_temperature:g})"
-        block = ["block verification"] if self.verification == "block" else []
-        return ", ".join([f"T = {self.temperature:g}", *limits, f"K = {self.k}", probs, *block])
+        modes = ["block verification"] if self.verification == "block" else []
+        modes += ["adaptive verification"] if self.adaptive else []
+        k = f"K {'≤' if self.adaptive else '='} {self.k}"
+        return ", ".join([f"T = {self.temperature:g}", *limits, k, probs, *modes])
 
 
 class CertifySettings(Settings):

@@ -192,6 +192,13 @@ def test_a_broken_sampler_fails(
     assert certificate.lines[-1].startswith("FAILED")
 
 
+def test_the_name_of_an_adaptive_row_is_its_own() -> None:
+    """Its answers' noise, and the lines of the certificate, are named by it."""
+    adaptive = replace(ON, adaptive=True)
+    assert adaptive.name != ON.name
+    assert f"K ≤ {ON.k}" in adaptive.name
+
+
 def test_block_verification_is_certified(run_certify: RunCertify) -> None:
     certificate = run_certify(rows=[BLOCK])
     assert (certificate.passed, certificate.level, certificate.faults) == (True, "L1", [])
