@@ -25,6 +25,7 @@ from draftlab.engine.step_costs import ShapeFamily, StepCosts
 Array = np.ndarray
 PRIOR, NEWTON_STEPS = 4.0, 4
 FIRST_INTERVAL = 8
+LARGEST_CONFIDENCE = 32.0  # a logit; 1 − σ(32) is below float32's resolution
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,9 @@ class AdaptivePolicy:
         depth = np.arange(self.k)
         at = (self._rows_seen + np.arange(count)) % self.settings.window
         self._confidence[at] = np.nan
-        self._confidence[at[:, None], depth[:k]] = confidence[rows]
+        self._confidence[at[:, None], depth[:k]] = confidence[rows].clip(
+            -LARGEST_CONFIDENCE, LARGEST_CONFIDENCE
+        )
         accepted, num_drafts = accepted[rows, None], num_drafts[rows, None]
         self._hit[at] = depth < accepted
         self._tested[at] = depth < np.minimum(accepted + 1, num_drafts)

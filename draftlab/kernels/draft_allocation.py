@@ -20,6 +20,9 @@ from draftlab.kernels.dispatch import triton_operator
 from draftlab.kernels.step_layout import available_drafts
 from draftlab.kernels.step_types import CompactTokens, SlotBuffers, StepLayout
 
+LARGEST_LOGIT = 1e30
+"""Bound of calibrated logits, whose sums stay finite; NaN becomes the least one."""
+
 
 def _slots_on_cuda(slots: SlotBuffers, *_: Any, **__: Any) -> bool:
     return slots.length.is_cuda
@@ -55,6 +58,7 @@ def allocate_drafts(
     """
     available = available_drafts(slots, index, max_length=max_length, k=k)
     x = slots.confidence[index, :k] * scale[:k] + bias[:k]
+    x = x.nan_to_num(nan=-LARGEST_LOGIT).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
     log_confidence = x.clamp(max=0) - torch.log(1 + torch.exp(-x.abs()))
     log_survival, total = [], torch.zeros_like(x[:, 0]) if k else None
     for depth in range(k):  # one after the other, so that rounding never makes a sum larger
