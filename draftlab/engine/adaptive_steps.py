@@ -95,7 +95,7 @@ class AdaptiveSteps:
         if self._shape.k == 0:
             self.drafter.extend_cache(verified)
         else:
-            self.step.store_drafts(index, self.drafter.propose(verified, self._shape.k))
+            self.step.draft(index, verified, self._shape.k)
 
     def next_shape(self, slots: Sequence[int]) -> StepShape:
         """Return the shape of the next step of these slots; called once before each step."""

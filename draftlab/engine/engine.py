@@ -205,7 +205,7 @@ class Engine:
         if verified is not None and self.adaptive is not None:
             self.adaptive.begin_requests(index, verified)
         elif verified is not None:
-            self.step.store_drafts(index, self.drafter.propose(verified))
+            self.step.draft(index, verified, self.k)
         return launched
 
     def _decode(self, running: list[Sequence]) -> _InFlight:

@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 from draftlab.engine.adaptive import AdaptivePolicy, AdaptiveVerification, shape_families
-from draftlab.engine.draft_sampler import DraftSampler
-from draftlab.engine.drafter import new_drafter
+from draftlab.engine.draft_sampler import DraftSampler, Proposal
+from draftlab.engine.drafter import ChainDrafter, VerifiedFeatures, new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.feature_backlog import FeatureBacklog
 from draftlab.engine.sampling import Request, Sampling
@@ -177,6 +177,19 @@ def test_a_drafter_without_confidence_is_refused(target: Target) -> None:
         )
 
 
+class FixedDrafter(ChainDrafter):
+    """A drafter of another package, written before `propose` took the number of drafts."""
+
+    def propose(self, verified: VerifiedFeatures) -> Proposal:
+        return super().propose(verified)
+
+
+def test_a_drafter_without_a_choice_of_k_still_decodes(target: Target) -> None:
+    drafter = FixedDrafter(drafter_of(target, "chain").head, 3)
+    plain = decode(Engine(target, batch=4, max_length=64), requests())
+    assert decode(Engine(target, drafter, batch=4, max_length=64), requests()) == plain
+
+
 def test_costs_are_measured_and_leave_nothing_behind(target: Target) -> None:
     engine = Engine(
         target,
@@ -243,6 +256,18 @@ def test_the_calibration_is_fitted_to_what_is_accepted() -> None:
     assert tested[2] < 0.3 * tested[0]
     np.testing.assert_allclose(policy.scale, 0.5, atol=0.12)
     np.testing.assert_allclose(policy.bias, -1, atol=0.25)
+
+
+def test_a_confidence_that_is_no_number_leaves_the_calibration_finite() -> None:
+    policy = make_policy({ShapeFamily(k): 1.0 + k for k in range(4)})
+    random = np.random.default_rng(2)
+    for _ in range(100):
+        accepted = random.integers(0, 4, 8)
+        values = random.choice([np.nan, np.inf, -np.inf, 1.0], (8, 3))
+        policy.observe(accepted, np.full(8, 3), values)
+        policy.choose(8)
+    assert np.isfinite([policy.scale, policy.bias]).all()
+    assert np.isfinite(list(policy._expected().values())).all()
 
 
 def test_drafting_is_tried_again() -> None:
