@@ -58,6 +58,8 @@ class AdaptiveSteps:
             self.use_costs(StepCosts({family: {} for family in families}))
             return
         slots = self.batch.num_slots
+        if self.step.cache.states is not None:
+            self._allocate_recurrent_states()
         lengths = [len(r.prompt_ids) + r.max_new_tokens // 2 for r in requests]
         length = min(sum(lengths) // len(lengths), self.step.max_length - self.step.k - 2)
         costs = measure_step_costs(
@@ -76,6 +78,13 @@ class AdaptiveSteps:
         )
         self.step.backlog.count.zero_()
         self.use_costs(costs)
+
+    def _allocate_recurrent_states(self) -> None:
+        """Run a made-up prompt of one token: steps need the states that prompts allocate."""
+        step, index = self.step, self.batch.index([0])
+        token = torch.zeros_like(index)[:, None]
+        cache = step.cache.at(self.batch.block_table[index], token, token - 1, index, [1])
+        step.decoder.states(token, step.boundaries, positions=token, cache=cache)
 
     def use_costs(self, costs: StepCosts) -> None:
         """Decide by these costs, measured or given."""
