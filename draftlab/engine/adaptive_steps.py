@@ -95,9 +95,13 @@ class AdaptiveSteps:
         """Return the numbers of rows to measure: one, the whole batch, and quarters of it."""
         slots = self.batch.num_slots
         sizes = {1, slots, max(slots // 4, 1), max(slots // 2, 1)}
-        if self.batch.device.type == "cuda":
-            sizes = {min(GraphedStep.padded_size(size), slots) for size in sizes}
-        return sorted(sizes)
+        return sorted({self._padded_size(size) for size in sizes})
+
+    def _padded_size(self, rows: int) -> int:
+        """Return the rows of a step with the dummies that pad its graph, up to the whole batch."""
+        if self.batch.device.type != "cuda":
+            return rows
+        return min(GraphedStep.padded_size(rows), self.batch.num_slots)
 
     def begin_requests(self, index: Tensor, verified: VerifiedFeatures) -> None:
         """Extend the draft model's cache by the last pair of prompts, and draft if steps do."""
@@ -108,16 +112,13 @@ class AdaptiveSteps:
 
     def next_shape(self, slots: Sequence[int]) -> StepShape:
         """Return the shape of the next step of these slots; called once before each step."""
-        rows = len(slots)
-        padded = rows
-        if self.batch.device.type == "cuda":
-            padded = min(GraphedStep.padded_size(rows), self.batch.num_slots)
+        rows = self._padded_size(len(slots))
         if self.policy.due:
             self._show_results()
-        family, calibrated = self.policy.choose(padded)
+        family, calibrated = self.policy.choose(rows)
         if calibrated:
             self._write_calibration()
-        self._shape = family.shape(padded)
+        self._shape = family.shape(rows)
         backlog = self.step.backlog
         if self._steps_behind and (self._shape.k or self._steps_behind == backlog.capacity):
             backlog.flush(self.drafter, self.batch.index(list(slots)))
@@ -151,4 +152,4 @@ class AdaptiveSteps:
             (self.step.scale, self.policy.scale),
             (self.step.bias, self.policy.bias),
         ):
-            buffer.copy_(torch.from_numpy(values).float().to(self.batch.device, non_blocking=True))
+            buffer.copy_(self.batch.to_device(values.tolist(), torch.float32))
