@@ -73,6 +73,7 @@ class AdaptiveSteps:
                 ]
                 for family in families
             },
+            tokens=list(dict.fromkeys(token for r in requests for token in r.prompt_ids)),
             length=max(length, 1),
             num_blocks=self.num_blocks,
         )

@@ -177,6 +177,29 @@ def test_a_drafter_without_confidence_is_refused(target: Target) -> None:
         )
 
 
+def test_costs_are_those_of_different_tokens(target: Target) -> None:
+    """Equal tokens would all visit the same experts of a mixture."""
+    engine = Engine(
+        target,
+        drafter_of(target, "chain", **OPTIONS),
+        batch=4,
+        max_length=64,
+        adaptive=AdaptiveVerification(),
+    )
+    run, batch, fed = engine.adaptive.run, engine.input_batch, []
+
+    def recorded(slots: tuple[int, ...], shape: StepShape) -> Tensor:
+        index = batch.index(slots)
+        fed.append(
+            [*batch.newest[index].tolist(), *batch.drafts[index, : shape.k].flatten().tolist()]
+        )
+        return run(slots, shape)
+
+    engine.adaptive.run = recorded
+    engine.adaptive.measure(requests())
+    assert all(len(set(tokens)) >= min(len(tokens), 6) for tokens in fed)
+
+
 @pytest.mark.parametrize("scripted", [False, True])
 def test_recurrent_targets(scripted: bool, tmp_path: Path) -> None:
     """Costs are measured before any prompt has allocated the recurrent states."""
