@@ -25,6 +25,7 @@ from draftlab.engine.step_costs import ShapeFamily, StepCosts
 Array = np.ndarray
 PRIOR, NEWTON_STEPS = 4.0, 4
 FIRST_INTERVAL = 8
+LARGEST_CONFIDENCE = 32.0  # a logit; 1 − σ(32) is below float32's resolution
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class AdaptiveVerification:
         least_rows: rows from which on shares of the drafts are considered; with fewer rows a step
             reads weights for longer than it multiplies, whatever it verifies.
         explore_every: decisions without drafts after which drafts are tried again.
-        cycle: take every shape in turn, whatever it costs, as tests of losslessness need it.
+        cycle: take every shape in turn, whatever it costs, as tests of losslessness need it. Each
+            has two steps: the first one proposes the drafts that the second one can verify.
     """
 
     calibration: Calibration | None = None
@@ -140,7 +142,9 @@ class AdaptivePolicy:
         depth = np.arange(self.k)
         at = (self._rows_seen + np.arange(count)) % self.settings.window
         self._confidence[at] = np.nan
-        self._confidence[at[:, None], depth[:k]] = confidence[rows]
+        self._confidence[at[:, None], depth[:k]] = confidence[rows].clip(
+            -LARGEST_CONFIDENCE, LARGEST_CONFIDENCE
+        )
         accepted, num_drafts = accepted[rows, None], num_drafts[rows, None]
         self._hit[at] = depth < accepted
         self._tested[at] = depth < np.minimum(accepted + 1, num_drafts)
@@ -150,7 +154,7 @@ class AdaptivePolicy:
         """Return the family of the next step of `rows` rows, and whether calibration changed."""
         if self.settings.cycle:
             self._steps += 1
-            return self.families[self._steps % len(self.families)], False
+            return self.families[self._steps // 2 % len(self.families)], False
         due = self.due
         self._steps += 1
         if not due and rows == self._rows:

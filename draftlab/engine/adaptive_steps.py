@@ -40,7 +40,7 @@ class AdaptiveSteps:
         self.step, self.drafter, self.settings = step, drafter, settings
         self.run, self.num_blocks = run, num_blocks
         self.batch = step.input_batch
-        width = drafter.head.fc.in_features
+        width = len(drafter.boundaries) * step.target.hidden_size
         step.backlog = FeatureBacklog(self.batch, width, drafter.dtype)
         self.policy: AdaptivePolicy | None = None
         self._shape = StepShape(drafter.k)
@@ -49,7 +49,7 @@ class AdaptiveSteps:
 
     def measure(self, requests: Collection[Request]) -> None:
         """Measure the costs of all shapes before the first requests; later calls do nothing."""
-        if self.policy is not None:
+        if self.policy is not None or not requests:
             return
         cycle = self.settings.cycle
         budgets = self.step.compacts or cycle
@@ -58,6 +58,8 @@ class AdaptiveSteps:
             self.use_costs(StepCosts({family: {} for family in families}))
             return
         slots = self.batch.num_slots
+        if self.step.cache.states is not None:
+            self._allocate_recurrent_states()
         lengths = [len(r.prompt_ids) + r.max_new_tokens // 2 for r in requests]
         length = min(sum(lengths) // len(lengths), self.step.max_length - self.step.k - 2)
         costs = measure_step_costs(
@@ -71,11 +73,19 @@ class AdaptiveSteps:
                 ]
                 for family in families
             },
+            tokens=list(dict.fromkeys(token for r in requests for token in r.prompt_ids)),
             length=max(length, 1),
             num_blocks=self.num_blocks,
         )
         self.step.backlog.count.zero_()
         self.use_costs(costs)
+
+    def _allocate_recurrent_states(self) -> None:
+        """Run a made-up prompt of one token: steps need the states that prompts allocate."""
+        step, index = self.step, self.batch.index([0])
+        token = torch.zeros_like(index)[:, None]
+        cache = step.cache.at(self.batch.block_table[index], token, token - 1, index, [1])
+        step.decoder.states(token, step.boundaries, positions=token, cache=cache)
 
     def use_costs(self, costs: StepCosts) -> None:
         """Decide by these costs, measured or given."""
@@ -86,29 +96,30 @@ class AdaptiveSteps:
         """Return the numbers of rows to measure: one, the whole batch, and quarters of it."""
         slots = self.batch.num_slots
         sizes = {1, slots, max(slots // 4, 1), max(slots // 2, 1)}
-        if self.batch.device.type == "cuda":
-            sizes = {min(GraphedStep.padded_size(size), slots) for size in sizes}
-        return sorted(sizes)
+        return sorted({self._padded_size(size) for size in sizes})
+
+    def _padded_size(self, rows: int) -> int:
+        """Return the rows of a step with the dummies that pad its graph, up to the whole batch."""
+        if self.batch.device.type != "cuda":
+            return rows
+        return min(GraphedStep.padded_size(rows), self.batch.num_slots)
 
     def begin_requests(self, index: Tensor, verified: VerifiedFeatures) -> None:
         """Extend the draft model's cache by the last pair of prompts, and draft if steps do."""
         if self._shape.k == 0:
             self.drafter.extend_cache(verified)
         else:
-            self.step.store_drafts(index, self.drafter.propose(verified, self._shape.k))
+            self.step.draft(index, verified, self._shape.k)
 
     def next_shape(self, slots: Sequence[int]) -> StepShape:
         """Return the shape of the next step of these slots; called once before each step."""
-        rows = len(slots)
-        padded = rows
-        if self.batch.device.type == "cuda":
-            padded = min(GraphedStep.padded_size(rows), self.batch.num_slots)
+        rows = self._padded_size(len(slots))
         if self.policy.due:
             self._show_results()
-        family, calibrated = self.policy.choose(padded)
+        family, calibrated = self.policy.choose(rows)
         if calibrated:
             self._write_calibration()
-        self._shape = family.shape(padded)
+        self._shape = family.shape(rows)
         backlog = self.step.backlog
         if self._steps_behind and (self._shape.k or self._steps_behind == backlog.capacity):
             backlog.flush(self.drafter, self.batch.index(list(slots)))
@@ -142,4 +153,4 @@ class AdaptiveSteps:
             (self.step.scale, self.policy.scale),
             (self.step.bias, self.policy.bias),
         ):
-            buffer.copy_(torch.from_numpy(values).float().to(self.batch.device, non_blocking=True))
+            buffer.copy_(self.batch.to_device(values.tolist(), torch.float32))

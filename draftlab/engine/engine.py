@@ -156,12 +156,12 @@ class Engine:
             UserError: a prompt is empty or leaves no room for an answer, or memory runs out.
         """
         check_prompts(requests, self.max_length)
-        if self.adaptive is not None:
-            with use_device(self.target.device):
-                self.adaptive.measure(requests)
         with out_of_memory_error(
             "decoding", "lower regenerate.batch, eval.batch or eval.timing_batches, or the lengths"
         ):
+            if self.adaptive is not None:
+                with use_device(self.target.device):
+                    self.adaptive.measure(requests)
             yield from self._generate(requests)
 
     def _generate(self, requests: Collection[Request]) -> Iterator[Generation]:
@@ -205,7 +205,7 @@ class Engine:
         if verified is not None and self.adaptive is not None:
             self.adaptive.begin_requests(index, verified)
         elif verified is not None:
-            self.step.store_drafts(index, self.drafter.propose(verified))
+            self.step.draft(index, verified, self.k)
         return launched
 
     def _decode(self, running: list[Sequence]) -> _InFlight:
@@ -259,7 +259,7 @@ class Engine:
                     num_drafts,
                     probability,
                     self.max_length,
-                    confidence,
+                    confidence if stated else None,
                 )
                 if sequence.finish:
                     scheduler.remove(sequence)

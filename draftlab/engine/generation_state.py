@@ -53,17 +53,17 @@ class GenerationState:
         num_drafts: int,
         accepted: int,
         probability: list[float],
-        confidence: list[float] | tuple[()] = (),
+        confidence: list[float] | None = None,
     ) -> None:
         """Count a verify step, before tokens are truncated (methods §6).
 
         Args:
             probability: expected acceptance of each draft, given that it was reached.
-            confidence: logits of the drafts' confidence; empty where none is stated.
+            confidence: logits of the drafts' confidence; None where none is stated.
         """
         self.counters.add_step(num_drafts, accepted)
         self.steps.append((num_drafts, accepted))
-        if confidence:
+        if confidence is not None:
             self.confidence.append(tuple(confidence[:num_drafts]))
         for i in range(min(accepted + 1, num_drafts)):
             self.expected[i] += probability[i]
@@ -143,7 +143,7 @@ class Sequence(GenerationState):
         num_drafts: int,
         probability: list[float],
         max_length: int,
-        confidence: list[float] | tuple[()] = (),
+        confidence: list[float] | None = None,
     ) -> None:
         """Count and append the result of a verify step, or of a prefill (`num_drafts` = −1)."""
         if num_drafts >= 0:

@@ -131,7 +131,7 @@ class Step:
             layout.keys,
             layout.sampling,
         )
-        self.store_drafts(index, self.drafter.propose(pairs, shape.k))
+        self.draft(index, pairs, shape.k)
         return output.packed_results
 
     def _allocate(self, index: Tensor, shape: StepShape) -> Tensor | None:
@@ -182,6 +182,11 @@ class Step:
         )
         rows = row_index(compact.query_start, shape.k + 1, num_tokens)
         return states.features[0, rows], self.decoder.logits(states.last[0]), compact.query_start
+
+    def draft(self, index: Tensor, verified: VerifiedFeatures, k: int) -> None:
+        """Propose k drafts for the next step of the slots `index`, and store them."""
+        fewer = {} if k == self.k else {"k": k}  # own drafters may know no other number
+        self.store_drafts(index, self.drafter.propose(verified, **fewer))
 
     def store_drafts(self, index: Tensor, proposal: Proposal) -> None:
         """Store the drafts of the slots `index` for their next step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import numpy as np
 import torch
@@ -53,6 +54,7 @@ def measure_step_costs(
     batch: InputBatch,
     sizes: Mapping[ShapeFamily, Sequence[int]],
     *,
+    tokens: Sequence[int],
     length: int,
     num_blocks: int,
 ) -> StepCosts:
@@ -64,16 +66,22 @@ def measure_step_costs(
     Args:
         run: launches a step of slots.
         sizes: the numbers of rows to measure each family at; families without any are left out.
+        tokens: what the rows are made up of, over and over. Different ones visit the experts of a
+            mixture as real requests do.
         num_blocks: blocks of the pool beside block 0.
     """
     width = batch.block_table.shape[1]
     blocks = torch.arange(batch.num_slots * width, device=batch.device) % num_blocks + 1
     batch.block_table[:-1] = blocks.view(-1, width).int()
+    count = batch.num_slots * (1 + batch.drafts.shape[1])
+    made_up = batch.to_device([*islice(cycle(tokens), count)], torch.int64)
+    made_up = made_up.view(batch.num_slots, -1)
     measured: dict[ShapeFamily, dict[int, float]] = {}
     for family, rows in ((family, rows) for family, each in sizes.items() for rows in each):
         slots, shape, times = tuple(range(rows)), family.shape(rows), []
         for repeat in range(REPEATS + 2):  # the first ones compile and capture
             batch.length[:rows], batch.stored[:rows] = length, family.k
+            batch.newest[:-1], batch.drafts[:-1] = made_up[:, 0], made_up[:, 1:]
             elapsed = _elapsed(lambda: run(slots, shape), batch.device)  # noqa: B023
             if repeat >= 2:
                 times.append(elapsed)

@@ -4,7 +4,7 @@ With c_j the calibrated confidence of draft j, a draft is reached and accepted w
 c_1 · … · c_k, its survival. The `budget` drafts of the largest survival are verified, whichever
 rows they belong to. A row's survivals never increase, so its chosen drafts come first.
 
-The choice keeps the output's distribution (docs/methods.md §6): survival depends on the tokens
+The choice keeps the output's distribution (docs/methods.md §5.7): survival depends on the tokens
 before a draft alone, and drafts behind it are never preferred to it. Tests:
 tests/kernels/test_draft_allocation.py.
 """
@@ -19,6 +19,9 @@ from torch import Tensor
 from draftlab.kernels.dispatch import triton_operator
 from draftlab.kernels.step_layout import available_drafts
 from draftlab.kernels.step_types import CompactTokens, SlotBuffers, StepLayout
+
+LARGEST_LOGIT = 1e30
+"""Bound of calibrated logits, whose sums stay finite; NaN becomes the least one."""
 
 
 def _slots_on_cuda(slots: SlotBuffers, *_: Any, **__: Any) -> bool:
@@ -54,14 +57,15 @@ def allocate_drafts(
         k: most drafts of a row.
     """
     available = available_drafts(slots, index, max_length=max_length, k=k)
+    if k == 0:
+        return available
     x = slots.confidence[index, :k] * scale[:k] + bias[:k]
+    x = x.nan_to_num(nan=-LARGEST_LOGIT).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
     log_confidence = x.clamp(max=0) - torch.log(1 + torch.exp(-x.abs()))
-    log_survival, total = [], torch.zeros_like(x[:, 0]) if k else None
+    log_survival, total = [], torch.zeros_like(x[:, 0])
     for depth in range(k):  # one after the other, so that rounding never makes a sum larger
         total = total + log_confidence[:, depth]
         log_survival.append(total.where(depth < available, -torch.inf))
-    if not log_survival:
-        return available
     order = torch.stack(log_survival).flatten().sort(descending=True, stable=True).indices
     chosen = torch.zeros_like(order, dtype=torch.bool)
     chosen[order[:budget]] = True

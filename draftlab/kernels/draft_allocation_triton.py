@@ -8,15 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 from draftlab.kernels.dependent_launch import launch_options
+from draftlab.kernels.draft_allocation import LARGEST_LOGIT
 from draftlab.kernels.step_types import CompactTokens
 
 _ROWS_TILE = 64  # rows that a program compares its own with at once
 _TOKENS_TILE = 256
+_LARGEST = tl.constexpr(LARGEST_LOGIT)
 
 
 @triton.jit
-def _log_sigmoid(x):
-    """Return log σ(x), 0 or less."""
+def _log_confidence(confidence, scale, bias):
+    """Return log σ(scale · confidence + bias), 0 or less."""
+    x = confidence * scale + bias
+    x = tl.where(x == x, tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST), -_LARGEST)
     return tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
@@ -44,8 +48,8 @@ def allocate_kernel(
     own = tl.zeros([DEPTHS], tl.float32)
     total = tl.sum(own, 0)
     for d in range(K):
-        x = tl.load(confidence + slot * stride + d) * tl.load(scale + d) + tl.load(bias + d)
-        total += _log_sigmoid(x)
+        x = tl.load(confidence + slot * stride + d)
+        total += _log_confidence(x, tl.load(scale + d), tl.load(bias + d))
         own = tl.where(depth == d, total, own)
     rank = tl.zeros([DEPTHS], tl.int32)
     for start in range(0, num_rows, TILE):
@@ -56,7 +60,7 @@ def allocate_kernel(
         survival = tl.zeros([TILE], tl.float32)
         for d in range(K):
             x = tl.load(confidence + other_slot * stride + d, mask=inside, other=0.0)
-            survival += _log_sigmoid(x * tl.load(scale + d) + tl.load(bias + d))
+            survival += _log_confidence(x, tl.load(scale + d), tl.load(bias + d))
             closer = (d < depth)[:, None] | ((depth == d)[:, None] & (other < row)[None, :])
             first = survival[None, :] > own[:, None]
             first |= (survival[None, :] == own[:, None]) & closer

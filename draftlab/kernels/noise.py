@@ -27,8 +27,9 @@ class Purpose(IntEnum):
 
 
 BLOCK_STRIDE = 256
-"""Block verification keys the noise of draft d of a step from position s by s · BLOCK_STRIDE + d,
-so that no step reads a number that another one has looked at; larger than any number of drafts."""
+"""Block and adaptive verification key the noise of draft d of a step from position s by
+s · BLOCK_STRIDE + d, so that no step reads a number that another one has looked at; larger than
+any number of drafts."""
 
 _CACHED_NUMBERS = 1 << 15
 

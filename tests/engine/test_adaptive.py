@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from torch import Tensor
 
-from draftlab.engine.adaptive import AdaptivePolicy, AdaptiveVerification, shape_families
-from draftlab.engine.draft_sampler import DraftSampler
-from draftlab.engine.drafter import new_drafter
+from draftlab.engine.adaptive import AdaptiveVerification
+from draftlab.engine.draft_sampler import DraftSampler, Proposal
+from draftlab.engine.drafter import ChainDrafter, VerifiedFeatures, new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.feature_backlog import FeatureBacklog
 from draftlab.engine.sampling import Request, Sampling
-from draftlab.engine.step_costs import ShapeFamily, StepCosts
+from draftlab.engine.step import StepShape
+from draftlab.engine.step_costs import ShapeFamily
+from draftlab.kernels.step_layout import unpack_results
 from draftlab.target_model.fused_decoder import FusedDecoder
 from draftlab.target_model.model import Target
 from tests.engine.test_lossless_engine import poor_drafter
-from tests.helpers.decoding import DSPARK, PARALLEL, untrained_head
+from tests.helpers.decoding import DFLASH, DSPARK, EAGLE, PARALLEL, untrained_head
 from tests.helpers.engines import JOINT_VOCAB, ScriptedPolicy, joint_p_value
 from tests.helpers.zoo import zoo_target
 
@@ -37,11 +39,19 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return zoo_target(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=4, seed=1)
 
 
-FAMILIES = {"chain": {}, "parallel": PARALLEL, "dspark": DSPARK}
+FAMILIES = {
+    "chain": {},
+    "eagle": EAGLE,
+    "parallel": PARALLEL,
+    "dflash": DFLASH,
+    "dspark": DSPARK,
+}
 
 
 def drafter_of(target: Target, kind: str, **options: Any) -> Any:
-    family = FAMILIES[kind] and FAMILIES[kind] | {"mask_token_id": target.vocab_size - 1}
+    family = FAMILIES[kind]
+    if "mask_token_id" in family:
+        family = family | {"mask_token_id": target.vocab_size - 1}
     head = untrained_head(target, 3, target.vocab_size, **family)
     return new_drafter(head.eval().requires_grad_(False), 3, **options)
 
@@ -68,7 +78,7 @@ def adaptive_engine(target: Target, drafter: Any, *, compact: bool, **options: A
 
 
 @pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize("kind", ["chain", "parallel", "dspark"])
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_tokens_do_not_depend_on_the_shapes(kind: str, compact: bool, target: Target) -> None:
     """Greedy tokens are plain decoding's, with steps of every shape, evictions included."""
     plain = decode(Engine(target, batch=4, max_length=64), requests())
@@ -97,7 +107,7 @@ class DraftRecorder:
         engine.step.store_drafts = recorded
 
 
-@pytest.mark.parametrize("kind", ["chain", "parallel", "dspark"])
+@pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("fault", [None, "the backlog is dropped"])
 def test_drafts_after_steps_without_the_head(
     kind: str, fault: str | None, target: Target, monkeypatch: pytest.MonkeyPatch
@@ -107,7 +117,7 @@ def test_drafts_after_steps_without_the_head(
     expected = DraftRecorder(always)
     decode(always, requests())
     engine = adaptive_engine(target, drafter_of(target, kind, **OPTIONS), compact=True)
-    width, dtype = engine.drafter.head.fc.in_features, engine.drafter.dtype
+    width, dtype = engine.step.backlog.features.shape[-1], engine.drafter.dtype
     engine.step.backlog = FeatureBacklog(engine.input_batch, width, dtype, capacity=4)
     engine.adaptive.policy = ScriptedPolicy([(0, 1)] * 6 + [(3, 1)] * 2, 3)
     if fault:
@@ -167,6 +177,59 @@ def test_a_drafter_without_confidence_is_refused(target: Target) -> None:
         )
 
 
+def test_costs_are_those_of_different_tokens(target: Target) -> None:
+    """Equal tokens would all visit the same experts of a mixture."""
+    engine = Engine(
+        target,
+        drafter_of(target, "chain", **OPTIONS),
+        batch=4,
+        max_length=64,
+        adaptive=AdaptiveVerification(),
+    )
+    run, batch, fed = engine.adaptive.run, engine.input_batch, []
+
+    def recorded(slots: tuple[int, ...], shape: StepShape) -> Tensor:
+        index = batch.index(slots)
+        fed.append(
+            [*batch.newest[index].tolist(), *batch.drafts[index, : shape.k].flatten().tolist()]
+        )
+        return run(slots, shape)
+
+    engine.adaptive.run = recorded
+    engine.adaptive.measure(requests())
+    assert all(len(set(tokens)) >= min(len(tokens), 6) for tokens in fed)
+
+
+@pytest.mark.parametrize("scripted", [False, True])
+def test_recurrent_targets(scripted: bool, tmp_path: Path) -> None:
+    """Costs are measured before any prompt has allocated the recurrent states."""
+    target = zoo_target(tmp_path, "qwen3_next")
+    plain = decode(Engine(target, batch=4, max_length=64), requests(3))
+    engine = Engine(
+        target,
+        drafter_of(target, "chain", **OPTIONS),
+        batch=4,
+        max_length=64,
+        adaptive=AdaptiveVerification(interval=2),
+    )
+    if scripted:
+        engine.adaptive.policy = ScriptedPolicy(SCRIPT, 3)
+    assert decode(engine, requests(3)) == plain
+
+
+class FixedDrafter(ChainDrafter):
+    """A drafter of another package, written before `propose` took the number of drafts."""
+
+    def propose(self, verified: VerifiedFeatures) -> Proposal:
+        return super().propose(verified)
+
+
+def test_a_drafter_without_a_choice_of_k_still_decodes(target: Target) -> None:
+    drafter = FixedDrafter(drafter_of(target, "chain").head, 3)
+    plain = decode(Engine(target, batch=4, max_length=64), requests())
+    assert decode(Engine(target, drafter, batch=4, max_length=64), requests()) == plain
+
+
 def test_costs_are_measured_and_leave_nothing_behind(target: Target) -> None:
     engine = Engine(
         target,
@@ -176,6 +239,7 @@ def test_costs_are_measured_and_leave_nothing_behind(target: Target) -> None:
         adaptive=AdaptiveVerification(interval=2),
     )
     plain = decode(Engine(target, batch=4, max_length=64), requests())
+    assert decode(engine, []) == {}
     assert decode(engine, requests()) == plain
     costs = engine.adaptive.policy.costs
     assert set(costs.measured) == {ShapeFamily(k) for k in (0, 1, 2, 3)}
@@ -183,61 +247,34 @@ def test_costs_are_measured_and_leave_nothing_behind(target: Target) -> None:
     assert decode(engine, requests(3)) == {name: plain[name] for name in ("0", "1", "2")}
 
 
-def make_policy(costs: dict[ShapeFamily, float], k: int = 3, **settings: Any) -> AdaptivePolicy:
-    measured = {family: {1: ms, 8: ms} for family, ms in costs.items()}
-    return AdaptivePolicy(k, StepCosts(measured), AdaptiveVerification(**settings))
+def test_every_step_states_the_confidence_of_its_drafts(target: Target) -> None:
+    """Also steps without drafts have an entry, so that `confidence` and `steps` match."""
+    engine = adaptive_engine(target, drafter_of(target, "chain", **OPTIONS), compact=False)
+    for generation in engine.generate(requests(3)):
+        assert (0, 0) in generation.steps
+        assert [len(c) for c in generation.confidence] == [n for n, _ in generation.steps]
 
 
-def show(policy: AdaptivePolicy, rate: float, logit: float, steps: int = 200, k: int = 3) -> None:
-    """Show steps of 8 rows whose drafts are each accepted at this rate."""
-    random = np.random.default_rng(0)
-    for _ in range(steps):
-        hits = random.random((8, k)) < rate
-        accepted = np.where(hits.all(1), k, hits.argmin(1))
-        policy.observe(accepted, np.full(8, k), np.full((8, k), logit))
-        policy.choose(8)
-
-
-@pytest.mark.parametrize(("rate", "best"), [(0.95, 3), (0.3, 1), (0.02, 0)])
-def test_the_best_shape_is_chosen(rate: float, best: int) -> None:
-    """Costs of 1, 1.2, 1.4 and 1.6: drafts pay while their survival is above the slope's share."""
-    policy = make_policy({ShapeFamily(k): 1 + 0.2 * k for k in range(4)}, explore_every=10**9)
-    show(policy, rate, logit=0.0)  # the confidence as it is says 0.5
-    assert policy.choose(8)[0] == ShapeFamily(best)
-
-
-def test_a_budget_is_chosen_where_it_pays() -> None:
-    """Half of the rows accept everything and the others nothing; half of the drafts cost less."""
-    families = shape_families(3, (0.5,), budgets=True)
-    assert ShapeFamily(3, 0.5) in families
-    policy = make_policy({f: 1 + 0.5 * f.k * f.share for f in families})
-    for _ in range(200):
-        accepted = np.array([3, 0] * 4)
-        policy.observe(accepted, np.full(8, 3), np.where(accepted[:, None], 4.0, -4.0) * np.ones(3))
-        policy.choose(8)
-    assert policy.choose(8)[0] == ShapeFamily(3, 0.5)
-
-
-def test_the_calibration_is_fitted_to_what_is_accepted() -> None:
-    """P(accepted) = σ(0.5 x − 1): the fit finds it from the drafts that were tested alone."""
-    random = np.random.default_rng(1)
-    policy = make_policy({ShapeFamily(3): 1.0}, window=8192)
-    for _ in range(800):
-        x = random.normal(0, 2, (8, 3))
-        hits = random.random((8, 3)) < 1 / (1 + np.exp(1 - 0.5 * x))
-        accepted = np.where(hits.all(1), 3, hits.argmin(1))
-        policy.observe(accepted, np.full(8, 3), x)
-        policy.choose(8)
-    tested = policy._tested.sum(0)
-    assert tested[2] < 0.3 * tested[0]
-    np.testing.assert_allclose(policy.scale, 0.5, atol=0.12)
-    np.testing.assert_allclose(policy.bias, -1, atol=0.25)
-
-
-def test_drafting_is_tried_again() -> None:
-    policy = make_policy(
-        {ShapeFamily(0): 1.0, ShapeFamily(1): 3.0}, k=1, explore_every=2, interval=32
+def test_a_cycle_verifies_all_drafts_of_every_shape(target: Target) -> None:
+    """A step can verify no more than the step before has proposed."""
+    engine = Engine(
+        target,
+        drafter_of(target, "chain", **OPTIONS),
+        batch=4,
+        max_length=64,
+        adaptive=AdaptiveVerification(cycle=True),
     )
-    show(policy, 0.5, 0.0, steps=20, k=1)
-    choices = [policy.choose(8)[0].k for _ in range(400)]
-    assert choices.count(1) in range(32, 49)  # 8 steps of every 72
+    steps: list[tuple[StepShape, Tensor]] = []
+    run = engine._run_step
+
+    def recorded(slots: tuple[int, ...], shape: StepShape, *, limited: bool) -> Tensor:
+        result = run(slots, shape, limited=limited)
+        steps.append((shape, unpack_results(result, confidence=True)[2]))
+        return result
+
+    engine._run_step = recorded
+    decode(engine, [Request(str(i), (2, 3, 4), 40) for i in range(4)])
+    shapes = {family.shape(4) for family in engine.adaptive.policy.families}
+    most = {shape: 4 * shape.k if shape.budget is None else shape.budget for shape in shapes}
+    verified = {shape: max(int(n.sum()) for s, n in steps if s == shape) for shape in shapes}
+    assert verified == most

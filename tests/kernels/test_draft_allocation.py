@@ -77,6 +77,27 @@ def test_the_likeliest_drafts_are_verified(rows: int, k: int, seed: int) -> None
     assert expected == everything.tolist()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_confidence_that_is_no_number_keeps_the_budget(value: float) -> None:
+    """A head whose outputs overflow drafts badly; its drafts come last."""
+    slots, index, scale, bias = make_case(5, 3, 2)
+    slots.length[:5], slots.stored[:5] = 5, 3
+    slots.confidence[:3] = value
+    scale[1] = 0.0  # inf · 0
+    for budget in (0, 1, 4, 7, 15):
+        counts = {
+            name: getattr(allocate_drafts, name)(
+                slots, index, scale, bias, budget=budget, max_length=LIMIT, k=3
+            )
+            for name in IMPLEMENTATIONS
+        }
+        assert all(int(each.sum()) == budget for each in counts.values())
+        assert all(torch.equal(each, counts["reference"]) for each in counts.values())
+        if value != torch.inf:
+            others = counts["reference"][(index == 3) | (index == 4)]
+            assert int(others.sum()) == min(budget, 6)
+
+
 def test_a_draft_does_not_change_whether_it_is_verified() -> None:
     """Nothing behind a draft does: any confidence at later depths leaves its row's prefix."""
     slots, index, scale, bias = make_case(4, 3, 7)

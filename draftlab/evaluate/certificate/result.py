@@ -60,8 +60,10 @@ class Sampled:
         probs = f"draft probabilities {'on' if self.draft_probs else 'off'}"
         if self.draft_temperature:
             probs += f" (drafts at T = {self.draft_temperature:g})"
-        block = ["block verification"] if self.verification == "block" else []
-        return ", ".join([f"T = {self.temperature:g}", *limits, f"K = {self.k}", probs, *block])
+        modes = ["block verification"] if self.verification == "block" else []
+        modes += ["adaptive verification"] if self.adaptive else []
+        k = f"K {'≤' if self.adaptive else '='} {self.k}"
+        return ", ".join([f"T = {self.temperature:g}", *limits, k, probs, *modes])
 
 
 class CertifySettings(Settings):
@@ -140,8 +142,12 @@ class SamplingTest(BaseModel):
 
     @property
     def has_power(self) -> bool:
-        """Whether the test detects every fault with 99 % probability."""
-        return self.n_for_99_power is not None and self.n >= self.n_for_99_power
+        """Whether the test detects every fault with 99 % probability.
+
+        `needed` supposes that every step verifies K drafts, which adaptive verification does not.
+        """
+        enough = self.n_for_99_power is not None and self.n >= self.n_for_99_power
+        return enough and not self.adaptive
 
 
 class Certificate(BaseModel):
@@ -173,11 +179,14 @@ def sampling_test_lines(test: SamplingTest) -> list[str]:
         f"{fault} {'too many' if n is None else f'{n:,}'}" for fault, n in test.needed.items()
     )
     acceptance = test.acceptance_p_value
+    lacking = "some fault needs more"
+    if test.adaptive:
+        lacking = "they suppose that every step verifies K drafts"
     return [
         f"{test.test}: G = {statistic} on {test.freedom} degrees of freedom, p = "
         f"{test.p_value:.2g}, {test.n:,} samples"
         + ("" if acceptance is None else f"; accepted against expected: p = {acceptance:.2g}")
         + f": {'passed' if test.passed else 'FAILED'}, {test.level}",
         f"  samples for 99 % power: {needed}"
-        + ("" if test.has_power else "; L1 and LS are not shown, since some fault needs more"),
+        + ("" if test.has_power else f"; L1 and LS are not shown, since {lacking}"),
     ]

@@ -192,6 +192,22 @@ def test_a_broken_sampler_fails(
     assert certificate.lines[-1].startswith("FAILED")
 
 
+def test_the_name_of_an_adaptive_row_is_its_own() -> None:
+    """Its answers' noise, and the lines of the certificate, are named by it."""
+    adaptive = replace(ON, adaptive=True)
+    assert adaptive.name != ON.name
+    assert f"K ≤ {ON.k}" in adaptive.name
+
+
+def test_an_adaptive_row_is_tested_without_a_claim_of_power(run_certify: RunCertify) -> None:
+    """With 5,000 samples the fixed row notices tests that pass 5 % too often; this one does not."""
+    certificate = run_certify(rows=[replace(ON, adaptive=True)])
+    (test,) = certificate.arms
+    assert test.n >= test.n_for_99_power
+    assert (certificate.passed, test.level, certificate.level) == (True, "L2", "L2")
+    assert any("L1 and LS are not shown" in line for line in certificate.lines)
+
+
 def test_block_verification_is_certified(run_certify: RunCertify) -> None:
     certificate = run_certify(rows=[BLOCK])
     assert (certificate.passed, certificate.level, certificate.faults) == (True, "L1", [])
