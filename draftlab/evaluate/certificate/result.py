@@ -22,6 +22,11 @@ LEVELS: tuple[Level, ...] = ("L3", "L2", "LS", "L1")
 """All levels, the weakest first."""
 
 
+def k_text(k: int, adaptive: bool) -> str:
+    """Return "K = 4", or "adaptive K ≤ 4" where the engine chooses the drafts of each step."""
+    return f"adaptive K ≤ {k}" if adaptive else f"K = {k}"
+
+
 @dataclass(frozen=True)
 class Sampled:
     """How a row at T > 0 is sampled."""
@@ -61,7 +66,8 @@ class Sampled:
         if self.draft_temperature:
             probs += f" (drafts at T = {self.draft_temperature:g})"
         block = ["block verification"] if self.verification == "block" else []
-        return ", ".join([f"T = {self.temperature:g}", *limits, f"K = {self.k}", probs, *block])
+        k = k_text(self.k, self.adaptive)
+        return ", ".join([f"T = {self.temperature:g}", *limits, k, probs, *block])
 
 
 class CertifySettings(Settings):
@@ -157,6 +163,7 @@ class Certificate(BaseModel):
 
     level: Level
     prompts_equal: float
+    """Share of prompts with plain decoding's tokens at T = 0: the least, with adaptive decoding."""
     passed: bool
     faults: list[str]
     """One sentence per failed test."""
