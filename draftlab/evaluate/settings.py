@@ -76,7 +76,8 @@ class EvalSettings(Settings):
     batch: int = Field(default=16, ge=1)
     """Prompts decoded at once for the counters."""
     timing_prompts: int = Field(default=10, ge=0)
-    """Number of timed prompts, at least one batch; 0: measure no times."""
+    """Number of timed prompts, at least one batch; a suite of fewer is repeated. 0: measure no
+    times."""
     timing_tokens: int = Field(default=64, ge=2)
     """Largest number of tokens in a timed answer."""
     timing_batches: Annotated[tuple[_Count, ...], SingleOrList, _Distinct] = Field(
