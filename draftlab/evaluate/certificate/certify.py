@@ -112,10 +112,11 @@ class _Certification:
         """Run all tests and return the certificate."""
         settings, dtype = self.settings, str(self.target.dtype).removeprefix("torch.")
         each = f"{settings.samples:,}" if settings.samples else f"up to {settings.max_samples:,}"
-        self.monitor.say(
-            f"certify: {len(prompts)} prompts at T = 0, then {count_text(len(rows), 'row')} at "
-            f"T > 0 with {each} short answers each; this takes minutes"
+        then = (
+            f", then {count_text(len(rows), 'row')} at T > 0 with {each} short answers each; this "
+            "takes minutes"
         )
+        self.monitor.say(f"certify: {len(prompts)} prompts at T = 0{then * bool(rows)}")
         texts, shares = self._compare_greedy(prompts, k, adaptive=adaptive)
         lines, rounding = [], "" if self.exact else " (in this dtype rounding can change tokens)"
         for name, equal in shares.items():
