@@ -83,11 +83,11 @@ def update_settings(
     try:
         return type(settings).model_validate(settings.model_dump() | fields)
     except ValidationError as error:
-        lines = [
-            f"{(options or {}).get(name, name)}: {describe_error(one)}"
-            for one in merged_errors(error)
-            if (name := str(one["loc"][0]))
-        ]
+        lines = []
+        for one in merged_errors(error):
+            # An error of several settings together has no location.
+            names = [(options or {}).get(str(name), str(name)) for name in one["loc"][:1]]
+            lines.append(": ".join([*names, describe_error(one)]))
         raise UserError("\n".join(lines), where=where, do=do) from None
 
 

@@ -70,8 +70,8 @@ def run(
 ) -> None:
     """Run all stages of RECIPE, up to a measured and exported head, and print the report.
 
-    Complete stages are not run again. With --gpus all GPUs answer, record and train, and the first
-    one evaluates; with --ray those of a cluster do.
+    Complete stages are not run again. With --gpus all GPUs answer, record and
+    train, and the first one evaluates; with --ray those of a cluster do.
     """
     with guard(debug):
         if (gpus or 1) > 1 and not (plan or rehearse or ray):
@@ -145,8 +145,8 @@ def train(
 ) -> None:
     """Train a head; write head/. Missing answers and states are computed first.
 
-    An interrupted training continues when the command is repeated. Processes that `torchrun` or
-    `accelerate launch` started train together.
+    An interrupted training continues when the command is repeated. Processes
+    that `torchrun` or `accelerate launch` started train together.
     """
     with guard(debug):
         if (gpus or 1) > 1 and not (plan or ray):

@@ -127,4 +127,5 @@ def _option_type(annotation: Any) -> tuple[Any, str | None]:
 
 def _plain(description: str) -> str:
     """Return a field's description as the help of an option, on one line."""
-    return re.sub(r"\s+", " ", description).strip().replace("None:", "by default:")
+    text = re.sub(r"\s+", " ", description).strip()
+    return text.replace(". None:", ". By default:").replace("None:", "by default:")

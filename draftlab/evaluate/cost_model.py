@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import nnls
 
+from draftlab.formatting import count_text
+
 Shape = tuple[int, int]
 """(batch, K); K = 0 is plain decoding."""
 Steps = Mapping[Shape, float]
@@ -68,11 +70,9 @@ class Cliff:
     @property
     def text(self) -> str:
         """The cliff as a warning."""
-        rows = self.batch * (self.k + 1)
+        rows = count_text(self.batch * (self.k + 1), "row")
         what = f"K = {self.k}" if self.k else "no drafts"
-        text = (
-            f"a step with {what} at batch {self.batch} ({rows:,} rows) takes {self.step_ms:.2f} ms"
-        )
+        text = f"a step with {what} at batch {self.batch} ({rows}) takes {self.step_ms:.2f} ms"
         if self.larger is not None:
             return f"{text}, longer than one at batch {self.larger} ({self.expected_ms:.2f} ms)"
         ratio = self.step_ms / self.expected_ms

@@ -62,13 +62,13 @@ class DecodingConfig:
     draft_probs: bool = False
     adaptive: bool = False
 
-    @property
-    def name(self) -> str:
-        """Name in progress lines."""
+    def name_at(self, temperature: float) -> str:
+        """Return the name in progress lines and tables; at temperature 0 all drafts are argmax."""
         if self.head is None:
             return "no drafting"
         k = f"adaptive K≤{self.k}" if self.adaptive else f"K={self.k}"
-        return f"{self.head.name}, {k}, {'sampled' if self.draft_probs else 'argmax'} drafts"
+        drafts = "sampled" if self.draft_probs and temperature > 0 else "argmax"
+        return f"{self.head.name}, {k}, {drafts} drafts"
 
     @property
     def fixed_k(self) -> bool:

@@ -182,6 +182,7 @@ class Evaluator:
                     for t, config in workload.certified_configs
                     if config.head is head
                 ],
+                adaptive=settings.adaptive,
                 monitor=workload.monitor,
                 engine=ReferenceEngine
                 if settings.engine == "reference"

@@ -64,7 +64,7 @@ def load_point(
     decodes = bool(later_tokens.sum() and later_s.sum())
     point = LoadPoint(
         engine=engine,
-        configuration=config.name,
+        configuration=config.name_at(temperature),
         head=config.head.name if config.head else None,
         k=config.k,
         fixed_k=config.fixed_k,

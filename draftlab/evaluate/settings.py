@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from draftlab.settings import Settings, SingleOrList
 from draftlab.target_model.settings import VllmSettings
@@ -76,7 +76,8 @@ class EvalSettings(Settings):
     batch: int = Field(default=16, ge=1)
     """Prompts decoded at once for the counters."""
     timing_prompts: int = Field(default=10, ge=0)
-    """Number of timed prompts, at least one batch; 0: measure no times."""
+    """Number of timed prompts, at least one batch; a suite of fewer is repeated. 0: measure no
+    times."""
     timing_tokens: int = Field(default=64, ge=2)
     """Largest number of tokens in a timed answer."""
     timing_batches: Annotated[tuple[_Count, ...], SingleOrList, _Distinct] = Field(
@@ -112,13 +113,14 @@ class EvalSettings(Settings):
             raise ValueError("expected the engine paged or vllm: reference states no confidence")
         return calibrate
 
-    @model_validator(mode="after")
-    def _adaptive_needs_load(self) -> EvalSettings:
-        if self.adaptive and not self.concurrency:
-            raise ValueError("adaptive is measured under load: set eval.concurrency too, as 1,8")
-        if self.adaptive and self.engine == "reference":
-            raise ValueError("adaptive needs the engine paged; the reference engine has a fixed K")
-        return self
+    @field_validator("adaptive")
+    @classmethod
+    def _adaptive_needs_load(cls, adaptive: bool, info: ValidationInfo) -> bool:
+        if adaptive and info.data.get("engine") == "reference":
+            raise ValueError("expected the engine paged or vllm: reference has a fixed K")
+        if adaptive and info.data.get("concurrency") == ():
+            raise ValueError("expected concurrency too, such as 1,8: it is measured under load")
+        return adaptive
 
     def requests_under_load(self, concurrency: int) -> int:
         """Return how many requests are measured in a round under load."""

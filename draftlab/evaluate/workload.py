@@ -133,7 +133,7 @@ class Workload:
         """Decode the suite at every temperature of the configuration; add it to the results."""
         for t in self.settings.temperatures:
             if config in self.configs_at(t):
-                stage = f"{results.engine} T={t:g}, {config.name}"
+                stage = f"{results.engine} T={t:g}, {config.name_at(t)}"
                 results.generations[t, config] = self._decode(engine, self.requests(t), stage)
 
     def _decode(self, engine: Decoder, requests: list[Request], stage: str) -> list[Generation]:

@@ -148,6 +148,17 @@ def sglang_text(export: Export, path: Path, *, algorithm: str = "EAGLE3") -> str
     return (
         f"# Serving this head with SGLang\n\n{command}\nDrafts: {export.k} tokens a step, one a "
         "pass. SGLang counts the token it drafts from, hence one more in the last option.\n"
+        f"{_sglang_load_text(export)}"
+    )
+
+
+def _sglang_load_text(export: Export) -> str:
+    """Return that SGLang reads nothing of a calibration whose head states no confidence."""
+    if export.serving is None or export.serving.temperatures is not None:
+        return ""
+    return (
+        "\n## Under load\n\nSGLang reads the calibration of DSpark heads only. The command is the "
+        "same with and without this one, which is in calibration.json.\n"
     )
 
 
@@ -165,7 +176,7 @@ def block_sglang_text(export: Export, path: Path) -> str:
             * temperatures
         ),
     )
-    load = ""
+    load = _sglang_load_text(export)
     if serving and temperatures and serving.step_rates:
         load = (
             "\n## Under load\n\nsts.json calibrates the confidence. SGLang verifies fewer drafts "

@@ -68,7 +68,9 @@ class ExportSettings(Settings):
     @classmethod
     def _calibrated(cls, bake: bool, info: ValidationInfo) -> bool:
         if bake and info.data.get("calibration") is None:
-            raise ValueError("expected export.calibration to have the temperature, found none")
+            raise ValueError(
+                "expected export.calibration too, whose report has the temperature; found none"
+            )
         return bake
 
     @field_validator("max_shard")

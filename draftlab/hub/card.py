@@ -100,7 +100,7 @@ def _equality(rows: list[Row], certificate: dict[str, Any] | None) -> list[str]:
     elif not certificate["passed"]:
         lines.append(f"the certificate **failed**: {'; '.join(certificate['faults'])}")
     else:
-        lines.append(certificate["lines"][0])  # T = 0
+        lines += [line for line in certificate["lines"] if line.startswith("T = 0,")]
         for test in map(SamplingTest.model_validate, certificate.get("arms", ())):
             shown = SHOWN.get(test.level, f"no equality shown: the test lacks power ({test.level})")
             lines.append(f"{test.row.name}: {shown}")

@@ -162,14 +162,16 @@ def _head(recipe: Recipe, head: HeadSize, target: TargetSize, gpu: Gpu | None) -
     settings, online = recipe.train, recipe.record.online
     positions = settings.steps * settings.batch_rows * settings.row_tokens
     flops = positions * (head.flops + online * 2 * target.active)
+    note = f"{as_count(head.trained)} parameters to train on {as_count(positions)} positions"
     if (replay := settings.replay) is not None:
         replayed = positions * (1 - replay.start) * replay.share
         # The head drafts, and the target reads the conversation with the drafts of each step.
         tokens = replayed * (1 + (settings.ttt_steps - 1) / REPLAYED_STEP)
         flops += replayed * head.flops / 3 + tokens * 2 * target.active
+        note += f", {as_count(round(replayed))} of them replayed, with the target in memory"
     return Estimate(
         "head",
-        f"{as_count(head.trained)} parameters to train on {as_count(positions)} positions",
+        note,
         disk=(CHECKPOINTS * 12 + 2) * head.trained,  # weights, two moments; 16 bits at the end
         # Both are on one GPU then, unless target.device names another.
         memory=head.memory + (online or replay is not None) * target.bytes / recipe.target.gpus,

@@ -71,8 +71,11 @@ class RayCluster:
                     runtime_env={"env_vars": ENVIRONMENT},
                 )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            # Ray's own words for this case name options that draftlab does not have.
+            absent = address == "auto" and isinstance(error, ConnectionError)
+            reason = "no Ray runs on this machine" if absent else error
             raise UserError(
-                f"expected a Ray cluster, found none that can be used: {error}",
+                f"expected a Ray cluster, found none that can be used: {reason}",
                 where=f"--ray {address}",
                 do="start one with `ray start --head`, and `ray start --address HOST:6379` on each "
                 "other node",
@@ -115,9 +118,19 @@ class RayCluster:
 
 
 def _check_address(address: str) -> None:
-    """Raise an `OSError` at once if nothing answers at HOST:PORT; Ray would try for minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdecimal():
+    """Raise an `OSError` at once if nothing answers at HOST:PORT; Ray would try for minutes.
+
+    Raises:
+        UserError: the address has another form.
+    """
+    host, _, port = address.rpartition(":")
+    if address != "auto":
+        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+            raise UserError(
+                f"expected auto, or HOST:PORT such as 10.0.0.1:6379; found {address!r}",
+                where="--ray",
+                do="name the head node of a running cluster; `ray start --head` starts one",
+            )
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
 
 

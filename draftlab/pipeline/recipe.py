@@ -230,7 +230,7 @@ def _explain(error: Any) -> str:
         return f"{key}: {describe_error(error)}"
     model: type[BaseModel] = Recipe
     for part in loc[:-1]:
-        model = typing.cast(type[BaseModel], model.model_fields[str(part)].annotation)
+        model = _settings_in(model.model_fields[str(part)].annotation) or model
     near = difflib.get_close_matches(str(loc[-1]), model.model_fields, n=1, cutoff=0.5)
     path = ".".join([*map(str, loc[:-1]), near[0]]) if near else ""
     if key in RENAMED_SETTINGS:
@@ -269,11 +269,17 @@ def schema_lines(model: type[BaseModel] = Recipe, indent: int = 0) -> Iterator[s
         elif field.default is PydanticUndefined:
             yield f"{pad}{name}: # {_type_name(kind)}; default: the recipe's file name"
         else:
-            default = field.default
-            text = yaml.safe_dump(
-                list(default) if isinstance(default, tuple) else default, default_flow_style=True
-            ).removesuffix("...\n")
+            default = list(field.default) if isinstance(field.default, tuple) else field.default
+            text = yaml.safe_dump(default, default_flow_style=True).removesuffix("...\n")
             yield f"{pad}{name}: {text.strip()} # {_type_name(kind)}"
+            if model_of_kind := _settings_in(kind):  # off by default: its settings as comments
+                yield from (f"{pad}# {line}" for line in schema_lines(model_of_kind, 1))
+
+
+def _settings_in(kind: Any) -> type[BaseModel] | None:
+    """Return the settings model that a type is, or that it is besides null."""
+    models = (k for k in (kind, *typing.get_args(kind)) if isinstance(k, type))
+    return next((k for k in models if issubclass(k, BaseModel)), None)
 
 
 def _type_name(kind: Any) -> str:
@@ -287,6 +293,6 @@ def _type_name(kind: Any) -> str:
         return " | ".join(_type_name(a) for a in args)
     if origin is tuple:
         return f"list of {_type_name(args[0])}"
-    if kind is type(None):
-        return "null"
-    return getattr(kind, "__name__", str(kind))
+    if _settings_in(kind):
+        return "a mapping of the settings below"
+    return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))

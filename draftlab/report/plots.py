@@ -11,7 +11,7 @@ from draftlab.evaluate.results import Report, Row
 from draftlab.report import formatting as fmt
 from draftlab.report.canvas import error_bars, legend, line_style, new_figure, plain
 from draftlab.report.conditions import report_conditions, row_labels, row_traits
-from draftlab.report.plot_calibration import reliability
+from draftlab.report.plot_calibration import FEWEST, reliability
 from draftlab.report.plot_load import goodput_by_speed
 from draftlab.report.plot_times import series, speedup_by_batch, tpot, tpot_by_k
 
@@ -140,7 +140,7 @@ PLOTS = {
         reliability,
         "Confidence that the first k drafts of a step are accepted, against the share of steps in "
         "which they were, on prompts that the calibration was not fitted on. On the dotted line "
-        "both are equal.",
+        f"both are equal. Bins of fewer than {FEWEST} steps are left out.",
     ),
 }
 

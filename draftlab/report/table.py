@@ -107,7 +107,7 @@ def _table(report: Report) -> Table:
 def _goodput(table: LoadTable) -> Table:
     """Return the goodput by concurrency as a table; the best of a column is marked."""
     shown = new_table()
-    shown.add_column(table.title, overflow="fold")
+    shown.add_column(f"goodput in tokens/s, {table.title}", overflow="fold")
     for concurrency in table.concurrencies:
         shown.add_column(f"{concurrency}\nat once", justify="right", no_wrap=True)
     for name, cells in table.rows:

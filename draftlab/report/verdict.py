@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from draftlab.evaluate.results import Report, Row
 from draftlab.report import formatting as fmt
@@ -22,9 +21,10 @@ def title(report: Report) -> str:
 def verdicts(report: Report) -> list[str]:
     """Return a sentence for each head, about its lowest temperature: the measured effect and K.
 
-    "At T = 0 and K = 4 quickstart makes decoding 1.60× as fast [1.52, 1.68]; K = 3 would be best
-    (predicted 1.65×)." If it was measured itself, that K "is best". Without times
-    the sentence states the acceptance length.
+    "At T = 0 and K = 4 quickstart makes decoding 1.60× as fast [1.52, 1.68]; over the whole suite
+    K = 3 would be best (predicted 1.65×, K = 4: 1.58×)." If the measured K is predicted to be the
+    best, it "is best". Where drafting does not pay, no K is. Without times the sentence states the
+    acceptance length.
     """
     heads = dict.fromkeys(row.head for row in report.rows if fmt.has_drafter(row))
     return [sentence for head in heads for sentence in _of_head(report, head)]
@@ -43,10 +43,7 @@ def _of_head(report: Report, head: str | None) -> Iterator[str]:
     low, high = row.speedup_ci
     effect = "makes decoding" if row.speedup >= 1 else "slows decoding down:"
     sentence = f"{where} {name} {effect} {row.speedup:.2f}× as fast [{low:.2f}, {high:.2f}]"
-    if (best := _predicted_best(report, row)) is not None:
-        predicted = f"would be best (predicted {best['speedup']:.2f}×)"
-        sentence += f"; K = {best['k']} {'is best' if best['k'] == row.k else predicted}"
-    yield f"{sentence}."
+    yield f"{sentence}{_best_k(report, row)}."
 
 
 def speed(row: Row) -> tuple[float, float]:
@@ -54,10 +51,25 @@ def speed(row: Row) -> tuple[float, float]:
     return row.speedup or 0.0, row.acceptance_length or 0.0
 
 
-def _predicted_best(report: Report, row: Row) -> dict[str, Any] | None:
-    """Return the adviser's best prediction for the row's head, temperature and drafts."""
+def _best_k(report: Report, row: Row) -> str:
+    """Return the end of the verdict, which names the K that the adviser predicts to be the best.
+
+    The times of the row are those of the timed prompts and the predictions are for the whole suite,
+    so the prediction of the row's own K stands beside that of the best.
+    """
     for one in (report.adviser or {}).get("advice", []):
         keys = ("engine", "head", "temperature", "draft_probs")
         if all(one[key] == getattr(row, key) for key in keys):
-            return next(p for p in one["predictions"] if p["k"] == one["best_k"])
-    return None
+            predicted = {p["k"]: p["speedup"] for p in one["predictions"]}
+            break
+    else:
+        return ""
+    best = one["best_k"]
+    if predicted[best] <= 1:
+        return ""
+    if best == row.k:
+        return f"; K = {best} is best"
+    own = f", K = {row.k}: {predicted[row.k]:.2f}×" if row.k in predicted else ""
+    return (
+        f"; over the whole suite K = {best} would be best (predicted {predicted[best]:.2f}×{own})"
+    )

@@ -7,7 +7,8 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
 from draftlab.evaluate import measure
-from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig
+from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig, NamedHead
 from draftlab.evaluate.load import (
     LoadRun,
     Stream,
@@ -352,3 +353,13 @@ def test_concurrencies_are_a_list_without_repetitions() -> None:
     assert EvalSettings().concurrency == ()
     assert EvalSettings(concurrency="1,8,1").concurrency == (1, 8)
     assert EvalSettings(concurrency=4).concurrency == (4,)
+
+
+def test_at_temperature_zero_a_configuration_is_named_by_its_argmax_drafts() -> None:
+    head = cast(NamedHead, SimpleNamespace(name="head"))
+    fixed = DecodingConfig(head, 3, draft_probs=True)
+    adaptive = DecodingConfig(head, 3, draft_probs=True, adaptive=True)
+    assert fixed.name_at(0.8) == "head, K=3, sampled drafts"
+    assert fixed.name_at(0) == "head, K=3, argmax drafts"
+    assert adaptive.name_at(0) == "head, adaptive K≤3, argmax drafts"
+    assert DecodingConfig().name_at(0.8) == "no drafting"

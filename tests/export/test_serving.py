@@ -117,6 +117,15 @@ def test_sglang_reads_a_temperature_for_each_slot(head: Path, target: Path, tmp_
         read_sts(out / "sts.json", K - 1)
 
 
+def test_sglang_is_said_to_read_no_calibration_of_draft_probabilities(
+    make_head: Callable[..., Path], target: Path, tmp_path: Path
+) -> None:
+    head = make_head()
+    report = write_report(tmp_path / "eval", [calibration(head, own=False)])
+    out = export(head, target, tmp_path / "out", "sglang", calibration=report)
+    assert "SGLang reads the calibration of DSpark heads only" in (out / "launch.md").read_text()
+
+
 @pytest.mark.parametrize("program", ["vllm", "llamacpp", "speculators", "sglang"])
 def test_a_baked_temperature_divides_the_logits(
     head: Path, target: Path, tmp_path: Path, program: str
@@ -328,7 +337,7 @@ def test_the_options_of_the_command(head: Path, target: Path, tmp_path: Path) ->
     words = ["export", "--head", head, "--target", target, "--to", "vllm", "--bake-temperature"]
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == 2
-    assert "expected export.calibration to have the temperature" in result.stderr
+    assert "expected export.calibration too" in result.stderr
 
 
 def test_a_changed_report_makes_an_export_again(head: Path, tmp_path: Path) -> None:

@@ -319,6 +319,7 @@ def test_replay_needs_the_target_and_time_in_training(llama_8b: Path) -> None:
     assert replay["head"].memory == plain["head"].memory + plain["target"].memory
     train = recipe(llama_8b).train
     replayed = 0.25 * train.steps * train.batch_rows * train.row_tokens
+    assert "replayed, with the target in memory" in replay["head"].note
     least = 2 * 8.03e9 * replayed / 989e12  # the conversations alone
     assert replay["head"].seconds - plain["head"].seconds > least
 

@@ -179,6 +179,13 @@ def test_a_cluster_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "expected a Ray cluster, found none that can be used" in result.output
 
 
+@pytest.mark.parametrize("address", ["head", "head:port", ":6379", "head:0"])
+def test_an_address_of_another_form_is_refused(address: str, tmp_path: Path) -> None:
+    result = draftlab(new_workshop(tmp_path), "run", "small.yaml", "--ray", address)
+    assert result.exit_code == 2
+    assert f"expected auto, or HOST:PORT such as 10.0.0.1:6379; found '{address}'" in result.output
+
+
 def test_options_that_a_cluster_cannot_have_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

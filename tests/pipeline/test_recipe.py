@@ -209,6 +209,8 @@ def test_off_is_a_word_where_words_are_asked_for(tmp_path: Path) -> None:
     [
         ("train.steps", "expected an override such as train.steps=200, found 'train.steps'"),
         ("train.stpes=3", "did you mean train.steps?"),
+        ("train.replay.shar=1", "did you mean train.replay.share?"),
+        ("train.replay={begin: 1}", "train.replay.begin: unknown setting"),
         ("trian.steps=3", "did you mean train?"),
         ("train.steps=[1", "the value of train.steps is not YAML"),
         ("seed.deep=1", "seed: expected a whole number"),

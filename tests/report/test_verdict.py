@@ -9,11 +9,12 @@ from draftlab.report.verdict import title, verdicts
 from tests.helpers import sample_report as sample
 
 
-def advice(k: int, speedup: float) -> dict[str, object]:
-    """Return the adviser's entry for the sample's head at temperature 0."""
+def advice(k: int, **speedups: float) -> dict[str, object]:
+    """Return the adviser's entry for the sample's head at temperature 0, with speed-ups by K."""
     row = sample.row()
     keys = {key: getattr(row, key) for key in ("engine", "head", "temperature", "draft_probs")}
-    return {"advice": [keys | {"best_k": k, "predictions": [{"k": k, "speedup": speedup}]}]}
+    predictions = [{"k": int(name[1:]), "speedup": value} for name, value in speedups.items()]
+    return {"advice": [keys | {"best_k": k, "predictions": predictions}]}
 
 
 def report(speedup: float | None, adviser: dict[str, object] | None = None) -> Report:
@@ -35,14 +36,25 @@ def report(speedup: float | None, adviser: dict[str, object] | None = None) -> R
         (1.6, None, "At T = 0 and K = 4 head makes decoding 1.60× as fast [1.55, 1.65]."),
         (
             1.6,
-            advice(4, 1.7),
+            advice(4, k4=1.7),
             "At T = 0 and K = 4 head makes decoding 1.60× as fast [1.55, 1.65]; K = 4 is best.",
         ),
         (
+            1.6,
+            advice(3, k3=1.5, k4=1.4),
+            "At T = 0 and K = 4 head makes decoding 1.60× as fast [1.55, 1.65]; over the whole "
+            "suite K = 3 would be best (predicted 1.50×, K = 4: 1.40×).",
+        ),
+        (
             0.8,
-            advice(3, 0.9),
-            "At T = 0 and K = 4 head slows decoding down: 0.80× as fast [0.75, 0.85]; K = 3 would "
-            "be best (predicted 0.90×).",
+            advice(3, k3=1.1),
+            "At T = 0 and K = 4 head slows decoding down: 0.80× as fast [0.75, 0.85]; over the "
+            "whole suite K = 3 would be best (predicted 1.10×).",
+        ),
+        (
+            0.8,
+            advice(3, k3=0.9, k4=0.8),
+            "At T = 0 and K = 4 head slows decoding down: 0.80× as fast [0.75, 0.85].",
         ),
     ],
 )

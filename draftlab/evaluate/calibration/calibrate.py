@@ -43,9 +43,10 @@ def calibrate(blocks: DraftBlocks, source: Source, **conditions: Any) -> Calibra
     for half in (fitted, held_out):
         complete = int(half.has_draft[:, -1].sum()) if len(half) else 0
         if len(half) < MIN_BLOCKS or not complete:
+            whole = f" ({complete} with all {blocks.k} drafts)" if blocks.k > 1 else ""
             raise UserError(
                 f"a calibration needs at least {MIN_BLOCKS} steps with drafts in each half of the "
-                f"prompts, found {len(half)} ({complete} with all {blocks.k} drafts)",
+                f"prompts, found {len(half)}{whole}",
                 where="eval.calibrate",
                 do="raise eval.max_prompts or eval.max_new_tokens",
             )

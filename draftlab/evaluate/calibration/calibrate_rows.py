@@ -42,7 +42,7 @@ def calibrate_rows(workload: Workload, results: EngineResults) -> list[Calibrati
                 )
             except UserError as error:
                 workload.monitor.say(
-                    f"warning: {config.name} at T = {t:g} is not calibrated: {error.what}; "
+                    f"warning: {config.name_at(t)} at T = {t:g} is not calibrated: {error.what}; "
                     f"{error.do}"
                 )
                 continue

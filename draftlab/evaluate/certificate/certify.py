@@ -37,6 +37,7 @@ from draftlab.evaluate.certificate.result import (
     Level,
     Sampled,
     SamplingTest,
+    k_text,
     sampling_test_lines,
 )
 from draftlab.evaluate.certificate.sampler import TableSampler
@@ -66,6 +67,7 @@ def certify(
     *,
     k: int,
     rows: Sequence[Sampled],
+    adaptive: bool = False,
     monitor: Monitor,
     engine: EngineFactory = Engine,
 ) -> Certificate:
@@ -76,6 +78,7 @@ def certify(
         stop_ids: tokens that end an answer at T = 0; ignored at T > 0.
         k: drafts a step at T = 0.
         rows: how the rows at T > 0 are sampled; each is tested.
+        adaptive: whether adaptive decoding is compared at T = 0, too; it takes every shape in turn.
         engine: constructor of the engine to test.
 
     Raises:
@@ -87,7 +90,7 @@ def certify(
             do="raise eval.max_prompts, or name another eval.suite",
         )
     certification = _Certification(target, head, engine, stop_ids, settings, monitor)
-    return certification.run(prompts[: settings.equal_prompts], k, rows)
+    return certification.run(prompts[: settings.equal_prompts], k, rows, adaptive)
 
 
 @dataclass(frozen=True)
@@ -105,21 +108,29 @@ class _Certification:
         """Whether the engine's tokens have an exact distribution."""
         return self.target.dtype == torch.float32
 
-    def run(self, prompts: Prompts, k: int, rows: Sequence[Sampled]) -> Certificate:
+    def run(self, prompts: Prompts, k: int, rows: Sequence[Sampled], adaptive: bool) -> Certificate:
         """Run all tests and return the certificate."""
         settings, dtype = self.settings, str(self.target.dtype).removeprefix("torch.")
         each = f"{settings.samples:,}" if settings.samples else f"up to {settings.max_samples:,}"
-        self.monitor.say(
-            f"certify: {len(prompts)} prompts at T = 0, then {count_text(len(rows), 'row')} at "
-            f"T > 0 with {each} short answers each; this takes minutes"
+        then = (
+            f", then {count_text(len(rows), 'row')} at T > 0 with {each} short answers each; this "
+            "takes minutes"
         )
-        texts, equal = self._compare_greedy(prompts, k)
-        lines = [
-            f"T = 0, K = {k}, {dtype}: tokens of {equal:.1%} of {len(texts)} prompts equal plain "
-            "decoding's" + ("" if self.exact else " (in this dtype rounding can change tokens)")
-        ]
-        if self.exact and equal < 1:
-            self.faults.append("T = 0: tokens differ from plain decoding's in float32")
+        self.monitor.say(f"certify: {len(prompts)} prompts at T = 0{then * bool(rows)}")
+        texts, shares = self._compare_greedy(prompts, k, adaptive=adaptive)
+        lines, rounding = [], "" if self.exact else " (in this dtype rounding can change tokens)"
+        for name, equal in shares.items():
+            lines.append(
+                f"T = 0, {name}, {dtype}: tokens of {equal:.1%} of {len(texts)} prompts equal "
+                f"plain decoding's{rounding}"
+            )
+            if self.exact and equal < 1:
+                self.faults.append(f"T = 0, {name}: tokens differ from plain decoding's in float32")
+        if rows and adaptive and not self.exact:
+            lines.append(
+                f"T > 0, {k_text(k, True)}: not tested by itself in {dtype}; sampler and verifier "
+                "are those of a fixed K"
+            )
         tests: list[SamplingTest] = []
         for row in rows:
             try:
@@ -142,7 +153,7 @@ class _Certification:
         )
         return Certificate(
             level=level if passed else "L3",
-            prompts_equal=equal,
+            prompts_equal=min(shares.values()),
             passed=passed,
             faults=self.faults,
             arms=tests,
@@ -155,8 +166,10 @@ class _Certification:
             return "L1" if has_power else "L2"
         return "LS" if has_power else "L3"
 
-    def _compare_greedy(self, prompts: Prompts, k: int) -> tuple[list[tuple[int, ...]], float]:
-        """Return prompts with their plain greedy answers, and the share of equal answers."""
+    def _compare_greedy(
+        self, prompts: Prompts, k: int, *, adaptive: bool
+    ) -> tuple[list[tuple[int, ...]], dict[str, float]]:
+        """Return prompts with their plain greedy answers, and shares of equal answers by K."""
         settings = self.settings
         requests = [
             Request(id_, ids, settings.equal_tokens, Sampling(), self.stop_ids)
@@ -167,12 +180,18 @@ class _Certification:
             "batch": min(len(requests), 32),
             "max_length": min(longest + settings.equal_tokens + k + 1, self.target.max_length),
         }
-        plain, drafted = (
-            self._decode(self.engine(self.target, drafter, **size), requests, "certify T = 0")
-            for drafter in (None, new_drafter(self.head, k))
+        plain = self._decode(
+            self.engine(self.target, None, **size), requests, "certify T = 0, no drafting"
         )
-        equal = np.mean([plain[r.id].token_ids == drafted[r.id].token_ids for r in requests])
-        return [(*r.prompt_ids, *plain[r.id].token_ids) for r in requests], float(equal)
+        shares = {}
+        for chosen in (False, True) if adaptive else (False,):
+            name = k_text(k, chosen)
+            drafter = new_drafter(self.head, k, confidence=chosen, fresh_noise=chosen)
+            engine = self.engine(self.target, drafter, **size, **_adaptive(chosen))
+            drafted = self._decode(engine, requests, f"certify T = 0, {name}")
+            equal = [plain[r.id].token_ids == drafted[r.id].token_ids for r in requests]
+            shares[name] = float(np.mean(equal))
+        return [(*r.prompt_ids, *plain[r.id].token_ids) for r in requests], shares
 
     def _decode(
         self, engine: Decoder, requests: Sequence[Request], stage: str
@@ -267,9 +286,14 @@ class _Certification:
             confidence=row.adaptive,
             fresh_noise=row.adaptive,
         )
-        adaptive = {"adaptive": AdaptiveVerification(cycle=True)} if row.adaptive else {}
         # Long enough for the length limit not to cut drafts off.
         longest = len(requests[0].prompt_ids) + requests[0].max_new_tokens + 2 * row.k + 1
         batch = min(self.settings.batch, len(requests))
-        engine = self.engine(self.target, drafter, batch=batch, max_length=longest, **adaptive)
+        size = {"batch": batch, "max_length": longest}
+        engine = self.engine(self.target, drafter, **size, **_adaptive(row.adaptive))
         return list(self._decode(engine, requests, f"certify {row.name}").values())
+
+
+def _adaptive(adaptive: bool) -> dict[str, AdaptiveVerification]:
+    """Return the engine's option for adaptive decoding that takes every shape in turn."""
+    return {"adaptive": AdaptiveVerification(cycle=True)} if adaptive else {}

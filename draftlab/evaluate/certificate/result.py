@@ -22,6 +22,11 @@ LEVELS: tuple[Level, ...] = ("L3", "L2", "LS", "L1")
 """All levels, the weakest first."""
 
 
+def k_text(k: int, adaptive: bool) -> str:
+    """Return "K = 4", or "adaptive K ≤ 4" where the engine chooses the drafts of each step."""
+    return f"adaptive K ≤ {k}" if adaptive else f"K = {k}"
+
+
 @dataclass(frozen=True)
 class Sampled:
     """How a row at T > 0 is sampled."""
@@ -60,10 +65,9 @@ class Sampled:
         probs = f"draft probabilities {'on' if self.draft_probs else 'off'}"
         if self.draft_temperature:
             probs += f" (drafts at T = {self.draft_temperature:g})"
-        modes = ["block verification"] if self.verification == "block" else []
-        modes += ["adaptive verification"] if self.adaptive else []
-        k = f"K {'≤' if self.adaptive else '='} {self.k}"
-        return ", ".join([f"T = {self.temperature:g}", *limits, k, probs, *modes])
+        block = ["block verification"] if self.verification == "block" else []
+        k = k_text(self.k, self.adaptive)
+        return ", ".join([f"T = {self.temperature:g}", *limits, k, probs, *block])
 
 
 class CertifySettings(Settings):
@@ -163,6 +167,7 @@ class Certificate(BaseModel):
 
     level: Level
     prompts_equal: float
+    """Share of prompts with plain decoding's tokens at T = 0: the least, with adaptive decoding."""
     passed: bool
     faults: list[str]
     """One sentence per failed test."""

@@ -104,6 +104,7 @@ def run_certify(small: Target, poor_head: Eagle3Head) -> RunCertify:
     def run(
         verifier: Callable[..., VerifyResult] = verify,
         rows: Sequence[Sampled] = (ON, OFF),
+        adaptive: bool = False,
         **changes: Any,
     ) -> Certificate:
         def engine(target: Target, drafter: ChainDrafter | None, **options: Any) -> Engine:
@@ -111,7 +112,7 @@ def run_certify(small: Target, poor_head: Eagle3Head) -> RunCertify:
 
         return certify(
             small, poor_head, PROMPTS, frozenset(), SETTINGS.model_copy(update=changes),
-            k=2, rows=rows, monitor=Monitor(), engine=engine,
+            k=2, rows=rows, adaptive=adaptive, monitor=Monitor(), engine=engine,
         )  # fmt: skip
 
     return run
@@ -135,6 +136,15 @@ def test_the_correct_engine_is_certified(run_certify: RunCertify) -> None:
     for words in ("equal plain decoding's", "(drafts at T = 0.7)", "samples for 99 % power",
                   "level L1", "fails with probability 0.001"):  # fmt: skip
         assert words in text
+
+
+def test_adaptive_decoding_is_certified_at_every_temperature(run_certify: RunCertify) -> None:
+    certificate = run_certify(rows=(replace(ON, adaptive=True),), adaptive=True, samples=1000)
+    assert (certificate.passed, certificate.prompts_equal) == (True, 1.0), certificate.faults
+    plain, adaptive, sampled = certificate.lines[:3]
+    assert plain.startswith("T = 0, K = 2, float32: tokens of 100.0%")
+    assert adaptive.startswith("T = 0, adaptive K ≤ 2, float32: tokens of 100.0%")
+    assert "T = 1, top-k 4, adaptive K ≤ 2, draft probabilities on" in sampled
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -236,7 +246,7 @@ def test_a_wrong_acceptance_at_temperature_zero_fails(run_certify: RunCertify) -
 
     certificate = run_certify(accept_one_more, samples=500)
     assert certificate.prompts_equal < 1
-    assert certificate.faults == ["T = 0: tokens differ from plain decoding's in float32"]
+    assert certificate.faults == ["T = 0, K = 2: tokens differ from plain decoding's in float32"]
 
 
 MARK = 10.0
