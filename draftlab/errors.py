@@ -22,8 +22,8 @@ class UserError(Exception):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let another process raise it with all its parts."""
-        return _restore, (type(self), self.what, self.where, self.do)
+        """Let another process raise it with all its parts, its notes among them."""
+        return _restore, (type(self), self.what, self.where, self.do), self.__dict__
 
 
 def _restore(kind: type[UserError], what: str, where: str, do: str) -> UserError:
