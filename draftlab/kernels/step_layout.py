@@ -84,7 +84,8 @@ def available_drafts(slots: SlotBuffers, index: Tensor, *, max_length: int, k: i
 def commit(slots: SlotBuffers, layout: StepLayout, result: VerifyResult) -> StepOutput:
     """Write a verification's result to `slots.length` and `slots.newest` of the layout's rows.
 
-    No drafts are stored afterwards.
+    No drafts are stored afterwards. The results have the confidence of those that were; NaN behind
+    them.
     """
     length, accepted, drafts = layout.length, result.accepted, layout.tokens[:, 1:]
     active = length > 0
@@ -95,10 +96,11 @@ def commit(slots: SlotBuffers, layout: StepLayout, result: VerifyResult) -> Step
     is_verified = (depth <= accepted[:, None]) & active[:, None]
     slots.length[layout.index] = (length + accepted + 1).where(active, 0)
     slots.newest[layout.index] = result.emitted
-    slots.stored[layout.index] = 0
     confidence = slots.confidence
     if confidence is not None:
-        confidence = confidence[layout.index, : drafts.shape[1]]
+        stored = depth[:-1] < slots.stored[layout.index, None]
+        confidence = confidence[layout.index, : drafts.shape[1]].where(stored, torch.nan)
+    slots.stored[layout.index] = 0
     return StepOutput(
         tokens,
         layout.positions.where(is_verified, -1),

@@ -98,6 +98,7 @@ def commit_kernel(
     active = known_length > 0
     tl.store(slot_length + slot, tl.where(active, known_length + num_accepted + 1, 0))
     tl.store(slot_newest + slot, token)
+    num_stored = tl.load(slot_stored + slot)
     tl.store(slot_stored + slot, tl.zeros_like(slot))
     tl.store(counts_out + row, num_accepted + 1)
     depth = tl.arange(0, DEPTHS)
@@ -118,6 +119,7 @@ def commit_kernel(
     tl.store(results + WIDTH + 2 + depth, bits, mask=drafted)
     if confidence is not None:
         value = tl.load(confidence + slot * confidence_stride + depth, mask=drafted, other=0.0)
+        value = tl.where(depth < num_stored, value, float("nan"))
         bits = value.to(tl.int32, bitcast=True)
         tl.store(results + 2 * WIDTH + 1 + depth, bits, mask=drafted)
 
