@@ -1,4 +1,4 @@
-"""What the verbs that run stages share: their options, and how they run a recipe."""
+"""The options of the verbs that run stages, and the run of a recipe that these verbs share."""
 
 from __future__ import annotations
 

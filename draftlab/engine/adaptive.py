@@ -104,11 +104,9 @@ class AdaptivePolicy:
     bias: Array = field(init=False)
 
     def __post_init__(self) -> None:
-        calibration = self.settings.calibration or Calibration.identity(self.k)
-        self.scale, self.bias = (
-            np.array(values[: self.k], dtype=np.float64)
-            for values in (calibration.scale, calibration.bias)
-        )
+        start = self.settings.calibration or Calibration.identity(self.k)
+        self._start = np.array([start.scale, start.bias], dtype=np.float64)[:, : self.k]
+        self.scale, self.bias = self._start
         shape = self.settings.window, self.k
         self._confidence = np.full(shape, np.nan)  # NaN behind the stored drafts
         self._tested = np.zeros(shape, dtype=bool)
@@ -228,8 +226,7 @@ class AdaptivePolicy:
 
         A quadratic penalty, as of `PRIOR` observations, holds the fit to where it began.
         """
-        start = self.settings.calibration or Calibration.identity(self.k)
-        start_scale, start_bias = (np.array(v[: self.k]) for v in (start.scale, start.bias))
+        start_scale, start_bias = self._start
         rows = slice(min(self._rows_seen, self.settings.window))
         x = np.nan_to_num(self._confidence[rows])
         tested, hit = self._tested[rows], self._hit[rows]

@@ -57,22 +57,16 @@ class AdaptiveSteps:
         if cycle:  # costs play no part
             self.use_costs(StepCosts({family: {} for family in families}))
             return
-        slots = self.batch.num_slots
         if self.step.cache.states is not None:
             self._allocate_recurrent_states()
         lengths = [len(r.prompt_ids) + r.max_new_tokens // 2 for r in requests]
         length = min(sum(lengths) // len(lengths), self.step.max_length - self.step.k - 2)
+        all_sizes = self._sizes()
+        large = [size for size in all_sizes if size >= self.settings.least_rows]
         costs = measure_step_costs(
             self.run,
             self.batch,
-            {
-                family: [
-                    size
-                    for size in self._sizes()
-                    if size <= slots and (family.share == 1 or size >= self.settings.least_rows)
-                ]
-                for family in families
-            },
+            {family: all_sizes if family.share == 1 else large for family in families},
             tokens=list(dict.fromkeys(token for r in requests for token in r.prompt_ids)),
             length=max(length, 1),
             num_blocks=self.num_blocks,

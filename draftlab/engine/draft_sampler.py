@@ -31,7 +31,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """How drafts are drawn.
+    """The settings by which drafts are drawn.
 
     Attributes:
         probabilities: whether rows that sample draw their drafts from q and keep q.

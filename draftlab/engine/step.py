@@ -31,7 +31,7 @@ Verifier = Callable[..., VerifyResult]
 
 @dataclass(frozen=True)
 class StepShape:
-    """How many drafts a step verifies and proposes.
+    """The numbers of drafts that a step verifies and proposes.
 
     Attributes:
         k: most drafts that it verifies a row, and the number that it proposes; 0: the head does

@@ -43,7 +43,7 @@ class Stream:
 
 @dataclass
 class LoadRun:
-    """What one configuration decoded under load.
+    """The generations of one configuration under load, and how many requests ran.
 
     Attributes:
         measured: generations of the measured requests of all rounds, in the order of the streams.

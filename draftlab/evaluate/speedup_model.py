@@ -56,7 +56,7 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of steps of one shape.
+    """The measurements of steps of one shape.
 
     Attributes:
         step_ms: milliseconds of a step, without prefills.
@@ -133,8 +133,8 @@ class SpeedupTable:
 
     def at_batch(self, batch: int) -> dict[int, Measured]:
         """Return the measurements with drafts at a batch, by K."""
-        found = {k: one for (b, k), one in self.measured.items() if b == batch and k}
-        return dict(sorted(found.items()))
+        by_k = {k: one for (b, k), one in self.measured.items() if b == batch and k}
+        return dict(sorted(by_k.items()))
 
     def step_ms(self, batch: int, k: int, without: int | None = None) -> float | None:
         """Return the milliseconds of a step; None if they do not follow.

@@ -68,7 +68,7 @@ class CalibratedPosition(_Part):
 
 
 class Saving(_Part):
-    """What a threshold saves: drafts that are not verified, and accepted drafts that are lost.
+    """The effect of a threshold: drafts that are not verified, and accepted drafts that are lost.
 
     Shares are of all drafts and of all accepted drafts, with 95 % intervals over prompts.
     """

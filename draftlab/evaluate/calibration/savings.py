@@ -1,4 +1,4 @@
-"""What is saved if drafts with a small chance are not verified, and what is lost."""
+"""Count the drafts that a threshold of their chance saves, and the accepted ones that it loses."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def lost_drafts(blocks: DraftBlocks, verified: np.ndarray) -> np.ndarray:
 def largest_cutoff(blocks: DraftBlocks, largest_loss: float = LARGEST_LOSS) -> float:
     """Return the largest of `CUTOFFS` that loses at most this share of the accepted drafts."""
     allowed = largest_loss * blocks.accepted.sum()
-    kept = [
+    allowed_cutoffs = [
         cutoff
         for cutoff in CUTOFFS
         if lost_drafts(blocks, verified_by_cutoff(blocks, cutoff)).sum() <= allowed
     ]
-    return round(float(max(kept)), 2)
+    return round(float(max(allowed_cutoffs)), 2)
