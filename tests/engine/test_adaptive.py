@@ -16,6 +16,7 @@ from draftlab.engine.feature_backlog import FeatureBacklog
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.engine.step import StepShape
 from draftlab.engine.step_costs import ShapeFamily
+from draftlab.kernels.draft_allocation import row_index
 from draftlab.kernels.step_layout import unpack_results
 from draftlab.target_model.fused_decoder import FusedDecoder
 from draftlab.target_model.model import Target
@@ -144,6 +145,22 @@ def test_adaptive_verification_is_exact(kind: str, draft_probs: bool, tiny_targe
 def test_adaptive_block_verification_is_exact(kind: str, tiny_target: Target) -> None:
     drafter = poor_drafter(tiny_target, kind, verification="block", **OPTIONS)
     assert joint_p_value(tiny_target, drafter, policy=ScriptedPolicy(JOINT_SCRIPT, 2)) > 1e-3
+
+
+@pytest.mark.parametrize("fault", [None, "logits of the next token"])
+def test_tokens_without_gaps_are_exact(
+    fault: str | None, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fused decoder computes verified drafts alone; the verifier must read the right rows."""
+    if fault:
+        monkeypatch.setattr(
+            "draftlab.kernels.verify.row_index",
+            lambda start, width, count: row_index(start + 1, width, count),
+        )
+    drafter = poor_drafter(tiny_target, "chain", **OPTIONS)
+    policy, decoder = ScriptedPolicy(JOINT_SCRIPT, 2), FusedDecoder(tiny_target)
+    p_value = joint_p_value(tiny_target, drafter, policy=policy, decoder=decoder)
+    assert p_value < 1e-6 if fault else p_value > 1e-3
 
 
 def test_a_choice_that_looks_at_the_draft_is_noticed(

@@ -51,12 +51,14 @@ def joint_p_value(
     drafter: HeadDrafter | None,
     verifier: Verifier = verify,
     policy: Any = None,
+    decoder: Any = None,
 ) -> float:
     """Return the G-test's p value of the engine's answers against the exact distribution.
 
     Args:
         target: a target with a vocabulary of `JOINT_VOCAB`.
         policy: chooses the shapes of steps (`AdaptivePolicy`).
+        decoder: the target's decode path; None: the engine's.
     """
 
     def request(name: str) -> Request:
@@ -68,6 +70,7 @@ def joint_p_value(
     )
     if policy is not None:
         engine.adaptive.policy = policy
+    engine.step.decoder = decoder or engine.step.decoder
     counts = Counter(
         generation.token_ids
         for generation in engine.generate([request(str(i)) for i in range(JOINT_ROWS)])
