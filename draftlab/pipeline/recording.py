@@ -12,7 +12,7 @@ from typing import Any
 from draftlab.errors import UserError
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.stages import STAGES
-from draftlab.pipeline.target_worker import TargetWorker
+from draftlab.pipeline.target_worker import TargetWorker, held_out
 from draftlab.pipeline.worker_pool import WorkerPool
 from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Manifest
@@ -21,11 +21,13 @@ from draftlab.store.record import record
 from draftlab.store.recording_plan import plan_recording
 from draftlab.store.samples import SampleTable, Selection
 from draftlab.store.store import Store, StoreIdentity
+from draftlab.store.window_store import WindowStore
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.text.answers import regenerate
 from draftlab.text.conversations import Conversation
 from draftlab.text.prompts import load_prompts
+from draftlab.text.samples import open_samples
 from draftlab.text.server_answers import ServerAnswers
 from draftlab.train.batch.order import check_row_tokens
 from draftlab.train.distributed.ranks import Ranks
@@ -148,6 +150,7 @@ class Recording:
             monitor=self.monitor,
             open_source=self.here.open_source if pool is None else None,
             record_shards=record_shards,
+            held_out=held_out(self.recipe),
         )
 
     def _samples(
@@ -171,7 +174,14 @@ class Recording:
     ) -> tuple[Manifest, Selection]:
         """Return the plan of the store, and its samples."""
         identity, samples = self._samples(target, monitor)
-        return plan_recording(target, samples, self.recipe.record, identity, monitor=monitor)
+        return plan_recording(
+            target,
+            samples,
+            self.recipe.record,
+            identity,
+            monitor=monitor,
+            held_out=held_out(self.recipe),
+        )
 
     def open_store(self, ranks: Ranks | None) -> Store:
         """Return the recorded store; with record.online, one that computes states when read.
@@ -195,11 +205,15 @@ class Recording:
                 where="target",
                 do=f"leave both at their defaults, train with one process, or leave {needed} out",
             )
+        folder = self.run / STAGES["store"].artefact
+        if self.recipe.record.window is not None:
+            answers = self.run / STAGES["answers"].artefact
+            return WindowStore.of_run(folder, open_samples(answers, self.tokenizer, Monitor()))
         if not online:
-            return Store.open(self.run / STAGES["store"].artefact)
+            return Store.open(folder)
         # Its lines were printed with the manifest.
         plan, samples = self._plan(self.target, Monitor())
-        recorded = Manifest.read(self.run / STAGES["store"].artefact / MANIFEST)
+        recorded = Manifest.read(folder / MANIFEST)
         # They are part of the key of checkpoints, which an older version may have written.
         update = {"schema_version": recorded.schema_version, "identity": recorded.identity}
         plan = plan.model_copy(update=update)

@@ -67,10 +67,13 @@ class Run:
     def inputs(self, stage: Stage) -> dict[str, Any]:
         """Return all that decides a stage's result, including the inputs of earlier stages."""
         earlier = self.inputs(STAGES[stage.after]) if stage.after else {}
+        prefixes = stage.settings
+        if self.settings.get("record.window") is not None:
+            prefixes += stage.with_window
         settings = {
             key: value
             for key, value in self.settings.items()
-            if any(key == p or key.startswith(p + ".") for p in stage.settings)
+            if any(key == p or key.startswith(p + ".") for p in prefixes)
         }
         return earlier | settings_with_effect(settings) | self.files.get(stage.name, {})
 

@@ -8,6 +8,7 @@ processes record them.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Manifest, Shard
 from draftlab.store.record_index import RECORDS
 from draftlab.store.recording_plan import check_same_recording
+from draftlab.store.window import staying_shards
 
 LOCK = ".lock"
 _BLANK: dict[str, Any] = {"bytes": None, "sha256": None, "not_finite": {}, "fp8_errors": []}
@@ -96,18 +98,18 @@ class Receipts:
         write_json(self.receipt_path(shard), receipt, writer=writer)
 
     def missing(self) -> list[int]:
-        """Return the numbers of the shards that are not committed."""
-        shards = enumerate(self.plan.shards)
+        """Return the numbers of the shards that are not committed, of those that stay."""
+        shards = enumerate(self.plan.shards[: staying_shards(self.plan)])
         return [number for number, shard in shards if not self.is_committed(shard)]
 
     def is_committed(self, shard: Shard) -> bool:
         """Return whether a shard has a receipt of this plan and the size in the receipt."""
-        receipt = self._read_receipt(shard)
+        receipt = self.read(shard)
         if receipt is None:
             return False
         return shard.model_copy(update={"bytes": receipt["bytes"]}).problem(self.folder) is None
 
-    def _read_receipt(self, shard: Shard) -> dict[str, Any] | None:
+    def read(self, shard: Shard) -> dict[str, Any] | None:
         """Return a shard's receipt of this plan; None if there is none."""
         path = self.receipt_path(shard)
         try:
@@ -140,14 +142,17 @@ class Receipts:
             )
 
     def complete(self) -> None:
-        """Write the manifest of the complete store, with the fields of all receipts.
+        """Write the manifest of the complete store, with the fields of the receipts.
+
+        Shards that come and go keep the fields of the plan.
 
         Raises:
             UserError: a shard has no receipt of this plan.
         """
+        staying = staying_shards(self.plan)
         shards = []
-        for shard in self.plan.shards:
-            receipt = self._read_receipt(shard)
+        for shard in self.plan.shards[:staying]:
+            receipt = self.read(shard)
             if receipt is None:  # a process that works on a former plan has replaced it
                 raise UserError(
                     "expected a shard of this recording, found one that another process has "
@@ -158,6 +163,7 @@ class Receipts:
                 )
             fields = {name: receipt[name] for name in _BLANK}
             shards.append(shard.committed(fields))
+        shards += self.plan.shards[staying:]
         self.plan.model_copy(update={"complete": True, "shards": shards}).write(self.folder)
 
     def clear(self) -> None:
@@ -183,6 +189,11 @@ def _manifest_version(folder: Path) -> tuple[int, int]:
     return stat.st_ino, stat.st_mtime_ns
 
 
+def renew_version(folder: Path) -> None:
+    """Have writers of a former leader, which may outlive it, end with an error (`check_plan`)."""
+    os.utime(folder / MANIFEST)
+
+
 def resume_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Manifest:
     """Return the plan to follow: the folder's own if there is one, because of its batches.
 
@@ -201,12 +212,13 @@ def resume_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Manifest:
         plan.write_index(folder)  # it may be damaged
     manifest = Manifest.read(folder / MANIFEST)
     check_same_recording(manifest, plan, folder)
-    problems = {shard.file: shard.problem(folder) for shard in manifest.shards}
+    staying = manifest.shards[: staying_shards(manifest)]
+    problems = {shard.file: shard.problem(folder) for shard in staying}
     if not manifest.complete or not any(problems.values()):
         return manifest
     blank = [shard.model_copy(update=_BLANK) for shard in manifest.shards]
     receipts = Receipts(folder, manifest.model_copy(update={"complete": False, "shards": blank}))
-    for shard in manifest.shards:
+    for shard in staying:
         if problems[shard.file]:
             monitor.say(f"{shard.file}: {problems[shard.file]}; it is recorded again")
         else:

@@ -22,13 +22,15 @@ from draftlab.errors import UserError
 from draftlab.formatting import count_text, size_text
 from draftlab.progress import Monitor
 from draftlab.store.extraction import HiddenStateExtractor, StateSource
-from draftlab.store.manifest import Manifest, StoreIdentity
+from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.receipts import Receipts, lock_folder, resume_plan
 from draftlab.store.recording_plan import check_same_recording, plan_recording
 from draftlab.store.samples import Sample
 from draftlab.store.settings import NotFinitePolicy, RecordSettings
 from draftlab.store.shard_writer import ShardWriters
 from draftlab.store.store import Store
+from draftlab.store.window import HeldOut, StoreWindow, planned_bytes, staying_shards
+from draftlab.store.window_store import WindowStore
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 
@@ -55,6 +57,7 @@ def record(
     monitor: Monitor,
     open_source: OpenStateSource | None = None,
     record_shards: RecordShards | None = None,
+    held_out: HeldOut | None = None,
 ) -> Store:
     """Record samples into a store, or continue an interrupted recording.
 
@@ -71,6 +74,8 @@ def record(
         open_source: opens what computes the states; required for a `TargetMetadata`, and by
             default the target.
         record_shards: records the shards in place of this process.
+        held_out: what decides the held-out records of a store with a window; of one whose shards
+            come and go only their shards are recorded.
 
     Raises:
         UserError: there is nothing to record, a sample does not fit the vocabulary, states are not
@@ -78,7 +83,9 @@ def record(
     """
     if record_shards is None:
         open_source = open_source or _extractor_of(target)
-    plan, recorded = plan_recording(target, samples, settings, identity, monitor=monitor)
+    plan, recorded = plan_recording(
+        target, samples, settings, identity, monitor=monitor, held_out=held_out
+    )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with lock_folder(folder):
@@ -100,7 +107,10 @@ def record(
                         missing = receipts.missing()
             receipts.complete()
         receipts.clear()
-    store = Store.open(folder, identity)
+    if settings.rolls:
+        store: Store = WindowStore(folder, Manifest.read(folder / MANIFEST), recorded)
+    else:
+        store = Store.open(folder, identity)
     _report_state_quality(store.manifest, monitor)
     return store
 
@@ -191,17 +201,20 @@ def open_recorder(
     identity: StoreIdentity,
     open_source: OpenStateSource | None,
     stack: ExitStack,
+    held_out: HeldOut | None = None,
 ) -> ShardRecorder:
     """Return a recorder of the plan that another process, which calls `record`, has published.
 
     Args:
-        target, samples, folder, settings, identity, open_source: as for `record`.
+        target, samples, folder, settings, identity, open_source, held_out: as for `record`.
         stack: ends the recorder.
 
     Raises:
         UserError: the plan is not that of these samples and settings.
     """
-    plan, recorded = plan_recording(target, samples, settings, identity, monitor=Monitor())
+    plan, recorded = plan_recording(
+        target, samples, settings, identity, monitor=Monitor(), held_out=held_out
+    )
     receipts = Receipts.from_published(folder)
     check_same_recording(receipts.plan, plan, folder)
     source = stack.enter_context((open_source or _extractor_of(target))(receipts.plan))
@@ -215,10 +228,11 @@ def _extractor_of(target: Target | TargetMetadata) -> OpenStateSource:
 
 
 def _check_disk(plan: Manifest, missing: Sequence[int], folder: Path, monitor: Monitor) -> None:
-    needed = sum(
-        shard.tokens * plan.identity.bytes_per_token + 8 * shard.records + 1024
-        for shard in (plan.shards[number] for number in missing)
-    )
+    staying = staying_shards(plan)
+    sizes = [planned_bytes(plan.identity, shard.records, shard.tokens) for shard in plan.shards]
+    needed, window = sum(sizes[number] for number in missing), StoreWindow.of(plan)
+    if window is not None and window.rolls:
+        needed += min(window.size, sum(sizes[staying:]))
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
@@ -228,12 +242,17 @@ def _check_disk(plan: Manifest, missing: Sequence[int], folder: Path, monitor: M
             do="free disk space, name a folder on another disk, store fp8 features (record.dtype), "
             "or record fewer samples or boundaries",
         )
-    committed = len(plan.shards) - len(missing)
+    committed = staying - len(missing)
     monitor.say(
         f"recording {count_text(plan.counts.records, 'record')}, {plan.counts.tokens:,} tokens "
         f"({plan.counts.loss_tokens:,} in answers), {count_text(len(plan.shards), 'shard')}"
         + (f", {committed} of them there already" if committed else "")
-        + f"; {size_text(needed)} to write"
+        + (f", {window.validation_shards} of them with the held-out records" if window else "")
+        + (
+            f"; a window of {size_text(window.size)}: training records the others, and deletes them"
+            if window is not None and window.rolls
+            else f"; {size_text(needed)} to write"
+        )
     )
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,8 +14,10 @@ from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store.batches import cut_batches, group_consecutive
 from draftlab.store.manifest import Counts, Dropped, Manifest, Shard, StoreIdentity
+from draftlab.store.prompt_split import hold_out
 from draftlab.store.samples import Sample, SampleTable, Selection
 from draftlab.store.settings import RecordSettings
+from draftlab.store.window import HeldOut, StoreWindow, check_window, planned_bytes
 from draftlab.target_model.boundaries import check_boundaries
 from draftlab.target_model.metadata import TargetMetadata
 
@@ -34,8 +36,14 @@ def plan_recording(
     identity: StoreIdentity,
     *,
     monitor: Monitor,
+    held_out: HeldOut | None = None,
 ) -> tuple[Manifest, Selection]:
     """Plan a recording. The same arguments give the same plan.
+
+    With a window the held-out records come first, in shards of their own.
+
+    Args:
+        held_out: what decides them, which a window needs.
 
     Returns:
         The manifest of an incomplete store, and its samples, truncated, in stored order.
@@ -56,7 +64,10 @@ def plan_recording(
     too_long = table.lengths > max_length
     overlong = too_long & (settings.overlong == "skip")
     unanswered = ~overlong & (table.first_label >= np.minimum(table.lengths, max_length))
-    rows = np.flatnonzero(~overlong & ~unanswered)
+    rows, num_held_out = np.flatnonzero(~overlong & ~unanswered), 0
+    if settings.window is not None and len(rows):
+        training, validation = hold_out([table.ids[row] for row in rows], *_required(held_out))
+        rows, num_held_out = rows[validation + training], len(validation)
     recorded = Selection(table, rows, max_length)
     truncated = rows[too_long[rows]]
     num_overlong, num_unanswered, num_truncated = (
@@ -85,6 +96,7 @@ def plan_recording(
             f"{num_unanswered - num_unanswered_by_cut} without an answer of two tokens",
             do="check the chat template's assistant spans (draftlab inspect) and max_length",
         )
+    shards = _shards(recorded, lengths.tolist(), settings, padded, num_held_out)
     manifest = Manifest(
         complete=False,
         identity=identity,
@@ -99,11 +111,12 @@ def plan_recording(
             # Older stores have none of these keys.
             **({} if settings.backend == "transformers" else {"backend": settings.backend}),
             **({} if padded else {SIDE_BY_SIDE: True}),
+            **_window(settings, held_out, identity, shards, num_held_out),
         },
         counts=Counts(records=len(recorded), tokens=int(lengths.sum()), loss_tokens=loss_tokens),
         dropped=Dropped(overlong=num_overlong, nothing_to_predict=num_unanswered),
         truncated=num_truncated,
-        shards=_shards(recorded, lengths.tolist(), settings, padded),
+        shards=shards,
     )
     return manifest.with_index(), recorded
 
@@ -194,11 +207,45 @@ def _check_samples(table: SampleTable, vocab_size: int) -> None:
         )
 
 
+def _required(held_out: HeldOut | None) -> HeldOut:
+    if held_out is None:
+        raise ValueError("a plan with a window needs to know which records are held out")
+    return held_out
+
+
+def _window(
+    settings: RecordSettings,
+    held_out: HeldOut | None,
+    identity: StoreIdentity,
+    shards: list[Shard],
+    num_held_out: int,
+) -> dict[str, Any]:
+    """Return the manifest's setting of a window; nothing without one."""
+    if settings.window is None:
+        return {}
+    ends = np.cumsum([shard.records for shard in shards])
+    first = int(np.searchsorted(ends, num_held_out, "left")) + 1 if num_held_out else 0
+    window = StoreWindow.plan(settings, _required(held_out), num_held_out, first)
+    sizes = [planned_bytes(identity, shard.records, shard.tokens) for shard in shards[first:]]
+    check_window(window, sizes)
+    return window.settings()
+
+
 def _shards(
-    selection: Selection, lengths: list[int], settings: RecordSettings, padded: bool
+    selection: Selection,
+    lengths: list[int],
+    settings: RecordSettings,
+    padded: bool,
+    num_held_out: int,
 ) -> list[Shard]:
+    """Return the shards; none has both held-out records, which are the first, and others."""
     ids, rows = selection.table.ids, selection.rows.tolist()
     temperatures = [None if t != t else t for t in selection.table.temperatures.tolist()]
+    groups = group_consecutive(lengths[:num_held_out], settings.shard_tokens)
+    groups += [
+        [num_held_out + i for i in group]
+        for group in group_consecutive(lengths[num_held_out:], settings.shard_tokens)
+    ]
     return [
         Shard.of(
             f"shard-{number:05d}.safetensors",
@@ -207,5 +254,5 @@ def _shards(
             [temperatures[rows[i]] for i in group],
             cut_batches([lengths[i] for i in group], settings.batch_tokens, padded=padded),
         )
-        for number, group in enumerate(group_consecutive(lengths, settings.shard_tokens))
+        for number, group in enumerate(groups)
     ]

@@ -20,10 +20,12 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, sha256_file, sha256_text
+from draftlab.formatting import count_text
 from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.record_index import Column
 from draftlab.store.shard_file import map_shard
+from draftlab.store.window import staying_shards
 
 __all__ = ["Record", "Store", "StoreIdentity", "prediction_mask"]
 
@@ -88,9 +90,38 @@ def teacher_mask(spans: Tensor) -> Tensor:
 
 
 def check_store(folder: Path) -> None:
-    """Check that a store is complete, as `Store.open` does; one with record.online always is."""
-    if not Manifest.read(folder / MANIFEST).online:
-        Store.open(folder)
+    """Check that a store is complete, as `Store.open` does; one with record.online always is.
+
+    Of a store that is a window only the shards that stay have to be there.
+    """
+    manifest = Manifest.read(folder / MANIFEST)
+    if not manifest.online:
+        check_complete(folder, manifest)
+
+
+def check_complete(folder: Path, manifest: Manifest) -> None:
+    """Check that a store is complete and that the shards that stay have their sizes.
+
+    Raises:
+        UserError: its recording was interrupted, it holds no states, or a shard is missing or has
+            another size than in the manifest.
+    """
+    if not manifest.complete:
+        raise UserError(
+            "the recording of this store was interrupted",
+            where=folder,
+            do="run the same command again: recording resumes after the last whole shard",
+        )
+    if manifest.online:
+        raise UserError(
+            "this store holds no states: training computes them on demand",
+            where=folder,
+            do="record with record.online: false to inspect the states",
+        )
+    for shard in manifest.shards[: staying_shards(manifest)]:
+        problem = shard.problem(folder)
+        if problem:
+            raise UserError(problem, where=folder / shard.file, do=_RECORD_AGAIN)
 
 
 def _reopen(folder: Path, digest: str) -> Store:
@@ -142,29 +173,21 @@ class Store:
             expected: the identity that the store must have; None: any.
 
         Raises:
-            UserError: there is no store, it has another identity, its recording was interrupted, or
-                a shard is missing or has another size than in the manifest.
+            UserError: as `check_complete`; there is no store, it has another identity, or it is a
+                window.
         """
         folder = Path(folder)
         manifest = Manifest.read(folder / MANIFEST)
         if expected is not None:
             manifest.identity.check(expected, folder)
-        if not manifest.complete:
+        check_complete(folder, manifest)
+        if len(manifest.shards) > (staying := staying_shards(manifest)):
             raise UserError(
-                "the recording of this store was interrupted",
+                "this store is a window: its shards come and go while a training reads them, and "
+                f"only the first {count_text(staying, 'shard')}, with the validation records, stay",
                 where=folder,
-                do="run the same command again: recording resumes after the last whole shard",
+                do="record with record.keep: all to keep all shards",
             )
-        if manifest.online:
-            raise UserError(
-                "this store holds no states: training computes them on demand",
-                where=folder,
-                do="record with record.online: false to inspect the states",
-            )
-        for shard in manifest.shards:
-            problem = shard.problem(folder)
-            if problem:
-                raise UserError(problem, where=folder / shard.file, do=_RECORD_AGAIN)
         return cls(folder, manifest)
 
     @cached_property

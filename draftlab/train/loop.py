@@ -88,7 +88,7 @@ class Trainer:
         self.ranks = ranks or Ranks.join(settings.device)
         self.device = self.ranks.device
         self.dtype = product_dtype(settings.precision, self.device)
-        self.training, self.held_out = split_records(store.ids, settings, seed, monitor)
+        self.training, self.held_out = split_records(store, settings, seed, monitor)
         rules = self.objective.sampling, self.objective.imitates_states
         packer = Packer(store, settings, seed, *rules, uses_one_row(self.device))
         self.loader = BatchLoader(packer, self.ranks)
@@ -186,9 +186,9 @@ class Trainer:
             if self.best.stops_training(self.step):
                 return
         steps = self.loader.steps(self.training, first=self.step)
-        with closing(self.loader.micro_batches(steps)) as micro_batches:
+        with closing(self.loader.micro_batches(steps)) as micro_batches, self.loader.stopping():
             for micro in micro_batches:
-                self.timer.mark("data")
+                self.timer.mark(self.loader.phase(self.step))
                 if micro.first:
                     self._start_step(micro)
                 self._accumulate(micro)
@@ -215,6 +215,7 @@ class Trainer:
     def _start_step(self, micro: MicroBatch) -> None:
         """Sum an optimizer step's counts over all ranks; processes wait for each other here."""
         *counts, tokens = self.ending.sum([*micro.counts, micro.tokens])
+        self.loader.begin_step(self.step)
         self.anchors = counts[0]
         self.weights = self.objective.weights_of_steps(self.settings, counts)
         self.window.add_step(counts, tokens)
@@ -251,7 +252,7 @@ class Trainer:
         """Write a line of metrics.jsonl about the steps since the last one, and report progress."""
         sums = torch.stack(self.window.sums.tensors()).cpu()
         self.window.sums = Sums(*self.ranks.all_reduce(sums))
-        metrics = self.window.compute(self.timer, token_mfu=self.token_mfu)
+        metrics = self.window.compute(self.timer, token_mfu=self.token_mfu) | self.loader.metrics()
         largest = float(self.window.largest_norm)
         self.window = Window.empty(self.settings.ttt_steps, self.device)
         if not all(map(math.isfinite, (largest, *metrics["loss"]))):

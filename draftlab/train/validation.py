@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.counters import Counters
+from draftlab.errors import UserError
 from draftlab.files import sha256_text
 from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
 from draftlab.store.batches import cut_batches
 from draftlab.store.prompt_split import hold_out
 from draftlab.store.store import Record, Store
+from draftlab.store.window import StoreWindow
 from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import pack
 from draftlab.train.distributed.ranks import Ranks
@@ -166,10 +168,22 @@ class _ByPosition:
 
 
 def split_records(
-    ids: Sequence[str], settings: TrainSettings, seed: int, monitor: Monitor
-) -> tuple[list[int], list[int]]:
-    """Return the records to train on, and those of the held-out records that validations read."""
-    training, held_out = hold_out(ids, settings.validation_share, seed)
+    store: Store, settings: TrainSettings, seed: int, monitor: Monitor
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the records to train on, and those of the held-out records that validations read.
+
+    Raises:
+        UserError: the store has a window, and its plan holds out other records.
+    """
+    ids, window = store.ids, StoreWindow.of(store.manifest)
+    training: Sequence[int]
+    held_out: Sequence[int]
+    if window is None:
+        training, held_out = hold_out(ids, settings.validation_share, seed)
+    else:
+        _check_held_out(window, settings, seed)
+        held_out = range(window.validation_records)
+        training = range(window.validation_records, len(ids))
     if settings.validation_share and not held_out:
         no_effect = "; train.validate_every has no effect" if settings.validate_every else ""
         monitor.say(f"validation: none, since all records answer one prompt{no_effect}")
@@ -180,6 +194,17 @@ def split_records(
         )
         held_out = sorted(sorted(held_out, key=lambda i: sha256_text(ids[i]))[:most])
     return training, held_out
+
+
+def _check_held_out(window: StoreWindow, settings: TrainSettings, seed: int) -> None:
+    planned, found = (window.validation_share, window.seed), (settings.validation_share, seed)
+    if planned != found:
+        raise UserError(
+            f"expected train.validation_share {planned[0]:g} and seed {planned[1]}, by which this "
+            f"store was planned, found {found[0]:g} and {found[1]}",
+            where="train.validation_share",
+            do="record the store again: with record.window its plan holds these records out",
+        )
 
 
 @torch.no_grad()

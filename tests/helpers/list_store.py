@@ -17,7 +17,8 @@ class ListStore:
         self.records = records
         self.lengths = [len(r.tokens) for r in records]
         self.ids = [r.id for r in records]
-        self.manifest = Manifest.model_construct(samples_sha256=str(len(records)), shards=[])
+        digest = str(len(records))
+        self.manifest = Manifest.model_construct(samples_sha256=digest, settings={}, shards=[])
 
     def __len__(self) -> int:
         return len(self.records)
