@@ -145,15 +145,14 @@ class WindowSession:
 
     def _collect(self, future: Future[Outcome]) -> None:
         worker, number = self.running.pop(future)
+        if worker not in self.pool.workers:  # an earlier call has shown that it has ended
+            self._give_to_others(worker, number)
+            return
         try:
             outcome = future.result()
         except (*self.pool.lost, CancelledError) as error:
-            lost = [n for n, one in self.written.items() if one is worker]
-            lost += [number] * (number != _FLUSH)
-            for one in lost:
-                self.written.pop(one, None)
-                self.waiting.appendleft(one)
-            self.attempts.update([number] * (worker in self.pool.workers))
+            self._give_to_others(worker, number)
+            self.attempts[number] += number != _FLUSH
             self.pool.drop(worker, error, final=self.attempts[number] == MAX_ATTEMPTS)
             return
         files = self.pool.value_of(worker, outcome)
@@ -162,6 +161,13 @@ class WindowSession:
         for file in files:
             if self.written.pop(shard_number(file), None) is not None:
                 self._verify(shard_number(file), new=True)
+
+    def _give_to_others(self, worker: Worker, number: int) -> None:
+        """Have others record a shard, and all that a worker has not reported as committed."""
+        lost = [n for n, one in self.written.items() if one is worker]
+        for one in (*lost, *[number] * (number != _FLUSH)):
+            self.written.pop(one, None)
+            self.waiting.appendleft(one)
 
     def _verify(self, number: int, *, new: bool) -> None:
         self.verifying[self.verifiers.submit(self.shards.read, number)] = number, new

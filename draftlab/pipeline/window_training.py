@@ -19,7 +19,6 @@ from draftlab.pipeline.window_state import STATE, WindowFollower, WindowState
 from draftlab.pipeline.worker_pool import WorkerPool
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
-from draftlab.store.window import StoreWindow
 from draftlab.store.window_store import WindowStore
 from draftlab.target_model.locate import resolve_device
 from draftlab.train.distributed.ranks import Ranks
@@ -45,8 +44,8 @@ def recorded_meanwhile(
         folder: of the training.
         new_pool: returns the workers, for rank 0.
     """
-    window = StoreWindow.of(store.manifest)
-    if window is None or not window.rolls or not isinstance(store, WindowStore):
+    rolls = store.window is not None and store.window.rolls
+    if not rolls or not isinstance(store, WindowStore):
         yield
         return
     state = WindowState(folder / STATE, ranks.broadcast(uuid4().hex))

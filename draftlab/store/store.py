@@ -25,7 +25,7 @@ from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.record_index import Column
 from draftlab.store.shard_file import map_shard
-from draftlab.store.window import staying_shards
+from draftlab.store.window import StoreWindow, staying_shards
 
 __all__ = ["Record", "Store", "StoreIdentity", "prediction_mask"]
 
@@ -146,7 +146,7 @@ class Store:
         self, folder: Path, manifest: Manifest, shards: dict[int, dict[str, Tensor]] | None = None
     ) -> None:
         self.folder, self.manifest = folder, manifest
-        self.identity = manifest.identity
+        self.identity, self.window = manifest.identity, StoreWindow.of(manifest)
         index, size = manifest.index, sum(shard.records for shard in manifest.shards)
         self.ids = Column(index.read_ids, size)
         self.lengths = Column(index.read_lengths, size)

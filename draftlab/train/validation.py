@@ -175,7 +175,7 @@ def split_records(
     Raises:
         UserError: the store has a window, and its plan holds out other records.
     """
-    ids, window = store.ids, StoreWindow.of(store.manifest)
+    ids, window = store.ids, store.window
     training: Sequence[int]
     held_out: Sequence[int]
     if window is None:

@@ -14,7 +14,6 @@ from draftlab.files import read_json, write_json
 from draftlab.progress import Monitor
 from draftlab.store.manifest import Shard
 from draftlab.store.store import Store
-from draftlab.store.window import staying_shards
 from draftlab.train.checkpoint import set_unverified_aside
 from draftlab.train.distributed.ranks import Ranks
 
@@ -42,8 +41,9 @@ class ShardVerification:
 
     def __init__(self, store: Store, folder: Path, ranks: Ranks) -> None:
         self.store, self.folder, self.ranks = store, folder, ranks
-        # Shards that come and go are verified by what records them.
-        shards = store.manifest.shards[: staying_shards(store.manifest)] if store.on_disk else []
+        shards = store.manifest.shards if store.on_disk else []
+        if store.window is not None and store.window.rolls:
+            shards = shards[: store.window.validation_shards]  # the recorder verifies the others
         self._verified: dict[str, Any] = {}
         if ranks.is_main and shards and (folder / VERIFIED).is_file():
             self._verified = read_json(folder / VERIFIED)

@@ -12,13 +12,13 @@ class ListStore:
     """Records in memory, with what the trainer asks a store for."""
 
     on_disk = True  # or could be pickled, which is as good
+    window = None
 
     def __init__(self, records: list[Record]) -> None:
         self.records = records
         self.lengths = [len(r.tokens) for r in records]
         self.ids = [r.id for r in records]
-        digest = str(len(records))
-        self.manifest = Manifest.model_construct(samples_sha256=digest, settings={}, shards=[])
+        self.manifest = Manifest.model_construct(samples_sha256=str(len(records)), shards=[])
 
     def __len__(self) -> int:
         return len(self.records)

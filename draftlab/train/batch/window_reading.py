@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 
-from draftlab.store.window import StoreWindow, WindowFeed
+from draftlab.store.window import WindowFeed
 from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import Batch
 from draftlab.train.batch.window_order import WindowOrder
@@ -37,7 +37,7 @@ class WindowReading:
     @classmethod
     def of(cls, packer: Packer) -> WindowReading | None:
         """Return what reads the store of a data set; None if it has no window."""
-        if StoreWindow.of(packer.store.manifest) is None:
+        if packer.store.window is None:
             return None
         return cls(packer, getattr(packer.store, "feed", None))
 
