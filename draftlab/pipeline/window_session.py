@@ -8,11 +8,11 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.pipeline.window_shards import DamagedShardError, Demand, WindowShards, shard_number
 from draftlab.pipeline.worker_pool import MAX_ATTEMPTS, Outcome, Worker, WorkerPool
+from draftlab.store.shard_table import WrittenShard
 
 POLL_S = 0.05
 GROUPS_AHEAD = 4
@@ -87,7 +87,7 @@ class WindowSession:
         self.waiting: deque[int] = deque()
         self.running: dict[Future[Outcome], tuple[Worker, int]] = {}
         self.written: dict[int, Worker] = {}
-        self.verifying: dict[Future[dict[str, Any]], tuple[int, bool]] = {}
+        self.verifying: dict[Future[WrittenShard], tuple[int, bool]] = {}
         self.attempts: Counter[int] = Counter()
 
     def run(self) -> None:
@@ -172,7 +172,7 @@ class WindowSession:
     def _verify(self, number: int, *, new: bool) -> None:
         self.verifying[self.verifiers.submit(self.shards.read, number)] = number, new
 
-    def _collect_verified(self, future: Future[dict[str, Any]]) -> None:
+    def _collect_verified(self, future: Future[WrittenShard]) -> None:
         number, new = self.verifying.pop(future)
         file = self.shards.plan.shards[number].file
         try:
@@ -186,8 +186,8 @@ class WindowSession:
                     do="check the disk; the same command goes on after the last checkpoint",
                 ) from None
             self.shards.monitor.say(f"{file}: {error}; it is recorded again")
-            self.shards.remove(number)
-            self.blocked.appendleft(number)
+            self.shards.delete_files(number)
+            self.waiting.appendleft(number)  # its room stays reserved: a group waits for it
 
     def _announce(self) -> None:
         """Tell the training which groups are there."""

@@ -7,13 +7,13 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.files import sha256_file
 from draftlab.progress import Monitor
 from draftlab.store.receipts import Receipts
 from draftlab.store.shard_file import map_shard
+from draftlab.store.shard_table import WrittenShard
 
 JOURNAL = "recorded.jsonl"
 """In the store's folder: the SHA-256 that each shard had when it was first recorded."""
@@ -101,7 +101,7 @@ class WindowShards:
             number = shard_number(path.name)
             if number not in self.sizes:
                 continue
-            if self.receipts.is_committed(self.plan.shards[number]):
+            if self.receipts.is_committed(number):
                 self.on_disk[number] = self.sizes[number]
             elif path.suffix == ".safetensors":
                 self.remove(number)
@@ -125,14 +125,18 @@ class WindowShards:
         return True
 
     def remove(self, number: int) -> None:
-        """Delete a shard and its receipt."""
-        shard = self.plan.shards[number]
-        (self.folder / shard.file).unlink(missing_ok=True)
-        self.receipts.discard(shard)
+        """Delete a shard, whose room is free then."""
+        self.delete_files(number)
         self.on_disk.pop(number, None)
         self.verified.discard(number)
 
-    def read(self, number: int) -> dict[str, Any]:
+    def delete_files(self, number: int) -> None:
+        """Delete a shard's file and receipt."""
+        shard = self.plan.shards[number]
+        (self.folder / shard.file).unlink(missing_ok=True)
+        self.receipts.discard(shard)
+
+    def read(self, number: int) -> WrittenShard:
         """Compare a shard with its receipt, and return the receipt; any thread calls this.
 
         Raises:
@@ -141,24 +145,24 @@ class WindowShards:
         """
         shard = self.plan.shards[number]
         end = time.monotonic() + VISIBLE_S
-        while not self.receipts.is_committed(shard):
+        while not self.receipts.is_committed(number):
             if time.monotonic() > end:
                 raise DamagedShardError(f"it is not there {VISIBLE_S:g} s after it was written")
             time.sleep(POLL_S)
         receipt = self.receipts.read(shard)
         digest = sha256_file(self.folder / shard.file)
-        if receipt is None or digest != receipt["sha256"]:
+        if receipt is None or digest != receipt.sha256:
             raise DamagedShardError(f"its SHA-256 is {digest}, which its receipt has not")
         map_shard(self.folder, shard, self.plan.identity, "run the same command again")
         return receipt
 
-    def add_verified(self, number: int, receipt: dict[str, Any], *, new: bool) -> None:
+    def add_verified(self, number: int, receipt: WrittenShard, *, new: bool) -> None:
         """Note that a shard is there, and compare its hash with that of the first recording.
 
         Args:
             new: whether it was recorded just now.
         """
-        shard, sha256 = self.plan.shards[number], receipt["sha256"]
+        shard, sha256 = self.plan.shards[number], receipt.sha256
         first = self._first_sha256.get(shard.file)
         self.verified.add(number)
         if new:
@@ -169,7 +173,7 @@ class WindowShards:
             self._first_sha256[shard.file] = sha256
             with open(self.folder / JOURNAL, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"file": shard.file, "sha256": sha256}) + "\n")
-            for id_, where in receipt["not_finite"].items():
+            for id_, where in receipt.not_finite.items():
                 self.monitor.say(f"skipped sample {id_!r}: NaN or infinity at {where}")
         elif first != sha256 and not self._said_differs:
             self._said_differs = True

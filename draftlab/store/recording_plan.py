@@ -6,18 +6,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store.batches import cut_batches, group_consecutive
-from draftlab.store.manifest import Counts, Dropped, Manifest, Shard, StoreIdentity
+from draftlab.store.columns import Numbers
+from draftlab.store.manifest import Counts, Dropped, Manifest, StoreIdentity
 from draftlab.store.prompt_split import hold_out
+from draftlab.store.record_index import RecordIndex
 from draftlab.store.samples import Sample, SampleTable, Selection
 from draftlab.store.settings import RecordSettings
-from draftlab.store.window import HeldOut, StoreWindow, check_window, planned_bytes
+from draftlab.store.window import HeldOut, StoreWindow, check_window, planned_sizes
 from draftlab.target_model.boundaries import check_boundaries
 from draftlab.target_model.metadata import TargetMetadata
 
@@ -96,9 +98,8 @@ def plan_recording(
             f"{num_unanswered - num_unanswered_by_cut} without an answer of two tokens",
             do="check the chat template's assistant spans (draftlab inspect) and max_length",
         )
-    shards = _shards(recorded, lengths.tolist(), settings, padded, num_held_out)
-    manifest = Manifest(
-        complete=False,
+    manifest = Manifest.plan(
+        _index(recorded, lengths, settings, padded, num_held_out),
         identity=identity,
         samples_sha256=table.sha256,
         settings={
@@ -111,14 +112,14 @@ def plan_recording(
             # Older stores have none of these keys.
             **({} if settings.backend == "transformers" else {"backend": settings.backend}),
             **({} if padded else {SIDE_BY_SIDE: True}),
-            **_window(settings, held_out, identity, shards, num_held_out),
         },
         counts=Counts(records=len(recorded), tokens=int(lengths.sum()), loss_tokens=loss_tokens),
         dropped=Dropped(overlong=num_overlong, nothing_to_predict=num_unanswered),
         truncated=num_truncated,
-        shards=shards,
     )
-    return manifest.with_index(), recorded
+    if settings.window is not None:
+        manifest = _with_window(manifest, settings, _required(held_out), num_held_out)
+    return manifest, recorded
 
 
 def check_same_recording(actual: Manifest, plan: Manifest, where: Path) -> None:
@@ -144,14 +145,15 @@ def check_same_recording(actual: Manifest, plan: Manifest, where: Path) -> None:
     same_records = actual.index.same_records(plan.index)
     if same_records and actual.samples_sha256 == plan.samples_sha256:
         return
-    actual_records, planned_records = (
-        [record for shard in m.shards for record in zip(shard.ids, shard.lengths, strict=True)]
-        for m in (actual, plan)
-    )
     what = "the same ids and lengths, but other tokens, spans, temperatures or dropped samples"
-    if len(actual_records) != len(planned_records):
-        what = f"expected {len(planned_records)} records, found {len(actual_records)}"
-    pairs = zip(actual_records, planned_records, strict=False)
+    counts = len(actual.index.lengths), len(plan.index.lengths)
+    if counts[0] != counts[1]:
+        what = f"expected {counts[1]} records, found {counts[0]}"
+    records = (
+        zip(manifest.index.ids, Numbers(manifest.index.lengths), strict=True)
+        for manifest in (actual, plan)
+    )
+    pairs = zip(*records, strict=False)
     for number, ((id_, length), (planned_id, planned_length)) in enumerate(pairs):
         if (id_, length) != (planned_id, planned_length):
             what = (
@@ -213,46 +215,44 @@ def _required(held_out: HeldOut | None) -> HeldOut:
     return held_out
 
 
-def _window(
-    settings: RecordSettings,
-    held_out: HeldOut | None,
-    identity: StoreIdentity,
-    shards: list[Shard],
-    num_held_out: int,
-) -> dict[str, Any]:
-    """Return the manifest's setting of a window; nothing without one."""
-    if settings.window is None:
-        return {}
-    ends = np.cumsum([shard.records for shard in shards])
-    first = int(np.searchsorted(ends, num_held_out, "left")) + 1 if num_held_out else 0
-    window = StoreWindow.plan(settings, _required(held_out), num_held_out, first)
-    sizes = [planned_bytes(identity, shard.records, shard.tokens) for shard in shards[first:]]
-    check_window(window, sizes)
-    return window.settings()
+def _with_window(
+    plan: Manifest, settings: RecordSettings, held_out: HeldOut, num_held_out: int
+) -> Manifest:
+    """Return a plan with the setting of its window.
+
+    Raises:
+        UserError: the window is too small.
+    """
+    index = plan.index
+    first = int(np.searchsorted(index.shard_ends, num_held_out)) + 1 if num_held_out else 0
+    window = StoreWindow.plan(settings, held_out, num_held_out, first)
+    check_window(window, planned_sizes(plan)[first:])
+    return plan.model_copy(update={"settings": plan.settings | window.settings()})
 
 
-def _shards(
+def _index(
     selection: Selection,
-    lengths: list[int],
+    lengths: np.ndarray,
     settings: RecordSettings,
     padded: bool,
     num_held_out: int,
-) -> list[Shard]:
-    """Return the shards; none has both held-out records, which are the first, and others."""
-    ids, rows = selection.table.ids, selection.rows.tolist()
-    temperatures = [None if t != t else t for t in selection.table.temperatures.tolist()]
-    groups = group_consecutive(lengths[:num_held_out], settings.shard_tokens)
+) -> RecordIndex:
+    """Return the index; no shard has both held-out records, which are the first, and others."""
+    ids, rows = selection.table.ids, selection.rows
+    all_lengths = lengths.tolist()
+    groups = group_consecutive(all_lengths[:num_held_out], settings.shard_tokens)
     groups += [
         [num_held_out + i for i in group]
-        for group in group_consecutive(lengths[num_held_out:], settings.shard_tokens)
+        for group in group_consecutive(all_lengths[num_held_out:], settings.shard_tokens)
     ]
-    return [
-        Shard.of(
-            f"shard-{number:05d}.safetensors",
-            [ids[rows[i]] for i in group],
-            [lengths[i] for i in group],
-            [temperatures[rows[i]] for i in group],
-            cut_batches([lengths[i] for i in group], settings.batch_tokens, padded=padded),
-        )
-        for number, group in enumerate(groups)
-    ]
+    batches = (
+        cut_batches(lengths[group].tolist(), settings.batch_tokens, padded=padded)
+        for group in groups
+    )
+    return RecordIndex.of(
+        [ids[row] for row in rows.tolist()],
+        lengths,
+        selection.table.temperatures[rows],
+        [len(group) for group in groups],
+        batches,
+    )

@@ -7,12 +7,12 @@ shards come and go: a training reads them group by group (`train/batch/window_or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from draftlab.errors import UserError
-from draftlab.store.identity import StoreIdentity
 from draftlab.store.manifest import Manifest
 from draftlab.store.settings import RecordSettings
 
@@ -77,22 +77,25 @@ def staying_shards(manifest: Manifest) -> int:
     return window.validation_shards if window and window.rolls else len(manifest.shards)
 
 
-def planned_bytes(identity: StoreIdentity, records: int, tokens: int) -> int:
-    """Return the bytes that a shard's file has at most."""
-    return tokens * identity.bytes_per_token + 8 * records + 1024
+def planned_sizes(manifest: Manifest) -> np.ndarray:
+    """Return the bytes that each shard's file has at most, int64 [shards]."""
+    index, header = manifest.index, 1024
+    per_token = manifest.identity.bytes_per_token
+    sizes: np.ndarray = index.shard_tokens * per_token + 8 * index.shard_records + header
+    return sizes
 
 
-def check_window(window: StoreWindow, sizes: Sequence[int]) -> None:
+def check_window(window: StoreWindow, sizes: np.ndarray) -> None:
     """Check that a window holds enough of the shards that come and go.
 
     Args:
-        sizes: their bytes.
+        sizes: their bytes, int64.
 
     Raises:
         UserError: it holds fewer than four of the largest, and not all of them.
     """
-    largest = max(sizes, default=0)
-    if window.size < 4 * largest and sum(sizes) > window.size // 2:
+    largest = int(sizes.max(initial=0))
+    if window.size < 4 * largest and sizes.sum() > window.size // 2:
         raise UserError(
             f"expected a window of at least four shards, {4 * largest:,} bytes, found "
             f"{window.size:,}",

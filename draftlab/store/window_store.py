@@ -66,7 +66,7 @@ class WindowStore(Store):
                 do="restore answers.jsonl, or remove the store to record it again",
             )
         rows = {id_: row for row, id_ in enumerate(samples.ids)}
-        order = np.array([rows[id_] for id_ in manifest.index.read_ids(slice(0, len(rows)))], int)
+        order = np.array([rows[id_] for id_ in manifest.index.ids], int)
         return cls(folder, manifest, Selection(samples, order, manifest.settings["max_length"]))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from draftlab.errors import UserError
 from draftlab.store.manifest import Manifest
-from draftlab.store.window import StoreWindow, planned_bytes
+from draftlab.store.window import StoreWindow, planned_sizes
 from draftlab.train.batch.order import epoch_rows
 
 
@@ -51,17 +51,13 @@ class WindowOrder:
         if window is None:
             raise ValueError("expected a store with a window")
         self.seed, self.first = seed, window.validation_shards
-        shards = manifest.shards[self.first :]
-        ends = window.validation_records + np.cumsum([shard.records for shard in shards])
-        self._records = [
-            range(int(end) - shard.records, int(end))
-            for end, shard in zip(ends, shards, strict=True)
-        ]
-        self.tokens = np.array([shard.tokens for shard in shards])
-        sizes = [planned_bytes(manifest.identity, s.records, s.tokens) for s in shards]
-        self.sizes = np.array(sizes)
-        self.window, self._total = window.size, sum(sizes)
-        half, largest = window.size // 2, max(sizes)
+        index = manifest.index
+        counts, ends = index.shard_records[self.first :], index.shard_ends[self.first :]
+        self._starts, self._ends = ends - counts, ends
+        self.tokens = index.shard_tokens[self.first :]
+        self.sizes = planned_sizes(manifest)[self.first :]
+        self.window, self._total = window.size, int(self.sizes.sum())
+        half, largest = window.size // 2, int(self.sizes.max())
         # Groups of equal size up to one shard: a small last one would leave the trainer waiting.
         self.num_groups = 1 if self._total <= half else math.ceil(self._total / (half - largest))
 
@@ -138,7 +134,8 @@ class WindowOrder:
         row_tokens: int,
     ) -> list[list[int]]:
         """Return the rows of a group."""
-        records = [record for shard in group for record in self._records[shard]]
+        bounds = zip(self._starts[group].tolist(), self._ends[group].tolist(), strict=True)
+        records = [record for start, end in bounds for record in range(start, end)]
         seed = np.random.SeedSequence([self.seed, epoch], spawn_key=(1, in_epoch))
         rows = epoch_rows(
             [lengths[record] for record in records],

@@ -9,7 +9,8 @@ import pytest
 
 from draftlab.errors import UserError
 from draftlab.store.identity import StoreIdentity
-from draftlab.store.manifest import Counts, Dropped, Manifest, Shard
+from draftlab.store.manifest import Counts, Dropped, Manifest
+from draftlab.store.record_index import RecordIndex
 from draftlab.store.window import StoreWindow, check_window
 from draftlab.train.batch.window_order import WindowOrder
 
@@ -20,23 +21,19 @@ ROW_TOKENS, BATCH_ROWS, HELD_OUT = 64, 4, 3
 def planned(window: int, num_shards: int = 40, seed: int = 0) -> Manifest:
     """Return a plan with three held-out records in the first shard."""
     generator = np.random.default_rng(seed)
-    shards, record = [], 0
-    for number in range(num_shards + 1):
-        lengths = generator.integers(5, 40, HELD_OUT if number == 0 else 8).tolist()
-        ids = [f"r{record + i}" for i in range(len(lengths))]
-        record += len(ids)
-        file = f"shard-{number:05d}.safetensors"
-        shards.append(Shard.of(file, ids, lengths, [0.0] * len(ids), []))
-    return Manifest(
-        complete=True,
+    counts = [HELD_OUT] + [8] * num_shards
+    lengths = generator.integers(5, 40, sum(counts))
+    ids = [f"r{number}" for number in range(len(lengths))]
+    index = RecordIndex.of(ids, lengths, np.zeros(len(ids)), counts, [[]] * len(counts))
+    return Manifest.plan(
+        index,
         identity=IDENTITY,
         samples_sha256="0",
         settings=StoreWindow(window, "window", 0.1, 0, HELD_OUT, 1).settings(),
-        counts=Counts(records=record, tokens=1, loss_tokens=1),
+        counts=Counts(records=len(ids), tokens=int(lengths.sum()), loss_tokens=1),
         dropped=Dropped(),
         truncated=0,
-        shards=shards,
-    ).with_index()
+    )
 
 
 def whole_size(manifest: Manifest) -> int:
@@ -107,7 +104,7 @@ def test_windows_that_are_too_small_are_refused() -> None:
     largest = int(order.sizes.max())
     window = StoreWindow(3 * largest, "window", 0.1, 0, HELD_OUT, 1)
     with pytest.raises(UserError, match="at least four shards"):
-        check_window(window, order.sizes.tolist())
+        check_window(window, order.sizes)
     order = WindowOrder(planned(5 * largest), 0)
     with pytest.raises(UserError, match="whose half holds an optimizer step of 64 × 64") as caught:
         order.check_steps(64, 64)
