@@ -7,6 +7,7 @@ by `draftlab.store.record`. Reading maps a shard into memory and loads only the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from draftlab.files import canonical_json, sha256_file, sha256_text
 from draftlab.store.columns import Numbers
 from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
-from draftlab.store.shard import shard_sizes
+from draftlab.store.shard import ShardFiles
 from draftlab.store.shard_file import map_shard
 
 __all__ = ["Record", "Store", "StoreIdentity", "prediction_mask"]
@@ -143,7 +144,10 @@ class Store:
                 a shard is missing or has another size than in the manifest.
         """
         folder = Path(folder)
-        manifest = Manifest.read(folder / MANIFEST)
+        # The listing of a large store takes as long as the hash of its index: both run at a time.
+        with ThreadPoolExecutor(1, "list") as thread:
+            files = thread.submit(ShardFiles.list, folder)
+            manifest = Manifest.read(folder / MANIFEST)
         if expected is not None:
             manifest.identity.check(expected, folder)
         if not manifest.complete:
@@ -158,7 +162,7 @@ class Store:
                 where=folder,
                 do="record with record.online: false to inspect the states",
             )
-        sizes = shard_sizes(folder, len(manifest.shards))
+        sizes = files.result().sizes_of(len(manifest.shards))
         for number in np.flatnonzero(sizes != manifest.written.bytes)[:1].tolist():
             shard = manifest.shards[number]
             problem = shard.problem(int(sizes[number]))
