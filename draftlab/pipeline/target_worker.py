@@ -138,7 +138,7 @@ class TargetWorker:
         """
         recorder = self._opened_recorder()
         shard = recorder.receipts.plan.shards[number]
-        if not recorder.receipts.is_committed(number):  # by a worker that was given up meanwhile
+        if not recorder.receipts.is_committed(shard):  # by a worker that was given up meanwhile
             for _ in recorder.record(number):
                 pass
         return shard.tokens

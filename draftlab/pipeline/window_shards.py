@@ -101,7 +101,7 @@ class WindowShards:
             number = shard_number(path.name)
             if number not in self.sizes:
                 continue
-            if self.receipts.is_committed(number):
+            if self.receipts.is_committed(self.plan.shards[number]):
                 self.on_disk[number] = self.sizes[number]
             elif path.suffix == ".safetensors":
                 self.remove(number)
@@ -145,7 +145,7 @@ class WindowShards:
         """
         shard = self.plan.shards[number]
         end = time.monotonic() + VISIBLE_S
-        while not self.receipts.is_committed(number):
+        while not self.receipts.is_committed(shard):
             if time.monotonic() > end:
                 raise DamagedShardError(f"it is not there {VISIBLE_S:g} s after it was written")
             time.sleep(POLL_S)

@@ -34,7 +34,7 @@ from draftlab.settings import describe_errors
 from draftlab.store.manifest import MANIFEST, Manifest, Shard
 from draftlab.store.record_index import RECORDS
 from draftlab.store.recording_plan import check_same_recording
-from draftlab.store.shard import shard_sizes
+from draftlab.store.shard import ShardFiles
 from draftlab.store.shard_table import SHARDS, ShardTable, WrittenShard
 from draftlab.store.window import staying_shards
 
@@ -107,22 +107,20 @@ class Receipts:
 
     def missing(self) -> list[int]:
         """Return the numbers of the shards that are not committed, of those that stay."""
-        sizes = shard_sizes(self.folder, len(self.plan.shards))[: staying_shards(self.plan)]
-        committed = enumerate(sizes.tolist())
-        return [number for number, size in committed if not self._is_committed(number, size)]
+        shards = self.plan.shards[: staying_shards(self.plan)]
+        sizes = ShardFiles.list(self.folder).sizes_of(len(shards)).tolist()
+        pairs = zip(shards, sizes, strict=True)
+        return [shard.number for shard, size in pairs if not self._has_receipt(shard, size)]
 
-    def is_committed(self, number: int) -> bool:
+    def is_committed(self, shard: Shard) -> bool:
         """Return whether a shard has a receipt of this plan, and the file the receipt's size."""
-        try:
-            size = self.plan.shards[number].path(self.folder).stat().st_size
-        except OSError:
-            return False
-        return self._is_committed(number, size)
+        path = shard.path(self.folder)
+        return self._has_receipt(shard, path.stat().st_size if path.is_file() else -1)
 
-    def _is_committed(self, number: int, size: int) -> bool:
+    def _has_receipt(self, shard: Shard, size: int) -> bool:
         if size < 0:
             return False
-        receipt = self.read(self.plan.shards[number])
+        receipt = self.read(shard)
         return receipt is not None and receipt.bytes == size
 
     def read(self, shard: Shard) -> WrittenShard | None:
@@ -247,7 +245,7 @@ def resume_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Manifest:
     if manifest.table is None:  # there were no shards (record.online)
         return receipts.plan
     staying = staying_shards(manifest)
-    sizes = shard_sizes(folder, len(manifest.shards))[:staying]
+    sizes = ShardFiles.list(folder).sizes_of(staying)
     if np.array_equal(sizes, manifest.table.bytes[:staying]):
         return manifest
     for shard, size in zip(manifest.shards[:staying], sizes.tolist(), strict=True):

@@ -69,7 +69,7 @@ def plan_recording(
     rows, num_held_out = np.flatnonzero(~overlong & ~unanswered), 0
     if settings.window is not None and len(rows):
         training, validation = hold_out([table.ids[row] for row in rows], *_required(held_out))
-        rows, num_held_out = rows[validation + training], len(validation)
+        rows, num_held_out = rows[np.concatenate([validation, training])], len(validation)
     recorded = Selection(table, rows, max_length)
     truncated = rows[too_long[rows]]
     num_overlong, num_unanswered, num_truncated = (

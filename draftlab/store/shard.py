@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import stat
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -15,12 +18,12 @@ from draftlab.store.columns import Numbers
 from draftlab.store.record_index import RecordIndex
 from draftlab.store.shard_table import ShardTable, WrittenShard
 
-_PREFIX, _SUFFIX = "shard-", ".safetensors"
+_FILE = re.compile(r"shard-([0-9]{5}|[1-9][0-9]{5,})\.safetensors").fullmatch
 
 
 def shard_file(number: int) -> str:
     """Return the name of the file of a shard."""
-    return f"{_PREFIX}{number:05d}{_SUFFIX}"
+    return f"shard-{number:05d}.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,30 +164,43 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def shard_sizes(folder: Path, shards: int) -> np.ndarray:
-    """Return the sizes of the files of shards, by one listing of the folder.
+class ShardFiles(NamedTuple):
+    """The files of shards in a folder, in any order.
 
-    Returns:
-        int64 [shards]; −1: there is no such file.
-
-    Raises:
-        UserError: a shard is a symbolic link that leads out of the folder.
+    Attributes:
+        numbers: int64 [m], of the shards.
+        sizes: int64 [m], in bytes.
     """
-    sizes = np.full(shards, -1, np.int64)
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            name = entry.name
-            digits = name[len(_PREFIX) : -len(_SUFFIX)]
-            if not (digits.isdecimal() and digits.isascii()) or int(digits) >= shards:
-                continue
-            number = int(digits)
-            if name != shard_file(number):
-                continue
-            if entry.is_symlink():
-                _checked(folder / name)
-            try:
-                if entry.is_file():
-                    sizes[number] = entry.stat().st_size
-            except FileNotFoundError:
-                continue  # another process removed it
-    return sizes
+
+    numbers: np.ndarray
+    sizes: np.ndarray
+
+    @classmethod
+    def list(cls, folder: Path) -> ShardFiles:
+        """List a folder once.
+
+        Raises:
+            UserError: a shard is a symbolic link that leads out of the folder.
+        """
+        numbers, sizes = array("q"), array("q")
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                match = _FILE(entry.name)
+                if match is None or len(match[1]) > 18:
+                    continue
+                try:
+                    state = entry.stat(follow_symlinks=False)
+                    if stat.S_ISLNK(state.st_mode):
+                        state = _checked(folder / entry.name).stat()
+                except FileNotFoundError:  # another process removed it
+                    continue
+                if stat.S_ISREG(state.st_mode):
+                    numbers.append(int(match[1]))
+                    sizes.append(state.st_size)
+        return cls(np.array(numbers, np.int64), np.array(sizes, np.int64))
+
+    def sizes_of(self, shards: int) -> np.ndarray:
+        """Return the sizes of the first shards: int64 [shards]; −1: there is no such file."""
+        sizes, known = np.full(shards, -1, np.int64), self.numbers < shards
+        sizes[self.numbers[known]] = self.sizes[known]
+        return sizes

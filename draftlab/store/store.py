@@ -7,6 +7,7 @@ by `draftlab.store.record`. Reading maps a shard into memory and loads only the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -23,7 +24,7 @@ from draftlab.formatting import count_text
 from draftlab.store.columns import Numbers
 from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
-from draftlab.store.shard import shard_sizes
+from draftlab.store.shard import ShardFiles
 from draftlab.store.shard_file import map_shard
 from draftlab.store.window import StoreWindow, staying_shards
 
@@ -96,10 +97,10 @@ def check_store(folder: Path) -> None:
     """
     manifest = Manifest.read(folder / MANIFEST)
     if not manifest.online:
-        check_complete(folder, manifest)
+        check_complete(folder, manifest, ShardFiles.list(folder))
 
 
-def check_complete(folder: Path, manifest: Manifest) -> None:
+def check_complete(folder: Path, manifest: Manifest, files: ShardFiles) -> None:
     """Check that a store is complete and that the shards that stay have their sizes.
 
     Raises:
@@ -119,7 +120,7 @@ def check_complete(folder: Path, manifest: Manifest) -> None:
             do="record with record.online: false to inspect the states",
         )
     staying = staying_shards(manifest)
-    sizes = shard_sizes(folder, len(manifest.shards))[:staying]
+    sizes = files.sizes_of(staying)
     for number in np.flatnonzero(sizes != manifest.written.bytes[:staying])[:1].tolist():
         shard = manifest.shards[number]
         problem = shard.problem(int(sizes[number]))
@@ -176,10 +177,12 @@ class Store:
                 window.
         """
         folder = Path(folder)
-        manifest = Manifest.read(folder / MANIFEST)
+        # The listing of a large store takes as long as the hash of its index: both run at a time.
+        with ThreadPoolExecutor(1, "list") as thread:
+            files = thread.submit(ShardFiles.list, folder)
+            manifest = Manifest.read(folder / MANIFEST)
         if expected is not None:
             manifest.identity.check(expected, folder)
-        check_complete(folder, manifest)
         if len(manifest.shards) > (staying := staying_shards(manifest)):
             raise UserError(
                 "this store is a window: its shards come and go while a training reads them, and "
@@ -187,6 +190,7 @@ class Store:
                 where=folder,
                 do="record with record.keep: all to keep all shards",
             )
+        check_complete(folder, manifest, files.result())
         return cls(folder, manifest)
 
     @cached_property

@@ -223,6 +223,6 @@ def test_a_training_of_forty_windows_never_exceeds_its_window(
 
 def rows_of_an_epoch(plan: Manifest, order: WindowOrder) -> int:
     """Return how many rows of 128 tokens the first epoch has."""
-    lengths = [length for shard in plan.shards for length in shard.lengths]
+    lengths = plan.index.lengths
     steps, groups = order.steps(lengths, 128, 1), len(order.epoch(0))
     return sum(1 for _ in takewhile(lambda step: step.group < groups, steps))

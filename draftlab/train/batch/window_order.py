@@ -103,13 +103,11 @@ class WindowOrder:
             yield group
             num_rows -= math.ceil(self.tokens[group].sum() / row_tokens)
 
-    def steps(
-        self, lengths: Sequence[int], row_tokens: int, batch_rows: int
-    ) -> Iterator[WindowStep]:
+    def steps(self, lengths: np.ndarray, row_tokens: int, batch_rows: int) -> Iterator[WindowStep]:
         """Yield the optimizer steps, without end; steps continue over groups and epochs.
 
         Args:
-            lengths: of all records of the store.
+            lengths: of all records of the store, int32 [n].
         """
         rows: list[list[int]] = []
         number = 0
@@ -130,17 +128,17 @@ class WindowOrder:
         group: Sequence[int],
         epoch: int,
         in_epoch: int,
-        lengths: Sequence[int],
+        lengths: np.ndarray,
         row_tokens: int,
     ) -> list[list[int]]:
         """Return the rows of a group."""
         bounds = zip(self._starts[group].tolist(), self._ends[group].tolist(), strict=True)
-        records = [record for start, end in bounds for record in range(start, end)]
+        records = np.concatenate([np.arange(start, end) for start, end in bounds])
         seed = np.random.SeedSequence([self.seed, epoch], spawn_key=(1, in_epoch))
         rows = epoch_rows(
-            [lengths[record] for record in records],
+            lengths[records],
             row_tokens,
             seed=int(seed.generate_state(1, np.uint64)[0]),
             epoch=epoch,
         )
-        return [[records[i] for i in row] for row in rows]
+        return [records[row].tolist() for row in rows]

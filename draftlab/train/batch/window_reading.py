@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 
+import numpy as np
+
 from draftlab.store.window import WindowFeed
 from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import Batch
@@ -44,7 +46,7 @@ class WindowReading:
     def steps(self, first: int, ranks: Ranks) -> Iterator[OptimizerStep]:
         """Yield a rank's share of the optimizer steps from `first` on."""
         settings, passed = self.packer.settings, 0
-        lengths = self.packer.store.lengths[:]
+        lengths = np.asarray(self.packer.store.lengths)
         order = self.order.steps(lengths, settings.row_tokens, settings.batch_rows)
         for number, step in zip(range(settings.steps), order, strict=False):
             if number >= first:

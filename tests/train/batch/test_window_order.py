@@ -64,7 +64,7 @@ def test_steps_have_every_record_once_an_epoch_and_say_which_groups_are_passed(
     share: float,
 ) -> None:
     manifest = planned(int(share * whole_size(planned(1))))
-    lengths = [length for shard in manifest.shards for length in shard.lengths]
+    lengths = manifest.index.lengths
     order, again = WindowOrder(manifest, 3), WindowOrder(manifest, 3)
     steps = list(islice(order.steps(lengths, ROW_TOKENS, BATCH_ROWS), 300))
     assert steps == list(islice(again.steps(lengths, ROW_TOKENS, BATCH_ROWS), 300))
@@ -91,7 +91,7 @@ def test_steps_have_every_record_once_an_epoch_and_say_which_groups_are_passed(
 
 def test_the_needed_groups_are_those_that_steps_read() -> None:
     manifest = planned(int(0.6 * whole_size(planned(1))))
-    lengths = [length for shard in manifest.shards for length in shard.lengths]
+    lengths = manifest.index.lengths
     order = WindowOrder(manifest, 3)
     *_, last = islice(order.steps(lengths, ROW_TOKENS, BATCH_ROWS), 100)
     needed = list(order.needed(100 * BATCH_ROWS, ROW_TOKENS))
