@@ -72,6 +72,7 @@ def estimate_stages(recipe: Recipe) -> list[Estimate]:
             memory=target.bytes / recipe.target.gpus,
         ),
         *_answers_and_store(recipe, identity, target, conversations, gpu),
+        *_window(recipe, identity, target, conversations, gpu),
         _head(recipe, head, target, gpu),
         _evaluation(recipe, target, gpu),
     ]
@@ -149,13 +150,51 @@ def _store(
     if max_length > target.max_length:
         limit = f", conversations of at most the target's {target.max_length:,} positions"
     tokens = conversations.count * min(conversations.length, max_length)
+    of = ""
+    if recipe.record.rolls:
+        of = f"; the held-out records alone, since all {as_count(tokens)} tokens would take "
+        of += as_bytes(tokens * identity.bytes_per_token)
+        tokens *= recipe.train.validation_share
     return Estimate(
         "store",
         f"up to about {as_count(tokens)} tokens of {as_bytes(identity.bytes_per_token)}, "
-        f"{states}{limit}",
+        f"{states}{limit}{of}",
         disk=tokens * identity.bytes_per_token,
         seconds=gpu and 2 * target.active * tokens / gpu.products / 1e12,
     )
+
+
+def _window(
+    recipe: Recipe,
+    identity: StoreIdentity,
+    target: TargetSize,
+    conversations: Conversations | None,
+    gpu: Gpu | None,
+) -> list[Estimate]:
+    """Estimate the recording of a window's shards while the head is trained."""
+    settings = recipe.train
+    if not recipe.record.rolls or recipe.record.window is None:
+        return []
+    positions = settings.steps * settings.batch_rows * settings.row_tokens
+    size, epochs = recipe.record.window, ""
+    if conversations is not None:
+        length = min(conversations.length, recipe.record.max_length or target.max_length)
+        tokens = conversations.count * length * (1 - settings.validation_share)
+        size = min(size, tokens * identity.bytes_per_token)
+        passes = positions / max(tokens, 1)
+        epochs = f", {rounded_text(passes)} epochs, each computed again"
+        if tokens * identity.bytes_per_token <= recipe.record.window:
+            positions, epochs = min(positions, tokens), ", which the window holds as a whole"
+    return [
+        Estimate(
+            "window",
+            f"{as_count(positions)} positions recorded while the head is trained{epochs}; "
+            "record.keep=all records each once, before the training",
+            disk=size,
+            memory=target.bytes / recipe.target.gpus,
+            seconds=gpu and 2 * target.active * positions / gpu.products / 1e12,
+        )
+    ]
 
 
 def _head(recipe: Recipe, head: HeadSize, target: TargetSize, gpu: Gpu | None) -> Estimate:

@@ -71,7 +71,7 @@ def local_window_pool(recipe: Recipe, run: Path, monitor: Monitor, ranks: Ranks)
     return LocalPool(recipe, run, devices, monitor)
 
 
-def split_gpus(total: int, target_gpus: int) -> tuple[int, int]:
+def split_gpus(total: int, target_gpus: int, where: str = "--gpus") -> tuple[int, int]:
     """Return how many of some GPUs train, and how many record the window meanwhile.
 
     Half of them train, since a target's forward pass costs about what a head's training does.
@@ -84,8 +84,8 @@ def split_gpus(total: int, target_gpus: int) -> tuple[int, int]:
         raise UserError(
             f"expected at least {target_gpus + 1} GPUs, one to train and {target_gpus} to record, "
             f"found {total}",
-            where="--gpus",
-            do="use more, or leave --gpus out: one GPU then records and trains",
+            where=where,
+            do="use more, or train on one GPU without --gpus and --ray, which then records, too",
         )
     return train, total - train
 
