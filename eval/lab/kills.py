@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.cli import app
 from draftlab.pipeline.stages import STAGES
 from draftlab.pipeline.window_shards import JOURNAL
-from tests.helpers.small_run import new_workshop
+from tests.helpers.small_run import new_workshop, write_prompts
 
 RECIPE, RUN, LOG = Path("small.yaml"), Path("runs/kills"), Path("kills.log")
 OVERRIDES = (
@@ -57,7 +57,7 @@ OVERRIDES = (
     "train.steps=60",
     "train.checkpoint_every=7",
 )
-WINDOW = ("name=kills", "record.shard_tokens=32", "record.window=100KB", "train.batch_rows=1")
+WINDOW = ("record.shard_tokens=32", "record.window=200KB", "train.row_tokens=64")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 ENDED = (0, *(code for number in SIGNALS for code in (-number, 128 + number)))
 """Exit codes of a process that finished or was killed."""
@@ -89,8 +89,8 @@ CASES = {
     "force, head": Case(options=("train.learning_rate=2.0e-3", "--force"), before=()),
     "two": Case(processes=2),
     "gpus": Case(options=("--gpus", "2")),
-    "window": Case(options=WINDOW),
-    "windows": Case(options=(*WINDOW, "--gpus", "4")),
+    "window": Case(options=(*WINDOW, "train.batch_rows=1")),
+    "windows": Case(options=(*WINDOW, "train.batch_rows=2", "--gpus", "4")),
     "workers": Case("record", ("--gpus", "2")),
 }
 
@@ -293,6 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="kills-")) / "work"
     os.chdir(new_workshop(folder))
+    write_prompts(Path("prompts.jsonl"), [f"def f{i}(use): the user {i}" for i in range(48)])
     temporary = Path(tempfile.mkdtemp(prefix="kills-tmp-"))
     os.environ["TMPDIR"] = str(temporary)
     importlib.import_module("draftlab.pipeline.pipeline")  # before the forks
