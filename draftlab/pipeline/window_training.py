@@ -23,6 +23,8 @@ from draftlab.store.window_store import WindowStore
 from draftlab.target_model.locate import resolve_device
 from draftlab.train.distributed.ranks import Ranks
 
+RESTARTS = 10
+"""Workers that are started again when they end: a training may last for days."""
 NewPool = Callable[[Ranks], WorkerPool]
 """Returns the workers that record a window beside the training of some ranks."""
 RECORDERS = "DRAFTLAB_RECORDERS"
@@ -68,7 +70,7 @@ def local_window_pool(recipe: Recipe, run: Path, monitor: Monitor, ranks: Ranks)
     """Return the workers that record a window on this machine, and say where they do."""
     devices = recording_devices(recipe, ranks.device, ranks.local_gpus)
     monitor.say(devices_line(devices, ranks))
-    return LocalPool(recipe, run, devices, monitor)
+    return LocalPool(recipe, run, devices, monitor, restarts=RESTARTS)
 
 
 def split_gpus(total: int, target_gpus: int, where: str = "--gpus") -> tuple[int, int]:

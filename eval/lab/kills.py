@@ -63,7 +63,10 @@ ENDED = (0, *(code for number in SIGNALS for code in (-number, 128 + number)))
 """Exit codes of a process that finished or was killed."""
 LOCKED = "another draftlab process is working in this run"
 POLL_S, PATIENCE_S = 0.005, 120.0
-TIMES = {"tokens_per_s", "loss_tokens_per_s", "predictions_per_s", "phases", "peak_memory_gib"}
+TIMES = {
+    *("tokens_per_s", "loss_tokens_per_s", "predictions_per_s", "phases", "peak_memory_gib"),
+    "recording_waited",
+}
 """Keys of metrics.jsonl that differ from run to run."""
 
 

@@ -65,6 +65,7 @@ class ThreadPool(WorkerPool):
         devices: Sequence[str],
         monitor: Monitor,
         *,
+        restarts: int = 0,
         faults: dict[int, Exception] | None = None,
         num_workers: int = 2,
     ) -> None:
