@@ -103,7 +103,8 @@ class WindowSession:
             self._flush()
             if futures := [*self.running, *self.verifying]:
                 done = wait(futures, POLL_S, FIRST_COMPLETED).done
-                for future in done & self.running.keys():
+                # In the order of the calls: a later one reports what an earlier one computed.
+                for future in [future for future in self.running if future in done]:
                     self._collect(future)
                 for future in done & self.verifying.keys():
                     self._collect_verified(future)
