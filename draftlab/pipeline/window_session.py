@@ -162,6 +162,8 @@ class WindowSession:
         for file in files:
             if self.written.pop(shard_number(file), None) is not None:
                 self._verify(shard_number(file), new=True)
+        if number == _FLUSH:  # nothing should be left
+            self._give_to_others(worker, number)
 
     def _give_to_others(self, worker: Worker, number: int) -> None:
         """Have others record a shard, and all that a worker has not reported as committed."""
