@@ -141,10 +141,13 @@ def _suffixes(ids: _Ids) -> _Suffixes:
 
 def _number(hashes: np.ndarray) -> np.ndarray:
     """Number equal hashes equally, in the order of their first places: int64 [n]."""
-    # Answers to a prompt often lie side by side; sorting runs of them is faster.
+    # Answers to a prompt often lie side by side, so runs of them are sorted.
     is_new = np.concatenate([[True], hashes[1:] != hashes[:-1]])
     begins = np.flatnonzero(is_new)
-    runs = hashes[begins]
+    runs, lengths = hashes[begins], np.diff(begins, append=len(hashes))
+    ordered = np.sort(runs)
+    if np.all(ordered[1:] != ordered[:-1]):  # all do
+        return np.repeat(np.arange(len(runs)), lengths)
     order = np.argsort(runs)
     runs = runs[order]
     is_new_group = np.concatenate([[True], runs[1:] != runs[:-1]])
@@ -154,7 +157,7 @@ def _number(hashes: np.ndarray) -> np.ndarray:
     numbers = (is_first_run.cumsum() - 1)[first_runs]
     of_runs = np.empty_like(order)
     of_runs[order] = numbers[is_new_group.cumsum() - 1]
-    return np.repeat(of_runs, np.diff(begins, append=len(hashes)))
+    return np.repeat(of_runs, lengths)
 
 
 def split_groups(
