@@ -32,7 +32,7 @@ from draftlab.settings import describe_errors
 from draftlab.store.manifest import MANIFEST, Manifest, Shard
 from draftlab.store.record_index import RECORDS
 from draftlab.store.recording_plan import check_same_recording
-from draftlab.store.shard import ShardFiles
+from draftlab.store.shard import ShardSizes
 from draftlab.store.shard_table import SHARDS, ShardTable, WrittenShard
 
 LOCK = ".lock"
@@ -102,7 +102,7 @@ class Receipts:
 
     def missing(self) -> list[int]:
         """Return the numbers of the shards that are not committed."""
-        sizes = ShardFiles.list(self.folder).sizes_of(len(self.plan.shards)).tolist()
+        sizes = ShardSizes.of(self.folder).first(len(self.plan.shards)).tolist()
         shards = zip(self.plan.shards, sizes, strict=True)
         return [shard.number for shard, size in shards if not self._has_receipt(shard, size)]
 
@@ -229,7 +229,7 @@ def resume_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Manifest:
     receipts = Receipts(folder, manifest.as_plan())
     if manifest.table is None:  # there were no shards (record.online)
         return receipts.plan
-    sizes = ShardFiles.list(folder).sizes_of(len(manifest.shards))
+    sizes = ShardSizes.of(folder).first(len(manifest.shards))
     if np.array_equal(sizes, manifest.table.bytes):
         return manifest
     for shard, size in zip(manifest.shards, sizes.tolist(), strict=True):

@@ -23,7 +23,7 @@ from draftlab.files import canonical_json, sha256_file, sha256_text
 from draftlab.store.columns import Numbers
 from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
-from draftlab.store.shard import ShardFiles
+from draftlab.store.shard import ShardSizes
 from draftlab.store.shard_file import map_shard
 
 __all__ = ["Record", "Store", "StoreIdentity", "prediction_mask"]
@@ -146,7 +146,7 @@ class Store:
         folder = Path(folder)
         # The listing of a large store takes as long as the hash of its index: both run at a time.
         with ThreadPoolExecutor(1, "list") as thread:
-            files = thread.submit(ShardFiles.list, folder)
+            listing = thread.submit(ShardSizes.of, folder)
             manifest = Manifest.read(folder / MANIFEST)
         if expected is not None:
             manifest.identity.check(expected, folder)
@@ -162,7 +162,7 @@ class Store:
                 where=folder,
                 do="record with record.online: false to inspect the states",
             )
-        sizes = files.result().sizes_of(len(manifest.shards))
+        sizes = listing.result().first(len(manifest.shards))
         for number in np.flatnonzero(sizes != manifest.written.bytes)[:1].tolist():
             shard = manifest.shards[number]
             problem = shard.problem(int(sizes[number]))
