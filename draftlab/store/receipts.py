@@ -34,7 +34,7 @@ from draftlab.settings import describe_errors
 from draftlab.store.manifest import MANIFEST, Manifest, Shard
 from draftlab.store.record_index import RECORDS
 from draftlab.store.recording_plan import check_same_recording
-from draftlab.store.shard import ShardFiles
+from draftlab.store.shard import ShardSizes
 from draftlab.store.shard_table import SHARDS, ShardTable, WrittenShard
 from draftlab.store.window import staying_shards
 
@@ -108,7 +108,7 @@ class Receipts:
     def missing(self) -> list[int]:
         """Return the numbers of the shards that are not committed, of those that stay."""
         shards = self.plan.shards[: staying_shards(self.plan)]
-        sizes = ShardFiles.list(self.folder).sizes_of(len(shards)).tolist()
+        sizes = ShardSizes.of(self.folder).first(len(shards)).tolist()
         pairs = zip(shards, sizes, strict=True)
         return [shard.number for shard, size in pairs if not self._has_receipt(shard, size)]
 
@@ -245,7 +245,7 @@ def resume_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Manifest:
     if manifest.table is None:  # there were no shards (record.online)
         return receipts.plan
     staying = staying_shards(manifest)
-    sizes = ShardFiles.list(folder).sizes_of(staying)
+    sizes = ShardSizes.of(folder).first(staying)
     if np.array_equal(sizes, manifest.table.bytes[:staying]):
         return manifest
     for shard, size in zip(manifest.shards[:staying], sizes.tolist(), strict=True):

@@ -164,8 +164,8 @@ def _checked(path: Path) -> Path:
     return path
 
 
-class ShardFiles(NamedTuple):
-    """The files of shards in a folder, in any order.
+class ShardSizes(NamedTuple):
+    """The sizes of the shards in a folder, in any order.
 
     Attributes:
         numbers: int64 [m], of the shards.
@@ -176,7 +176,7 @@ class ShardFiles(NamedTuple):
     sizes: np.ndarray
 
     @classmethod
-    def list(cls, folder: Path) -> ShardFiles:
+    def of(cls, folder: Path) -> ShardSizes:
         """List a folder once.
 
         Raises:
@@ -199,8 +199,8 @@ class ShardFiles(NamedTuple):
                     sizes.append(state.st_size)
         return cls(np.array(numbers, np.int64), np.array(sizes, np.int64))
 
-    def sizes_of(self, shards: int) -> np.ndarray:
-        """Return the sizes of the first shards: int64 [shards]; −1: there is no such file."""
+    def first(self, shards: int) -> np.ndarray:
+        """Return the sizes of so many first shards: int64 [shards]; −1: there is no such file."""
         sizes, known = np.full(shards, -1, np.int64), self.numbers < shards
         sizes[self.numbers[known]] = self.sizes[known]
         return sizes

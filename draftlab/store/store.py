@@ -24,7 +24,7 @@ from draftlab.formatting import count_text
 from draftlab.store.columns import Numbers
 from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
-from draftlab.store.shard import ShardFiles
+from draftlab.store.shard import ShardSizes
 from draftlab.store.shard_file import map_shard
 from draftlab.store.window import StoreWindow, staying_shards
 
@@ -97,10 +97,10 @@ def check_store(folder: Path) -> None:
     """
     manifest = Manifest.read(folder / MANIFEST)
     if not manifest.online:
-        check_complete(folder, manifest, ShardFiles.list(folder))
+        check_complete(folder, manifest, ShardSizes.of(folder))
 
 
-def check_complete(folder: Path, manifest: Manifest, files: ShardFiles) -> None:
+def check_complete(folder: Path, manifest: Manifest, files: ShardSizes) -> None:
     """Check that a store is complete and that the shards that stay have their sizes.
 
     Raises:
@@ -120,7 +120,7 @@ def check_complete(folder: Path, manifest: Manifest, files: ShardFiles) -> None:
             do="record with record.online: false to inspect the states",
         )
     staying = staying_shards(manifest)
-    sizes = files.sizes_of(staying)
+    sizes = files.first(staying)
     for number in np.flatnonzero(sizes != manifest.written.bytes[:staying])[:1].tolist():
         shard = manifest.shards[number]
         problem = shard.problem(int(sizes[number]))
@@ -179,7 +179,7 @@ class Store:
         folder = Path(folder)
         # The listing of a large store takes as long as the hash of its index: both run at a time.
         with ThreadPoolExecutor(1, "list") as thread:
-            files = thread.submit(ShardFiles.list, folder)
+            listing = thread.submit(ShardSizes.of, folder)
             manifest = Manifest.read(folder / MANIFEST)
         if expected is not None:
             manifest.identity.check(expected, folder)
@@ -190,7 +190,7 @@ class Store:
                 where=folder,
                 do="record with record.keep: all to keep all shards",
             )
-        check_complete(folder, manifest, files.result())
+        check_complete(folder, manifest, listing.result())
         return cls(folder, manifest)
 
     @cached_property

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.samples import Sample, SampleTable, Selection
-from draftlab.store.shard import ShardFiles
+from draftlab.store.shard import ShardSizes
 from draftlab.store.shard_file import map_shard
 from draftlab.store.store import Record, Store, check_complete
 from draftlab.store.window import WindowFeed, staying_shards
@@ -59,7 +59,7 @@ class WindowStore(Store):
             UserError: as `Store.open`, or these are other samples.
         """
         manifest = Manifest.read(folder / MANIFEST)
-        check_complete(folder, manifest, ShardFiles.list(folder))
+        check_complete(folder, manifest, ShardSizes.of(folder))
         if manifest.samples_sha256 != samples.sha256:
             raise UserError(
                 "expected the answers that this store was planned from, found others",
