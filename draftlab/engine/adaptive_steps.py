@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.adaptive import AdaptivePolicy, AdaptiveVerification, shape_families
-from draftlab.engine.drafter import VerifiedFeatures
 from draftlab.engine.feature_backlog import FeatureBacklog
 from draftlab.engine.sampling import Request
 from draftlab.engine.step import GraphedStep, Step, StepShape
@@ -98,12 +97,10 @@ class AdaptiveSteps:
             return rows
         return min(GraphedStep.padded_size(rows), self.batch.num_slots)
 
-    def begin_requests(self, index: Tensor, verified: VerifiedFeatures) -> None:
-        """Extend the draft model's cache by the last pair of prompts, and draft if steps do."""
-        if self._shape.k == 0:
-            self.drafter.extend_cache(verified)
-        else:
-            self.step.draft(index, verified, self._shape.k)
+    @property
+    def num_drafts(self) -> int:
+        """First drafts of new requests: as many as the latest step proposed."""
+        return self._shape.k
 
     def next_shape(self, slots: Sequence[int]) -> StepShape:
         """Return the shape of the next step of these slots; called once before each step."""
