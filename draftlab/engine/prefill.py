@@ -93,8 +93,8 @@ def emit_first_tokens(
     if step.backlog is not None:
         step.backlog.clear(index)
     batch.length[index] = (lengths + 1).where(lengths > 0, 0)
-    batch.newest[index], batch.stored[index] = newest, 0
     zeros = torch.zeros_like(lengths)
+    batch.newest[index], batch.stored[index] = newest, zeros  # a graph cannot copy a number
     no_probability = newest.new_empty(len(index), 0)
     no_confidence = None if batch.confidence is None else no_probability
     result = pack_results(newest[:, None], zeros, zeros - 1, no_probability, no_confidence)
