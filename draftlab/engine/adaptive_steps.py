@@ -102,6 +102,13 @@ class AdaptiveSteps:
         """First drafts of new requests: as many as the latest step proposed."""
         return self._shape.k
 
+    @property
+    def numbers_of_drafts(self) -> list[int]:
+        """Numbers of drafts that steps may propose; all drafts until costs are measured."""
+        if self.policy is None:
+            return [self.drafter.k]
+        return sorted({family.k for family in self.policy.families})
+
     def next_shape(self, slots: Sequence[int]) -> StepShape:
         """Return the shape of the next step of these slots; called once before each step."""
         rows = self._padded_size(len(slots))

@@ -168,6 +168,21 @@ class Engine:
                     self.adaptive.measure(requests)
             yield from self._generate(requests)
 
+    def capture_prefills(self, requests: Collection[Request]) -> None:
+        """Capture the graphs of prefills that such requests may need when they come one by one.
+
+        Else each is captured when it is first needed, while other requests wait.
+        """
+        if self.small_prefill is None:
+            return
+        ks = (self.k,) if self.drafter else ()
+        if self.adaptive is not None:
+            ks = self.adaptive.numbers_of_drafts
+        with use_device(self.target.device):
+            lengths = {len(request.prompt_ids) for request in requests}
+            limited = any(Sequence(request, self.k).limited for request in requests)
+            self.small_prefill.capture(lengths, ks, limited=limited)
+
     def _generate(self, requests: Collection[Request]) -> Iterator[Generation]:
         pool = BlockPool(self.num_blocks, self.block_size)
         scheduler = Scheduler(requests, pool, self.input_batch.num_slots, self.k, self.max_length)

@@ -8,7 +8,7 @@ graph runs the target and samples the first tokens, and another one proposes the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -54,8 +54,8 @@ class SmallPrefill:
         Equal prompts do, since they are computed once there, and so do preempted sequences.
         """
         prompts = [sequence.tokens for sequence in sequences]
-        rows = next((size for size in self.ROWS if size >= len(prompts)), None)
-        columns = next((size for size in self.COLUMNS if size >= max(map(len, prompts))), None)
+        rows = _smallest(self.ROWS, len(prompts))
+        columns = _smallest(self.COLUMNS, max(map(len, prompts)))
         if rows is None or columns is None or any(s.resumed for s in sequences):
             return None
         if len(set(map(tuple, prompts))) < len(prompts):
@@ -68,17 +68,12 @@ class SmallPrefill:
 
         The next call with this shape overwrites the result.
         """
-        empty = [self.step.input_batch.dummy] + [0] * (1 + shape.columns)
         rows = [
             [s.slot, len(s.tokens), *s.tokens, *[0] * (shape.columns - len(s.tokens))]
             for s in sequences
         ]
-        rows += [empty] * (shape.rows - len(sequences))
-        if shape not in self._prefills:
-            self._prefills[shape] = self._capture(
-                lambda inputs: self._run(inputs, shape.limited), empty, shape.rows
-            )
-        return self._prefills[shape](self.step.input_batch.to_device(rows, torch.int64))
+        rows += [self._empty_row(shape)] * (shape.rows - len(sequences))
+        return self._prefill(shape)(self.step.input_batch.to_device(rows, torch.int64))
 
     @torch.inference_mode()
     def draft(self, sequences: list[Sequence], shape: PrefillShape, k: int) -> None:
@@ -87,16 +82,40 @@ class SmallPrefill:
         Args:
             k: first drafts to propose and store.
         """
-        key, batch = (shape.rows, k), self.step.input_batch
-        if key not in self._drafts:
+        slots = [sequence.slot for sequence in sequences]
+        index = self.step.input_batch.index(slots, shape.rows)
+        self._first_drafts(shape.rows, k)(index[:, None])
 
-            def run(inputs: Tensor) -> Tensor:
-                self.step.begin_drafting(inputs[:, 0], self._verified[shape.rows], k)
-                return inputs
+    @torch.inference_mode()
+    def capture(self, lengths: Collection[int], ks: Collection[int], *, limited: bool) -> None:
+        """Capture whatever prompts of these lengths need, and first drafts of these numbers."""
+        columns = {_smallest(self.COLUMNS, length) for length in lengths} - {None}
+        for rows in self.ROWS:
+            for each in sorted(columns):
+                self._prefill(PrefillShape(rows, each, limited))
+            for k in ks if columns else ():
+                self._first_drafts(rows, k)
 
-            self._drafts[key] = self._capture(run, [batch.dummy], shape.rows)
-        index = batch.index([sequence.slot for sequence in sequences], shape.rows)
-        self._drafts[key](index[:, None])
+    def _prefill(self, shape: PrefillShape) -> _Call:
+        if shape not in self._prefills:
+            empty = self._empty_row(shape)
+            self._prefills[shape] = self._capture(
+                lambda inputs: self._run(inputs, shape.limited), empty, shape.rows
+            )
+        return self._prefills[shape]
+
+    def _first_drafts(self, rows: int, k: int) -> _Call:
+        def run(inputs: Tensor) -> Tensor:
+            self.step.begin_drafting(inputs[:, 0], self._verified[rows], k)
+            return inputs
+
+        if (rows, k) not in self._drafts:
+            dummy = self.step.input_batch.dummy
+            self._drafts[rows, k] = self._capture(run, [dummy], rows)
+        return self._drafts[rows, k]
+
+    def _empty_row(self, shape: PrefillShape) -> list[int]:
+        return [self.step.input_batch.dummy] + [0] * (1 + shape.columns)
 
     def _run(self, inputs: Tensor, limited: bool) -> Tensor:
         """Prefill int64 [R, 2 + S]: slots, lengths and padded prompts; the dummy has length 0."""
@@ -134,6 +153,7 @@ class SmallPrefill:
         """Return a call of `run`, captured with rows of the dummy so that no request changes."""
         inputs = self.step.input_batch.to_device([empty] * rows, torch.int64)
         if self.graphs is None:
+            run(inputs)
             return _Call(run)
         # The first run, outside of the graph, makes the tensors that graphs share.
         graph, result = self.graphs.capture(lambda: run(inputs))
@@ -155,6 +175,11 @@ class _Call:
         self.inputs.copy_(inputs)
         self.graph.replay()
         return self.result
+
+
+def _smallest(sizes: tuple[int, ...], least: int) -> int | None:
+    """Return the smallest of the ascending sizes that is large enough; None: none is."""
+    return next((size for size in sizes if size >= least), None)
 
 
 def _copy(source: VerifiedFeatures, target: VerifiedFeatures) -> None:

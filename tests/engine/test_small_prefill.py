@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from draftlab.engine.adaptive import AdaptiveVerification
+from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Request, Sampling
@@ -48,3 +50,19 @@ def test_prompts_that_fit_no_shape() -> None:
         requests = [Request(str(n), tuple(t)[:590], 4) for n, t in enumerate(group)]
         run(engine, requests)
     assert engine.small_prefill.shapes == [PrefillShape(1, 32, False)]
+
+
+@pytest.mark.parametrize("kind", ["chain", "parallel", "block"])
+def test_captures_before_requests_change_nothing(kind: str) -> None:
+    """With adaptive steps of every number of drafts, which first drafts have too."""
+    target, heads, prompts = embedded("cpu")
+    requests = [Request(i, ids, 10) for i, ids in prompts[:6]]
+    plain = {g.id: g.token_ids for g in run(Engine(target, batch=2, max_length=400), requests)}
+    drafter = new_drafter(heads[kind], 3, confidence=True, fresh_noise=True)
+    adaptive = AdaptiveVerification(cycle=True)
+    engine = small_engine(target, drafter, batch=2, max_length=400, adaptive=adaptive)
+    engine.capture_prefills(requests)
+    assert {g.id: g.token_ids for g in run(engine, requests)} == plain
+    engine.capture_prefills(requests)
+    assert {k for _, k in engine.small_prefill._drafts} == {0, 1, 2, 3}
+    assert {g.id: g.token_ids for g in run(engine, requests)} == plain
