@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +46,9 @@ class AdaptiveSteps:
         self.policy: AdaptivePolicy | None = None
         self._shape = StepShape(drafter.k)
         self._steps_behind = 0  # steps without the head since its cache was extended
-        self._results: list[tuple[tuple[Tensor, ...], list[bool]]] = []  # not shown to the policy
+        # The latest results that the policy has not seen, and their number of rows.
+        self._results: deque[tuple[np.ndarray, ...]] = deque()
+        self._num_rows = 0
 
     def measure(self, requests: Collection[Request]) -> None:
         """Measure the costs of all shapes before the first requests; later calls do nothing."""
@@ -131,19 +135,24 @@ class AdaptiveSteps:
         Args:
             current: which of the first rows still run; a graph's batch may be padded.
         """
-        if results[-1].shape[1]:  # a prefill or a step without drafts tells nothing
-            self._results.append((results, current))
+        _, accepted, num_drafts, _, confidence = results
+        if not confidence.shape[1]:  # a prefill or a step without drafts tells nothing
+            return
+        verified = num_drafts[: len(current)].numpy() > 0
+        rows = np.flatnonzero(verified & np.array(current))
+        # Copies, since a result's pinned memory is used again.
+        columns = (column.numpy()[rows] for column in (accepted, num_drafts, confidence))
+        self._results.append(tuple(columns))
+        self._num_rows += len(rows)
+        while self._num_rows - len(self._results[0][0]) >= self.settings.window:
+            self._num_rows -= len(self._results.popleft()[0])
 
     def _show_results(self) -> None:
         """Show the policy the results of the steps since the last time, one K after the other."""
-        for _, group in groupby(self._results, lambda one: one[0][-1].shape[1]):
-            parts = [
-                (accepted[rows], num_drafts[rows] * torch.tensor(current), confidence[rows])
-                for (_, accepted, num_drafts, _, confidence), current in group
-                for rows in [slice(len(current))]
-            ]
-            self.policy.observe(*(torch.cat(each).numpy() for each in zip(*parts, strict=True)))
+        for _, group in groupby(self._results, lambda columns: columns[-1].shape[1]):
+            self.policy.observe(*map(np.concatenate, zip(*group, strict=True)))
         self._results.clear()
+        self._num_rows = 0
 
     def _write_calibration(self) -> None:
         """Copy the policy's calibration to the device."""
