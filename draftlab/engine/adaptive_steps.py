@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
@@ -38,6 +39,11 @@ class AdaptiveSteps:
         drafter = step.drafter
         if not (drafter.settings.confidence and drafter.settings.fresh_noise):
             raise ValueError("adaptive verification needs drafts with confidence and fresh noise")
+        if "k" not in inspect.signature(drafter.propose).parameters:
+            raise ValueError(
+                f"adaptive verification chooses how many drafts are proposed: {type(drafter)}."
+                "propose takes no `k`"
+            )
         self.step, self.drafter, self.settings = step, drafter, settings
         self.run, self.num_blocks = run, num_blocks
         self.batch = step.input_batch
