@@ -118,8 +118,7 @@ class Trainer:
         self.step, self.tokens_seen, self.resumed_verified = 0, 0, True
         self.log = MetricsLog(folder, muted=not self.ranks.is_main)
         self.best = BestHead(folder / "best", self.key, settings, monitor.say)
-        self.ending = EndingSignal(self.ranks)
-        self.timer = PhaseTimer(self.device)
+        self.ending, self.timer = EndingSignal(self.ranks), PhaseTimer(self.device)
         self._report_setup(module)
         self._resume()
         self.verification = ShardVerification(store, folder, self.ranks)
