@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +32,7 @@ from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.parts import load_parts, read_tensor
 from draftlab.target_model.settings import TargetSettings
+from tests.helpers.older_stores import write_older_schema
 from tests.helpers.table_target import record_table, samples_of_lengths
 from tests.helpers.toys import toy_target_folder
 
@@ -149,9 +149,13 @@ def rename_shard(manifest: Path, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store and, beside it, a folder with a shard and a config that are none of its files."""
+    """A store and, beside it, a folder with a shard and a config that are none of its files.
+
+    It is of schema 2, whose manifest names shards.
+    """
     folder = tmp_path_factory.mktemp("stranger")
     record_table(folder / "store", SAMPLES)
+    write_older_schema(folder / "store", 2)
     for name in ("", "x", ".x", "victim"):
         (folder / "store" / name).mkdir(exist_ok=True)
     shutil.copytree(folder / "store", folder / "victim")
@@ -169,10 +173,10 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_manifest_names_shards_beside_itself_only(stranger: Path, name: str) -> None:
     rename_shard(stranger / "store" / MANIFEST, name)
-    if re.fullmatch(r"shard-[0-9]{5,}\.safetensors", name):
+    if name == SHARD:
         assert Manifest.read(stranger / "store" / MANIFEST).shards[0].file == name
         return
-    with pytest.raises(UserError, match=r"shards\.0\.file") as caught:
+    with pytest.raises(UserError, match=r"shards\.0\.file|shards: expected shard-00000") as caught:
         Manifest.read(stranger / "store" / MANIFEST)
     assert caught.value.where.endswith(MANIFEST)
     assert "shard-NNNNN.safetensors" in caught.value.do

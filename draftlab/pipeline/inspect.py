@@ -181,7 +181,7 @@ def _store(store: Store, console: Console, verify: bool) -> None:
     if verify:
         store.verify()
     manifest, counts = store.manifest, store.manifest.counts
-    num_bytes = sum(shard.bytes or 0 for shard in manifest.shards)
+    num_bytes = int(manifest.written.bytes.sum())
     statistics = store_statistics(store)
     coverage = "covers " + ", ".join(
         f"{share:.1%} with {size:,}" for size, share in statistics.coverage.items()
@@ -208,7 +208,7 @@ def _store(store: Store, console: Console, verify: bool) -> None:
             else "file sizes agree; --verify compares hashes",
             "dropped": _fields(manifest.dropped.model_dump()),
             "truncated": manifest.truncated,
-            "not finite": sum(len(shard.not_finite) for shard in manifest.shards),
+            "not finite": len(manifest.written.not_finite_records),
         },
         console,
     )

@@ -201,6 +201,6 @@ class Recording:
         plan, samples = self._plan(self.target, Monitor())
         recorded = Manifest.read(self.run / STAGES["store"].artefact / MANIFEST)
         # They are part of the key of checkpoints, which an older version may have written.
-        update = {"schema_version": recorded.schema_version, "identity": recorded.identity}
-        plan = plan.model_copy(update=update)
+        plan = plan.in_schema(recorded.schema_version)
+        plan = plan.model_copy(update={"identity": recorded.identity})
         return OnlineStore(self.target, samples, plan)

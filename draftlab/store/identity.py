@@ -68,6 +68,11 @@ class StoreIdentity:
         }
 
     @property
+    def fp8_boundaries(self) -> int:
+        """The number of boundaries whose features are stored in 8 bits."""
+        return len(self.boundaries) if self.dtype == "fp8" else 0
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that a token takes in a shard."""
         boundaries, width = len(self.boundaries), self.hidden_size

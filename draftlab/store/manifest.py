@@ -1,133 +1,46 @@
-"""The manifest of a store (manifest.json): its target, its records and the hash of each shard."""
+"""The manifest of a store: its target, its settings, its records and the hash of each shard.
+
+manifest.json is small. It has the hashes of the index of records and of the table of shards, two
+files of columns (docs/formats.md), which are mapped.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, known_sha256, read_json, write_json
+from draftlab.files import known_sha256, read_json, write_json
 from draftlab.settings import describe_errors
+from draftlab.store import older_schemas
 from draftlab.store.identity import StoreIdentity
-from draftlab.store.record_index import RECORDS, RecordIndex, Window
+from draftlab.store.record_index import RECORDS, RecordIndex
+from draftlab.store.shard import Shard, Shards
+from draftlab.store.shard_table import SHARDS, ShardTable
 
-SCHEMA_VERSION = 2
+__all__ = ["MANIFEST", "Counts", "Dropped", "Manifest", "Shard", "StoreIdentity"]
+
+SCHEMA_VERSION = 3
 MANIFEST = "manifest.json"
 BOUNDARY_MEANING = "input-of-layer: b is the state entering layer b; num_layers: before final norm"
+
+_INDEX, _TABLE = "index of the store's records", "table of the store's shards"
+_INDEX_AGAIN = (
+    "record again into this folder, which writes the index again and keeps whole shards; a store "
+    "made by `draftlab store` has to be made again"
+)
+_TABLE_AGAIN = (
+    "restore the file, or remove the store and record it again: only this file has the hashes of "
+    "the shards"
+)
+T = TypeVar("T")
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
-
-
-class Shard(_Strict):
-    """A shard: its place in the index of records, and the hash of the committed file."""
-
-    file: Annotated[str, Field(pattern=r"^shard-[0-9]{5,}\.safetensors$")]
-    records: Annotated[int, Field(ge=0)]
-    tokens: Annotated[int, Field(ge=0)]
-    """Number of stored positions."""
-    bytes: int | None = None
-    sha256: str | None = None
-    not_finite: dict[str, str] = {}
-    """Ids of records with NaN or infinity, and where: stored as zeros, with no answer span."""
-    fp8_errors: list[tuple[float, float]] = []
-    """For each boundary, the relative error of its features as read, and of its worst channel."""
-    _window: Window = PrivateAttr()
-
-    @classmethod
-    def of(
-        cls,
-        file: str,
-        ids: Sequence[str],
-        lengths: Sequence[int],
-        temperatures: Sequence[float | None],
-        batches: Sequence[Sequence[int]],
-        **fields: Any,
-    ) -> Shard:
-        """Return a shard with its records in stored order.
-
-        Args:
-            batches: numbers of the shard's records that share a forward pass, which decide the
-                states' last bits; none: unknown.
-        """
-        shard = cls(file=file, records=len(ids), tokens=sum(lengths), **fields)
-        index = RecordIndex.of(ids, lengths, temperatures, batches)
-        shard._window = Window(index, 0, len(ids))
-        return shard
-
-    def committed(self, fields: dict[str, Any]) -> Shard:
-        """Return the shard with fields of its receipt."""
-        shard = Shard.model_validate(self.model_dump() | fields)
-        shard._window = self._window
-        return shard
-
-    @property
-    def ids(self) -> list[str]:
-        """The records' ids."""
-        return self._window.index.read_ids(self._window.rows)
-
-    @property
-    def lengths(self) -> list[int]:
-        """The records' numbers of tokens."""
-        return self._window.index.read_lengths(self._window.rows)
-
-    @property
-    def temperatures(self) -> list[float | None]:
-        """The records' sampling temperatures."""
-        return self._window.index.read_temperatures(self._window.rows)
-
-    @property
-    def batches(self) -> list[list[int]]:
-        """Numbers of the shard's records that share a forward pass."""
-        return self._window.batches()
-
-    def schema_1(self) -> dict[str, Any]:
-        """Return the fields that a shard had in manifests of schema 1."""
-        fields = self.model_dump(mode="json", exclude={"records", "tokens"})
-        records = ("ids", "lengths", "temperatures", "batches")
-        return {"file": fields.pop("file"), **{n: getattr(self, n) for n in records}, **fields}
-
-    def path(self, folder: Path) -> Path:
-        """Return the path of a shard's file in the store's folder.
-
-        Raises:
-            UserError: it is a symbolic link that leads out of the folder.
-        """
-        path = folder / self.file
-        if path.is_symlink() and path.resolve().parent != folder.resolve():
-            raise UserError(
-                "expected shards in the store's folder, found a symbolic link that leads out of it",
-                where=path,
-                do="copy the file that it leads to into the store, if you trust it; whoever made "
-                "this store chose which of your files it leads to",
-            )
-        return path
-
-    def problem(self, folder: Path) -> str | None:
-        """Return what is wrong with the existence or size of a shard's file; None if nothing."""
-        path = self.path(folder)
-        if not path.is_file():
-            return "a shard of the store is missing"
-        size = path.stat().st_size
-        if size == self.bytes:
-            return None
-        return (
-            f"expected a shard of {self.bytes} bytes, found {size}: it is truncated or belongs to "
-            "another store"
-        )
 
 
 class Counts(_Strict):
@@ -148,13 +61,12 @@ class Dropped(_Strict):
     an answer's first token."""
 
 
-class Manifest(_Strict):
-    """The manifest. It is written with complete: false before the first shard, and at the end."""
+class _File(_Strict):
+    """The content of manifest.json, without `schema`."""
 
     # The alias of `settings` is its name in the file.
     model_config = ConfigDict(extra="forbid", validate_by_name=True, serialize_by_alias=True)
 
-    schema_version: int = SCHEMA_VERSION
     complete: bool
     online: bool = False
     """Whether there are no shards, because training computes their states on demand."""
@@ -170,73 +82,110 @@ class Manifest(_Strict):
     """Number of stored samples that were truncated to max_length."""
     records_sha256: str | None = None
     """SHA-256 of the index (records.safetensors); None in schema 1."""
-    shards: list[Shard] = Field(min_length=1)
+    shards_sha256: str | None = None
+    """SHA-256 of the table (shards.safetensors); None until the store is complete."""
 
-    @model_serializer(mode="wrap")
-    def _serialise(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = handler(self)
-        if self.schema_version == 1:
-            del fields["records_sha256"]
-            fields["shards"] = [shard.schema_1() for shard in self.shards]
-        return fields
+
+class Manifest(_File):
+    """The manifest. It is written with complete: false before the first shard, and at the end."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    schema_version: int = Field(SCHEMA_VERSION, exclude=True)
+    index: RecordIndex = Field(exclude=True, repr=False)
+    table: ShardTable | None = Field(None, exclude=True, repr=False)
+    """None until the store is complete, and with `online`."""
+
+    @classmethod
+    def plan(cls, index: RecordIndex, **fields: Any) -> Manifest:
+        """Return the manifest of an incomplete store with these records."""
+        records_sha256 = index.sha256(SCHEMA_VERSION)
+        return cls(complete=False, index=index, records_sha256=records_sha256, **fields)
 
     @property
-    def index(self) -> RecordIndex:
-        """The index of all records."""
-        return RecordIndex.join([shard._window for shard in self.shards])
+    def shards(self) -> Shards:
+        """The shards; each is made when it is read."""
+        return Shards(self.index, self.table)
 
-    def with_index(self) -> Manifest:
-        """Return the manifest with one index of all records, and with its hash."""
-        manifest = self._attached(self.index)
-        if manifest.schema_version > 1:
-            manifest.records_sha256 = hashlib.sha256(manifest.index.to_bytes()).hexdigest()
-        return manifest
+    @property
+    def written(self) -> ShardTable:
+        """The table of the shards, of a store that is complete and not online."""
+        if self.table is None:
+            raise ValueError("this store has no written shards")
+        return self.table
 
-    def _attached(self, index: RecordIndex) -> Manifest:
-        """Return the manifest with the index of its shards' records."""
-        shards, start = [shard.model_copy() for shard in self.shards], 0
-        for shard in shards:
-            shard._window = Window(index, start, start + shard.records)
-            start += shard.records
-        return self.model_copy(update={"shards": shards})
+    def completed(self, table: ShardTable) -> Manifest:
+        """Return the manifest of the complete store."""
+        digest = table.file_sha256() if self.schema_version > 2 else None
+        update = {"complete": True, "table": table, "shards_sha256": digest}
+        return self.model_copy(update=update)
+
+    def as_plan(self) -> Manifest:
+        """Return the manifest before any shard was written."""
+        blank = {"table": None, "shards_sha256": None}
+        return self.model_copy(update={"complete": False, "online": False, **blank})
+
+    def in_schema(self, version: int) -> Manifest:
+        """Return the plan as it is in a schema."""
+        if version == self.schema_version:
+            return self
+        records_sha256 = self.index.sha256(version) if version > 1 else None
+        update = {"schema_version": version, "records_sha256": records_sha256}
+        return self.model_copy(update=update)
 
     def dump(self) -> dict[str, Any]:
-        """Return the manifest as JSON values, with the key `schema` first."""
-        fields = self.model_dump(mode="json")
-        return {"schema": fields.pop("schema_version"), **fields}
+        """Return the content of manifest.json, with the key `schema` first."""
+        fields = {"schema": self.schema_version, **self.model_dump(mode="json")}
+        if self.schema_version < SCHEMA_VERSION:
+            del fields["shards_sha256"]
+            fields["shards"] = older_schemas.dump_shards(self.shards, self.schema_version)
+        if self.schema_version == 1:
+            del fields["records_sha256"]
+        return fields
+
+    def identifying_fields(self) -> dict[str, Any]:
+        """Return the JSON values that a store's digest and the key of a training are made of."""
+        fields = self.dump()
+        return {"schema_version": fields.pop("schema"), **fields}
 
     def write(self, folder: Path) -> None:
-        """Write manifest.json, and before it the index, unless the folder has it."""
+        """Write manifest.json, and before it the index and the table, unless the folder has them.
+
+        A crash before the last write leaves the former manifest with the files that it needs.
+        """
         self.write_index(folder)
+        path = folder / SHARDS
+        if self.shards_sha256 and self.table and not _has_hash(path, self.shards_sha256):
+            self.table.write(path)
         write_json(folder / MANIFEST, self.dump())
 
     def write_index(self, folder: Path) -> None:
         """Write the index of the records, unless the folder has it."""
         path = folder / RECORDS
         if self.schema_version > 1 and not _has_hash(path, self.records_sha256):
-            with atomic_path(path) as temporary:
-                temporary.write_bytes(self.index.to_bytes())
+            self.index.write(path, self.schema_version)
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read a manifest and map its index.
+        """Read a manifest and map its columns.
 
         Raises:
             UserError: there is none, it has another schema version, it does not fit the schema, or
-                the index of the records is missing or damaged.
+                one of the files of columns is missing or damaged.
         """
         fields = read_json(path, kind="store's manifest.json")
         version = fields.pop("schema", None) if isinstance(fields, dict) else None
-        if version not in (1, SCHEMA_VERSION):
+        if version not in range(1, SCHEMA_VERSION + 1) or isinstance(version, bool):
             raise UserError(
-                f"expected store schema 1 or {SCHEMA_VERSION}, found {version}",
+                f"expected store schema 1 to {SCHEMA_VERSION}, found {version}",
                 where=path,
                 do="record again with this version of draftlab",
             )
+        shards = None
         try:
-            if version == 1:
-                return _read_schema_1(fields)
-            manifest = cls.model_validate(fields)
+            if version < SCHEMA_VERSION:
+                shards = older_schemas.parse_shards(fields.pop("shards", None), version)
+            file = _File.model_validate(fields)
         except ValidationError as error:
             raise UserError(
                 "expected a store's manifest, found one that does not fit the schema:\n  "
@@ -245,55 +194,48 @@ class Manifest(_Strict):
                 do="record again, or fetch the store again; a shard's file is shard-NNNNN."
                 "safetensors beside the manifest",
             ) from None
-        file = path.with_name(RECORDS)
-        if file.is_symlink() or not _has_hash(file, manifest.records_sha256):
+        boundaries, table = file.identity.fp8_boundaries, None
+        index_path, table_path = path.with_name(RECORDS), path.with_name(SHARDS)
+        if version > 1:
+            _check_hash(index_path, file.records_sha256, _INDEX, _INDEX_AGAIN)
+        if shards is None:
+            index = _parsed(index_path, _INDEX, lambda: RecordIndex.map(index_path))
+            if file.shards_sha256:
+                _check_hash(table_path, file.shards_sha256, _TABLE, _TABLE_AGAIN)
+                table = _parsed(
+                    table_path, _TABLE, lambda: ShardTable.map(table_path, index, boundaries)
+                )
+        else:
+            index = _parsed(index_path, _INDEX, lambda: shards.index(index_path))
+            table = _parsed(path, _TABLE, lambda: shards.table(index, boundaries))
+        if file.complete and not file.online and table is None:
             raise UserError(
-                "the index of the store's records is missing or damaged: expected a file with "
-                f"SHA-256 {manifest.records_sha256}",
-                where=file,
-                do="record again into this folder, which writes the index again and keeps whole "
-                "shards; a store made by `draftlab store` has to be made again",
-            )
-        try:
-            index = RecordIndex.map(file)
-        except ValueError as error:
-            raise UserError(
-                f"expected the index of a store's records, found another file: {error}",
-                where=file,
-                do="fetch the store again, or record it again",
-            ) from None
-        records = sum(shard.records for shard in manifest.shards)
-        if records != len(index.lengths):
-            raise UserError(
-                f"expected {len(index.lengths)} records, found {records}",
+                "expected the hashes of a complete store's shards, found none",
                 where=path,
-                do="restore both files, or record the store again",
+                do="fetch the store again, or record it again",
             )
-        return manifest._attached(index)
+        return cls.model_construct(**dict(file), schema_version=version, index=index, table=table)
 
 
-class _Schema1Records(_Strict):
-    """Fields of a shard in manifests of schema 1, which had no index."""
+def _check_hash(path: Path, digest: str | None, name: str, do: str) -> None:
+    if path.is_symlink() or not _has_hash(path, digest):
+        raise UserError(
+            f"the {name} is missing or damaged: expected a file with SHA-256 {digest}",
+            where=path,
+            do=do,
+        )
 
-    ids: list[str]
-    lengths: list[int]
-    temperatures: list[float | None]
-    batches: list[list[int]]
 
-
-def _read_schema_1(fields: dict[str, Any]) -> Manifest:
-    records, shards = [], fields.get("shards", [])
-    if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
-        return Manifest.model_validate({"schema_version": 1, **fields})  # which says what is wrong
-    for shard in shards:
-        columns = {name: shard.pop(name, None) for name in _Schema1Records.model_fields}
-        records.append(_Schema1Records.model_validate(columns))
-        shard |= {"records": len(records[-1].ids), "tokens": sum(records[-1].lengths)}
-    manifest = Manifest.model_validate({"schema_version": 1, **fields})
-    indices = [RecordIndex.of(**record.model_dump()) for record in records]
-    return manifest._attached(
-        RecordIndex.join([Window(index, 0, len(index.lengths)) for index in indices])
-    )
+def _parsed(path: Path, name: str, parse: Callable[[], T]) -> T:
+    """Return what `parse` returns; its `ValueError` becomes a `UserError`."""
+    try:
+        return parse()
+    except ValueError as error:
+        raise UserError(
+            f"expected the {name}, found something else: {error}",
+            where=path,
+            do="fetch the store again, or record it again",
+        ) from None
 
 
 def _has_hash(path: Path, digest: str | None) -> bool:

@@ -20,8 +20,11 @@ from draftlab.files import (
 )
 from draftlab.progress import Monitor
 from draftlab.store.batches import group_consecutive
-from draftlab.store.manifest import Counts, Dropped, Manifest, Shard
+from draftlab.store.manifest import Counts, Dropped, Manifest
+from draftlab.store.record_index import RecordIndex
+from draftlab.store.shard import Shards, shard_file
 from draftlab.store.shard_file import write_shard
+from draftlab.store.shard_table import ShardTable, WrittenShard
 from draftlab.store.store import Store
 
 
@@ -37,21 +40,21 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
     for store in stores[1:]:
         store.identity.check(stores[0].identity, store.folder)
     _check_unique_ids(stores)
-    shards: list[Shard] = []
     manifests = [store.manifest for store in stores]
-    total = sum(len(manifest.shards) for manifest in manifests)
+    total, number = sum(len(manifest.shards) for manifest in manifests), 0
     with _new_folder(folder) as new:
         for store in stores:
-            for number, shard in enumerate(store.manifest.shards):
-                store.verify([number])
-                file = f"shard-{len(shards):05d}.safetensors"
-                _link(shard.path(store.folder), new / file)
-                shards.append(shard.model_copy(update={"file": file}))
-                monitor.progress("merge", len(shards), total)
+            for shard in store.manifest.shards:
+                store.verify([shard.number])
+                _link(shard.path(store.folder), new / shard_file(number))
+                number += 1
+                monitor.progress("merge", number, total)
+        tables = [manifest.written for manifest in manifests]
         _write_manifest(
             new,
             stores,
-            shards,
+            RecordIndex.join([manifest.index for manifest in manifests]),
+            ShardTable.join(tables, [len(store) for store in stores]),
             {"made_by": "merge"},
             Counts(**_sums([manifest.counts for manifest in manifests])),
             Dropped(**_sums([manifest.dropped for manifest in manifests])),
@@ -84,44 +87,38 @@ def select(
             where=folder,
             do="choose a larger share, or another source",
         )
-    groups = group_consecutive([store.lengths[record] for record in records], shard_tokens)
-    not_finite = {
-        id_: location for s in store.manifest.shards for id_, location in s.not_finite.items()
-    }
+    lengths = [store.lengths[record] for record in records]
+    groups = group_consecutive(lengths, shard_tokens)
+    index = RecordIndex.of(
+        [store.ids[record] for record in records],
+        lengths,
+        [store.temperatures[record] for record in records],
+        [len(group) for group in groups],
+        [[]] * len(groups),
+    )
+    old = store.manifest.written
+    locations = dict(zip(old.not_finite_records.tolist(), old.not_finite, strict=True))
     shards, loss_tokens = [], 0
     with _new_folder(folder) as new:
         for number, group in enumerate(groups):
-            file = f"shard-{number:05d}.safetensors"
             members = [records[i] for i in group]
             store.verify(store.shards_of(members))
             rows = [store.raw_tensors(record) for record in members]
-            ids = [store.ids[record] for record in members]
-            lengths = [store.lengths[record] for record in members]
             tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-            tensors["offsets"] = torch.tensor([0, *lengths]).cumsum(0)
+            tensors["offsets"] = torch.tensor([0, *(lengths[i] for i in group)]).cumsum(0)
             try:
-                size, digest = write_shard(tensors, new / file)
+                size, digest = write_shard(tensors, new / shard_file(number))
             except OSError as error:
                 raise UserError(
                     f"a shard could not be written: {error}", where=folder, do="free disk space"
                 ) from None
-            shards.append(
-                Shard.of(
-                    file,
-                    ids,
-                    lengths,
-                    [store.temperatures[record] for record in members],
-                    [],
-                    bytes=size,
-                    sha256=digest,
-                    not_finite={id_: not_finite[id_] for id_ in ids if id_ in not_finite},
-                )
-            )
+            not_finite = {store.ids[i]: locations[i] for i in members if i in locations}
+            shards.append(WrittenShard(bytes=size, sha256=digest, not_finite=not_finite))
             loss_tokens += int((tensors["spans"] > 0).sum())
             monitor.progress("store", number + 1, len(groups))
-        tokens = sum(shard.tokens for shard in shards)
-        counts = Counts(records=len(records), tokens=tokens, loss_tokens=loss_tokens)
-        _write_manifest(new, [store], shards, made_by, counts, Dropped(), 0)
+        counts = Counts(records=len(records), tokens=sum(lengths), loss_tokens=loss_tokens)
+        table = ShardTable.of(index, store.identity.fp8_boundaries, shards)
+        _write_manifest(new, [store], index, table, made_by, counts, Dropped(), 0)
     return Store.open(folder)
 
 
@@ -181,22 +178,22 @@ def _link(source: Path, to: Path) -> None:
 def _write_manifest(
     folder: Path,
     stores: Sequence[Store],
-    shards: list[Shard],
+    index: RecordIndex,
+    table: ShardTable,
     made_by: dict[str, Any],
     counts: Counts,
     dropped: Dropped,
     truncated: int,
 ) -> None:
     sources = [store.manifest.samples_sha256 for store in stores]
-    identities = canonical_json([sources, made_by, [shard.ids for shard in shards]])
-    manifest = Manifest(
-        complete=True,
+    shard_ids = [shard.ids for shard in Shards(index, table)]
+    manifest = Manifest.plan(
+        index,
         identity=stores[0].identity,
-        samples_sha256=sha256_text(identities),
+        samples_sha256=sha256_text(canonical_json([sources, made_by, shard_ids])),
         settings={**made_by, "sources": [store.manifest.settings for store in stores]},
         counts=counts,
         dropped=dropped,
         truncated=truncated,
-        shards=shards,
     )
-    manifest.with_index().write(folder)
+    manifest.completed(table).write(folder)

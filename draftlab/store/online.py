@@ -17,7 +17,8 @@ from torch import Tensor
 from draftlab.kernels.cuda_device import use_device
 from draftlab.store.batches import cut_batches
 from draftlab.store.extraction import HiddenStateExtractor
-from draftlab.store.manifest import Manifest, Shard
+from draftlab.store.manifest import Manifest
+from draftlab.store.record_index import RecordIndex
 from draftlab.store.samples import Sample
 from draftlab.store.shard_writer import ShardBuffer
 from draftlab.store.store import Record, Store
@@ -52,19 +53,21 @@ class OnlineStore(Store):
         """
         settings, samples = self.manifest.settings, [self.samples[i] for i in indices]
         lengths = [len(sample.token_ids) for sample in samples]
-        shard = Shard.of(
-            "shard-00000.safetensors",  # it is never written
+        batches = cut_batches(lengths, settings["batch_tokens"], padded=self.extractor.padded)
+        index = RecordIndex.of(
             [sample.id for sample in samples],
             lengths,
             [sample.temperature for sample in samples],
-            cut_batches(lengths, settings["batch_tokens"], padded=self.extractor.padded),
+            [len(samples)],
+            [batches],
         )
+        plan = self.manifest.model_copy(update={"index": index})
+        shard = plan.shards[0]  # it is never written
         buffer = ShardBuffer(shard, samples, self.identity, settings["not_finite"])
         with self._lock, use_device(self.device):
             futures = list(self.extractor.batches(shard, samples))
-        for batch, future in zip(shard.batches, futures, strict=True):
+        for batch, future in zip(batches, futures, strict=True):
             buffer.add(batch, future)
-        plan = self.manifest.model_copy(update={"shards": [shard]})
         store = Store(self.folder, plan, {0: buffer.tensors})
         return [store.view(number) for number in range(len(store))]
 

@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from pydantic import ValidationError
+
 from draftlab.errors import UserError
 from draftlab.files import (
     canonical_json,
@@ -25,13 +28,14 @@ from draftlab.files import (
     write_json,
 )
 from draftlab.progress import Monitor
+from draftlab.settings import describe_errors
 from draftlab.store.manifest import MANIFEST, Manifest, Shard
 from draftlab.store.record_index import RECORDS
 from draftlab.store.recording_plan import check_same_recording
+from draftlab.store.shard import shard_sizes
+from draftlab.store.shard_table import SHARDS, ShardTable, WrittenShard
 
 LOCK = ".lock"
-_BLANK: dict[str, Any] = {"bytes": None, "sha256": None, "not_finite": {}, "fp8_errors": []}
-"""Fields of a shard that the plan leaves blank and the receipt has."""
 
 
 @contextmanager
@@ -87,27 +91,28 @@ class Receipts:
         return (self.folder / shard.file).with_suffix(".json")
 
     def commit(self, shard: Shard, fields: dict[str, Any], writer: str | None = None) -> None:
-        """Write a shard's receipt with the fields that the plan leaves blank.
+        """Write a shard's receipt.
 
         Args:
+            fields: those of a `WrittenShard`.
             writer: see `atomic_path`.
         """
-        receipt = {"plan": self.key, **_BLANK, **fields}
+        receipt = {"plan": self.key, **WrittenShard(**fields).model_dump()}
         write_json(self.receipt_path(shard), receipt, writer=writer)
 
     def missing(self) -> list[int]:
         """Return the numbers of the shards that are not committed."""
-        shards = enumerate(self.plan.shards)
-        return [number for number, shard in shards if not self.is_committed(shard)]
+        sizes = shard_sizes(self.folder, len(self.plan.shards)).tolist()
+        return [number for number, size in enumerate(sizes) if not self._is_committed(number, size)]
 
-    def is_committed(self, shard: Shard) -> bool:
-        """Return whether a shard has a receipt of this plan and the size in the receipt."""
-        receipt = self._read_receipt(shard)
-        if receipt is None:
+    def _is_committed(self, number: int, size: int) -> bool:
+        """Return whether a shard has a receipt of this plan, and the file the receipt's size."""
+        if size < 0:
             return False
-        return shard.model_copy(update={"bytes": receipt["bytes"]}).problem(self.folder) is None
+        receipt = self._read_receipt(self.plan.shards[number])
+        return receipt is not None and receipt.bytes == size
 
-    def _read_receipt(self, shard: Shard) -> dict[str, Any] | None:
+    def _read_receipt(self, shard: Shard) -> WrittenShard | None:
         """Return a shard's receipt of this plan; None if there is none."""
         path = self.receipt_path(shard)
         try:
@@ -116,7 +121,16 @@ class Receipts:
             if path.exists():
                 raise
             return None  # other processes may remove it at any time
-        return receipt if receipt.get("plan") == self.key else None
+        if receipt.pop("plan", None) != self.key:
+            return None
+        try:
+            return WrittenShard.model_validate(receipt)
+        except ValidationError as error:
+            raise UserError(
+                f"expected a shard's receipt, found another file:\n  {describe_errors(error)}",
+                where=path,
+                do="remove it; the same command records the shard again",
+            ) from None
 
     def discard(self, shard: Shard) -> None:
         """Remove a shard's receipt, which is that of an older file, before the shard is written."""
@@ -145,20 +159,21 @@ class Receipts:
         Raises:
             UserError: a shard has no receipt of this plan.
         """
-        shards = []
-        for shard in self.plan.shards:
-            receipt = self._read_receipt(shard)
-            if receipt is None:  # a process that works on a former plan has replaced it
-                raise UserError(
-                    "expected a shard of this recording, found one that another process has "
-                    "written or removed since",
-                    where=self.folder / shard.file,
-                    do="end all other processes that record into this folder, and run the same "
-                    "command again: whole shards are kept",
-                )
-            fields = {name: receipt[name] for name in _BLANK}
-            shards.append(shard.committed(fields))
-        self.plan.model_copy(update={"complete": True, "shards": shards}).write(self.folder)
+        boundaries = self.plan.identity.fp8_boundaries
+        table = ShardTable.of(self.plan.index, boundaries, map(self._receipt, self.plan.shards))
+        self.plan.completed(table).write(self.folder)
+
+    def _receipt(self, shard: Shard) -> WrittenShard:
+        receipt = self._read_receipt(shard)
+        if receipt is None:  # a process that works on a former plan has replaced it
+            raise UserError(
+                "expected a shard of this recording, found one that another process has "
+                "written or removed since",
+                where=self.folder / shard.file,
+                do="end all other processes that record into this folder, and run the same "
+                "command again: whole shards are kept",
+            )
+        return receipt
 
     def clear(self) -> None:
         """Remove receipts after the store is complete."""
@@ -193,22 +208,28 @@ def resume_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Manifest:
         UserError: the folder holds another recording.
     """
     for path in folder.glob(".*.tmp"):
-        if path.name.startswith((f".{MANIFEST}.", f".{RECORDS}.")):
+        if path.name.startswith(tuple(f".{name}." for name in (MANIFEST, RECORDS, SHARDS))):
             path.unlink()
     if not (folder / MANIFEST).exists():
         return plan
-    if read_json(folder / MANIFEST).get("records_sha256") == plan.records_sha256:
-        plan.write_index(folder)  # it may be damaged
+    fields = read_json(folder / MANIFEST, kind="store's manifest.json")
+    if isinstance(fields, dict) and (schema := fields.get("schema")) in (2, 3):
+        same = plan.in_schema(schema)
+        if same.records_sha256 == fields.get("records_sha256"):
+            same.write_index(folder)  # it may be damaged
     manifest = Manifest.read(folder / MANIFEST)
     check_same_recording(manifest, plan, folder)
-    problems = {shard.file: shard.problem(folder) for shard in manifest.shards}
-    if not manifest.complete or not any(problems.values()):
+    if not manifest.complete:
         return manifest
-    blank = [shard.model_copy(update=_BLANK) for shard in manifest.shards]
-    receipts = Receipts(folder, manifest.model_copy(update={"complete": False, "shards": blank}))
-    for shard in manifest.shards:
-        if problems[shard.file]:
-            monitor.say(f"{shard.file}: {problems[shard.file]}; it is recorded again")
+    receipts = Receipts(folder, manifest.as_plan())
+    if manifest.table is None:  # there were no shards (record.online)
+        return receipts.plan
+    sizes = shard_sizes(folder, len(manifest.shards))
+    if np.array_equal(sizes, manifest.table.bytes):
+        return manifest
+    for shard, size in zip(manifest.shards, sizes.tolist(), strict=True):
+        if problem := shard.problem(size):
+            monitor.say(f"{shard.file}: {problem}; it is recorded again")
         else:
-            receipts.commit(shard, {name: getattr(shard, name) for name in _BLANK})
+            receipts.commit(shard, shard.written())
     return receipts.plan

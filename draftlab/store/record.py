@@ -109,7 +109,7 @@ def _record_missing(
     record_shards: RecordShards, plan: Manifest, missing: Sequence[int], monitor: Monitor
 ) -> None:
     """Record shards, and report the progress and the speed."""
-    total, done, started = sum(plan.shards[n].tokens for n in missing), 0, time.monotonic()
+    total, done, started = int(plan.index.shard_tokens[missing].sum()), 0, time.monotonic()
     with closing(record_shards(missing)) as computed:
         for tokens in computed:
             done += tokens
@@ -159,7 +159,6 @@ class ShardRecorder:
     ) -> None:
         self.source, self.samples, self.receipts = source, samples, receipts
         self.writers = ShardWriters(receipts, policy)
-        self._ends = np.cumsum([shard.records for shard in receipts.plan.shards]).tolist()
 
     def __enter__(self) -> ShardRecorder:
         self.writers.__enter__()
@@ -175,12 +174,13 @@ class ShardRecorder:
             UserError: states are not finite, or this or an earlier shard could not be written.
         """
         shard = self.receipts.plan.shards[number]
-        samples = self.samples[self._ends[number] - shard.records : self._ends[number]]
+        samples = self.samples[shard.rows]
         with self.writers.shard(shard, samples) as put:
             futures = self.source.batches(shard, samples)
+            lengths = shard.lengths
             for batch, future in zip(shard.batches, futures, strict=True):
                 put(future)
-                yield sum(shard.lengths[i] for i in batch)
+                yield sum(lengths[i] for i in batch)
 
 
 def open_recorder(
@@ -215,10 +215,9 @@ def _extractor_of(target: Target | TargetMetadata) -> OpenStateSource:
 
 
 def _check_disk(plan: Manifest, missing: Sequence[int], folder: Path, monitor: Monitor) -> None:
-    needed = sum(
-        shard.tokens * plan.identity.bytes_per_token + 8 * shard.records + 1024
-        for shard in (plan.shards[number] for number in missing)
-    )
+    tokens, records = plan.index.shard_tokens[missing], plan.index.shard_records[missing]
+    per_token, header = plan.identity.bytes_per_token, 1024
+    needed = int((tokens * per_token + 8 * records + header).sum())
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
@@ -239,21 +238,20 @@ def _check_disk(plan: Manifest, missing: Sequence[int], folder: Path, monitor: M
 
 def _report_state_quality(manifest: Manifest, monitor: Monitor) -> None:
     """Report skipped samples, whose states are not finite, and the errors of fp8."""
-    locations = {id_: location for s in manifest.shards for id_, location in s.not_finite.items()}
-    for id_, location in list(locations.items())[:5]:
+    table = manifest.written
+    skipped = table.not_finite_records
+    for record_number, location in zip(skipped[:5].tolist(), table.not_finite, strict=False):
+        id_ = manifest.index.ids[record_number]
         monitor.say(f"skipped sample {id_!r}: NaN or infinity at {location}")
-    if locations:
-        monitor.say(
-            f"{len(locations):,} of {manifest.counts.records:,} samples skipped: not finite"
-        )
-    shards = [shard for shard in manifest.shards if shard.fp8_errors]
-    if not shards:
+    if len(skipped):
+        monitor.say(f"{len(skipped):,} of {manifest.counts.records:,} samples skipped: not finite")
+    known = ~np.isnan(table.fp8_errors).any((1, 2))
+    if not manifest.identity.fp8_boundaries or not known.any():
         return
-    tokens = sum(shard.tokens for shard in shards)
+    tokens, errors = manifest.index.shard_tokens[known], table.fp8_errors[known]
     for number, boundary in enumerate(manifest.identity.boundaries):
-        errors = [(shard.tokens, *shard.fp8_errors[number]) for shard in shards]
-        error = (sum(n * e**2 for n, e, _ in errors) / tokens) ** 0.5
-        worst = max(w for _, _, w in errors)
+        error = float(((tokens * errors[:, number, 0] ** 2).sum() / tokens.sum()) ** 0.5)
+        worst = float(errors[:, number, 1].max())
         monitor.say(
             f"fp8: relative error {error:.2%} at boundary {boundary} (worst channel {worst:.2%})"
         )

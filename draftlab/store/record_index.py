@@ -1,64 +1,36 @@
-"""The index of a store's records (records.safetensors): ids, lengths, temperatures and passes.
-
-It is mapped into memory, so that the processes that read a store share one copy of it.
-"""
+"""The index of a store's records (records.safetensors): which record is where, in columns."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
-from safetensors.numpy import save
 
-T = TypeVar("T")
+from draftlab.store.columns import Texts, columns_sha256, map_columns, write_columns
+
 RECORDS = "records.safetensors"
-_CHUNK = 65_536
-_DTYPES = {
+_DTYPES: dict[str, type[np.generic]] = {
     "id_bytes": np.uint8,
     "id_ends": np.int64,
-    "lengths": np.int64,
+    "lengths": np.int32,
     "temperatures": np.float64,
     "pass_order": np.int32,
     "pass_ends": np.uint8,
+    "shard_records": np.int64,
 }
-_NAMES = {np.uint8: "U8", np.int32: "I32", np.int64: "I64", np.float64: "F64"}
 
 
-class Column(Sequence[T]):
-    """A read-only column of the index.
-
-    Args:
-        read: returns the values of a slice of records.
-        size: number of records.
-    """
-
-    def __init__(self, read: Callable[[slice], list[T]], size: int) -> None:
-        self._read, self._size = read, size
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[T]: ...
-    def __getitem__(self, index: int | slice) -> T | list[T]:
-        if isinstance(index, slice):
-            start, stop, step = index.indices(self._size)
-            return self._read(slice(start, stop))[::step] if step > 0 else list(self)[index]
-        index = range(self._size)[index]
-        return self._read(slice(index, index + 1))[0]
-
-    def __iter__(self) -> Iterator[T]:
-        for start in range(0, self._size, _CHUNK):
-            yield from self._read(slice(start, min(start + _CHUNK, self._size)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
+def _dtypes(schema: int) -> dict[str, type[np.generic]]:
+    """Return the columns of the file in a schema of the store."""
+    if schema > 2:
+        return _DTYPES
+    columns = _DTYPES | {"lengths": np.int64}
+    del columns["shard_records"]  # the manifest has them
+    return columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +40,12 @@ class RecordIndex:
     Attributes:
         id_bytes: uint8, the ids in UTF-8, one after another.
         id_ends: int64 [n], where they end in `id_bytes`.
-        lengths: int64 [n], numbers of tokens.
+        lengths: int32 (schema 2: int64) [n], numbers of tokens.
         temperatures: float64 [n]; NaN: unknown.
         pass_order: int32 [n], numbers of a shard's records, pass by pass; −1 in a shard whose
             passes are unknown.
         pass_ends: uint8 [n], 1 where the last record of a pass stands in `pass_order`.
+        shard_records: int64 [shards], numbers of records.
     """
 
     id_bytes: np.ndarray
@@ -81,141 +54,125 @@ class RecordIndex:
     temperatures: np.ndarray
     pass_order: np.ndarray
     pass_ends: np.ndarray
+    shard_records: np.ndarray
 
     @classmethod
     def of(
         cls,
         ids: Sequence[str],
-        lengths: Sequence[int],
-        temperatures: Sequence[float | None],
-        batches: Sequence[Sequence[int]],
+        lengths: Sequence[int] | np.ndarray,
+        temperatures: Sequence[float | None] | np.ndarray,
+        shard_records: Sequence[int] | np.ndarray,
+        passes: Iterable[Sequence[Sequence[int]]],
     ) -> RecordIndex:
-        """Return the index of one shard's records.
+        """Return the index of records in stored order.
 
         Args:
-            batches: the record numbers of each forward pass; none: unknown.
+            shard_records: the number of records of each shard.
+            passes: for each shard, the numbers of its records that share a forward pass, which
+                decide the states' last bits; none: unknown.
         """
-        texts = [id_.encode() for id_ in ids]
-        ends = np.zeros(len(ids), np.uint8)
-        ends[np.cumsum([len(batch) for batch in batches], dtype=int) - 1] = 1
-        order = [number for batch in batches for number in batch] or [-1] * len(ids)
+        texts = Texts.of(ids)
+        order, ends, start = np.full(len(ids), -1, np.int32), np.zeros(len(ids), np.uint8), 0
+        for count, shard_passes in zip(shard_records, passes, strict=True):
+            if shard_passes:
+                order[start : start + count] = list(chain.from_iterable(shard_passes))
+                ends[start - 1 + np.cumsum([len(numbers) for numbers in shard_passes])] = 1
+            start += count
         return cls(
-            np.frombuffer(b"".join(texts), np.uint8),
-            np.cumsum([len(text) for text in texts], dtype=np.int64),
-            np.array(lengths, np.int64),
-            np.array([np.nan if t is None else t for t in temperatures], np.float64),
-            np.array(order, np.int32),
+            texts.utf8,
+            texts.ends,
+            np.array(lengths, np.int32),
+            np.array(temperatures, np.float64),  # None becomes NaN
+            order,
             ends,
+            np.array(shard_records, np.int64),
         )
 
     @classmethod
-    def join(cls, windows: Sequence[Window]) -> RecordIndex:
-        """Return the index of the records of several windows."""
-        whole, end = windows[0].index, 0
-        for index, start, stop in windows:
-            if index is not whole or start != end:
-                break
-            end = stop
-        else:
-            if end == len(whole.lengths):
-                return whole
-        parts = [window.index._cut(window.start, window.stop) for window in windows]
+    def join(cls, indices: Sequence[RecordIndex]) -> RecordIndex:
+        """Return the index of the records of several indices, one after another."""
         columns = {
-            field.name: np.concatenate([getattr(part, field.name) for part in parts])
+            field.name: np.concatenate([getattr(index, field.name) for index in indices])
             for field in fields(cls)
         }
-        id_lengths = [np.diff(part.id_ends, prepend=0) for part in parts]
-        return cls(**columns | {"id_ends": np.concatenate(id_lengths).cumsum()})
-
-    def _cut(self, start: int, stop: int) -> RecordIndex:
-        """Return the index of some consecutive records."""
-        begin, rest = self._id_start(start), slice(start, stop)
-        columns = {field.name: getattr(self, field.name)[rest] for field in fields(self)[2:]}
-        end = self._id_start(stop)
-        return RecordIndex(self.id_bytes[begin:end], self.id_ends[rest] - begin, **columns)
+        ids = Texts.join([index.ids for index in indices])
+        columns |= {"id_ends": ids.ends, "lengths": columns["lengths"].astype(np.int32)}
+        return cls(**columns)
 
     @classmethod
-    def map(cls, path: Path) -> RecordIndex:
+    def map(
+        cls, path: Path, schema: int = 3, shard_records: np.ndarray | None = None
+    ) -> RecordIndex:
         """Map the file of an index.
 
+        Args:
+            schema: of the store.
+            shard_records: of a store of schema 2, whose file lacks them.
+
         Raises:
-            ValueError: it is not one; a stranger's store has the right hash of any file.
+            ValueError: it is another file.
         """
-        data = np.memmap(path, np.uint8, "r")
-        start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-        header = json.loads(data[8:start].tobytes()) if start <= len(data) else {}
-        columns = {}
-        for name, dtype in _DTYPES.items():
-            try:
-                begin, end = (start + offset for offset in header[name]["data_offsets"])
-                stored = header[name]["dtype"]
-            except (KeyError, TypeError):
-                raise ValueError(f"expected the column {name}, found none") from None
-            if stored != _NAMES[dtype]:
-                raise ValueError(f"expected {name} in {_NAMES[dtype]}, found {stored!r}")
-            columns[name] = data[begin:end].view(dtype)
+        columns = map_columns(path, _dtypes(schema))
+        if shard_records is not None:
+            columns["shard_records"] = shard_records
         index = cls(**columns)
-        index._check()
+        index.check()
         return index
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise a `ValueError` if the columns do not fit each other."""
-        sizes = {name: len(getattr(self, name)) for name in _DTYPES if name != "id_bytes"}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f"expected columns of one length, found {sizes}")
-        ends = self.id_ends
-        if np.any(ends[1:] < ends[:-1]) or (len(ends) and ends[-1] != len(self.id_bytes)):
-            raise ValueError("expected ids that follow one another, found others")
-        if np.any(self.lengths < 0):
+        names = ("id_ends", "lengths", "temperatures", "pass_order", "pass_ends")
+        shapes = {name: getattr(self, name).shape for name in names}
+        if len(set(shapes.values())) > 1 or self.lengths.ndim != 1 or self.shard_records.ndim != 1:
+            raise ValueError(f"expected columns of one length, found {shapes}")
+        self.ids.check()
+        if self.lengths.min(initial=0) < 0:
             raise ValueError(f"expected lengths of at least 0, found {self.lengths.min()}")
+        shards, total = self.shard_records, int(self.shard_records.sum())
+        if not len(shards) or shards.min() < 0 or total != len(self.lengths):
+            raise ValueError(
+                f"expected {len(self.lengths)} records in at least one shard, found "
+                f"{total} in {len(shards)}"
+            )
 
-    def to_bytes(self) -> bytes:
-        """Return the content of the index's file."""
-        return save({field.name: getattr(self, field.name) for field in fields(self)})
+    def columns(self, schema: int) -> dict[str, np.ndarray]:
+        """Return the columns of the file in a schema of the store."""
+        return {
+            name: getattr(self, name).astype(d, copy=False) for name, d in _dtypes(schema).items()
+        }
+
+    def sha256(self, schema: int) -> str:
+        """Return the hex SHA-256 of the file."""
+        return columns_sha256(self.columns(schema))
+
+    def write(self, path: Path, schema: int) -> None:
+        """Write the file."""
+        write_columns(self.columns(schema), path)
 
     def same_records(self, other: RecordIndex) -> bool:
         """Return whether ids and lengths are the same."""
         names = ("id_bytes", "id_ends", "lengths")
         return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in names)
 
-    def _id_start(self, record: int) -> int:
-        return int(self.id_ends[record - 1]) if record else 0
+    @cached_property
+    def ids(self) -> Texts:
+        """The records' ids."""
+        return Texts(self.id_bytes, self.id_ends)
 
-    def read_ids(self, rows: slice) -> list[str]:
-        """Return the ids of consecutive records."""
-        begin, ends = self._id_start(rows.start), self.id_ends[rows].tolist()
-        text = self.id_bytes[begin : ends[-1] if ends else begin].tobytes()
-        starts = [begin, *ends[:-1]]
-        return [text[a - begin : b - begin].decode() for a, b in zip(starts, ends, strict=False)]
+    @cached_property
+    def shard_ends(self) -> np.ndarray:
+        """int64 [shards]: the number behind each shard's last record."""
+        return self.shard_records.cumsum()
 
-    def read_lengths(self, rows: slice) -> list[int]:
-        """Return the lengths of consecutive records."""
-        values: list[int] = self.lengths[rows].tolist()
-        return values
+    @cached_property
+    def shard_tokens(self) -> np.ndarray:
+        """int64 [shards]: numbers of tokens."""
+        tokens, filled = np.zeros(len(self.shard_records), np.int64), self.shard_records > 0
+        starts = (self.shard_ends - self.shard_records)[filled]
+        tokens[filled] = np.add.reduceat(self.lengths, starts, dtype=np.int64)
+        return tokens
 
-    def read_temperatures(self, rows: slice) -> list[float | None]:
-        """Return the temperatures of consecutive records."""
-        return [None if t != t else t for t in self.temperatures[rows].tolist()]
-
-
-class Window(NamedTuple):
-    """The records start … stop − 1 of an index: those of one shard."""
-
-    index: RecordIndex
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> slice:
-        """The window as a slice of the index."""
-        return slice(self.start, self.stop)
-
-    def batches(self) -> list[list[int]]:
-        """Return the record numbers of each forward pass."""
-        order: list[int] = self.index.pass_order[self.rows].tolist()
-        batches: list[list[int]] = []
-        start = 0
-        for end in (np.flatnonzero(self.index.pass_ends[self.rows]) + 1).tolist():
-            batches.append(order[start:end])
-            start = end
-        return batches
+    def shards_of(self, records: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the numbers of the shards that hold records, one for each."""
+        return np.searchsorted(self.shard_ends, records, side="right")

@@ -13,7 +13,9 @@ import numpy as np
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store.batches import cut_batches, group_consecutive
-from draftlab.store.manifest import Counts, Dropped, Manifest, Shard, StoreIdentity
+from draftlab.store.columns import Numbers
+from draftlab.store.manifest import Counts, Dropped, Manifest, StoreIdentity
+from draftlab.store.record_index import RecordIndex
 from draftlab.store.samples import Sample, SampleTable, Selection
 from draftlab.store.settings import RecordSettings
 from draftlab.target_model.boundaries import check_boundaries
@@ -85,8 +87,8 @@ def plan_recording(
             f"{num_unanswered - num_unanswered_by_cut} without an answer of two tokens",
             do="check the chat template's assistant spans (draftlab inspect) and max_length",
         )
-    manifest = Manifest(
-        complete=False,
+    manifest = Manifest.plan(
+        _index(recorded, lengths, settings, padded),
         identity=identity,
         samples_sha256=table.sha256,
         settings={
@@ -103,9 +105,8 @@ def plan_recording(
         counts=Counts(records=len(recorded), tokens=int(lengths.sum()), loss_tokens=loss_tokens),
         dropped=Dropped(overlong=num_overlong, nothing_to_predict=num_unanswered),
         truncated=num_truncated,
-        shards=_shards(recorded, lengths.tolist(), settings, padded),
     )
-    return manifest.with_index(), recorded
+    return manifest, recorded
 
 
 def check_same_recording(actual: Manifest, plan: Manifest, where: Path) -> None:
@@ -131,14 +132,15 @@ def check_same_recording(actual: Manifest, plan: Manifest, where: Path) -> None:
     same_records = actual.index.same_records(plan.index)
     if same_records and actual.samples_sha256 == plan.samples_sha256:
         return
-    actual_records, planned_records = (
-        [record for shard in m.shards for record in zip(shard.ids, shard.lengths, strict=True)]
-        for m in (actual, plan)
-    )
     what = "the same ids and lengths, but other tokens, spans, temperatures or dropped samples"
-    if len(actual_records) != len(planned_records):
-        what = f"expected {len(planned_records)} records, found {len(actual_records)}"
-    pairs = zip(actual_records, planned_records, strict=False)
+    counts = len(actual.index.lengths), len(plan.index.lengths)
+    if counts[0] != counts[1]:
+        what = f"expected {counts[1]} records, found {counts[0]}"
+    records = (
+        zip(manifest.index.ids, Numbers(manifest.index.lengths), strict=True)
+        for manifest in (actual, plan)
+    )
+    pairs = zip(*records, strict=False)
     for number, ((id_, length), (planned_id, planned_length)) in enumerate(pairs):
         if (id_, length) != (planned_id, planned_length):
             what = (
@@ -194,18 +196,19 @@ def _check_samples(table: SampleTable, vocab_size: int) -> None:
         )
 
 
-def _shards(
-    selection: Selection, lengths: list[int], settings: RecordSettings, padded: bool
-) -> list[Shard]:
-    ids, rows = selection.table.ids, selection.rows.tolist()
-    temperatures = [None if t != t else t for t in selection.table.temperatures.tolist()]
-    return [
-        Shard.of(
-            f"shard-{number:05d}.safetensors",
-            [ids[rows[i]] for i in group],
-            [lengths[i] for i in group],
-            [temperatures[rows[i]] for i in group],
-            cut_batches([lengths[i] for i in group], settings.batch_tokens, padded=padded),
-        )
-        for number, group in enumerate(group_consecutive(lengths, settings.shard_tokens))
-    ]
+def _index(
+    selection: Selection, lengths: np.ndarray, settings: RecordSettings, padded: bool
+) -> RecordIndex:
+    ids, rows = selection.table.ids, selection.rows
+    groups = group_consecutive(lengths.tolist(), settings.shard_tokens)
+    batches = (
+        cut_batches(lengths[group].tolist(), settings.batch_tokens, padded=padded)
+        for group in groups
+    )
+    return RecordIndex.of(
+        [ids[row] for row in rows.tolist()],
+        lengths,
+        selection.table.temperatures[rows],
+        [len(group) for group in groups],
+        batches,
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.store.columns import safetensors_header
 from draftlab.store.fp8 import E4M3
 from draftlab.store.manifest import Shard, StoreIdentity
 
@@ -67,17 +67,8 @@ def write_shard(tensors: dict[str, Tensor], path: Path) -> tuple[int, str]:
 
 def _header(tensors: dict[str, Tensor]) -> tuple[bytes, list[str]]:
     """Return the header of a file of these tensors, and their names in the file's order."""
-    # safetensors orders tensors by their dtypes and names, and names the dtypes.
-    one_value = save({name: torch.zeros(1, dtype=t.dtype) for name, t in tensors.items()})
-    entries = json.loads(one_value[8 : 8 + int.from_bytes(one_value[:8], "little")])
-    start = 0
-    for name, entry in entries.items():
-        end = start + tensors[name].nbytes
-        entry |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, list(entries)
+    example = save({name: torch.zeros(1, dtype=t.dtype) for name, t in tensors.items()})
+    return safetensors_header(example, {n: (t.shape, t.nbytes) for n, t in tensors.items()})
 
 
 def map_shard(folder: Path, shard: Shard, identity: StoreIdentity, do: str) -> dict[str, Tensor]:

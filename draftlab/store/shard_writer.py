@@ -145,7 +145,8 @@ class ShardBuffer:
         policy: NotFinitePolicy,
     ) -> None:
         self.shard, self.samples, self.identity, self.policy = shard, samples, identity, policy
-        self.offsets = torch.tensor([0, *shard.lengths]).cumsum(0)
+        self.lengths = shard.lengths
+        self.offsets = torch.tensor([0, *self.lengths]).cumsum(0)
         shapes = identity.tensor_shapes(shard.records, shard.tokens)
         self.states = {
             name: torch.empty(shapes[name], dtype=dtype)
@@ -178,7 +179,7 @@ class ShardBuffer:
         locations = find_not_finite(extracted, [self.samples[i] for i in batch], self.identity)
         for number, location in locations.items():
             self._skip(self.samples[batch[number]], location)
-        lengths = [self.shard.lengths[i] for i in batch]
+        lengths = [self.lengths[i] for i in batch]
         fill_values = {"logsumexp": NO_TEACHER[0], "argmax": NO_TEACHER[1]}
         for name, values in self.states.items():
             rows = extracted.tensors[name].split(lengths)

@@ -6,8 +6,6 @@ by `draftlab.store.record`. Reading maps a shard into memory and loads only the 
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -15,14 +13,16 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, sha256_file, sha256_text
+from draftlab.store.columns import Numbers
 from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
-from draftlab.store.record_index import Column
+from draftlab.store.shard import shard_sizes
 from draftlab.store.shard_file import map_shard
 
 __all__ = ["Record", "Store", "StoreIdentity", "prediction_mask"]
@@ -116,12 +116,9 @@ class Store:
     ) -> None:
         self.folder, self.manifest = folder, manifest
         self.identity = manifest.identity
-        index, size = manifest.index, sum(shard.records for shard in manifest.shards)
-        self.ids = Column(index.read_ids, size)
-        self.lengths = Column(index.read_lengths, size)
-        self.temperatures = Column(index.read_temperatures, size)
-        # The index of each shard's first record.
-        self._first = [0, *itertools.accumulate(shard.records for shard in manifest.shards)]
+        self.ids = manifest.index.ids
+        self.lengths = Numbers(manifest.index.lengths)
+        self.temperatures = Numbers(manifest.index.temperatures)
         do = self._how_to_remake()
         # A process may map 65,530 files; of a shard that is mapped no more, views stay valid.
         self._open_shard = lru_cache(OPEN_SHARDS)(
@@ -161,16 +158,17 @@ class Store:
                 where=folder,
                 do="record with record.online: false to inspect the states",
             )
-        for shard in manifest.shards:
-            problem = shard.problem(folder)
-            if problem:
-                raise UserError(problem, where=folder / shard.file, do=_RECORD_AGAIN)
+        sizes = shard_sizes(folder, len(manifest.shards))
+        for number in np.flatnonzero(sizes != manifest.written.bytes)[:1].tolist():
+            shard = manifest.shards[number]
+            problem = shard.problem(int(sizes[number]))
+            raise UserError(problem, where=folder / shard.file, do=_RECORD_AGAIN)
         return cls(folder, manifest)
 
     @cached_property
     def digest(self) -> str:
         """Hex SHA-256 of the manifest, which contains the hashes of index and shards."""
-        return sha256_text(canonical_json(self.manifest.model_dump(mode="json")))
+        return sha256_text(canonical_json(self.manifest.identifying_fields()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the store as its folder, without the states."""
@@ -248,9 +246,10 @@ class Store:
                 )
             self._verified.add(number)
 
-    def shards_of(self, records: Iterable[int]) -> list[int]:
+    def shards_of(self, records: Sequence[int] | np.ndarray) -> list[int]:
         """Return the numbers of the shards that hold these records."""
-        return sorted({bisect_right(self._first, record) - 1 for record in records})
+        numbers: list[int] = np.unique(self.manifest.index.shards_of(records)).tolist()
+        return numbers
 
     def _how_to_remake(self) -> str:
         """Return what a user does about a damaged shard."""
@@ -266,7 +265,8 @@ class Store:
         index = index + len(self) if index < 0 else index
         if not 0 <= index < len(self):
             raise IndexError(f"a store of {len(self)} records has no record {index}")
-        number = bisect_right(self._first, index) - 1
-        tensors, row = self._open_shard(number), index - self._first[number]
+        number = int(self.manifest.index.shards_of(index))
+        tensors = self._open_shard(number)
+        row = index - self.manifest.shards[number].rows.start
         start, end = tensors["offsets"][row : row + 2].tolist()
         return index, tensors, slice(start, end)

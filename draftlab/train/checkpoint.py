@@ -68,7 +68,7 @@ def training_keys(
     inputs = [
         config.identity(),
         vocabulary.target_ids.tolist(),
-        store.manifest.model_dump(mode="json"),
+        store.manifest.identifying_fields(),
         seed,
         fingerprint(initial) if initial is not None else None,
     ]

@@ -62,8 +62,8 @@ class VllmStateSource:
         self.target, self.settings, self.monitor = target, settings, monitor
         self.identity = plan.identity
         self.boundaries = sorted({*plan.identity.boundaries, plan.identity.num_layers})
-        self.max_sample_tokens = max(plan.index.lengths.tolist())
-        shard_tokens = max(shard.tokens for shard in plan.shards)
+        self.max_sample_tokens = int(plan.index.lengths.max())
+        shard_tokens = int(plan.index.shard_tokens.max())
         bytes_per_token = len(self.boundaries) * target.hidden_size * target.dtype.itemsize
         self._unread_bytes = (SHARDS_AT_ONCE + 1) * shard_tokens * bytes_per_token
         self._lock = threading.Lock()  # one batch at a time is on the target's device

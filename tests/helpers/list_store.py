@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from draftlab.store.manifest import Manifest
+from draftlab.store.manifest import BOUNDARY_MEANING
 from draftlab.store.store import Record
+
+
+class ListManifest:
+    """The manifest of records in memory, which have no shards.
+
+    Args:
+        records: their number.
+    """
+
+    def __init__(self, records: int, schema_version: int = 3) -> None:
+        self.samples_sha256, self.schema_version = str(records), schema_version
+        self.shards: list[Any] = []
+        self.settings: dict[str, Any] = {}
+
+    def identifying_fields(self) -> dict[str, Any]:
+        return {
+            "schema_version": self.schema_version,
+            "online": False,
+            "boundary_meaning": BOUNDARY_MEANING,
+            "samples_sha256": self.samples_sha256,
+            "shards": [],
+        }
 
 
 class ListStore:
@@ -17,7 +40,7 @@ class ListStore:
         self.records = records
         self.lengths = [len(r.tokens) for r in records]
         self.ids = [r.id for r in records]
-        self.manifest = Manifest.model_construct(samples_sha256=str(len(records)), shards=[])
+        self.manifest = ListManifest(len(records))
 
     def __len__(self) -> int:
         return len(self.records)

@@ -110,14 +110,23 @@ def test_a_damaged_file_is_made_again(folder: Path, file: str, stage: str) -> No
 def test_a_damaged_manifest_is_refused_where_it_is_needed(folder: Path) -> None:
     path = Path("runs/small/store/manifest.json")
     fields = json.loads(path.read_text())
-    fields["shards"][0]["sha256"] = "0" * 64
-    path.write_text(json.dumps(fields))
+    path.write_text(json.dumps(fields | {"shards_sha256": "0" * 64}))
     monitor = RecordingMonitor()
     pipeline(monitor=monitor).make("head")
     assert "store: damaged, and not needed (store/manifest.json has SHA-256" in monitor.text
     error = error_of("store")
     assert "as it was written" in error.what
     assert "remove runs/small/store" in error.do
+
+
+def test_a_damaged_table_of_shards_is_refused_where_it_is_needed(folder: Path) -> None:
+    flip_byte(path := Path("runs/small/store/shards.safetensors"), -1)
+    monitor = RecordingMonitor()
+    pipeline(monitor=monitor).make("head")
+    assert "store: damaged, and not needed (shards.safetensors: the table" in monitor.text
+    error = error_of("store")
+    assert error.where == str(path)
+    assert "remove the store" in error.do
 
 
 def test_a_run_of_an_older_version_has_no_hashes(folder: Path) -> None:
@@ -166,7 +175,8 @@ def test_a_finished_run_is_hashed_once(folder: Path, monkeypatch: pytest.MonkeyP
         for name in json.loads(record.read_text())["sha256"]
     }
     assert {"answers.jsonl", "store/manifest.json", "head/model.safetensors"} < recorded
-    assert reads.keys() == recorded | {"prompts.jsonl", "store/records.safetensors"}
+    columns = {"store/records.safetensors", "store/shards.safetensors"}
+    assert reads.keys() == recorded | {"prompts.jsonl"} | columns
     assert set(reads.values()) == {1}
 
     # A change that keeps size and mtime is noticed by the same process.

@@ -238,7 +238,9 @@ def test_a_receipt_that_the_leader_removes_is_no_error(
     identity = identity_of(target)
     plan, _ = plan_recording(target, make_samples(), settings, identity, monitor=Monitor())
     receipts = Receipts(tmp_path, plan)
-    receipts.commit(plan.shards[0], {"bytes": 1})
+    receipts.commit(plan.shards[0], {"bytes": 1, "sha256": "0" * 64})
+    (tmp_path / plan.shards[0].file).write_bytes(b"a")
+    assert 0 not in receipts.missing()
     read_json = receipts_module.read_json
 
     def removed(path: Path, **options: str) -> object:
@@ -246,7 +248,21 @@ def test_a_receipt_that_the_leader_removes_is_no_error(
         return read_json(path, **options)
 
     monkeypatch.setattr(receipts_module, "read_json", removed)
-    assert not receipts.is_committed(plan.shards[0])
+    assert 0 in receipts.missing()
+
+
+def test_a_receipt_that_does_not_fit_is_refused(target: Target, tmp_path: Path) -> None:
+    settings = RecordSettings(dtype="float32", shard_tokens=100, batch_tokens=96)
+    identity = identity_of(target)
+    plan, _ = plan_recording(target, make_samples(), settings, identity, monitor=Monitor())
+    receipts = Receipts(tmp_path, plan)
+    receipts.commit(plan.shards[0], {"bytes": 1, "sha256": "0" * 64})
+    (tmp_path / plan.shards[0].file).write_bytes(b"a")
+    path = receipts.receipt_path(plan.shards[0])
+    path.write_text(path.read_text().replace("000", "xyz"))
+    with pytest.raises(UserError, match="expected a shard's receipt") as caught:
+        receipts.missing()
+    assert caught.value.where == str(path)
 
 
 def test_shards_of_a_former_plan_complete_no_store(target: Target, tmp_path: Path) -> None:

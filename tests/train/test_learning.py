@@ -21,7 +21,7 @@ from draftlab.train.metrics import MetricsLog
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.token_scores import score
 from draftlab.train.validation import walk
-from tests.helpers.list_store import ListStore
+from tests.helpers.list_store import ListManifest, ListStore
 from tests.helpers.loss_rows import reach_mask_t, reach_mask_t_k
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import InterruptingMonitor, SignallingMonitor
@@ -145,7 +145,7 @@ def test_passes_are_part_of_the_key_where_the_loss_depends_on_them(tmp_path: Pat
 def test_an_older_checkpoint_continues(tmp_path: Path) -> None:
     target, monitor = orthogonal_parts(), RecordingMonitor()
     store = ListStore([toy_answer(target, i) for i in range(40)])
-    store.manifest = store.manifest.model_copy(update={"schema_version": 1})  # as stores were then
+    store.manifest = ListManifest(len(store), schema_version=1)  # as stores were then
     trained(tmp_path, store, target, **CUT)
     path = tmp_path / "checkpoints/step-0000001/state.json"
     state = json.loads(path.read_text())

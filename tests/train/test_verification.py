@@ -19,7 +19,9 @@ from draftlab.errors import UserError
 from draftlab.files import sha256_file
 from draftlab.progress import Monitor
 from draftlab.store import store as store_module
-from draftlab.store.manifest import Shard
+from draftlab.store.record_index import RecordIndex
+from draftlab.store.shard import Shards
+from draftlab.store.shard_table import ShardTable, WrittenShard
 from draftlab.store.store import Store
 from draftlab.train import verification as verification_module
 from draftlab.train.verification import ShardVerification
@@ -43,11 +45,9 @@ class ShardedStore(ListStore):
         for number in range(3):
             if not self.path(number).exists():
                 self.path(number).write_bytes(bytes([number]) * 100)
-        self.manifest.settings = {}
-        self.manifest.shards = [
-            Shard.model_construct(file=self.path(n).name, sha256=sha256_file(self.path(n)))
-            for n in range(3)
-        ]
+        written = [WrittenShard(bytes=100, sha256=sha256_file(self.path(n))) for n in range(3)]
+        index = RecordIndex.of(self.ids, self.lengths, [None] * count, [count, 0, 0], [[]] * 3)
+        self.manifest.shards = Shards(index, ShardTable.of(index, 0, written))
 
     def path(self, number: int) -> Path:
         return self.folder / f"shard-{number:05d}.safetensors"

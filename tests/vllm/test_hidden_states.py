@@ -80,12 +80,14 @@ def record_with_stand_in(
 
 def assert_same(store: Store, expected: Store) -> None:
     """Compare records and plans exactly, and states and teachers up to rounding."""
-    manifests = [s.manifest.model_dump(exclude={"settings"}) for s in (store, expected)]
-    for manifest in manifests:
-        for shard in manifest["shards"]:
-            del shard["sha256"]
-            shard["fp8_errors"] = [pytest.approx(e, rel=1e-2) for e in shard["fp8_errors"]]
+    manifests = [
+        s.manifest.model_dump(exclude={"settings", "shards_sha256"}) for s in (store, expected)
+    ]
     assert manifests[0] == manifests[1]
+    for one, two in zip(store.manifest.shards, expected.manifest.shards, strict=True):
+        assert (one.file, one.bytes, one.not_finite) == (two.file, two.bytes, two.not_finite)
+        assert one.batches == two.batches
+        assert one.fp8_errors == [pytest.approx(e, rel=1e-2) for e in two.fp8_errors]
     assert store.manifest.settings == {**expected.manifest.settings, "backend": "vllm"}
     for one, two in zip(store, expected, strict=True):
         assert torch.equal(one.tokens, two.tokens)

@@ -1,0 +1,190 @@
+"""The shards of a store, as views of the manifest's columns, and their files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from draftlab.errors import UserError
+from draftlab.store.columns import Numbers
+from draftlab.store.record_index import RecordIndex
+from draftlab.store.shard_table import ShardTable, WrittenShard
+
+_PREFIX, _SUFFIX = "shard-", ".safetensors"
+
+
+def shard_file(number: int) -> str:
+    """Return the name of the file of a shard."""
+    return f"{_PREFIX}{number:05d}{_SUFFIX}"
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A shard: a view that reads the columns when it is asked.
+
+    Attributes:
+        index, table: of the whole store; the table is None until the store is complete.
+        number: of the shard.
+    """
+
+    index: RecordIndex
+    table: ShardTable | None
+    number: int
+
+    @property
+    def file(self) -> str:
+        """The name of its file."""
+        return shard_file(self.number)
+
+    @property
+    def records(self) -> int:
+        """The number of its records."""
+        return int(self.index.shard_records[self.number])
+
+    @property
+    def tokens(self) -> int:
+        """The number of stored positions."""
+        return int(self.index.lengths[self.rows].sum(dtype=np.int64))
+
+    @property
+    def rows(self) -> slice:
+        """The numbers of its records in the store."""
+        stop = int(self.index.shard_ends[self.number])
+        return slice(stop - self.records, stop)
+
+    @property
+    def ids(self) -> list[str]:
+        """The records' ids."""
+        return self.index.ids.read(self.rows)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The records' numbers of tokens."""
+        return Numbers(self.index.lengths).read(self.rows)
+
+    @property
+    def temperatures(self) -> list[float | None]:
+        """The records' sampling temperatures."""
+        return Numbers(self.index.temperatures).read(self.rows)
+
+    @property
+    def batches(self) -> list[list[int]]:
+        """Numbers of the shard's records that share a forward pass; none: unknown."""
+        order: list[int] = self.index.pass_order[self.rows].tolist()
+        ends = (np.flatnonzero(self.index.pass_ends[self.rows]) + 1).tolist()
+        return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    @property
+    def bytes(self) -> int | None:
+        """The size of its file; None until the store is complete."""
+        return None if self.table is None else int(self.table.bytes[self.number])
+
+    @property
+    def sha256(self) -> str | None:
+        """The hex SHA-256 of its file; None until the store is complete."""
+        return None if self.table is None else self.table.sha256[self.number].tobytes().hex()
+
+    @property
+    def not_finite(self) -> dict[str, str]:
+        """Ids of records with NaN or infinity, and where."""
+        if self.table is None:
+            return {}
+        records, rows = self.table.not_finite_records, self.rows
+        mine = np.flatnonzero((records >= rows.start) & (records < rows.stop)).tolist()
+        return {self.index.ids[int(records[i])]: self.table.not_finite[i] for i in mine}
+
+    @property
+    def fp8_errors(self) -> list[tuple[float, float]]:
+        """For each boundary, the errors of its features (`ShardTable`); none: unknown."""
+        errors = [] if self.table is None else self.table.fp8_errors[self.number].tolist()
+        return [(error, worst) for error, worst in errors if error == error]
+
+    def written(self) -> dict[str, Any]:
+        """Return the fields of `WrittenShard`, of a complete store."""
+        return {name: getattr(self, name) for name in WrittenShard.model_fields}
+
+    def path(self, folder: Path) -> Path:
+        """Return the path of the file in the store's folder.
+
+        Raises:
+            UserError: it is a symbolic link that leads out of the folder.
+        """
+        return _checked(folder / self.file)
+
+    def problem(self, size: int) -> str | None:
+        """Return what is wrong with the size of the file (−1: missing); None if nothing."""
+        if size == self.bytes:
+            return None
+        if size < 0:
+            return "a shard of the store is missing"
+        return (
+            f"expected a shard of {self.bytes} bytes, found {size}: it is truncated or belongs to "
+            "another store"
+        )
+
+
+class Shards(Sequence[Shard]):
+    """All shards of a store; each is made when it is read."""
+
+    def __init__(self, index: RecordIndex, table: ShardTable | None) -> None:
+        self._index, self._table = index, table
+
+    def __len__(self) -> int:
+        return len(self._index.shard_records)
+
+    @overload
+    def __getitem__(self, number: int) -> Shard: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Shard]: ...
+    def __getitem__(self, number: int | slice) -> Shard | list[Shard]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(len(self))[number]]
+        return Shard(self._index, self._table, range(len(self))[number])
+
+    def __iter__(self) -> Iterator[Shard]:
+        return (Shard(self._index, self._table, number) for number in range(len(self)))
+
+
+def _checked(path: Path) -> Path:
+    if path.is_symlink() and path.resolve().parent != path.parent.resolve():
+        raise UserError(
+            "expected shards in the store's folder, found a symbolic link that leads out of it",
+            where=path,
+            do="copy the file that it leads to into the store, if you trust it; whoever made "
+            "this store chose which of your files it leads to",
+        )
+    return path
+
+
+def shard_sizes(folder: Path, shards: int) -> np.ndarray:
+    """Return the sizes of the files of shards, by one listing of the folder.
+
+    Returns:
+        int64 [shards]; −1: there is no such file.
+
+    Raises:
+        UserError: a shard is a symbolic link that leads out of the folder.
+    """
+    sizes = np.full(shards, -1, np.int64)
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = entry.name
+            digits = name[len(_PREFIX) : -len(_SUFFIX)]
+            if not (digits.isdecimal() and digits.isascii()) or int(digits) >= shards:
+                continue
+            number = int(digits)
+            if name != shard_file(number):
+                continue
+            if entry.is_symlink():
+                _checked(folder / name)
+            try:
+                if entry.is_file():
+                    sizes[number] = entry.stat().st_size
+            except FileNotFoundError:
+                continue  # another process removed it
+    return sizes
