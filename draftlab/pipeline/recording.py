@@ -196,7 +196,7 @@ class Recording:
                 do=f"leave both at their defaults, train with one process, or leave {needed} out",
             )
         if not online:
-            return Store.open(self.run / STAGES["store"].artefact)
+            return Store.open(self.run / STAGES["store"].artefact, url=self.recipe.record.url)
         # Its lines were printed with the manifest.
         plan, samples = self._plan(self.target, Monitor())
         recorded = Manifest.read(self.run / STAGES["store"].artefact / MANIFEST)

@@ -32,7 +32,7 @@ from draftlab.settings import describe_errors
 from draftlab.store.manifest import MANIFEST, Manifest, Shard
 from draftlab.store.record_index import RECORDS
 from draftlab.store.recording_plan import check_same_recording
-from draftlab.store.shard import shard_sizes
+from draftlab.store.shard_files import LocalShardFiles, ShardFiles
 from draftlab.store.shard_table import SHARDS, ShardTable, WrittenShard
 
 LOCK = ".lock"
@@ -64,18 +64,20 @@ class Receipts:
     Args:
         folder: the store's folder.
         plan: the manifest of an incomplete store.
+        files: of the shards; None: they are in the folder.
     """
 
-    def __init__(self, folder: Path, plan: Manifest) -> None:
+    def __init__(self, folder: Path, plan: Manifest, files: ShardFiles | None = None) -> None:
         self.folder, self.plan = folder, plan
+        self.files = files or LocalShardFiles(folder)
         self.key = sha256_text(canonical_json(plan.dump()))
         self._version: tuple[int, int] | None = None
 
     @classmethod
-    def from_published(cls, folder: Path) -> Receipts:
+    def from_published(cls, folder: Path, files: ShardFiles | None = None) -> Receipts:
         """Return the receipts of the plan that another process has published in a folder."""
         version = _manifest_version(folder)
-        receipts = cls(folder, Manifest.read(folder / MANIFEST))
+        receipts = cls(folder, Manifest.read(folder / MANIFEST), files)
         receipts._version = version
         return receipts
 
@@ -84,6 +86,7 @@ class Receipts:
         path = self.folder / MANIFEST
         if not path.exists() or Manifest.read(path).dump() != self.plan.dump():
             self.plan.write(self.folder)
+        self.files.publish(self.folder)
         self._version = _manifest_version(self.folder)
 
     def receipt_path(self, shard: Shard) -> Path:
@@ -102,8 +105,13 @@ class Receipts:
 
     def missing(self) -> list[int]:
         """Return the numbers of the shards that are not committed."""
-        sizes = shard_sizes(self.folder, len(self.plan.shards)).tolist()
+        sizes = self.files.sizes(len(self.plan.shards)).tolist()
         return [number for number, size in enumerate(sizes) if not self._is_committed(number, size)]
+
+    def is_committed(self, shard: Shard) -> bool:
+        """Return whether a shard has a receipt of this plan, and the file the receipt's size."""
+        receipt = self._read_receipt(shard)
+        return receipt is not None and receipt.bytes == self.files.size(shard)
 
     def _is_committed(self, number: int, size: int) -> bool:
         """Return whether a shard has a receipt of this plan, and the file the receipt's size."""
@@ -198,7 +206,9 @@ def _manifest_version(folder: Path) -> tuple[int, int]:
     return stat.st_ino, stat.st_mtime_ns
 
 
-def resume_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Manifest:
+def resume_plan(
+    folder: Path, plan: Manifest, monitor: Monitor, files: ShardFiles | None = None
+) -> Manifest:
     """Return the plan to follow: the folder's own if there is one, because of its batches.
 
     The manifest of a complete store with all its shards is returned unchanged. A complete store
@@ -221,10 +231,10 @@ def resume_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Manifest:
     check_same_recording(manifest, plan, folder)
     if not manifest.complete:
         return manifest
-    receipts = Receipts(folder, manifest.as_plan())
+    receipts = Receipts(folder, manifest.as_plan(), files)
     if manifest.table is None:  # there were no shards (record.online)
         return receipts.plan
-    sizes = shard_sizes(folder, len(manifest.shards))
+    sizes = receipts.files.sizes(len(manifest.shards))
     if np.array_equal(sizes, manifest.table.bytes):
         return manifest
     for shard, size in zip(manifest.shards, sizes.tolist(), strict=True):

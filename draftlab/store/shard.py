@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -161,6 +162,22 @@ def _checked(path: Path) -> Path:
     return path
 
 
+def file_sizes(files: Iterable[tuple[str, int]], shards: int) -> np.ndarray:
+    """Return the sizes of the files of shards, from names and sizes of any files.
+
+    Returns:
+        int64 [shards]; −1: there is no such file.
+    """
+    sizes = np.full(shards, -1, np.int64)
+    for name, size in files:
+        digits = name[len(_PREFIX) : -len(_SUFFIX)]
+        if not (digits.isdecimal() and digits.isascii()) or int(digits) >= shards:
+            continue
+        if name == shard_file(int(digits)):
+            sizes[int(digits)] = size
+    return sizes
+
+
 def shard_sizes(folder: Path, shards: int) -> np.ndarray:
     """Return the sizes of the files of shards, by one listing of the folder.
 
@@ -170,21 +187,16 @@ def shard_sizes(folder: Path, shards: int) -> np.ndarray:
     Raises:
         UserError: a shard is a symbolic link that leads out of the folder.
     """
-    sizes = np.full(shards, -1, np.int64)
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            name = entry.name
-            digits = name[len(_PREFIX) : -len(_SUFFIX)]
-            if not (digits.isdecimal() and digits.isascii()) or int(digits) >= shards:
-                continue
-            number = int(digits)
-            if name != shard_file(number):
-                continue
-            if entry.is_symlink():
-                _checked(folder / name)
-            try:
-                if entry.is_file():
-                    sizes[number] = entry.stat().st_size
-            except FileNotFoundError:
-                continue  # another process removed it
-    return sizes
+
+    def listing() -> Iterator[tuple[str, int]]:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if not entry.name.startswith(_PREFIX):
+                    continue
+                if entry.is_symlink():
+                    _checked(folder / entry.name)
+                with suppress(FileNotFoundError):  # another process removed it
+                    if entry.is_file():
+                        yield entry.name, entry.stat().st_size
+
+    return file_sizes(listing(), shards)

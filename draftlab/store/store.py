@@ -18,12 +18,19 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, sha256_file, sha256_text
+from draftlab.files import canonical_json, sha256_text
 from draftlab.store.columns import Numbers
+from draftlab.store.copied_manifest import copy_metadata
 from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
-from draftlab.store.shard import shard_sizes
 from draftlab.store.shard_file import map_shard
+from draftlab.store.shard_files import (
+    LocalShardFiles,
+    RemoteShardFiles,
+    ShardFiles,
+    open_shard_files,
+)
+from draftlab.store.urls import address_of
 
 __all__ = ["Record", "Store", "StoreIdentity", "prediction_mask"]
 
@@ -32,6 +39,8 @@ NO_TEACHER = (float("nan"), -1)
 """logsumexp and argmax of positions outside `teacher_mask`, where they are not computed."""
 OPEN_SHARDS = 256
 """Shards that a store keeps mapped, those that were read last."""
+OPEN_REMOTE_SHARDS = 8
+"""The same for shards at a URL: mapped files that left the cache keep their disk space."""
 _RECORD_AGAIN = "record again into this folder: only missing shards are computed"
 
 
@@ -87,15 +96,15 @@ def teacher_mask(spans: Tensor) -> Tensor:
     return mask
 
 
-def check_store(folder: Path) -> None:
+def check_store(folder: Path, url: str | None = None) -> None:
     """Check that a store is complete, as `Store.open` does; one with record.online always is."""
     if not Manifest.read(folder / MANIFEST).online:
-        Store.open(folder)
+        Store.open(folder, url=url)
 
 
-def _reopen(folder: Path, digest: str) -> Store:
-    """Open a store that another process has pickled."""
-    store = Store.open(folder)
+def _reopen(folder: Path, digest: str, url: str | None) -> Store:
+    """Open a store that another process has pickled; that process has checked the shards' sizes."""
+    store = Store(folder, Manifest.read(folder / MANIFEST), files=open_shard_files(folder, url))
     if store.digest != digest:
         raise UserError(
             "expected the store that the other process has open, found one that was recorded since",
@@ -105,6 +114,18 @@ def _reopen(folder: Path, digest: str) -> Store:
     return store
 
 
+def _locate_store(address: Path | str, url: str | None) -> tuple[Path, ShardFiles]:
+    """Return the local folder of a store's manifest, and the files of its shards."""
+    try:
+        place = address_of(address)
+    except ValueError as error:
+        raise UserError(str(error), do="name a store's folder or URL") from None
+    if isinstance(place, Path):
+        return place, open_shard_files(place, url)
+    files = RemoteShardFiles(place)
+    return copy_metadata(files, files.cache), files
+
+
 class Store:
     """Random access to the records of a complete store. `Store.open` makes one."""
 
@@ -112,18 +133,23 @@ class Store:
     """Whether other processes can open the store by its folder."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, shards: dict[int, dict[str, Tensor]] | None = None
+        self,
+        folder: Path,
+        manifest: Manifest,
+        shards: dict[int, dict[str, Tensor]] | None = None,
+        files: ShardFiles | None = None,
     ) -> None:
         self.folder, self.manifest = folder, manifest
+        self.files = files or LocalShardFiles(folder)
         self.identity = manifest.identity
         self.ids = manifest.index.ids
         self.lengths = Numbers(manifest.index.lengths)
         self.temperatures = Numbers(manifest.index.temperatures)
         do = self._how_to_remake()
         # A process may map 65,530 files; of a shard that is mapped no more, views stay valid.
-        self._open_shard = lru_cache(OPEN_SHARDS)(
+        self._open_shard = lru_cache(OPEN_SHARDS if self.files.is_local else OPEN_REMOTE_SHARDS)(
             lambda number: (
-                map_shard(folder, manifest.shards[number], manifest.identity, do)
+                map_shard(self.files, manifest.shards[number], manifest.identity, do)
                 if shards is None
                 else shards[number]
             )
@@ -131,21 +157,29 @@ class Store:
         self._verified: set[int] = set()
 
     @classmethod
-    def open(cls, folder: Path, expected: StoreIdentity | None = None) -> Store:
+    def open(
+        cls,
+        address: Path | str,
+        expected: StoreIdentity | None = None,
+        *,
+        url: str | None = None,
+    ) -> Store:
         """Open a store. This checks the manifest and the shards' sizes and reads no shard.
 
         Args:
-            folder: the folder of manifest.json.
+            address: the folder of manifest.json, or its URL.
             expected: the identity that the store must have; None: any.
+            url: where the shards of a local manifest are; None: in its folder. (A manifest does not
+                say it: a stranger's could lead to other files of yours.)
 
         Raises:
             UserError: there is no store, it has another identity, its recording was interrupted, or
                 a shard is missing or has another size than in the manifest.
         """
-        folder = Path(folder)
+        folder, files = _locate_store(address, url)
         manifest = Manifest.read(folder / MANIFEST)
         if expected is not None:
-            manifest.identity.check(expected, folder)
+            manifest.identity.check(expected, files.address)
         if not manifest.complete:
             raise UserError(
                 "the recording of this store was interrupted",
@@ -158,12 +192,17 @@ class Store:
                 where=folder,
                 do="record with record.online: false to inspect the states",
             )
-        sizes = shard_sizes(folder, len(manifest.shards))
+        sizes = files.sizes(len(manifest.shards))
         for number in np.flatnonzero(sizes != manifest.written.bytes)[:1].tolist():
             shard = manifest.shards[number]
             problem = shard.problem(int(sizes[number]))
-            raise UserError(problem, where=folder / shard.file, do=_RECORD_AGAIN)
-        return cls(folder, manifest)
+            raise UserError(problem, where=files.where(shard.file), do=_RECORD_AGAIN)
+        return cls(folder, manifest, files=files)
+
+    @property
+    def address(self) -> Path | str:
+        """The folder or URL of the shards."""
+        return self.files.address
 
     @cached_property
     def digest(self) -> str:
@@ -172,7 +211,13 @@ class Store:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the store as its folder, without the states."""
-        return _reopen, (self.folder.resolve(), self.digest)
+        address = self.address
+        if isinstance(address, Path):  # as a URL, unless the shards are in the manifest's folder
+            address = address.resolve()
+            url = None if address == self.folder.resolve() else address.as_uri()
+        else:
+            url = address
+        return _reopen, (self.folder.resolve(), self.digest, url)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -233,15 +278,14 @@ class Store:
             if number in self._verified:
                 continue
             shard = self.manifest.shards[number]
-            path = shard.path(self.folder)
             try:
-                digest = sha256_file(path)
+                digest = self.files.sha256(shard) or "no file"
             except OSError as error:
                 digest = f"no file that can be read ({error.strerror})"
             if digest != shard.sha256:
                 raise UserError(
                     f"the shard is damaged: expected SHA-256 {shard.sha256}, found {digest}",
-                    where=path,
+                    where=self.files.where(shard.file),
                     do=self._how_to_remake(),
                 )
             self._verified.add(number)

@@ -267,7 +267,7 @@ def test_a_shard_with_other_dtypes_or_values_is_refused(
     tensors = load_file(path)
     save_file(tensors | {name: change(tensors[name])}, path)
     with pytest.raises(UserError, match=words) as caught:
-        map_shard(tmp_path, store.manifest.shards[0], store.identity, "record again")
+        map_shard(store.files, store.manifest.shards[0], store.identity, "record again")
     assert path.name in caught.value.where
 
 
