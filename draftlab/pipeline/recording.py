@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
+from draftlab.formatting import size_text
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.stages import STAGES
 from draftlab.pipeline.target_worker import TargetWorker
@@ -20,6 +22,8 @@ from draftlab.store.online import OnlineStore
 from draftlab.store.record import record
 from draftlab.store.recording_plan import plan_recording
 from draftlab.store.samples import SampleTable, Selection
+from draftlab.store.shard_cache import SIZE
+from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store, StoreIdentity
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
@@ -30,6 +34,23 @@ from draftlab.text.server_answers import ServerAnswers
 from draftlab.train.batch.order import check_row_tokens
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.vllm.answers import VllmAnswers
+
+
+def cache_line(store: Store) -> str:
+    """Return how the shards of a store at a URL are read, for the console."""
+    if not isinstance(store.files, RemoteShardFiles):
+        raise ValueError("expected a store at a URL")
+    cache, size = store.files.cache, int(store.manifest.written.bytes.sum())
+    line = (
+        f"store: {size_text(size)} at {store.address}, read through a cache of "
+        f"{size_text(cache.max_bytes)} in {cache.folder}"
+    )
+    if size <= cache.max_bytes:
+        return line
+    return (
+        f"{line}; it is smaller than the store, so that shards are downloaded again and again: "
+        f"{SIZE}={math.ceil(size / 1e9)}GB avoids that"
+    )
 
 
 @dataclass
@@ -196,7 +217,12 @@ class Recording:
                 do=f"leave both at their defaults, train with one process, or leave {needed} out",
             )
         if not online:
-            return Store.open(self.run / STAGES["store"].artefact, url=self.recipe.record.url)
+            folder, url = self.run / STAGES["store"].artefact, self.recipe.record.url
+            store = Store.open(folder, url=url)
+            if not store.files.is_local:  # counting tokens would download all shards
+                _, store.samples = self._plan(self.here.metadata, Monitor())
+                self.monitor.say(cache_line(store))
+            return store
         # Its lines were printed with the manifest.
         plan, samples = self._plan(self.target, Monitor())
         recorded = Manifest.read(self.run / STAGES["store"].artefact / MANIFEST)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from draftlab.store.shard_files import (
     open_shard_files,
 )
 from draftlab.store.urls import address_of
+
+if TYPE_CHECKING:
+    from draftlab.store.samples import Sample
 
 __all__ = ["Record", "Store", "StoreIdentity", "prediction_mask"]
 
@@ -131,6 +134,8 @@ class Store:
 
     on_disk = True
     """Whether other processes can open the store by its folder."""
+    samples: Sequence[Sample] | None
+    """What was recorded, in stored order: `tokens_and_spans` then reads no shard. None: unknown."""
 
     def __init__(
         self,
@@ -141,6 +146,7 @@ class Store:
     ) -> None:
         self.folder, self.manifest = folder, manifest
         self.files = files or LocalShardFiles(folder)
+        self.samples = None
         self.identity = manifest.identity
         self.ids = manifest.index.ids
         self.lengths = Numbers(manifest.index.lengths)
@@ -198,6 +204,12 @@ class Store:
             problem = shard.problem(int(sizes[number]))
             raise UserError(problem, where=files.where(shard.file), do=_RECORD_AGAIN)
         return cls(folder, manifest, files=files)
+
+    @cached_property
+    def _not_finite(self) -> set[int]:
+        """Records whose answers are left out, since their states are not finite."""
+        table = self.manifest.table
+        return set() if table is None else set(table.not_finite_records.tolist())
 
     @property
     def address(self) -> Path | str:
@@ -257,6 +269,13 @@ class Store:
 
     def tokens_and_spans(self, index: int) -> tuple[Tensor, Tensor]:
         """Return int64 [T] tokens and spans of a record, without reading its states."""
+        if self.samples is not None:
+            sample = self.samples[index]
+            tokens, spans = (
+                torch.from_numpy(np.array(values, np.int64))
+                for values in (sample.token_ids, sample.spans)
+            )
+            return tokens, spans * (index not in self._not_finite)
         _, tensors, window = self._locate(index)
         return tensors["tokens"][window].long(), tensors["spans"][window].long()
 

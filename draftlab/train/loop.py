@@ -22,8 +22,9 @@ from draftlab.store.store import Store
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import TargetParts
 from draftlab.text.draft_vocabulary import DraftVocabulary
+from draftlab.train.batch.fetch_ahead import fetch_ahead
 from draftlab.train.batch.loader import BatchLoader, MicroBatch
-from draftlab.train.batch.packer import Packer
+from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import uses_one_row
 from draftlab.train.best_head import BestHead
 from draftlab.train.checkpoint import (
@@ -185,7 +186,12 @@ class Trainer:
             self.validate()
             if self.best.stops_training(self.step):
                 return
-        steps = self.loader.steps(self.training, first=self.step)
+        steps = fetch_ahead(
+            self.loader.steps(self.training, first=self.step),
+            OptimizerStep.records,
+            self.store,
+            processes=self.ranks.local_gpus,
+        )
         with closing(self.loader.micro_batches(steps)) as micro_batches:
             for micro in micro_batches:
                 self.timer.mark("data")

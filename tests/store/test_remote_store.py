@@ -151,7 +151,10 @@ def test_a_server_that_goes_down_loses_nothing(
     record_store(target, tmp_path / "local")
 
     def fault(method: str, path: str, _: int) -> None:
-        server.is_down = server.is_down or "shard-00002" in path
+        if "shard-00002" in path:
+            while not list((tmp_path / "remote").glob("shard-*.json")):
+                time.sleep(0.01)
+            server.is_down = True
 
     server.faults = fault
     for _ in range(2):

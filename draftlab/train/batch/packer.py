@@ -24,6 +24,10 @@ class OptimizerStep(NamedTuple):
     number: int
     micro_batches: Sequence[tuple[Rows, bool]]
 
+    def records(self) -> list[int]:
+        """Return the indices of all records."""
+        return [i for rows, _ in self.micro_batches for row in rows for i in row]
+
 
 @dataclass(frozen=True)
 class Packer:
