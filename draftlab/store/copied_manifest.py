@@ -42,8 +42,7 @@ def copy_metadata(files: ShardFiles, cache: ShardCache) -> Path:
     copy = copies / hashlib.sha256(content).hexdigest()
     if not copy.is_dir():
         with tempfile.TemporaryDirectory(prefix="new.", dir=copies) as new:
-            _fill(files, content, Path(new))
-            Manifest.read(Path(new) / MANIFEST)
+            _read_copy(files, content, Path(new))
             with suppress(OSError):  # another process was faster
                 os.rename(new, copy)
                 Path(new).mkdir()  # for the context to remove
@@ -51,13 +50,25 @@ def copy_metadata(files: ShardFiles, cache: ShardCache) -> Path:
     return copy
 
 
-def _fill(files: ShardFiles, content: bytes, folder: Path) -> None:
-    (folder / MANIFEST).write_bytes(content)
-    fields = read_json(folder / MANIFEST, kind="store's manifest.json")
-    for name in METADATA:
-        key = f"{name.partition('.')[0]}_sha256"  # the manifest has the hash of what it needs
-        if name != MANIFEST and isinstance(fields, dict) and fields.get(key):
-            files.copy_metadata(name, folder / name)
+def _read_copy(files: ShardFiles, content: bytes, folder: Path) -> Manifest:
+    """Copy a manifest and its columns to an empty folder; return it after its hashes are checked.
+
+    Raises:
+        UserError: it is damaged; the error names the URL.
+    """
+    try:
+        (folder / MANIFEST).write_bytes(content)
+        fields = read_json(folder / MANIFEST, kind="store's manifest.json")
+        for name in METADATA:
+            key = f"{name.partition('.')[0]}_sha256"  # the manifest has the hash of what it needs
+            if name != MANIFEST and isinstance(fields, dict) and fields.get(key):
+                files.copy_metadata(name, folder / name)
+        return Manifest.read(folder / MANIFEST)
+    except UserError as error:
+        if Path(error.where).parent != folder:
+            raise
+        where = files.where(Path(error.where).name)
+        raise UserError(error.what, where=where, do=error.do) from None
 
 
 def _remove_old(copies: Path) -> None:
@@ -84,8 +95,7 @@ def adopt_manifest(folder: Path, files: ShardFiles, check: Callable[[Manifest], 
     if content is None or (own.is_file() and own.read_bytes() == content):
         return
     with tempfile.TemporaryDirectory(prefix=".shard-manifest.", dir=folder) as copy:
-        _fill(files, content, Path(copy))
-        manifest = Manifest.read(Path(copy) / MANIFEST)
+        manifest = _read_copy(files, content, Path(copy))
         try:
             check(manifest)
         except UserError as error:

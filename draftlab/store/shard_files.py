@@ -175,6 +175,9 @@ class RemoteShardFiles(ShardFiles):
 
     def __init__(self, url: str, cache: ShardCache | None = None) -> None:
         self.address, self.remote, self._cache = url, UrlFolder(url), cache
+        # A reader repeats what `fetch` fails to download, and waits for it until then.
+        self._ahead = UrlFolder(url)
+        self._ahead.cancelled.set()
 
     @cached_property
     def cache(self) -> ShardCache:
@@ -194,14 +197,17 @@ class RemoteShardFiles(ShardFiles):
     def size(self, shard: Shard) -> int:
         return self.remote.size(shard.file)
 
+    def local_file(self, shard: Shard) -> AbstractContextManager[Path]:
+        return self._local_file(shard, self.remote)
+
     @contextmanager
-    def local_file(self, shard: Shard) -> Iterator[Path]:
+    def _local_file(self, shard: Shard, remote: UrlFolder) -> Iterator[Path]:
         size, sha256 = shard.bytes, shard.sha256
         if size is None or sha256 is None:
             raise ValueError("only the shards of a complete store are read")
 
         def download(path: Path) -> None:
-            self.remote.download(shard.file, path, size, sha256)
+            remote.download(shard.file, path, size, sha256)
 
         with self.cache.file(sha256, size, download, self.where(shard.file)) as path:
             yield path
@@ -236,7 +242,7 @@ class RemoteShardFiles(ShardFiles):
                 self._pool.submit(self._fetch, shard)
 
     def _fetch(self, shard: Shard) -> None:
-        with suppress(UserError), self.local_file(shard):
+        with suppress(UserError), self._local_file(shard, self._ahead):
             pass
 
     def stop_fetching(self) -> None:

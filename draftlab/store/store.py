@@ -202,7 +202,11 @@ class Store:
         for number in np.flatnonzero(sizes != manifest.written.bytes)[:1].tolist():
             shard = manifest.shards[number]
             problem = shard.problem(int(sizes[number]))
-            raise UserError(problem, where=files.where(shard.file), do=_RECORD_AGAIN)
+            elsewhere = (
+                "; or its run has the shards at a URL (record.url in recipe.yaml): name that"
+            )
+            do = _RECORD_AGAIN + elsewhere * (files.is_local and bool((sizes < 0).all()))
+            raise UserError(problem, where=files.where(shard.file), do=do)
         return cls(folder, manifest, files=files)
 
     @cached_property

@@ -49,6 +49,7 @@ def check_url(url: str) -> str:
         raise ValueError(f"{_EXAMPLE}, found {url!r} without the name of a bucket")
     if ".." in rest.split("/"):
         raise ValueError(f"{_EXAMPLE}, found one with '..'")
+    local_folder(url)
     return url.rstrip("/") if rest.strip("/") else url
 
 

@@ -216,8 +216,9 @@ def test_a_changed_manifest_is_noticed(
     record_store(target, tmp_path / "store", url=URL)
     table = UrlFolder(URL).read(SHARDS)
     put(SHARDS, table[:-1] + bytes([table[-1] ^ 1]), tmp_path)
-    with pytest.raises(UserError, match="damaged"):
+    with pytest.raises(UserError, match="damaged") as caught:
         Store.open(URL)
+    assert caught.value.where == f"{URL}/{SHARDS}"
     put(SHARDS, table, tmp_path)
     assert len(Store.open(URL)) == 12
     put(MANIFEST, b"{", tmp_path)
@@ -318,8 +319,9 @@ def test_a_file_url_is_a_folder_without_a_cache(target: Target, tmp_path: Path) 
     for one in (store, Store.open(url), Store.open(tmp_path / "big disk")):
         assert same_records(pickle.loads(pickle.dumps(one)), local)
         one.verify()
-    with pytest.raises(UserError, match="missing"):
+    with pytest.raises(UserError, match="missing") as caught:
         Store.open(tmp_path / "run")
+    assert "record.url" in caught.value.do
 
 
 def test_any_file_system_of_fsspec_will_do(
