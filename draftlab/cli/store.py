@@ -12,6 +12,8 @@ from draftlab.errors import UserError
 from draftlab.formatting import count_text
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from draftlab.store.store import Store
 
 store_app = typer.Typer(help="Merge, split and sample stores.", no_args_is_help=True)
@@ -64,7 +66,7 @@ def split(
         made_by = {"made_by": "split", "shares": weights, "seed": seed}
         prompts = group_by_prompt(opened.ids)
         parts = split_groups(prompts, weights, seed)
-        _check_parts(out, parts, len(opened), len(prompts))
+        _check_parts(out, parts, len(opened), int(prompts.max(initial=-1)) + 1)
         for number, (folder, part) in enumerate(zip(out, parts, strict=True)):
             _report(rewrite.select(opened, part, folder, {**made_by, "part": number}, monitor))
 
@@ -79,6 +81,8 @@ def sample(
 ) -> None:
     """Write a store with some records, chosen at random, in stored order."""
     with guard(debug, STARTS_OVER):
+        import numpy as np
+
         from draftlab.store import merge_split_sample as rewrite
         from draftlab.store.prompt_split import split_groups
         from draftlab.store.store import Store
@@ -90,8 +94,8 @@ def sample(
                 where="--records",
                 do="lower --records",
             )
-        groups = [[record] for record in range(len(opened))]
-        chosen = split_groups(groups, [records, len(opened) - records], seed)[0]
+        alone = np.arange(len(opened))
+        chosen = split_groups(alone, [records, len(opened) - records], seed)[0]
         made_by = {"made_by": "sample", "records": records, "seed": seed}
         _report(rewrite.select(opened, chosen, out, made_by, monitor))
 
@@ -116,7 +120,7 @@ def _shares(text: str | None, parts: int) -> list[float]:
     return shares
 
 
-def _check_parts(out: list[Path], parts: list[list[int]], records: int, prompts: int) -> None:
+def _check_parts(out: list[Path], parts: list[np.ndarray], records: int, prompts: int) -> None:
     """Check all parts before the first one is written."""
     if len({folder.resolve() for folder in out}) < len(out):
         raise UserError(
@@ -129,7 +133,7 @@ def _check_parts(out: list[Path], parts: list[list[int]], records: int, prompts:
         number = count_text(prompts, "prompt")
         do = f"write fewer parts: the records answer {number}, and each prompt is in one part"
     for folder, part in zip(out, parts, strict=True):
-        if not part:
+        if not len(part):
             raise UserError(
                 f"expected records for every part, found none of {records:,} for {folder}",
                 where="--shares",

@@ -24,8 +24,8 @@ from draftlab.heads.family import get_family
 from draftlab.pipeline.recipe import LATEST, RENAMED_SETTINGS, Recipe, flatten
 from draftlab.pipeline.stage_records import read_record, record_path, recorded
 from draftlab.pipeline.stages import FORMER_DEFAULTS, STAGES, Stage, settings_with_effect
-from draftlab.store.object_store import UnreachableError
 from draftlab.store.store import check_store
+from draftlab.store.transfer_errors import UnreachableError
 
 RUNS = Path("runs")
 State = Literal["done", "unfinished", "missing", "changed", "unneeded"]

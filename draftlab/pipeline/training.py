@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from draftlab.heads.folder import load_head, save_head
@@ -81,7 +82,7 @@ def train_head(
             f"on-policy replay: from step {first:,} on, the rejected drafts of {replay.share:.0%} "
             "of a step's conversations (train.replay)"
         )
-    data = {"records": len(store), "tokens": sum(store.lengths)}
+    data = {"records": len(store), "tokens": int(np.sum(store.lengths))}
     ranks = ranks or Ranks.join(recipe.train.device)
     with use_device(ranks.device):
         initial = _initial_head(recipe, parts)

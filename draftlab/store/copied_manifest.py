@@ -15,10 +15,37 @@ from draftlab.errors import UserError
 from draftlab.files import read_json
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.shard_cache import ShardCache
-from draftlab.store.shard_files import METADATA, LocalShardFiles, ShardFiles
+from draftlab.store.shard_files import (
+    METADATA,
+    LocalShardFiles,
+    RemoteShardFiles,
+    ShardFiles,
+    open_shard_files,
+)
+from draftlab.store.urls import address_of
 
 KEPT_S = 7 * 24 * 3600
 """Time after its last use for which a copy is kept, in seconds."""
+
+
+def locate_store(address: Path | str, url: str | None) -> tuple[Path, ShardFiles]:
+    """Return the local folder of a store's manifest, and the files of its shards.
+
+    Args:
+        address: the store's folder or URL.
+        url: where the shards of a folder are; None: in it.
+
+    Raises:
+        UserError: as `copy_metadata`; or the address is none.
+    """
+    try:
+        place = address_of(address)
+    except ValueError as error:
+        raise UserError(str(error), do="name a store's folder or URL") from None
+    if isinstance(place, Path):
+        return place, open_shard_files(place, url)
+    files = RemoteShardFiles(place)
+    return copy_metadata(files, files.cache), files
 
 
 def copy_metadata(files: ShardFiles, cache: ShardCache) -> Path:

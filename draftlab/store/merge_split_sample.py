@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from draftlab.errors import UserError
@@ -64,7 +65,7 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
 
 def select(
     store: Store,
-    records: Sequence[int],
+    records: Sequence[int] | np.ndarray,
     folder: Path,
     made_by: dict[str, Any],
     monitor: Monitor,
@@ -80,6 +81,7 @@ def select(
     Raises:
         UserError: there are no records, a shard is damaged, or the folder is not empty.
     """
+    records = np.asarray(records).tolist()
     if not records:
         raise UserError(
             "expected records to write, found none",

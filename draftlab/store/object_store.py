@@ -1,16 +1,13 @@
 """A folder at a URL (s3://, gs://, hf:// …), whose files are written and read whole, and verified.
 
-fsspec's file systems repeat single requests. What fails nevertheless is repeated here as a whole,
-for `RETRY_S`. Only then a `UserError` names the URL.
+What fails is repeated as a whole (`transfer_errors.py`), and then a `UserError` names the URL.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import re
 import threading
-import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -18,29 +15,14 @@ from typing import Any, TypeVar
 
 from draftlab.errors import UserError
 from draftlab.files import sha256_file
+from draftlab.store.transfer_errors import plain_error, repeat_transfer
 
 T = TypeVar("T")
-RETRY_S = 120.0
-"""Time for which transfers that fail are repeated, in seconds."""
 PART_BYTES = 1 << 26
 """Size of the parts in which s3fs uploads large files; S3's ETag of such a file depends on it."""
-MAX_WAIT_S = 20.0
 BLOCK = 1 << 24
 DAMAGED_DOWNLOADS = 3
 """Downloads of the right size with a wrong hash after which the object counts as damaged."""
-_PERMANENT = (PermissionError, ImportError, ValueError, TypeError, NotImplementedError)
-_NO_CREDENTIALS = re.compile(r"Credential|ProfileNotFound|SSO|TokenRetrieval")
-_SECRETS = re.compile(
-    r"(?<=//)[^/@\s]+@|(?<=[?&])(?:X-Amz-\w+|AWSAccessKeyId|Signature|sig|token)=[^&\s'\"]+", re.I
-)
-_CREDENTIALS = (
-    "check the credentials and the endpoint in the environment (docs/guide/cluster.md has their "
-    "names)"
-)
-
-
-class UnreachableError(UserError):
-    """A URL that does not answer. Nothing is known of the files there."""
 
 
 class UrlFolder:
@@ -69,7 +51,7 @@ class UrlFolder:
             scheme = self.url.partition("://")[0]
             extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme)
             raise UserError(
-                f"{scheme}:// URLs cannot be opened: {_plain(error)}",
+                f"{scheme}:// URLs cannot be opened: {plain_error(error)}",
                 where=self.url,
                 do=f"pip install 'draftlab[{extra}]'"
                 if extra
@@ -242,48 +224,12 @@ class UrlFolder:
         return digest.hexdigest()
 
     def _retry(self, action: Callable[[], T], doing: str, where: str) -> T:
-        """Return the result of an action, which is repeated for `RETRY_S` if it fails."""
-        started, wait = time.monotonic(), 0.5
-        while True:
-            try:
-                return action()
-            except UserError:
-                raise
-            except Exception as error:
-                kind = type(error).__name__
-                if isinstance(error, FileNotFoundError):
-                    raise UserError(
-                        f"{doing} failed, since there is no such bucket or folder: {_plain(error)}",
-                        where=where,
-                        do="make the bucket, or correct the URL",
-                    ) from None
-                if isinstance(error, _PERMANENT) or _NO_CREDENTIALS.search(kind):
-                    raise UserError(
-                        f"{doing} was refused: {kind}: {_plain(error)}",
-                        where=where,
-                        do=_CREDENTIALS,
-                    ) from None
-                passed = time.monotonic() - started
-                if self.cancelled.is_set() or passed + wait > RETRY_S:
-                    raise UnreachableError(
-                        f"{doing} failed again and again for {passed:.0f} s, at last with "
-                        f"{kind}: {_plain(error)}",
-                        where=where,
-                        do="check the network and the server, and the endpoint in the environment; "
-                        "nothing is lost: the same command goes on after the last whole shard",
-                    ) from None
-                self.cancelled.wait(wait)
-                wait = min(2 * wait, MAX_WAIT_S)
+        return repeat_transfer(action, doing, where, self.cancelled)
 
 
 def _is_s3(file_system: Any) -> bool:
     protocol = file_system.protocol
     return "s3" in ((protocol,) if isinstance(protocol, str) else protocol)
-
-
-def _plain(error: BaseException) -> str:
-    """Return an error's text without credentials that a URL in it may have."""
-    return _SECRETS.sub("…", str(error)) or "no message"
 
 
 def _restore(name: str) -> str:

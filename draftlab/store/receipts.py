@@ -106,18 +106,18 @@ class Receipts:
     def missing(self) -> list[int]:
         """Return the numbers of the shards that are not committed."""
         sizes = self.files.sizes(len(self.plan.shards)).tolist()
-        return [number for number, size in enumerate(sizes) if not self._is_committed(number, size)]
+        shards = zip(self.plan.shards, sizes, strict=True)
+        return [shard.number for shard, size in shards if not self._has_receipt(shard, size)]
 
     def is_committed(self, shard: Shard) -> bool:
         """Return whether a shard has a receipt of this plan, and the file the receipt's size."""
         receipt = self._read_receipt(shard)
         return receipt is not None and receipt.bytes == self.files.size(shard)
 
-    def _is_committed(self, number: int, size: int) -> bool:
-        """Return whether a shard has a receipt of this plan, and the file the receipt's size."""
+    def _has_receipt(self, shard: Shard, size: int) -> bool:
         if size < 0:
             return False
-        receipt = self._read_receipt(self.plan.shards[number])
+        receipt = self._read_receipt(shard)
         return receipt is not None and receipt.bytes == size
 
     def _read_receipt(self, shard: Shard) -> WrittenShard | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,26 +20,20 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, sha256_text
 from draftlab.store.columns import Numbers
-from draftlab.store.copied_manifest import copy_metadata
+from draftlab.store.copied_manifest import locate_store
 from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
+from draftlab.store.samples import Sample
 from draftlab.store.shard_file import map_shard
 from draftlab.store.shard_files import (
     LocalShardFiles,
-    RemoteShardFiles,
     ShardFiles,
     open_shard_files,
 )
-from draftlab.store.urls import address_of
 
-if TYPE_CHECKING:
-    from draftlab.store.samples import Sample
-
-__all__ = ["Record", "Store", "StoreIdentity", "prediction_mask"]
+__all__ = ["Record", "Store", "StoreIdentity"]
 
 
-NO_TEACHER = (float("nan"), -1)
-"""logsumexp and argmax of positions outside `teacher_mask`, where they are not computed."""
 OPEN_SHARDS = 256
 """Shards that a store keeps mapped, those that were read last."""
 OPEN_REMOTE_SHARDS = 8
@@ -78,27 +72,6 @@ class Record:
     scales: Tensor | None = None
 
 
-def prediction_mask(spans: Tensor) -> Tensor:
-    """Return the positions whose tokens a head learns to predict: bool [T].
-
-    w_k(t) = 1 makes x_{t+2+k} a label if x_{t+1} … x_{t+2+k} are in one span (methods §1), so x_j
-    is one iff j ≥ 2 and x_{j−1}, x_j are in one span. The target generates a span's first token.
-    """
-    mask = torch.zeros(len(spans), dtype=torch.bool)
-    mask[2:] = (spans[1:-1] == spans[2:]) & (spans[2:] > 0)
-    return mask
-
-
-def teacher_mask(spans: Tensor) -> Tensor:
-    """Return the positions whose target distribution a head learns from: bool [T].
-
-    The teacher of the prediction of x_j is the target's distribution at j − 1.
-    """
-    mask = torch.zeros(len(spans), dtype=torch.bool)
-    mask[:-1] = prediction_mask(spans)[1:]
-    return mask
-
-
 def check_store(folder: Path, url: str | None = None) -> None:
     """Check that a store is complete, as `Store.open` does; one with record.online always is."""
     if not Manifest.read(folder / MANIFEST).online:
@@ -115,18 +88,6 @@ def _reopen(folder: Path, digest: str, url: str | None) -> Store:
             do="run the command again",
         )
     return store
-
-
-def _locate_store(address: Path | str, url: str | None) -> tuple[Path, ShardFiles]:
-    """Return the local folder of a store's manifest, and the files of its shards."""
-    try:
-        place = address_of(address)
-    except ValueError as error:
-        raise UserError(str(error), do="name a store's folder or URL") from None
-    if isinstance(place, Path):
-        return place, open_shard_files(place, url)
-    files = RemoteShardFiles(place)
-    return copy_metadata(files, files.cache), files
 
 
 class Store:
@@ -182,7 +143,7 @@ class Store:
             UserError: there is no store, it has another identity, its recording was interrupted, or
                 a shard is missing or has another size than in the manifest.
         """
-        folder, files = _locate_store(address, url)
+        folder, files = locate_store(address, url)
         manifest = Manifest.read(folder / MANIFEST)
         if expected is not None:
             manifest.identity.check(expected, files.address)
@@ -202,10 +163,9 @@ class Store:
         for number in np.flatnonzero(sizes != manifest.written.bytes)[:1].tolist():
             shard = manifest.shards[number]
             problem = shard.problem(int(sizes[number]))
-            elsewhere = (
-                "; or its run has the shards at a URL (record.url in recipe.yaml): name that"
-            )
-            do = _RECORD_AGAIN + elsewhere * (files.is_local and bool((sizes < 0).all()))
+            do = _RECORD_AGAIN
+            if files.is_local and (sizes < 0).all():
+                do += "; or name the URL at which its run has the shards (record.url in its recipe)"
             raise UserError(problem, where=files.where(shard.file), do=do)
         return cls(folder, manifest, files=files)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from draftlab.formatting import rounded_text
@@ -71,9 +73,10 @@ def kept_bytes(config: HeadConfig, dtype: torch.dtype) -> int:
     return config.num_layers * kept * dtype.itemsize
 
 
-def mean_context(lengths: list[int]) -> float:
+def mean_context(lengths: Sequence[int] | np.ndarray) -> float:
     """Return the mean number of keys that a position sees in conversations of these lengths."""
-    return sum(n * (n + 1) / 2 for n in lengths) / sum(lengths)
+    keys = np.asarray(lengths, np.float64)
+    return float((keys * (keys + 1) / 2).sum() / keys.sum())
 
 
 @lru_cache

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from draftlab.errors import UserError
@@ -134,7 +135,7 @@ class Trainer:
             say(note)
         self.token_mfu: float | None = None
         if self.device.type == "cuda":
-            context = mean_context([self.store.lengths[i] for i in self.training])
+            context = mean_context(np.asarray(self.store.lengths)[self.training])
             flops = self.objective.token_flops(self.head.config, self.settings, context)
             self.token_mfu, line = measure_mfu(flops, self.device, self.dtype, self.working)
             say(line)

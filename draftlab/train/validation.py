@@ -12,18 +12,21 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from heapq import nsmallest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftlab.engine.counters import Counters
-from draftlab.files import sha256_text
 from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
 from draftlab.store.batches import cut_batches
+from draftlab.store.columns import Texts
 from draftlab.store.prompt_split import hold_out
 from draftlab.store.store import Record, Store
 from draftlab.train.batch.fetch_ahead import fetch_ahead
@@ -168,10 +171,14 @@ class _ByPosition:
 
 def split_records(
     ids: Sequence[str], settings: TrainSettings, seed: int, monitor: Monitor
-) -> tuple[list[int], list[int]]:
-    """Return the records to train on, and those of the held-out records that validations read."""
+) -> tuple[np.ndarray, list[int]]:
+    """Return the records to train on, and those of the held-out records that validations read.
+
+    Returns:
+        int64 [n] and a list, both ascending.
+    """
     training, held_out = hold_out(ids, settings.validation_share, seed)
-    if settings.validation_share and not held_out:
+    if settings.validation_share and not len(held_out):
         no_effect = "; train.validate_every has no effect" if settings.validate_every else ""
         monitor.say(f"validation: none, since all records answer one prompt{no_effect}")
     if len(held_out) > (most := settings.validation_records):
@@ -179,8 +186,20 @@ def split_records(
             f"validation: {most:,} of {len(held_out):,} held-out records "
             "(train.validation_records); a smaller train.validation_share trains on more"
         )
-        held_out = sorted(sorted(held_out, key=lambda i: sha256_text(ids[i]))[:most])
-    return training, held_out
+        chosen = nsmallest(most, _hashed(Texts.of(ids), held_out))
+        return training, sorted(number for _, number in chosen)
+    return training, held_out.tolist()
+
+
+def _hashed(ids: Texts, numbers: np.ndarray) -> Iterator[tuple[bytes, int]]:
+    """Yield the SHA-256 of ids, and their numbers, which ascend."""
+    for chunk in np.array_split(numbers, len(numbers) // 65_536 + 1):
+        ends = ids.ends[chunk].tolist()
+        starts = np.where(chunk > 0, ids.ends[chunk - 1], 0).tolist()
+        first = starts[0] if starts else 0
+        text = ids.utf8[first : ends[-1] if ends else 0].tobytes()
+        for start, end, number in zip(starts, ends, chunk.tolist(), strict=True):
+            yield hashlib.sha256(text[start - first : end - first]).digest(), number
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from draftlab.store import object_store
+from draftlab.store import transfer_errors
 from draftlab.store.object_store import UrlFolder
 from draftlab.store.shard_cache import machine_cache
 from draftlab.store.store import Store
@@ -26,7 +26,7 @@ AT_URL = f"record.url={URL}"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyServer]:
-    monkeypatch.setattr(object_store, "RETRY_S", 10.0)
+    monkeypatch.setattr(transfer_errors, "RETRY_S", 10.0)
     with object_server(monkeypatch, tmp_path / "cache") as server:
         yield server
 
@@ -112,7 +112,7 @@ def test_faults_and_a_small_cache_change_nothing(
 def test_a_server_that_stays_down_ends_the_training_and_loses_nothing(
     server: FaultyServer, workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store, "RETRY_S", 0.6)
+    monkeypatch.setattr(transfer_errors, "RETRY_S", 0.6)
     steps = ("train.steps=40", "train.checkpoint_every=1")
     local = new_workshop(workshop.parent / "local")
     assert draftlab(local, "train", "small.yaml", *steps).exit_code == 0

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from draftlab.errors import UserError
-from draftlab.store import object_store
-from draftlab.store.object_store import UnreachableError, UrlFolder
+from draftlab.store import object_store, transfer_errors
+from draftlab.store.object_store import UrlFolder
+from draftlab.store.transfer_errors import UnreachableError
 from draftlab.store.urls import address_of, check_url, is_url, local_folder
 from tests.helpers.object_server import BUCKET, FaultyServer, object_server
 
@@ -20,7 +21,7 @@ NAME = "shard-00000.safetensors"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyServer]:
-    monkeypatch.setattr(object_store, "RETRY_S", 8.0)
+    monkeypatch.setattr(transfer_errors, "RETRY_S", 8.0)
     with object_server(monkeypatch, tmp_path / "cache") as server:
         yield server
 
@@ -111,7 +112,7 @@ def test_a_download_that_went_wrong_is_repeated(
 def test_an_upload_that_is_always_cut_is_never_taken_for_whole(
     server: FaultyServer, folder: UrlFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store, "RETRY_S", 1.0)
+    monkeypatch.setattr(transfer_errors, "RETRY_S", 1.0)
     new_file(tmp_path / "a")
     server.faults = lambda method, path, number: "short" if method == "PUT" else None
     with pytest.raises(UnreachableError) as caught:
@@ -136,7 +137,7 @@ def test_a_changed_object_is_noticed(folder: UrlFolder, tmp_path: Path) -> None:
 def test_a_server_that_stays_down_is_named_and_not_taken_for_empty(
     server: FaultyServer, folder: UrlFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_store, "RETRY_S", 0.6)
+    monkeypatch.setattr(transfer_errors, "RETRY_S", 0.6)
     server.is_down = True
     for call in (folder.sizes, lambda: folder.size(NAME), lambda: folder.read(NAME)):
         with pytest.raises(UnreachableError) as caught:

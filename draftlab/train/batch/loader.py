@@ -13,9 +13,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from draftlab.errors import UserError
@@ -73,13 +73,14 @@ class BatchLoader:
         """Return what packs batches, for the console."""
         return count_text(self.num_workers, "data worker") if self.num_workers else "threads"
 
-    def steps(self, records: Sequence[int], *, first: int) -> Iterator[OptimizerStep]:
+    def steps(self, records: Sequence[int] | np.ndarray, *, first: int) -> Iterator[OptimizerStep]:
         """Yield this process's share of the optimizer steps on some records, from a step on."""
-        settings, store = self.packer.settings, self.packer.store
-        lengths = [store.lengths[i] for i in records]
-        order = batches(lengths, settings.row_tokens, settings.batch_rows, seed=self.packer.seed)
-        for step, rows in islice(enumerate(order), first, settings.steps):
-            chosen = [[records[i] for i in row] for row in rows]
+        settings, seed, records = self.packer.settings, self.packer.seed, np.asarray(records)
+        lengths = np.asarray(self.packer.store.lengths)[records]
+        sizes = settings.row_tokens, settings.batch_rows
+        order = batches(lengths, *sizes, seed=seed, first=first)
+        for step, rows in zip(range(first, settings.steps), order, strict=False):
+            chosen = [records[row].tolist() for row in rows]
             micro_batches = assign_micro_batches(chosen, settings.micro_rows, self.ranks)
             yield OptimizerStep(step, micro_batches)
 

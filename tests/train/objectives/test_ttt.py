@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import Tensor
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
+from draftlab.train.batch import order as order_module
 from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.order import batches, epoch_rows
 from draftlab.train.batch.packing import pack
@@ -186,10 +189,41 @@ def test_a_token_outside_the_draft_vocabulary_stays_in_the_denominator() -> None
     st.lists(st.integers(1, 50), min_size=1, max_size=80), st.integers(50, 90), st.integers(0, 3)
 )
 def test_rows_hold_every_record_once(lengths: list[int], room: int, epoch: int) -> None:
-    rows = epoch_rows(lengths, room, seed=1, epoch=epoch)
+    rows = list(epoch_rows(lengths, room, seed=1, epoch=epoch))
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in row) <= room for row in rows)
-    assert rows == epoch_rows(lengths, room, seed=1, epoch=epoch)
+    assert rows == list(epoch_rows(lengths, room, seed=1, epoch=epoch))
+
+
+def earlier_epoch_rows(lengths: list[int], room: int, seed: int, epoch: int) -> list[list[int]]:
+    """Assign records to rows as earlier versions did; their trainings continue in this order."""
+    generator = np.random.default_rng([seed, epoch])
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, int]] = []
+    for record_number in generator.permutation(len(lengths)).tolist():
+        fullest = bisect_left(open_rows, (lengths[record_number], 0))
+        if fullest < len(open_rows):
+            free, row = open_rows.pop(fullest)
+        else:
+            free, row = room, len(rows)
+            rows.append([])
+            if len(open_rows) == 64:
+                del open_rows[0]
+        rows[row].append(record_number)
+        insort(open_rows, (free - lengths[record_number], row))
+    return [rows[i] for i in generator.permutation(len(rows))]
+
+
+@pytest.mark.parametrize("count", [1, 2, 255, 3000])
+def test_the_order_is_that_of_earlier_versions(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = np.random.default_rng(count).integers(1, 400, count).tolist()
+    monkeypatch.setattr(order_module, "_CHUNK", 100)
+    epochs = [earlier_epoch_rows(lengths, 512, 5, epoch) for epoch in range(3)]
+    assert epochs == [list(epoch_rows(lengths, 512, seed=5, epoch=epoch)) for epoch in range(3)]
+    rows = [row for epoch in epochs for row in epoch]
+    for first in range(0, len(rows) // 4 - 1, 7):
+        steps = batches(lengths, 512, 4, seed=5, first=first)
+        assert next(steps) == rows[4 * first : 4 * first + 4]
 
 
 def test_rows_are_full() -> None:
