@@ -23,9 +23,10 @@ ENVIRONMENT = {
 _OWN_HEADERS = {"connection", "transfer-encoding", "content-length", "date", "server"}
 
 Fault = str
-"""error: status 500. drop: no answer. slow: the body in pieces, with pauses. cut: the connection
-ends in the body. short: half of the body, with a length that fits; of an upload the server stores
-half and answers as if all was well. changed: one other byte, in an upload or a download."""
+"""error: status 500. denied: status 403. drop: no answer. slow: the body in pieces, with pauses.
+cut: the connection ends in the body. short: half of the body, with a length that fits; of an upload
+the server stores half and answers as if all was well. changed: one other byte, in an upload or a
+download."""
 
 
 class FaultyServer:
@@ -82,9 +83,10 @@ class FaultyServer:
         if fault == "drop":
             handler.close_connection = True
             return
-        if fault == "error":
-            text = b"<Error><Code>InternalError</Code><Message>made up</Message></Error>"
-            self._answer(handler, 500, {"Content-Type": "application/xml"}, text, None)
+        if fault in ("error", "denied"):
+            code, status = ("InternalError", 500) if fault == "error" else ("AccessDenied", 403)
+            text = f"<Error><Code>{code}</Code><Message>made up</Message></Error>".encode()
+            self._answer(handler, status, {"Content-Type": "application/xml"}, text, None)
             return
         headers = dict(handler.headers.items())
         if method == "PUT" and fault in ("short", "changed"):

@@ -148,6 +148,28 @@ def test_a_server_that_stays_down_is_named_and_not_taken_for_empty(
             assert secret not in str(caught.value)
 
 
+def test_a_refusal_is_named_at_once(
+    server: FaultyServer, folder: UrlFolder, tmp_path: Path
+) -> None:
+    new_file(tmp_path / "a")
+    server.faults = lambda *_: "denied"
+    calls = (folder.sizes, lambda: folder.upload(tmp_path / "a", NAME), lambda: folder.size(NAME))
+    for call in calls:
+        server.requests.clear()
+        with pytest.raises(UserError, match="was refused: PermissionError") as caught:
+            call()
+        assert not isinstance(caught.value, UnreachableError)
+        assert "docs/guide/cluster.md" in caught.value.do
+        assert len(server.requests) <= 2
+
+
+def test_secrets_in_errors_are_not_repeated() -> None:
+    error = OSError(
+        "GET http://user:SECRET@host/a?X-Amz-Signature=SECRET&X-Amz-Credential=SECRET&b=1 failed"
+    )
+    assert transfer_errors.plain_error(error) == "GET http://…host/a?…&…&b=1 failed"
+
+
 def test_a_listing_takes_a_request_a_page(
     server: FaultyServer, folder: UrlFolder, tmp_path: Path
 ) -> None:
