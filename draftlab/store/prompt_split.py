@@ -32,16 +32,14 @@ def group_by_prompt(ids: Sequence[str]) -> np.ndarray:
     texts = Texts.of(ids)
     if not any(len(ids.separators) for ids in _chunks(texts)):
         return np.arange(len(texts))
-    prompts, conversations, numbered = [], [], []
+    prompts, conversations, numbered = np.empty(len(texts), np.uint64), [], []
     for chunk in _chunks(texts):
-        suffixes = _suffixes(chunk)
-        prompts.append(chunk.hashes(slice(None), suffixes.prompt_stops))
-        rows = suffixes.turns
-        stops = suffixes.turn_stops
-        hashes = chunk.hashes(rows, stops), chunk.hashes(rows, chunk.stops[rows])
-        conversations.append((rows + chunk.first, *hashes))
+        suffixes, rows = _suffixes(chunk), slice(chunk.first, chunk.first + len(chunk.stops))
+        prompts[rows] = chunk.hashes(slice(None), suffixes.prompt_stops)
+        turns = suffixes.turns
+        hashes = chunk.hashes(turns, suffixes.turn_stops), chunk.hashes(turns, chunk.stops[turns])
+        conversations.append((chunk.first + turns, *hashes))
         numbered.append(chunk.hashes(suffixes.numbered, suffixes.numbered_stops))
-    prompt_hashes = np.concatenate(prompts)
     # Continuations begin at #2. Where prompts themselves are named repository#1, or have further
     # answers (repository#12~1), the numbers continue a conversation only if there is a
     # `repository`. Its record may have been left out as too long, so else they always do.
@@ -51,8 +49,8 @@ def group_by_prompt(ids: Sequence[str]) -> np.ndarray:
             names = names[~np.isin(names, chunk.hashes(slice(None), chunk.stops))]
         rows, hashes, own_hashes = map(np.concatenate, zip(*conversations, strict=True))
         is_prompt = np.isin(hashes, names)
-        prompt_hashes[rows[is_prompt]] = own_hashes[is_prompt]
-    return _number(prompt_hashes)
+        prompts[rows[is_prompt]] = own_hashes[is_prompt]
+    return _number(prompts)
 
 
 class _Ids(NamedTuple):
@@ -143,19 +141,23 @@ def _suffixes(ids: _Ids) -> _Suffixes:
 
 def _number(hashes: np.ndarray) -> np.ndarray:
     """Number equal hashes equally, in the order of their first places: int64 [n]."""
-    # Answers to a prompt often lie side by side; sorting runs of them is faster.
+    # Answers to a prompt often lie side by side, so runs of them are sorted.
     is_new = np.concatenate([[True], hashes[1:] != hashes[:-1]])
     begins = np.flatnonzero(is_new)
-    runs = hashes[begins]
+    runs, lengths = hashes[begins], np.diff(begins, append=len(hashes))
+    ordered = np.sort(runs)
+    if np.all(ordered[1:] != ordered[:-1]):  # all do
+        return np.repeat(np.arange(len(runs)), lengths)
     order = np.argsort(runs)
     runs = runs[order]
     is_new_group = np.concatenate([[True], runs[1:] != runs[:-1]])
     first_runs = np.minimum.reduceat(order, np.flatnonzero(is_new_group))
-    numbers = np.empty_like(first_runs)
-    numbers[np.argsort(first_runs)] = np.arange(len(first_runs))
+    is_first_run = np.zeros(len(runs), bool)
+    is_first_run[first_runs] = True
+    numbers = (is_first_run.cumsum() - 1)[first_runs]
     of_runs = np.empty_like(order)
     of_runs[order] = numbers[is_new_group.cumsum() - 1]
-    return np.repeat(of_runs, np.diff(begins, append=len(hashes)))
+    return np.repeat(of_runs, lengths)
 
 
 def split_groups(
@@ -175,8 +177,9 @@ def split_groups(
     sizes = sizes[order]
     ends = np.round(np.cumsum(shares) / sum(shares) * sizes.sum())
     cuts = np.searchsorted(sizes.cumsum() - sizes, ends[:-1])
-    parts = np.empty(len(order), np.int64)
-    parts[order] = np.searchsorted(cuts, np.arange(len(order)), side="right")
+    parts = np.empty(len(order), np.int32)
+    for part, places in enumerate(np.split(order, cuts)):
+        parts[places] = part
     parts = parts[groups]
     return [np.flatnonzero(parts == part) for part in range(len(shares))]
 

@@ -105,7 +105,7 @@ class Receipts:
 
     def missing(self) -> list[int]:
         """Return the numbers of the shards that are not committed."""
-        sizes = self.files.sizes(len(self.plan.shards)).tolist()
+        sizes = self.files.list().sizes_of(len(self.plan.shards)).tolist()
         shards = zip(self.plan.shards, sizes, strict=True)
         return [shard.number for shard, size in shards if not self._has_receipt(shard, size)]
 
@@ -234,7 +234,7 @@ def resume_plan(
     receipts = Receipts(folder, manifest.as_plan(), files)
     if manifest.table is None:  # there were no shards (record.online)
         return receipts.plan
-    sizes = receipts.files.sizes(len(manifest.shards))
+    sizes = receipts.files.list().sizes_of(len(manifest.shards))
     if np.array_equal(sizes, manifest.table.bytes):
         return manifest
     for shard, size in zip(manifest.shards, sizes.tolist(), strict=True):

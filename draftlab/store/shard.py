@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import stat
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -16,12 +18,12 @@ from draftlab.store.columns import Numbers
 from draftlab.store.record_index import RecordIndex
 from draftlab.store.shard_table import ShardTable, WrittenShard
 
-_PREFIX, _SUFFIX = "shard-", ".safetensors"
+_FILE = re.compile(r"shard-([0-9]{5}|[1-9][0-9]{5,})\.safetensors").fullmatch
 
 
 def shard_file(number: int) -> str:
     """Return the name of the file of a shard."""
-    return f"{_PREFIX}{number:05d}{_SUFFIX}"
+    return f"shard-{number:05d}.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,41 +164,50 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def file_sizes(files: Iterable[tuple[str, int]], shards: int) -> np.ndarray:
-    """Return the sizes of the files of shards, from names and sizes of any files.
+class ShardListing(NamedTuple):
+    """The files of shards in a folder or at a URL, in any order.
 
-    Returns:
-        int64 [shards]; −1: there is no such file.
-    """
-    sizes = np.full(shards, -1, np.int64)
-    for name, size in files:
-        digits = name[len(_PREFIX) : -len(_SUFFIX)]
-        if not (digits.isdecimal() and digits.isascii()) or int(digits) >= shards:
-            continue
-        if name == shard_file(int(digits)):
-            sizes[int(digits)] = size
-    return sizes
-
-
-def shard_sizes(folder: Path, shards: int) -> np.ndarray:
-    """Return the sizes of the files of shards, by one listing of the folder.
-
-    Returns:
-        int64 [shards]; −1: there is no such file.
-
-    Raises:
-        UserError: a shard is a symbolic link that leads out of the folder.
+    Attributes:
+        numbers: int64 [m], of the shards.
+        sizes: int64 [m], in bytes.
     """
 
-    def listing() -> Iterator[tuple[str, int]]:
+    numbers: np.ndarray
+    sizes: np.ndarray
+
+    @classmethod
+    def of(cls, files: Iterable[tuple[str, int]]) -> ShardListing:
+        """Return the shards among files with these names and sizes."""
+        matches = ((_FILE(name), size) for name, size in files)
+        known = [(int(m[1]), size) for m, size in matches if m is not None and len(m[1]) <= 18]
+        return cls(*np.array(known, np.int64).reshape(-1, 2).T)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> ShardListing:
+        """List a folder once.
+
+        Raises:
+            UserError: a shard is a symbolic link that leads out of the folder.
+        """
+        numbers, sizes = array("q"), array("q")
         with os.scandir(folder) as entries:
             for entry in entries:
-                if not entry.name.startswith(_PREFIX):
+                match = _FILE(entry.name)
+                if match is None or len(match[1]) > 18:
                     continue
-                if entry.is_symlink():
-                    _checked(folder / entry.name)
-                with suppress(FileNotFoundError):  # another process removed it
-                    if entry.is_file():
-                        yield entry.name, entry.stat().st_size
+                try:
+                    state = entry.stat(follow_symlinks=False)
+                    if stat.S_ISLNK(state.st_mode):
+                        state = _checked(folder / entry.name).stat()
+                except FileNotFoundError:  # another process removed it
+                    continue
+                if stat.S_ISREG(state.st_mode):
+                    numbers.append(int(match[1]))
+                    sizes.append(state.st_size)
+        return cls(np.array(numbers, np.int64), np.array(sizes, np.int64))
 
-    return file_sizes(listing(), shards)
+    def sizes_of(self, shards: int) -> np.ndarray:
+        """Return the sizes of the first shards: int64 [shards]; −1: there is no such file."""
+        sizes, known = np.full(shards, -1, np.int64), self.numbers < shards
+        sizes[self.numbers[known]] = self.sizes[known]
+        return sizes

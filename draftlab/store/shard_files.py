@@ -14,14 +14,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, sha256_file
 from draftlab.store.manifest import MANIFEST, Shard
 from draftlab.store.object_store import UrlFolder
 from draftlab.store.record_index import RECORDS
-from draftlab.store.shard import file_sizes, shard_sizes
+from draftlab.store.shard import ShardListing
 from draftlab.store.shard_cache import ShardCache, machine_cache
 from draftlab.store.shard_table import SHARDS
 from draftlab.store.urls import local_folder
@@ -49,14 +47,11 @@ class ShardFiles(ABC):
         """Return the path or URL of a file."""
 
     @abstractmethod
-    def sizes(self, shards: int) -> np.ndarray:
-        """Return the sizes of the files of so many shards, by one listing.
-
-        Returns:
-            int64 [shards]; −1: there is no such file.
+    def list(self) -> ShardListing:
+        """List the files of all shards at once.
 
         Raises:
-            UserError: the files cannot be listed.
+            UserError: the URL does not answer, or a symbolic link leads out of the folder.
         """
 
     @abstractmethod
@@ -123,10 +118,8 @@ class LocalShardFiles(ShardFiles):
     def where(self, name: str) -> Path:
         return self.folder / name
 
-    def sizes(self, shards: int) -> np.ndarray:
-        if not self.folder.is_dir():
-            return np.full(shards, -1, np.int64)
-        return shard_sizes(self.folder, shards)
+    def list(self) -> ShardListing:
+        return ShardListing.of_folder(self.folder) if self.folder.is_dir() else ShardListing.of([])
 
     def size(self, shard: Shard) -> int:
         path = shard.path(self.folder)
@@ -191,8 +184,8 @@ class RemoteShardFiles(ShardFiles):
     def where(self, name: str) -> str:
         return self.remote.where(name)
 
-    def sizes(self, shards: int) -> np.ndarray:
-        return file_sizes(self.remote.sizes().items(), shards)
+    def list(self) -> ShardListing:
+        return ShardListing.of(self.remote.sizes().items())
 
     def size(self, shard: Shard) -> int:
         return self.remote.size(shard.file)

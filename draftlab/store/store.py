@@ -7,6 +7,7 @@ by `draftlab.store.record`. Reading maps a shard into memory and loads only the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -25,11 +26,7 @@ from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.samples import Sample
 from draftlab.store.shard_file import map_shard
-from draftlab.store.shard_files import (
-    LocalShardFiles,
-    ShardFiles,
-    open_shard_files,
-)
+from draftlab.store.shard_files import LocalShardFiles, ShardFiles, open_shard_files
 
 __all__ = ["Record", "Store", "StoreIdentity"]
 
@@ -144,7 +141,10 @@ class Store:
                 a shard is missing or has another size than in the manifest.
         """
         folder, files = locate_store(address, url)
-        manifest = Manifest.read(folder / MANIFEST)
+        # The listing of a large store takes as long as the hash of its index: both run at a time.
+        with ThreadPoolExecutor(1, "list") as thread:
+            listing = thread.submit(files.list)
+            manifest = Manifest.read(folder / MANIFEST)
         if expected is not None:
             manifest.identity.check(expected, files.address)
         if not manifest.complete:
@@ -159,7 +159,7 @@ class Store:
                 where=folder,
                 do="record with record.online: false to inspect the states",
             )
-        sizes = files.sizes(len(manifest.shards))
+        sizes = listing.result().sizes_of(len(manifest.shards))
         for number in np.flatnonzero(sizes != manifest.written.bytes)[:1].tolist():
             shard = manifest.shards[number]
             problem = shard.problem(int(sizes[number]))

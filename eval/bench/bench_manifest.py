@@ -3,10 +3,10 @@
     python eval/bench/bench_manifest.py [--shards 1000000] [--records 100000000] [--answers 4]
 
 Writes a synthetic store, whose shards are files of one byte. Another process opens it, holds
-validation records out and makes the order of an epoch. Each line has the seconds of the step and
-the peak of the process's resident memory so far, which includes imports and the pages of mapped
-files. With --answers above 1 records are answers to fewer prompts (`prompt-7~1`), so that prompts
-have to be found by their ids.
+validation records out and makes the order of an epoch. Each line has the seconds of the step, its
+CPU seconds, and the peak of the process's resident memory so far, which includes imports and the
+pages of mapped files. With --answers above 1 records are answers to fewer prompts (`prompt-7~1`),
+so that prompts have to be found by their ids.
 """
 
 from __future__ import annotations
@@ -36,11 +36,18 @@ CHUNK = 1_000_000
 LONGEST = 4096
 
 
-def report(what: str, started: float) -> None:
-    """Print the seconds since `started` and the memory peak of this process."""
+def report(what: str, started: tuple[float, float]) -> None:
+    """Print the seconds since `started` (`now()`) and the memory peak of this process."""
     status = Path("/proc/self/status").read_text()  # getrusage would count the parent's memory
     peak = int(status.partition("VmHWM:")[2].split()[0]) / 2**20
-    print(f"{what}: {time.perf_counter() - started:.1f} s, peak {peak:.2f} GiB", flush=True)
+    cpu = time.process_time() - started[1]
+    seconds = time.perf_counter() - started[0]
+    print(f"{what}: {seconds:.1f} s, {cpu:.1f} s of CPU, peak {peak:.2f} GiB", flush=True)
+
+
+def now() -> tuple[float, float]:
+    """Return the time, and the CPU time of this process, in seconds."""
+    return time.perf_counter(), time.process_time()
 
 
 def synthetic_ids(records: int, answers: int) -> Texts:
@@ -88,21 +95,21 @@ def write_store(folder: Path, shards: int, records: int, answers: int) -> None:
 def measure(folder: Path) -> None:
     """Open a store, and make the order of a training."""
     settings = TrainSettings(row_tokens=LONGEST)
-    report("imports", time.perf_counter())
-    started = time.perf_counter()
+    report("imports, whose time is not counted", now())
+    started = now()
     store = Store.open(folder)
     report(f"opened {len(store.manifest.shards):,} shards, {len(store):,} records", started)
-    started = split_started = time.perf_counter()
+    started = split_started = now()
     training, held_out = split_records(store.ids, settings, 0, Monitor())
     report(f"held out {len(store) - len(training):,} records, read {len(held_out):,}", started)
-    started = time.perf_counter()
+    started = now()
     lengths = np.asarray(store.lengths)[training]
     rows = epoch_rows(lengths, settings.row_tokens, seed=0, epoch=0)
     report(f"made the {len(rows):,} rows of an epoch", started)
     full = int(lengths.sum(dtype=np.int64)) / (len(rows) * settings.row_tokens)
     report(f"both, with rows {full:.1%} full", split_started)
     del rows
-    started, step = time.perf_counter(), len(store) // 1000
+    started, step = now(), len(store) // 1000
     order = batches(lengths, settings.row_tokens, settings.batch_rows, seed=0, first=step)
     drawn = sum(len(row) for batch in islice(order, 100) for row in batch)
     report(f"resumed at step {step:,} and drew {drawn:,} records of 100 steps", started)
@@ -120,7 +127,7 @@ def main() -> None:
         measure(arguments.measure)
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
-        folder, started = Path(name), time.perf_counter()
+        folder, started = Path(name), now()
         write_store(folder, arguments.shards, arguments.records, arguments.answers)
         report("wrote the store", started)
         print(f"manifest.json has {(folder / MANIFEST).stat().st_size:,} bytes")
